@@ -1,0 +1,39 @@
+# make demo     train a small EfficientNetV2 twice, full precision and 2-bit backward, and compare (about two minutes)
+# make test     the whole test suite
+# make lint     ruff (rules and format) and mypy
+# make picture  refresh docs/demo.png from a new demo run
+# Each target first sets up .venv; only Python >= 3.10, git and make are needed. PYTHON=python3.12 picks an interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo picture test lint
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+demo: $(READY)
+	$(RUN) -m recipes.efficientnetv2 --compare full-precision StochBackward2bit --out-dir runs/demo
+
+picture: demo
+	mkdir -p docs
+	cp runs/demo/comparison.png docs/demo.png
+
+test: $(READY)
+	$(RUN) -m pytest -q
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "brevact needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,recipes,dev]'
+	touch $(READY)
