@@ -1,0 +1,47 @@
+"""Handwritten digits that come with scikit-learn: 1797 images, no download."""
+
+from pathlib import Path
+
+import torch
+
+from recipes.data.dataset import ImageDataset, Normalization, subset_indices, take
+from recipes.errors import RecipeError
+
+_TEST_IMAGES = 360
+_ZOOM = 4
+
+
+def load_digits(data_dir: Path, train_size: int | None = None, test_size: int | None = None) -> ImageDataset:
+    """Loads the digits, enlarged from 8x8 to 32x32 pixels by repeating each; a fixed fifth is the test set.
+
+    Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (its test part).
+
+    Args:
+        data_dir: not used, the images are part of scikit-learn.
+        train_size: number of training images; None for all 1437.
+        test_size: number of test images; None for all 360.
+
+    Returns:
+        One-channel images and 10 classes.
+
+    Raises:
+        RecipeError: scikit-learn is missing, or a size is larger than the set.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise RecipeError("the digits data set needs scikit-learn: pip install 'brevact[recipes]'") from error
+    bunch = datasets.load_digits()
+    pixels = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8)  # N x 8 x 8, 0..16 before
+    images = pixels.repeat_interleave(_ZOOM, 1).repeat_interleave(_ZOOM, 2).unsqueeze(1)
+    labels = torch.from_numpy(bunch.target).long()
+    order = subset_indices(len(labels), len(labels), "digits")  # shuffled: the file is sorted by writer
+    test, train = order[:_TEST_IMAGES], order[_TEST_IMAGES:]
+    return ImageDataset(
+        name="digits",
+        train=take(images[train], labels[train], train_size, "--train-size"),
+        test=take(images[test], labels[test], test_size, "--test-size"),
+        classes=10,
+        normalization=Normalization(mean=(0.3053,), std=(0.3760,)),
+        augment=False,
+    )

@@ -1,0 +1,67 @@
+"""The layers a recipe's model is made of, with one choice of forward quantizers for all of them."""
+
+from dataclasses import dataclass
+
+import brevitas.nn as bnn
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Makes convolution, normalization, activation and linear layers of `brevact.nn`.
+
+    The two fields are Brevitas' own forward quantizers and go to every convolution and linear layer; None keeps the
+    forward pass in full precision. What the layers store for backward is not decided here:
+    `brevact.quantize_backward(model, ...)` does that for the finished model, so that also what happens between layers
+    (the multiplication in a squeeze-and-excitation, stochastic depth) is covered, and the same model, with the same
+    `state_dict`, serves as the full-precision reference.
+
+    Attributes:
+        weight_quant: injector of a weight quantizer, such as `brevitas.quant.Int8WeightPerTensorFloat`.
+        input_quant: injector of an activation quantizer, such as `brevitas.quant.Int8ActPerTensorFloat`.
+    """
+
+    weight_quant: type | None = None
+    input_quant: type | None = None
+
+    def conv(
+        self, channels_in: int, channels_out: int, kernel: int, *, stride: int = 1, groups: int = 1, bias: bool = False
+    ) -> nn.Module:
+        """A 2-d convolution that keeps the size of the map, up to its stride."""
+        return bnn.QuantConv2d(
+            channels_in,
+            channels_out,
+            kernel,
+            stride=stride,
+            padding=kernel // 2,
+            groups=groups,
+            bias=bias,
+            weight_quant=self.weight_quant,
+            input_quant=self.input_quant,
+        )
+
+    def linear(self, features_in: int, features_out: int) -> nn.Module:
+        """A linear layer with bias."""
+        return bnn.QuantLinear(
+            features_in, features_out, bias=True, weight_quant=self.weight_quant, input_quant=self.input_quant
+        )
+
+    def norm(self, channels: int) -> nn.Module:
+        """Batch normalization with EfficientNetV2's epsilon."""
+        return nn.BatchNorm2d(channels, eps=1e-3)
+
+    def act(self) -> nn.Module:
+        """The activation function of the network."""
+        return nn.SiLU()
+
+    def gate(self) -> nn.Module:
+        """The function that turns a squeeze-and-excitation's output into factors between 0 and 1."""
+        return nn.Sigmoid()
+
+    def pool(self) -> nn.Module:
+        """The mean over a map."""
+        return nn.AdaptiveAvgPool2d(1)
+
+    def dropout(self, probability: float) -> nn.Module:
+        """Dropout with the given probability."""
+        return nn.Dropout(probability)
