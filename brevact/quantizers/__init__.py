@@ -1,0 +1,22 @@
+"""Activation quantizers: a float tensor to a `PackedActivation` and back. Needs torch only."""
+
+from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedActivation, PackedSpec
+from brevact.quantizers.philox import draw_seed
+from brevact.quantizers.uniform import Granularity, Rounding, UniformQuantizer
+
+__all__ = [
+    "Granularity",
+    "Layout",
+    "PackedActivation",
+    "PackedSpec",
+    "Rounding",
+    "UniformQuantizer",
+    "draw_seed",
+    "mask_multiply",
+    "pack_codes",
+    "pack_mask",
+    "unpack_codes",
+    "unpack_mask",
+]

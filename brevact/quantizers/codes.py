@@ -1,0 +1,146 @@
+"""Lossless packing: integer codes of any width, and one-bit masks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from brevact.quantizers import dispatch
+from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
+from brevact.quantizers.layout import Layout
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def pack_codes(codes: Tensor, bit_width: int, block_size: int = DEFAULT_BLOCK) -> Tensor:
+    """Pack integer codes at exactly bit_width bits each, in the block format of `PackedActivation`.
+
+    >>> pack_codes(torch.tensor([3, 0, 1, 2, 3, 3, 0, 1]), bit_width=2)
+    tensor([147,  79], dtype=torch.uint8)
+
+    Args:
+        codes: (n,) tensor of uint8, int8, int16, int32 or int64. Bits above bit_width are dropped.
+        bit_width: Bits a code, 1 to 32.
+        block_size: Codes in a packing block, a multiple of 8.
+
+    Returns:
+        uint8 tensor of n * bit_width / 8 bytes, the tail rounded up to eight codes.
+
+    Raises:
+        ValueError: If bit_width, block_size or the shape is not accepted.
+        TypeError: If codes are not integers.
+    """
+    if codes.dtype not in _INTEGERS:
+        raise TypeError(f"codes: got {codes.dtype}; accepted are {', '.join(map(str, _INTEGERS))}; convert them")
+    if codes.dim() != 1:
+        raise ValueError(f"codes: got shape {tuple(codes.shape)}; accepted is a 1-D tensor; flatten it")
+    _check_widths(bit_width, block_size)
+    return dispatch.pack(codes.contiguous(), bit_width, block_size)
+
+
+def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = DEFAULT_BLOCK) -> Tensor:
+    """The inverse of `pack_codes`.
+
+    Args:
+        packed: uint8 tensor made by `pack_codes`.
+        bit_width: Bits a code, 1 to 32.
+        numel: Number of codes.
+        block_size: Codes in a packing block.
+
+    Returns:
+        (numel,) tensor of codes in [0, 2^bit_width): int32, or int64 at 32 bits.
+
+    Raises:
+        ValueError: If bit_width or block_size is not accepted, or packed has another length.
+    """
+    _check_widths(bit_width, block_size)
+    _check_packed(packed, packed_bytes(numel, bit_width, block_size))
+    return dispatch.unpack(packed.contiguous(), bit_width, numel, block_size)
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Pack a mask at one bit an element, in memory order.
+
+    Args:
+        mask: bool tensor of any shape and strides; or a floating-point one, which stands for `~(mask <= 0)`: where a
+            ReLU of it passes the gradient (NaN included, as in torch).
+
+    Returns:
+        uint8 tensor of ceil(n / 8) bytes for n distinct elements.
+
+    Raises:
+        TypeError: If mask is neither bool nor floating point.
+    """
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise TypeError(f"mask: got {mask.dtype}; accepted are torch.bool and floating-point types; compare it first")
+    return dispatch.pack_mask(mask.detach(), Layout.of(mask))
+
+
+def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:
+    """The inverse of `pack_mask`.
+
+    Args:
+        packed: uint8 tensor made by `pack_mask`.
+        layout: Layout of the packed tensor; its dtype does not matter.
+
+    Returns:
+        bool tensor with the layout's shape and strides.
+
+    Raises:
+        ValueError: If packed has another length.
+    """
+    _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
+    return layout.restore(dispatch.unpack_mask(packed, layout.numel))
+
+
+def mask_multiply(
+    packed: Tensor, layout: Layout, grad: Tensor, out: Tensor | None = None, negative_slope: float = 0.0
+) -> Tensor:
+    """Backward pass of ReLU and leaky ReLU from the packed mask: where(mask, grad, negative_slope * grad).
+
+    A slope of 0 gives +0 where the mask is unset, whatever the gradient, as in torch.
+
+    Args:
+        packed: uint8 tensor made by `pack_mask`.
+        layout: Layout of the packed tensor; its dtype does not matter.
+        grad: Floating-point tensor of the layout's shape.
+        out: Tensor of the shape and dtype of grad, overwritten in place; may be grad itself.
+        negative_slope: Factor where the mask is unset.
+
+    Returns:
+        `out`, or a new tensor with the dtype of grad and, where those are dense, its strides.
+
+    Raises:
+        ValueError: If grad or out has another shape, or packed another length.
+    """
+    _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
+    for name, tensor in (("grad", grad), ("out", out)):
+        if tensor is not None and tuple(tensor.shape) != layout.shape:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; the mask has {layout.shape}")
+    if out is not None and out.dtype != grad.dtype:
+        raise ValueError(f"out: got {out.dtype}; the result has the dtype of grad, {grad.dtype}")
+    grad = grad.detach()
+    if not layout.matches(grad) or (out is not None and not layout.matches(out)):
+        masked = torch.where(unpack_mask(packed, layout), grad, grad * negative_slope if negative_slope else 0.0)
+        return masked if out is None else out.copy_(masked)
+    target = torch.empty_like(grad) if out is None else out
+    dispatch.mask_multiply(packed, layout.numel, grad.resolve_neg(), target, negative_slope)
+    if out is not None and not out.is_inference():
+        increment_version(out)
+    return target
+
+
+def _check_widths(bit_width: int, block_size: int) -> None:
+    if isinstance(bit_width, bool) or not isinstance(bit_width, int) or not 1 <= bit_width <= 32:
+        raise ValueError(f"bit_width: got {bit_width!r}; accepted is an int from 1 to 32")
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 8 or block_size % 8:
+        raise ValueError(f"block_size: got {block_size!r}; accepted is a positive multiple of 8")
+
+
+def _check_packed(packed: Tensor, expected: int) -> None:
+    if packed.dtype != torch.uint8 or packed.dim() != 1 or packed.numel() != expected:
+        raise ValueError(
+            f"packed: got a {packed.dtype} tensor of shape {tuple(packed.shape)}; expected is a torch.uint8 tensor of "
+            f"shape ({expected},) for this number of elements"
+        )

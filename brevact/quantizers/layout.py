@@ -1,0 +1,185 @@
+"""How a strided tensor's distinct elements lie in memory, and how to get them back into place."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape, strides and dtype of a tensor, and the order in which its distinct elements lie in memory.
+
+    Dimensions of size 1 and expanded dimensions (stride 0) hold no elements of their own and are dropped. The others,
+    slowest first, are `sizes`; element `e` of the memory order is element `e` of the contiguous array of that shape.
+
+    >>> Layout.of(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)).sizes
+    (2, 4, 5, 3)
+    >>> Layout.of(torch.empty(3, 1).expand(3, 7)).numel
+    3
+
+    Args:
+        shape: Sizes of the tensor.
+        stride: Strides of the tensor, in elements.
+        dtype: Data type of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    dims: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Dimensions that hold elements, slowest in memory first."""
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Sizes of `dims`."""
+    numel: int = field(init=False, repr=False, compare=False)
+    """Number of distinct elements: what is stored."""
+    is_dense: bool = field(init=False, repr=False, compare=False)
+    """Whether the distinct elements fill one run of memory."""
+    result_stride: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Strides of a restored tensor: `stride`, unless elements of the original overlapped."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Derive the memory order."""
+        shape, stride = tuple(self.shape), tuple(self.stride)
+        dims = tuple(
+            sorted((d for d, size in enumerate(shape) if size != 1 and stride[d] != 0), key=lambda d: (-stride[d], d))
+        )
+        numel = 0 if 0 in shape else math.prod(shape[d] for d in dims)
+        dense_stride, running = {}, 1
+        span, overlaps = 1, False  # span: elements from the first to the last of the dimensions seen so far
+        for d in reversed(dims):
+            overlaps = overlaps or stride[d] < span
+            span += (shape[d] - 1) * stride[d]
+            dense_stride[d] = running
+            running *= shape[d]
+        overlaps = overlaps and numel > 0
+        result_stride = tuple(dense_stride.get(d, 0) for d in range(len(shape))) if overlaps else stride
+        derived = {
+            "shape": shape,
+            "stride": stride,
+            "dims": dims,
+            "sizes": tuple(shape[d] for d in dims),
+            "numel": numel,
+            "is_dense": numel == 0 or all(stride[d] == dense_stride[d] for d in dims),
+            "result_stride": result_stride,
+            "_hash": hash((shape, stride, self.dtype)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        """Hash of shape, strides and dtype, computed once."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the three defining fields: hashes do not outlive the process."""
+        return Layout, (self.shape, self.stride, self.dtype)
+
+    @staticmethod
+    def of(x: Tensor) -> Layout:
+        """Layout of a tensor.
+
+        Args:
+            x: Strided tensor of any shape and dtype.
+
+        Returns:
+            Its layout; equal layouts are one shared object.
+        """
+        return layout_of(tuple(x.shape), x.stride(), x.dtype)
+
+    @property
+    def is_result_dense(self) -> bool:
+        """Whether a restored tensor fills one run of memory (in memory order)."""
+        return self.is_dense or self.result_stride is not self.stride
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """The distinct elements of a tensor of this layout in memory order; a view if they are dense.
+
+        Args:
+            x: Tensor of this shape and these strides (its dtype may differ).
+
+        Returns:
+            1-D contiguous tensor of `numel` elements.
+        """
+        x = x.resolve_neg()
+        if self.numel == 0:
+            return x.reshape(-1)
+        if self.is_dense:
+            return x.as_strided((self.numel,), (1,))
+        return x.as_strided(self.sizes, tuple(self.stride[d] for d in self.dims)).reshape(-1)
+
+    def empty(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor of this layout.
+
+        Args:
+            device: Where to allocate it.
+            dtype: Data type, by default the layout's.
+
+        Returns:
+            Tensor with `shape` and `result_stride`.
+        """
+        return torch.empty_strided(self.shape, self.result_stride, dtype=dtype or self.dtype, device=device)
+
+    def restore(self, flat: Tensor) -> Tensor:
+        """Put elements in memory order back into place: the inverse of `flatten`.
+
+        Args:
+            flat: 1-D contiguous tensor of `numel` elements, any dtype.
+
+        Returns:
+            Tensor with `shape` and `result_stride`; a view of `flat` where that tensor is dense.
+        """
+        if self.is_result_dense:
+            return flat.as_strided(self.shape, self.result_stride)
+        x = self.empty(flat.device, flat.dtype)
+        x.as_strided(self.sizes, tuple(self.stride[d] for d in self.dims)).copy_(flat.view(self.sizes))
+        return x
+
+    def matches(self, x: Tensor) -> bool:
+        """Whether a tensor's elements lie densely in this memory order, so that it can be read or written flat.
+
+        Args:
+            x: Tensor of any shape, strides and dtype.
+
+        Returns:
+            True if `x` has this shape and as many distinct elements, and they are dense and in the same order.
+        """
+        if tuple(x.shape) != self.shape:
+            return False
+        other = Layout.of(x)
+        return other.is_dense and other.dims == self.dims
+
+    def groups_along(self, dim: int) -> tuple[int, int]:
+        """How the indices of one dimension divide the memory order: group of element e is `e // inner % count`.
+
+        Args:
+            dim: Dimension of the tensor, may be negative.
+
+        Returns:
+            `(inner, count)`. A dimension that the tensor lacks, or that holds no elements of its own, makes one group.
+        """
+        dim = dim + len(self.shape) if dim < 0 else dim
+        if dim not in self.dims:
+            return max(self.numel, 1), 1
+        position = self.dims.index(dim)
+        return max(math.prod(self.sizes[position + 1 :]), 1), self.sizes[position]
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """The layout with these fields; equal layouts are one shared object.
+
+    Args:
+        shape: Sizes.
+        stride: Strides in elements.
+        dtype: Data type.
+
+    Returns:
+        The layout.
+    """
+    return Layout(shape, stride, dtype)

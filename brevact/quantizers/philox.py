@@ -1,0 +1,93 @@
+"""Counter-based random bits: Philox4x32 in torch's int64 arithmetic, on any device, and the seeds it takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 7
+"""Philox rounds of the stochastic quantizers: the fewest that pass BigCrush (Random123)."""
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW_32 = 0xFFFFFFFF
+
+
+def draw_seed(device: torch.device | str = "cpu") -> Tensor:
+    """Draw a 63-bit seed from torch's default generator of a device, without a synchronisation.
+
+    Args:
+        device: Device of the generator and of the seed.
+
+    Returns:
+        0-d int64 tensor on the device.
+    """
+    return torch.empty((), dtype=torch.int64, device=device).random_()
+
+
+def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The seed as a 0-d int64 tensor on a device.
+
+    Args:
+        seed: Integer (taken modulo 2**64), 0-d int64 tensor, or None for `draw_seed`.
+        device: Where the seed is needed.
+
+    Returns:
+        0-d int64 tensor on the device.
+
+    Raises:
+        TypeError: If the seed is anything else.
+    """
+    if seed is None:
+        return draw_seed(device)
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.dim() != 0:
+            raise TypeError(
+                f"seed: got a {seed.dtype} tensor of shape {tuple(seed.shape)}; accepted are an int, a 0-d torch.int64 "
+                "tensor (brevact.quantizers.draw_seed makes one), or None"
+            )
+        return seed.to(device)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed: got {seed!r}; accepted are an int, a 0-d torch.int64 tensor, or None; pass int(seed)")
+    return torch.tensor((seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, rounds: int) -> tuple[Tensor, ...]:
+    """Philox4x32: four 32-bit words of random bits for each 128-bit counter under a 64-bit key.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, section 3.3.
+
+    Args:
+        counter: Four int64 tensors of one shape that hold 32-bit words, least significant first.
+        key: 0-d int64 tensor, all 64 bits used.
+        rounds: Number of rounds: 10 in most libraries, `ROUNDS` here.
+
+    Returns:
+        Four int64 tensors of 32-bit words, the counter's shape.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & _LOW_32, (key >> 32) & _LOW_32
+    for _ in range(rounds):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]  # the low 64 bits, which is all there are
+        c0 = ((product1 >> 32) & _LOW_32) ^ c1 ^ k0
+        c2 = ((product0 >> 32) & _LOW_32) ^ c3 ^ k1
+        c1, c3 = product1 & _LOW_32, product0 & _LOW_32
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW_32, (k1 + _KEY_STEPS[1]) & _LOW_32
+    return c0, c1, c2, c3
+
+
+def column_bits(columns: Tensor, seed: Tensor) -> Tensor:
+    """16 random bits for each of the eight elements of packing columns.
+
+    Element i takes half `i >> 2` (0 = the low one) of word `i & 3` of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)`.
+
+    Args:
+        columns: int64 tensor of C column indices c.
+        seed: 0-d int64 tensor.
+
+    Returns:
+        int64 tensor (8, C) with values in [0, 65536).
+    """
+    zero = torch.zeros_like(columns)
+    words = torch.stack(philox4x32((columns & _LOW_32, columns >> 32, zero, zero), seed, ROUNDS))
+    return torch.cat((words & 0xFFFF, words >> 16))

@@ -1,0 +1,237 @@
+"""The uniform quantizer and the eight-plane packing in plain torch: the definition that the kernels reproduce.
+
+Shapes: n elements, G groups, K blocks of 8 planes by W columns, b bits a code. Every tensor here is flat (memory
+order) and float arithmetic is float32 with one rounding an operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers.geometry import Geometry, packed_bytes
+from brevact.quantizers.philox import column_bits
+
+SMALLEST_SCALE = 2.0**-126
+"""Smallest normal float32: the inverse of a scale stays finite."""
+
+_CHUNK = 1 << 18  # elements in flight, so that temporaries stay small beside the tensor
+
+
+def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
+    """Pack codes into eight-plane blocks (see `PackedActivation`).
+
+    Args:
+        codes: (n,) integer tensor; bits above bit_width are dropped.
+        bit_width: Bits a code, 1 to 32.
+        block_size: Codes in a block, a multiple of 8.
+
+    Returns:
+        uint8 tensor of `packed_bytes(n, bit_width, block_size)` bytes.
+    """
+    out = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
+    for start, stop, columns in _chunks(codes.numel(), block_size):
+        codes_K8W = _to_planes(codes[start:stop].to(torch.int64), columns)
+        first = packed_bytes(start, bit_width, block_size)
+        bytes_KbW = torch.zeros(codes_K8W.shape[0], bit_width, columns, dtype=torch.int64, device=codes.device)
+        for i, k, shift in _overlaps(bit_width):
+            code = codes_K8W[:, i] & ((1 << bit_width) - 1)
+            bytes_KbW[:, k] |= (code << shift if shift >= 0 else code >> -shift) & 0xFF
+        out[first : first + bytes_KbW.numel()] = bytes_KbW.flatten()
+    return out
+
+
+def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tensor:
+    """The inverse of `pack`.
+
+    Args:
+        packed: uint8 tensor made by `pack`.
+        bit_width: Bits a code, 1 to 32.
+        numel: Number of codes n.
+        block_size: Codes in a block.
+
+    Returns:
+        (n,) tensor of codes: int32, or int64 at 32 bits.
+    """
+    out = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
+    for start, stop, columns in _chunks(numel, block_size):
+        out[start:stop] = _unpack_chunk(packed, bit_width, start, stop, columns, block_size)
+    return out
+
+
+def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimum_dtype: torch.dtype):
+    """Minimum m and scale s of each group, rounded to the types in which they are stored.
+
+    m = round_down(min), s = round_up((max - m) / (2^b - 1)), 0 for a constant group. A group that holds NaN or an
+    infinity, or whose grid leaves the range of float32, gets m = s = NaN.
+
+    Args:
+        flat: (n,) floating-point tensor.
+        geometry: Groups of the tensor.
+        scale_dtype: bfloat16 or float32.
+        minimum_dtype: bfloat16 or float32.
+
+    Returns:
+        `(minimum, scale)`, each (G,).
+    """
+    low, high = _group_ranges(flat, geometry)
+    broken = ~(torch.isfinite(low) & torch.isfinite(high))
+    low, high = low.masked_fill(broken, 0.0) + 0.0, high.masked_fill(broken, 0.0)  # + 0.0 turns -0.0 into 0.0
+    minimum = _round_down_bfloat16(low) if minimum_dtype == torch.bfloat16 else low
+    width = high - minimum
+    levels = torch.full_like(width, (1 << geometry.bit_width) - 1)  # a tensor: CUDA multiplies by a scalar's inverse
+    scale = width / levels
+    scale = _round_up_bfloat16(scale) if scale_dtype == torch.bfloat16 else scale
+    scale = torch.where(width > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
+    broken |= ~torch.isfinite(scale * levels)
+    return (
+        minimum.masked_fill(broken, float("nan")).to(minimum_dtype),
+        scale.masked_fill(broken, float("nan")).to(scale_dtype),
+    )
+
+
+def round_codes(steps: Tensor, random_bits: Tensor | None) -> Tensor:
+    """Round positions on the grid to codes.
+
+    Nearest: half to even. Stochastic: floor(t) + ((D + r) >> 16) with D = rint(65536 (t - floor(t))), so that the
+    chance of rounding up is the fraction and grid points stay.
+
+    Args:
+        steps: (n,) float32 positions t in [0, 2^b - 1].
+        random_bits: (n,) int64 bits r in [0, 65536), or None to round to nearest.
+
+    Returns:
+        (n,) int64 codes.
+    """
+    if random_bits is None:
+        return steps.round().to(torch.int64)
+    floor = steps.floor()
+    threshold = ((steps - floor) * 65536.0).round().to(torch.int64)
+    return floor.to(torch.int64) + ((threshold + random_bits) >> 16)
+
+
+def quantize_uniform(
+    flat: Tensor, geometry: Geometry, seed: Tensor | None, scale_dtype: torch.dtype, minimum_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize a flat tensor: q = round(clip((x - m) / s, 0, 2^b - 1)).
+
+    Args:
+        flat: (n,) floating-point tensor.
+        geometry: Its blocks and groups.
+        seed: 0-d int64 tensor for stochastic rounding, None for nearest.
+        scale_dtype: bfloat16 or float32.
+        minimum_dtype: bfloat16 or float32.
+
+    Returns:
+        `(codes, scale, minimum)`: packed uint8 codes and (G,) metadata.
+    """
+    minimum, scale = calibrate(flat, geometry, scale_dtype, minimum_dtype)
+    base, step = minimum.float(), scale.float()
+    inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for broken groups
+    levels = float((1 << geometry.bit_width) - 1)
+    codes = flat.new_empty(geometry.code_bytes, dtype=torch.uint8)
+    for start, stop, columns in _chunks(geometry.numel, geometry.block_size):
+        group = _group_index(start, stop, geometry, flat.device)
+        steps = ((flat[start:stop].float() - base[group]) * inverse[group]).clamp(0.0, levels)
+        steps = steps.masked_fill(inverse[group] == 0, 0.0)
+        bits = None if seed is None else _element_bits(start, stop, columns, seed)
+        chunk = round_codes(steps, bits).clamp(max=int(levels))
+        first = packed_bytes(start, geometry.bit_width, geometry.block_size)
+        packed = pack(chunk, geometry.bit_width, geometry.block_size)
+        codes[first : first + packed.numel()] = packed
+    return codes, scale, minimum
+
+
+def dequantize_uniform(codes: Tensor, scale: Tensor, minimum: Tensor, geometry: Geometry, out: Tensor) -> Tensor:
+    """Decode x = m + s * q, clamped to the finite range of the output's type.
+
+    Args:
+        codes: Packed uint8 codes.
+        scale: (G,) scales s.
+        minimum: (G,) minima m.
+        geometry: Blocks and groups.
+        out: (n,) contiguous floating-point tensor, overwritten.
+
+    Returns:
+        `out`.
+    """
+    base, step = minimum.float(), scale.float()
+    limit = min(torch.finfo(out.dtype).max, torch.finfo(torch.float32).max)
+    for start, stop, columns in _chunks(geometry.numel, geometry.block_size):
+        group = _group_index(start, stop, geometry, codes.device)
+        q = _unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
+        out[start:stop] = (base[group] + step[group] * q.float()).clamp(-limit, limit)
+    return out
+
+
+def _chunks(numel: int, block_size: int) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, columns a block): runs of whole blocks, then the ragged last block."""
+    step = max(_CHUNK // block_size, 1) * block_size
+    whole = numel // block_size * block_size
+    for start in range(0, whole, step):
+        yield start, min(start + step, whole), block_size // 8
+    if whole < numel:
+        yield whole, numel, -(-(numel - whole) // 8)
+
+
+def _overlaps(bit_width: int) -> Iterator[tuple[int, int, int]]:
+    """(i, k, shift): code i of a column, shifted left by shift, reaches into byte k."""
+    for i in range(8):
+        for k in range(i * bit_width // 8, ((i + 1) * bit_width - 1) // 8 + 1):
+            yield i, k, i * bit_width - 8 * k
+
+
+def _to_planes(values: Tensor, columns: int) -> Tensor:
+    """(n,) -> (K, 8, W), the last block filled up with zeros."""
+    padding = -values.numel() % (8 * columns)
+    return torch.nn.functional.pad(values, (0, padding)).view(-1, 8, columns)
+
+
+def _unpack_chunk(packed: Tensor, bit_width: int, start: int, stop: int, columns: int, block_size: int) -> Tensor:
+    """Codes start to stop, which lie in blocks of the given number of columns, as int64."""
+    first = packed_bytes(start, bit_width, block_size)
+    blocks = -(-(stop - start) // (8 * columns))
+    bytes_KbW = packed[first : first + blocks * bit_width * columns].view(blocks, bit_width, columns).to(torch.int64)
+    codes_K8W = torch.zeros(blocks, 8, columns, dtype=torch.int64, device=packed.device)
+    for i, k, shift in _overlaps(bit_width):
+        byte = bytes_KbW[:, k]
+        codes_K8W[:, i] |= (byte >> shift if shift >= 0 else byte << -shift) & ((1 << bit_width) - 1)
+    return codes_K8W.flatten()[: stop - start]
+
+
+def _element_bits(start: int, stop: int, columns: int, seed: Tensor) -> Tensor:
+    """16 random bits for each element of whole or partial blocks; a block's first column is its start / 8."""
+    blocks = -(-(stop - start) // (8 * columns))
+    index = torch.arange(start // 8, start // 8 + blocks * columns, device=seed.device)
+    bits_8KW = column_bits(index, seed).view(8, blocks, columns)
+    return bits_8KW.transpose(0, 1).flatten()[: stop - start]
+
+
+def _group_index(start: int, stop: int, geometry: Geometry, device: torch.device) -> Tensor:
+    return torch.arange(start, stop, device=device) // geometry.inner % geometry.groups
+
+
+def _group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of each group in float32 (the cast is monotone); NaN wins."""
+    n, inner, groups = geometry.numel, geometry.inner, geometry.groups
+    if not geometry.one_run:
+        x_OGI = flat.view(-1, groups, inner)
+        return x_OGI.amin((0, 2)).float(), x_OGI.amax((0, 2)).float()
+    whole = n // inner * inner
+    runs = [run for run in (flat[:whole].view(-1, inner), flat[whole:].view(1, -1)) if run.numel()]
+    if not runs:
+        return flat.new_empty(0).float(), flat.new_empty(0).float()
+    return torch.cat([run.amin(1) for run in runs]).float(), torch.cat([run.amax(1) for run in runs]).float()
+
+
+def _round_up_bfloat16(x: Tensor) -> Tensor:
+    """Round non-negative float32 up to values that bfloat16 holds."""
+    return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+
+
+def _round_down_bfloat16(x: Tensor) -> Tensor:
+    """Round float32 down to values that bfloat16 holds."""
+    bits = x.view(torch.int32)
+    return torch.where(bits < 0, bits + 0xFFFF, bits).bitwise_and(~0xFFFF).view(torch.float32)

@@ -1,0 +1,232 @@
+"""The uniform quantizer: evenly spaced levels between the minimum and the maximum of each group."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers import dispatch
+from brevact.quantizers.geometry import Geometry, block_size_for
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedActivation, PackedSpec
+from brevact.quantizers.philox import seed_tensor
+
+BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_METADATA_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Rounding(str, Enum):
+    """How a position between two levels becomes a code."""
+
+    NEAREST = "nearest"
+    """The closer level, half to even: smallest error, biased."""
+    STOCHASTIC = "stochastic"
+    """Up with probability equal to the fraction: unbiased."""
+
+
+class Granularity(str, Enum):
+    """Which elements share a scale and a minimum."""
+
+    BUCKET = "bucket"
+    """Runs of `bucket_size` consecutive elements in memory order."""
+    TENSOR = "tensor"
+    """All of them."""
+    CHANNEL = "channel"
+    """Those of one index of `channel_dim`."""
+    SAMPLE = "sample"
+    """Those of one index of dimension 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformQuantizer:
+    """Uniform quantizer with a minimum and a scale a group.
+
+    With B = 2^bit_width - 1 and the stored m = round_down(min), s = round_up((max - m) / B):
+    q = clip(round((x - m) / s), 0, B), decoded as m + s * q. All arithmetic is float32.
+
+    Source: ActNN, arXiv:2104.14129, section 4.1. Differs: metadata are rounded first, outwards so that nothing is
+    clipped, and codes computed from the rounded ones; groups with NaN or infinity decode to NaN.
+
+    >>> q = UniformQuantizer(bit_width=2, rounding=Rounding.NEAREST, bucket_size=4)
+    >>> q.quantize(torch.tensor([0.0, 1.0, 2.0, 3.0])).dequantize()
+    tensor([0., 1., 2., 3.])
+
+    Args:
+        bit_width: Bits a code: 1 to 8, 12, 16 or 24; 32 stores the tensor as it is.
+        rounding: Nearest or stochastic.
+        bucket_size: Elements that share a scale under `Granularity.BUCKET`; None for the whole tensor.
+        granularity: Which elements share a scale and a minimum. A tensor without the dimension named is one group.
+        channel_dim: Dimension whose indices are groups under `Granularity.CHANNEL`; may be negative.
+        scale_dtype: Stored type of the scale, bfloat16 or float32.
+        minimum_dtype: Stored type of the minimum, float32 or bfloat16. The latter costs accuracy where the offset is
+            large against the range: at 1000 +- 0.01 its spacing is 4.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument has the wrong type.
+    """
+
+    bit_width: int = 2
+    rounding: Rounding = Rounding.STOCHASTIC
+    bucket_size: int | None = 512
+    granularity: Granularity = Granularity.BUCKET
+    channel_dim: int = 1
+    scale_dtype: torch.dtype = torch.bfloat16
+    minimum_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        """Validate, turn strings into enums and fix the hash."""
+        _check_int("bit_width", self.bit_width)
+        if self.bit_width not in BIT_WIDTHS:
+            raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}")
+        if self.bucket_size is not None:
+            _check_int("bucket_size", self.bucket_size)
+            if self.bucket_size < 1:
+                raise ValueError(
+                    f"bucket_size: got {self.bucket_size}; accepted is a positive int, or None for the whole tensor"
+                )
+        _check_int("channel_dim", self.channel_dim)
+        object.__setattr__(self, "rounding", _member("rounding", Rounding, self.rounding))
+        object.__setattr__(self, "granularity", _member("granularity", Granularity, self.granularity))
+        for name in ("scale_dtype", "minimum_dtype"):
+            if getattr(self, name) not in _METADATA_DTYPES:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)}; accepted are torch.bfloat16 and torch.float32 (torch.float16 "
+                    "overflows at 65504)"
+                )
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in self.__dataclass_fields__)))
+
+    def __hash__(self) -> int:
+        """Hash of the fields, computed once."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the fields: hashes do not outlive the process."""
+        return _rebuild, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the tensors that a packed activation holds, in order."""
+        return ("codes",) if self.bit_width == 32 else ("codes", "scale", "minimum")
+
+    def tensor_shapes(self, layout: Layout) -> tuple[tuple[int, torch.dtype], ...]:
+        """Length and dtype of each stored tensor, known before quantizing.
+
+        Args:
+            layout: Layout of the tensor to quantize.
+
+        Returns:
+            `(length, dtype)` of each 1-D tensor, in the order of `tensor_names`.
+        """
+        if self.bit_width == 32:
+            return ((layout.numel * layout.dtype.itemsize, torch.uint8),)
+        geometry = _geometry(self, layout)
+        return (
+            (geometry.code_bytes, torch.uint8),
+            (geometry.groups, self.scale_dtype),
+            (geometry.groups, self.minimum_dtype),
+        )
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        """Quantize and pack a tensor.
+
+        Args:
+            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
+                first.
+            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
+                torch's generator. Unused, and not drawn, for nearest.
+
+        Returns:
+            The packed activation, on the device of `x`.
+
+        Raises:
+            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+        """
+        if x.dtype not in _DTYPES or x.layout != torch.strided:
+            raise TypeError(
+                f"x: got a {x.dtype} tensor of layout {x.layout}; accepted are strided tensors of "
+                f"{', '.join(map(str, _DTYPES))}; convert it, or leave it unquantized"
+            )
+        layout = Layout.of(x)
+        spec = PackedSpec(self, layout)
+        if self.bit_width == 32:
+            return PackedActivation(spec, (layout.flatten(x.detach()).clone().view(torch.uint8),))
+        if self.rounding is Rounding.STOCHASTIC:
+            seed = seed_tensor(seed, x.device)
+        else:
+            seed = None
+        geometry = _geometry(self, layout)
+        return PackedActivation(
+            spec, dispatch.quantize_uniform(x, layout, geometry, seed, self.scale_dtype, self.minimum_dtype)
+        )
+
+    def decode(self, tensors: tuple[Tensor, ...], layout: Layout, target: Tensor) -> None:
+        """Decode into memory that is dense in the layout's memory order.
+
+        Args:
+            tensors: Stored tensors.
+            layout: Layout of the quantized tensor.
+            target: Tensor of the layout's dtype whose memory holds `layout.numel` elements in that order.
+        """
+        if self.bit_width == 32:
+            target.as_strided((layout.numel,), (1,)).copy_(tensors[0].view(layout.dtype))
+        else:
+            dispatch.dequantize_uniform(tensors, _geometry(self, layout), target)
+
+    def decode_multiply(self, tensors: tuple[Tensor, ...], layout: Layout, other: Tensor, target: Tensor) -> None:
+        """Decode, multiply and write to memory that is dense in the layout's memory order.
+
+        Args:
+            tensors: Stored tensors.
+            layout: Layout of the quantized tensor.
+            other: Factor of the layout's dtype, dense in the layout's memory order.
+            target: Tensor of the layout's dtype, dense in that order; may be `other`.
+        """
+        if self.bit_width == 32:
+            flat = (layout.numel,), (1,)
+            torch.mul(tensors[0].view(layout.dtype), other.as_strided(*flat), out=target.as_strided(*flat))
+        else:
+            dispatch.dequantize_multiply_uniform(tensors, _geometry(self, layout), other, target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
+    """Blocks and groups of a tensor under a quantizer."""
+    granularity, n = quantizer.granularity, layout.numel
+    bucket_size = quantizer.bucket_size if granularity is Granularity.BUCKET else None
+    if bucket_size is not None:
+        inner, groups = bucket_size, -(-n // bucket_size)
+    elif granularity in (Granularity.BUCKET, Granularity.TENSOR):
+        inner, groups = n, 1
+    else:
+        inner, groups = layout.groups_along(0 if granularity is Granularity.SAMPLE else quantizer.channel_dim)
+    return Geometry(
+        numel=n,
+        bit_width=quantizer.bit_width,
+        block_size=block_size_for(bucket_size),
+        inner=max(inner, 1),
+        groups=groups if n else 0,
+        one_run=inner * groups >= n,
+    )
+
+
+def _rebuild(fields: dict[str, object]) -> UniformQuantizer:
+    return UniformQuantizer(**fields)
+
+
+def _check_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}; accepted is an int")
+
+
+def _member(name: str, enum: type[Enum], value: object) -> Enum:
+    try:
+        return enum(value)
+    except ValueError:
+        accepted = ", ".join(f"{enum.__name__}.{member.name}" for member in enum)
+        raise ValueError(f"{name}: got {value!r}; accepted are {accepted}") from None
