@@ -1,0 +1,77 @@
+"""Fragments that backward quantizers are composed from, and the solver that turns them into settings.
+
+A backward quantizer is a class of data in Brevitas' dialect, the solver last::
+
+    class StochBackward2bit(StochasticRounding, UniformBuckets, SaveQuantized, BackwardQuantSolver):
+        bit_width = 2
+
+A new format is a fragment with a ``quantizer`` of its own in place of ``UniformBuckets``; the names that this
+``@value`` function takes are its settings.
+"""
+
+from __future__ import annotations
+
+import torch
+from brevitas.inject import ExtendedInjector, value
+
+from brevact.autograd import BackwardSettings, SaveMode
+from brevact.autograd.settings import DEFAULT_MIN_NUMEL
+from brevact.injectors.injector_type import BackwardInjectorType
+from brevact.injectors.slot import build_slot_proxy
+from brevact.quantizers import Granularity, Rounding, UniformQuantizer
+
+
+class NearestRounding(ExtendedInjector):
+    """Round to the nearest code, half to even: the smallest error, but a biased one."""
+
+    rounding = Rounding.NEAREST
+
+
+class StochasticRounding(ExtendedInjector):
+    """Round up with the probability of the remainder: unbiased, so that the noise averages out over steps."""
+
+    rounding = Rounding.STOCHASTIC
+
+
+class UniformBuckets(ExtendedInjector):
+    """Evenly spaced codes between the minimum and the maximum of each bucket of 512 elements."""
+
+    bucket_size = 512
+    granularity = Granularity.BUCKET
+    channel_dim = 1
+    scale_dtype = torch.bfloat16
+    minimum_dtype = torch.float32
+
+    @value
+    def quantizer(bit_width, rounding, bucket_size, granularity, channel_dim, scale_dtype, minimum_dtype):
+        return UniformQuantizer(
+            bit_width=bit_width,
+            rounding=rounding,
+            bucket_size=bucket_size,
+            granularity=granularity,
+            channel_dim=channel_dim,
+            scale_dtype=scale_dtype,
+            minimum_dtype=minimum_dtype,
+        )
+
+
+class SaveQuantized(ExtendedInjector):
+    """Store packed codes from the forward pass on; tensors below ``min_numel`` elements stay as they are."""
+
+    save_mode = SaveMode.SAVE_QUANTIZED
+    min_numel = DEFAULT_MIN_NUMEL
+
+
+class BackwardQuantSolver(ExtendedInjector, metaclass=BackwardInjectorType):
+    """Resolves a backward quantizer into ``backward_settings``; the last of the classes it inherits from.
+
+    ``proxy_class`` is what Brevitas calls to fill a layer's activation slot. ``forward_quant`` puts a forward
+    activation quantizer into the same slot; its own settings take the prefix ``forward_``.
+    """
+
+    proxy_class = build_slot_proxy
+    forward_quant = None
+
+    @value
+    def backward_settings(quantizer, save_mode, min_numel):
+        return BackwardSettings(quantizer, save_mode=save_mode, min_numel=min_numel)

@@ -1,0 +1,117 @@
+"""The metaclass of backward quantizers, and how an injector's values are read back as they were written.
+
+Brevitas ignores a keyword that nothing asks for: ``grop_size=64`` leaves the default in place. Here a name must be
+something that ``backward_settings`` depends on, directly or through other values, so that a new format brings its own
+settings by the arguments of its ``@value`` functions alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from brevitas.inject import ExtendedInjector, value
+
+#: What is asked of a backward quantizer from outside: by a region, by a Brevitas layer, by the slot's proxy.
+ASKED_FOR = ("backward_settings", "proxy_class", "forward_quant")
+#: Settings of a forward quantizer in the same slot carry this prefix.
+FORWARD_PREFIX = "forward_"
+#: Brevitas layers pass these to whatever sits in an activation slot; they belong to the forward side.
+FROM_LAYER = ("act_impl", "passthrough_act")
+
+BrevitasInjectorType = type(ExtendedInjector)
+
+
+class BackwardInjectorType(BrevitasInjectorType):
+    """Metaclass of backward quantizers: a name that nothing depends on raises instead of doing nothing.
+
+    It checks what a class statement, ``.let()`` or ``&`` adds, when it is added; ``.let()`` keeps the docstring.
+
+    Raises:
+        TypeError: a name is not a setting of the quantizer; the message names the nearest one and all of them.
+    """
+
+    def __new__(mcs, class_name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> BackwardInjectorType:
+        origin = next((base for base in bases if isinstance(base, mcs)), None)
+        if origin is not None:
+            namespace = {"__module__": origin.__module__, "__doc__": origin.__doc__, **namespace}
+        written = {name: given for name, given in namespace.items() if not name.startswith("__")}
+        cls = super().__new__(mcs, class_name, bases, namespace)
+        for fragment in bases:
+            if not isinstance(fragment, mcs):
+                written = {**dict(written_values(fragment)), **written}
+        _check_names(cls, written)
+        return cls
+
+
+def known_names(injector: type) -> set[str]:
+    """Return the names that resolving a backward quantizer asks for, directly or through other values."""
+    known: set[str] = set()
+    open_names = list(ASKED_FOR)
+    while open_names:
+        name = open_names.pop()
+        if name not in known:
+            known.add(name)
+            open_names.extend(_dependencies_of(injector.__dependencies__.get(name)))
+    return known
+
+
+def _dependencies_of(spec: tuple | None) -> Iterator[str]:
+    if spec is None:
+        return
+    marker, attribute, arguments, _ = spec
+    yield from (name for name in arguments if not name.startswith("__"))
+    if marker == "this":  # bucket_size = this.group_size
+        yield from (symbol for kind, symbol in attribute.dependency.__expression__ if kind == ".")
+
+
+def _check_names(injector: type, written: dict[str, Any]) -> None:
+    known = known_names(injector)
+    from_layer = all(name in written for name in FROM_LAYER)
+    for name, given in written.items():
+        if name in known or name in FROM_LAYER or name.startswith(FORWARD_PREFIX):
+            continue
+        if from_layer and name.startswith("input_"):  # for the other slot of a Brevitas activation layer
+            continue
+        accepted = known - {"backward_settings", "proxy_class"}
+        raise unknown_setting(name, given, injector.__name__, accepted)
+
+
+def unknown_setting(name: str, given: Any, owner: str, accepted: Iterable[str]) -> TypeError:
+    """Return the error for a setting that ``owner`` does not have; it names the nearest one and all of them."""
+    accepted = sorted(accepted)
+    nearest = difflib.get_close_matches(name, accepted, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    forward = (
+        f"; settings of a forward quantizer take the prefix {FORWARD_PREFIX}" if "forward_quant" in accepted else ""
+    )
+    return TypeError(f"{name}={given!r} is not a setting of {owner}; {hint}Accepted: {', '.join(accepted)}{forward}")
+
+
+def written_value(spec: tuple) -> Any:
+    """Return a dependency as it was written in the class body or in ``.let()``, from what the injector made of it.
+
+    Args:
+        spec: one value of ``injector.__dependencies__``.
+
+    Raises:
+        TypeError: the dependency is of a kind that cannot be written back.
+    """
+    marker, attribute, *_ = spec
+    if inspect.isclass(attribute):
+        return attribute
+    if inspect.isfunction(attribute):
+        return value(attribute)
+    field = "injector" if marker == "nested_injector" else "dependency"
+    if not hasattr(attribute, field):
+        raise TypeError(f"an injector dependency of type {type(attribute).__name__} cannot be written back")
+    return getattr(attribute, field)
+
+
+def written_values(injector: type) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of an injector, inherited ones included, as they were written."""
+    for name, spec in injector.__dependencies__.items():
+        if not name.startswith("__"):
+            yield name, written_value(spec)

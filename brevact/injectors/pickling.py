@@ -1,0 +1,53 @@
+"""Pickles injector classes that ``.let()`` made, so that quantized layers can be pickled, copied and saved whole.
+
+Brevitas' layers keep such classes and cannot be pickled by themselves (``PicklingError``: a class made by ``.let()`` is
+found in no module). Importing brevact changes that for every Brevitas injector, because a layer with a backward
+quantizer has slots with other injectors too. An injector that can be imported is pickled by its name, as before.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import operator
+import sys
+from typing import Any
+
+from brevact.injectors.injector_type import BackwardInjectorType, BrevitasInjectorType, written_value
+
+
+def reduce_injector(injector: type) -> str | tuple:
+    """Return an injector's import name, or its bases and what it adds to them (``copyreg`` protocol).
+
+    What it adds is set after the class exists, because it may hold the layer that holds the injector.
+    """
+    if _is_importable(injector):
+        return injector.__qualname__
+    inherited: dict[str, tuple] = {}
+    for base in reversed(injector.__bases__):
+        inherited.update(base.__dependencies__)
+    added = {
+        name: written_value(spec)
+        for name, spec in injector.__dependencies__.items()
+        if spec is not inherited.get(name) and not name.startswith("__")
+    }
+    return _rebuild, (injector.__name__, injector.__bases__), added, None, None, _add
+
+
+def _is_importable(injector: type) -> bool:
+    try:
+        return operator.attrgetter(injector.__qualname__)(sys.modules[injector.__module__]) is injector
+    except Exception:  # no such module or name; or an injector's attribute, which resolves and may raise anything
+        return False
+
+
+def _rebuild(name: str, bases: tuple[type, ...]) -> type:
+    return type(name, bases, {})
+
+
+def _add(injector: type, added: dict[str, Any]) -> None:
+    donor = type(injector.__name__, injector.__bases__, dict(added))
+    injector.__dependencies__.update(donor.__dependencies__)
+
+
+copyreg.pickle(BrevitasInjectorType, reduce_injector)
+copyreg.pickle(BackwardInjectorType, reduce_injector)

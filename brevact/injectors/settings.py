@@ -1,0 +1,106 @@
+"""From whatever a user passes as a backward quantizer to the settings of a region."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from brevitas.inject import ExtendedInjector, Injector
+from dependencies.exceptions import DependencyError
+from torch import nn
+
+from brevact.autograd import BackwardSettings
+from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, unknown_setting, written_values
+
+ACCEPTED = (
+    "a backward quantizer (StochBackward2bit, NearestBackward4bit, ..., or a class derived from one), "
+    "an activation quantizer object, or BackwardSettings"
+)
+
+
+def backward_settings_from(source: Any, **overrides: Any) -> BackwardSettings:
+    """Resolve a backward quantizer, with overrides, into the settings of a region.
+
+    >>> from brevact.injectors import StochBackward2bit
+    >>> backward_settings_from(StochBackward2bit, bucket_size=128).quantizer.bucket_size
+    128
+
+    Args:
+        source: a backward injector class; an activation quantizer object; ``BackwardSettings``; or the proxy in the
+            slot of another layer (``layer.act_quant``), whose settings are taken.
+        **overrides: settings that replace those of ``source``: ``bit_width``, ``bucket_size``, ``save_mode``, ...
+
+    Returns:
+        What ``brevact.autograd.region`` and ``attach_region`` take.
+
+    Raises:
+        TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
+        ValueError: a value is out of range.
+    """
+    if isinstance(source, BackwardInjectorType):
+        injector = source.let(**overrides) if overrides else source
+        _refuse_forward_quant(injector)
+        return resolve(injector)
+    settings = _built_settings(source)
+    return _replaced(settings, overrides) if overrides else settings
+
+
+def resolve(injector: BackwardInjectorType) -> BackwardSettings:
+    """Return ``injector.backward_settings``, or say which setting the injector does not state."""
+    try:
+        return injector.backward_settings
+    except DependencyError as error:
+        raise TypeError(
+            f"the backward quantizer {injector.__name__} is incomplete: {error}. State the missing setting "
+            "(bit_width = 2), or add the fragment that does (StochasticRounding, UniformBuckets, SaveQuantized)"
+        ) from error
+
+
+def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
+    for name, value in written_values(injector):
+        if not name.startswith(FORWARD_PREFIX) or (name == "forward_quant" and value is None):
+            continue
+        raise ValueError(
+            f"{name}={value!r} quantizes the forward pass, which only a slot of Brevitas' own does (act_quant= of "
+            "brevitas.nn.QuantReLU, input_quant= of brevitas.nn.QuantConv2d); here only the backward pass is "
+            "quantized: leave it out"
+        )
+
+
+def _built_settings(source: Any) -> BackwardSettings:
+    if isinstance(source, BackwardSettings):
+        return source
+    if isinstance(source, nn.Module):  # a proxy: BackwardQuantProxy, or a Brevitas proxy that carries one
+        settings = getattr(getattr(source, "backward_quant", source), "settings", None)
+        if isinstance(settings, BackwardSettings):
+            return settings
+    elif not inspect.isclass(source) and callable(getattr(source, "quantize", None)):
+        return BackwardSettings(source)
+    raise TypeError(f"{_description(source)}; accepted: {ACCEPTED}")
+
+
+def _description(source: Any) -> str:
+    if inspect.isclass(source) and issubclass(source, (Injector, ExtendedInjector)):
+        if "proxy_class" in source:
+            return (
+                f"{source.__name__} quantizes the forward pass and is no backward quantizer; put it into input_quant=, "
+                "or beside a backward quantizer with forward_quant="
+            )
+        return f"{source.__name__} is a fragment and lacks the solver: inherit from BackwardQuantSolver last"
+    return f"{source!r} (of type {type(source).__name__}) is no backward quantizer"
+
+
+def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> BackwardSettings:
+    quantizer = settings.quantizer
+    of_settings = {field.name for field in dataclasses.fields(settings)} - {"quantizer"}
+    of_quantizer = {field.name for field in dataclasses.fields(quantizer)}
+    for name, value in overrides.items():
+        if name not in of_settings | of_quantizer:
+            raise unknown_setting(name, value, type(quantizer).__name__, of_settings | of_quantizer)
+    changed = {name: value for name, value in overrides.items() if name in of_quantizer}
+    return dataclasses.replace(
+        settings,
+        quantizer=dataclasses.replace(quantizer, **changed),
+        **{name: value for name, value in overrides.items() if name in of_settings},
+    )

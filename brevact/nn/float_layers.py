@@ -1,0 +1,141 @@
+"""PyTorch's layers without weights to quantize, each with a backward slot; Brevitas has no such slot for them.
+
+Each class is the ``torch.nn`` class of the same name in everything else; settings take the prefix ``act_``.
+
+>>> from brevact.injectors import StochBackward2bit
+>>> norm = BatchNorm2d(128, act_quant=StochBackward2bit, act_bit_width=4)
+>>> norm.act_quant.settings.quantizer.bit_width
+4
+"""
+
+from torch import nn
+
+from brevact.nn.slot import BackwardSlot
+
+
+class BatchNorm1d(BackwardSlot, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d`` with a backward slot."""
+
+
+class BatchNorm2d(BackwardSlot, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` with a backward slot."""
+
+
+class BatchNorm3d(BackwardSlot, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d`` with a backward slot."""
+
+
+class LayerNorm(BackwardSlot, nn.LayerNorm):
+    """``torch.nn.LayerNorm`` with a backward slot."""
+
+
+class GroupNorm(BackwardSlot, nn.GroupNorm):
+    """``torch.nn.GroupNorm`` with a backward slot."""
+
+
+class RMSNorm(BackwardSlot, nn.RMSNorm):
+    """``torch.nn.RMSNorm`` with a backward slot."""
+
+
+class ReLU(BackwardSlot, nn.ReLU):
+    """``torch.nn.ReLU`` with a backward slot."""
+
+
+class ReLU6(BackwardSlot, nn.ReLU6):
+    """``torch.nn.ReLU6`` with a backward slot."""
+
+
+class LeakyReLU(BackwardSlot, nn.LeakyReLU):
+    """``torch.nn.LeakyReLU`` with a backward slot."""
+
+
+class ELU(BackwardSlot, nn.ELU):
+    """``torch.nn.ELU`` with a backward slot."""
+
+
+class SiLU(BackwardSlot, nn.SiLU):
+    """``torch.nn.SiLU`` with a backward slot."""
+
+
+class GELU(BackwardSlot, nn.GELU):
+    """``torch.nn.GELU`` with a backward slot."""
+
+
+class Mish(BackwardSlot, nn.Mish):
+    """``torch.nn.Mish`` with a backward slot."""
+
+
+class Softplus(BackwardSlot, nn.Softplus):
+    """``torch.nn.Softplus`` with a backward slot."""
+
+
+class Hardswish(BackwardSlot, nn.Hardswish):
+    """``torch.nn.Hardswish`` with a backward slot."""
+
+
+class Hardsigmoid(BackwardSlot, nn.Hardsigmoid):
+    """``torch.nn.Hardsigmoid`` with a backward slot."""
+
+
+class Sigmoid(BackwardSlot, nn.Sigmoid):
+    """``torch.nn.Sigmoid`` with a backward slot."""
+
+
+class Tanh(BackwardSlot, nn.Tanh):
+    """``torch.nn.Tanh`` with a backward slot."""
+
+
+class Softmax(BackwardSlot, nn.Softmax):
+    """``torch.nn.Softmax`` with a backward slot."""
+
+
+class MaxPool1d(BackwardSlot, nn.MaxPool1d):
+    """``torch.nn.MaxPool1d`` with a backward slot."""
+
+
+class MaxPool2d(BackwardSlot, nn.MaxPool2d):
+    """``torch.nn.MaxPool2d`` with a backward slot."""
+
+
+class MaxPool3d(BackwardSlot, nn.MaxPool3d):
+    """``torch.nn.MaxPool3d`` with a backward slot."""
+
+
+class AvgPool1d(BackwardSlot, nn.AvgPool1d):
+    """``torch.nn.AvgPool1d`` with a backward slot."""
+
+
+class AvgPool2d(BackwardSlot, nn.AvgPool2d):
+    """``torch.nn.AvgPool2d`` with a backward slot."""
+
+
+class AvgPool3d(BackwardSlot, nn.AvgPool3d):
+    """``torch.nn.AvgPool3d`` with a backward slot."""
+
+
+class AdaptiveAvgPool1d(BackwardSlot, nn.AdaptiveAvgPool1d):
+    """``torch.nn.AdaptiveAvgPool1d`` with a backward slot."""
+
+
+class AdaptiveAvgPool2d(BackwardSlot, nn.AdaptiveAvgPool2d):
+    """``torch.nn.AdaptiveAvgPool2d`` with a backward slot."""
+
+
+class AdaptiveAvgPool3d(BackwardSlot, nn.AdaptiveAvgPool3d):
+    """``torch.nn.AdaptiveAvgPool3d`` with a backward slot."""
+
+
+class AdaptiveMaxPool1d(BackwardSlot, nn.AdaptiveMaxPool1d):
+    """``torch.nn.AdaptiveMaxPool1d`` with a backward slot."""
+
+
+class AdaptiveMaxPool2d(BackwardSlot, nn.AdaptiveMaxPool2d):
+    """``torch.nn.AdaptiveMaxPool2d`` with a backward slot."""
+
+
+class AdaptiveMaxPool3d(BackwardSlot, nn.AdaptiveMaxPool3d):
+    """``torch.nn.AdaptiveMaxPool3d`` with a backward slot."""
+
+
+class Dropout(BackwardSlot, nn.Dropout):
+    """``torch.nn.Dropout`` with a backward slot."""

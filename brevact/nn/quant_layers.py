@@ -1,0 +1,96 @@
+"""Brevitas' layers with weights, each with a backward slot: ``act_quant=``, and its settings with the prefix ``act_``.
+
+Each class is the Brevitas class of the same name in everything else: arguments, forward, ``state_dict`` keys, export.
+
+>>> from brevact.injectors import StochBackward2bit
+>>> conv = QuantConv2d(64, 128, 3, act_quant=StochBackward2bit, act_bucket_size=256)
+>>> conv.act_quant.settings.quantizer.bucket_size
+256
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import brevitas.nn as qnn
+from brevitas.nn.mixin.base import QuantRecurrentLayerMixin
+from brevitas.quant_tensor import QuantTensor
+from torch import Tensor
+
+from brevact.nn.slot import BackwardSlot
+
+
+class QuantConv1d(BackwardSlot, qnn.QuantConv1d):
+    """``brevitas.nn.QuantConv1d`` with a backward slot."""
+
+
+class QuantConv2d(BackwardSlot, qnn.QuantConv2d):
+    """``brevitas.nn.QuantConv2d`` with a backward slot."""
+
+
+class QuantConv3d(BackwardSlot, qnn.QuantConv3d):
+    """``brevitas.nn.QuantConv3d`` with a backward slot."""
+
+
+class QuantConvTranspose1d(BackwardSlot, qnn.QuantConvTranspose1d):
+    """``brevitas.nn.QuantConvTranspose1d`` with a backward slot."""
+
+
+class QuantConvTranspose2d(BackwardSlot, qnn.QuantConvTranspose2d):
+    """``brevitas.nn.QuantConvTranspose2d`` with a backward slot."""
+
+
+class QuantConvTranspose3d(BackwardSlot, qnn.QuantConvTranspose3d):
+    """``brevitas.nn.QuantConvTranspose3d`` with a backward slot."""
+
+
+class QuantLinear(BackwardSlot, qnn.QuantLinear):
+    """``brevitas.nn.QuantLinear`` with a backward slot."""
+
+
+class QuantEmbedding(BackwardSlot, qnn.QuantEmbedding):
+    """``brevitas.nn.QuantEmbedding`` with a backward slot; it stores indices, which are packed without loss."""
+
+
+class QuantScaleBias(BackwardSlot, qnn.QuantScaleBias):
+    """``brevitas.nn.QuantScaleBias`` with a backward slot; ``bias=False`` works too, where Brevitas' own raises."""
+
+    def inner_forward_impl(
+        self, input: Tensor | QuantTensor, quant_weight: Tensor | QuantTensor, quant_bias: Tensor | QuantTensor | None
+    ) -> Tensor | QuantTensor:
+        """Return ``input * quant_weight + quant_bias`` with weight and bias viewed as ``runtime_shape``."""
+        if quant_bias is None:
+            return input * quant_weight.view(self.runtime_shape)
+        return super().inner_forward_impl(input, quant_weight, quant_bias)
+
+
+class BatchNorm1dToQuantScaleBias(BackwardSlot, qnn.BatchNorm1dToQuantScaleBias):
+    """``brevitas.nn.BatchNorm1dToQuantScaleBias`` with a backward slot."""
+
+
+class BatchNorm2dToQuantScaleBias(BackwardSlot, qnn.BatchNorm2dToQuantScaleBias):
+    """``brevitas.nn.BatchNorm2dToQuantScaleBias`` with a backward slot."""
+
+
+class QuantMultiheadAttention(BackwardSlot, qnn.QuantMultiheadAttention):
+    """``brevitas.nn.QuantMultiheadAttention`` with a backward slot that covers projections, softmax and products."""
+
+    inner_prefixes: ClassVar[tuple[str, ...]] = ("in_proj_", "out_proj_")
+
+
+class _PicklableCells:
+    """Leaves out of pickles the cells that Brevitas compiles on first use and makes anew when they are missing."""
+
+    def __getstate__(self) -> dict:
+        for layer in self.modules():
+            if isinstance(layer, QuantRecurrentLayerMixin):
+                layer._fast_cell = None
+        return self.__dict__
+
+
+class QuantRNN(_PicklableCells, BackwardSlot, qnn.QuantRNN):
+    """``brevitas.nn.QuantRNN`` with a backward slot that covers all of its layers and steps."""
+
+
+class QuantLSTM(_PicklableCells, BackwardSlot, qnn.QuantLSTM):
+    """``brevitas.nn.QuantLSTM`` with a backward slot that covers all of its layers and steps."""

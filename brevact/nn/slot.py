@@ -1,0 +1,103 @@
+"""The ``act_quant=`` slot that every layer of ``brevact.nn`` has beside the arguments of its base class."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any, ClassVar
+
+from torch import nn
+
+from brevact.injectors import BackwardQuantProxy, backward_settings_from
+from brevact.injectors.injector_type import BackwardInjectorType, known_names
+
+ACT_PREFIX = "act_"
+#: Keywords that Brevitas' mixins take although the layers do not name them.
+_OF_BREVITAS_MIXINS = ("cache_inference_bias",)
+
+
+class BackwardSlot:
+    """Gives a layer class the keyword ``act_quant`` and, with the prefix ``act_``, the quantizer's settings.
+
+    List it first: ``class ReLU(BackwardSlot, torch.nn.ReLU)``. The layer's whole forward then runs in a region with
+    that quantizer while the layer trains; forward, parameters and ``state_dict`` keys stay those of the base class.
+
+    ``act_quant`` is a backward injector class, an activation quantizer, the ``act_quant`` of another layer (to share
+    its settings), or None for a plain layer, whose ``act_`` settings are then ignored, as Brevitas does.
+    """
+
+    act_quant: BackwardQuantProxy | None
+    #: Prefixes of keywords that the Brevitas layer hands on to layers inside it.
+    inner_prefixes: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if BackwardSlot in cls.__bases__:
+            base = cls.__bases__[cls.__bases__.index(BackwardSlot) + 1]
+            cls.__init__ = _init_with_slot(cls, base)
+
+
+def _init_with_slot(cls: type, base: type[nn.Module]) -> Any:
+    """Return the ``__init__`` of a layer with a slot; its signature is that of ``base`` with ``act_quant``."""
+    parameters = _parameters(base)
+    keyword_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    def __init__(self: nn.Module, *args: Any, act_quant: Any = None, **kwargs: Any) -> None:
+        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX)}
+        if keyword_rest:
+            _check_keywords(cls, parameters, kwargs, act_quant)
+        base.__init__(self, *args, **kwargs)
+        self.act_quant = None if act_quant is None else _proxy(act_quant, overrides)
+        if self.act_quant is not None:
+            self.act_quant.add_tracked_module(self)
+
+    named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    kind = inspect.Parameter
+    slot = kind("act_quant", kind.KEYWORD_ONLY, default=None)
+    rest = kind("kwargs", kind.VAR_KEYWORD)
+    itself = kind("self", kind.POSITIONAL_OR_KEYWORD)
+    __init__.__signature__ = inspect.Signature([itself, *named, slot, rest])
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    __init__.__module__ = cls.__module__
+    return __init__
+
+
+def _parameters(base: type[nn.Module]) -> list[inspect.Parameter]:
+    """Return the parameters of a layer class; none where it takes only ``nn.Module``'s catch-all arguments."""
+    if base.__init__ is nn.Module.__init__:
+        return []
+    return list(inspect.signature(base).parameters.values())
+
+
+def _check_keywords(
+    cls: type[BackwardSlot], parameters: list[inspect.Parameter], kwargs: dict[str, Any], act_quant: Any
+) -> None:
+    """Raise for a keyword that no slot of the Brevitas layer asks for, which Brevitas would ignore."""
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    slots = [name.removesuffix("quant") for name in names if name.endswith("_quant")]
+    prefixes = (*slots, *cls.inner_prefixes)
+    for name, value in kwargs.items():
+        if name in names or name in _OF_BREVITAS_MIXINS or name.startswith(prefixes):
+            continue
+        settings = known_names(act_quant) if isinstance(act_quant, BackwardInjectorType) else ()
+        candidates = [*names, "act_quant", *(ACT_PREFIX + setting for setting in settings)]
+        nearest = difflib.get_close_matches(name, candidates, n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise TypeError(
+            f"{name}={value!r} is not an argument of {cls.__name__}; {hint}Accepted: {', '.join(names)}, act_quant, "
+            f"and settings of a quantizer with the prefix of its slot: {', '.join((ACT_PREFIX, *prefixes))}"
+        )
+
+
+def _proxy(source: Any, overrides: dict[str, Any]) -> BackwardQuantProxy:
+    if isinstance(source, BackwardQuantProxy):
+        if overrides:
+            name, value = next(iter(overrides.items()))
+            raise ValueError(
+                f"{name}={value!r} cannot change act_quant, which is shared with another layer; pass the injector "
+                "class with this setting instead"
+            )
+        return source
+    return BackwardQuantProxy(
+        backward_settings_from(source, **{name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()})
+    )
