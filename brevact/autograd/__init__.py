@@ -1,0 +1,25 @@
+"""Regions of code whose ops store packed activations for backward."""
+
+from brevact.autograd.region import (
+    Region,
+    attach_region,
+    current_region,
+    detach_region,
+    has_region,
+    region,
+    regions_disabled,
+)
+from brevact.autograd.settings import DEFAULT_MIN_NUMEL, BackwardSettings, SaveMode
+
+__all__ = [
+    "DEFAULT_MIN_NUMEL",
+    "BackwardSettings",
+    "Region",
+    "SaveMode",
+    "attach_region",
+    "current_region",
+    "detach_region",
+    "has_region",
+    "region",
+    "regions_disabled",
+]

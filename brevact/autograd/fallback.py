@@ -1,0 +1,111 @@
+"""Saved-tensor hooks of a region: what reaches autograd by no Function of ours.
+
+Floating-point activations are packed, boolean tensors take one bit an element, everything else (weights, indices,
+small tensors) passes through. PyTorch does not check passed-through tensors for in-place changes while hooks are
+active; the hooks do. Hooks that were active around the region see each tensor that is really stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD
+from brevact.autograd.keeping import AS_IT_IS, Decoder, Kept, keep_as_it_is, keep_mask, keep_packed
+
+if TYPE_CHECKING:
+    from brevact.autograd.region import Region
+
+_graph = torch._C._autograd
+
+
+class _Stored:
+    """What a pack hook returns: handles of the kept tensors, and how to get the tensor back."""
+
+    __slots__ = ("decoder", "handles", "unpack", "version")
+
+    def __init__(
+        self, handles: tuple[Any, ...], decoder: Decoder, unpack: Callable | None, version: int | None
+    ) -> None:
+        self.handles, self.decoder, self.unpack, self.version = handles, decoder, unpack, version
+
+    def tensor(self) -> Tensor:
+        if self.unpack is not None:
+            return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
+        if self.version is not None and self.handles[0]._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{tuple(self.handles[0].shape)} tensor is at version {self.handles[0]._version}; expected version "
+                f"{self.version} instead. Make the in-place operation out-of-place, or copy the tensor first"
+            )
+        return self.decoder.decode(self.handles)
+
+
+class _Exact:
+    """Context in which the hooks store every tensor as it is.
+
+    For what a Function of ours saves, and for ops whose gradient is singular in the saved tensor.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.depth -= 1
+
+
+class SavedTensorHooks:
+    """The saved-tensor hooks of one region."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self.exact = _Exact()
+
+    def __enter__(self) -> None:
+        self._outer = _graph._top_saved_tensors_default_hooks(True)
+        _graph._push_saved_tensors_default_hooks(self._pack, _unpack)
+
+    def __exit__(self, *exc_info: object) -> None:
+        _graph._pop_saved_tensors_default_hooks()
+
+    def are_innermost(self) -> bool:
+        """Return whether no other saved-tensor hooks were entered inside the region."""
+        top = _graph._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] == self._pack
+
+    def _pack(self, x: Tensor) -> _Stored:
+        kept = _keep_as_it_is(x) if self.exact.depth else self._keep(x)
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return _Stored(tuple(pack(tensor) for tensor in kept.tensors), kept.decoder, unpack, None)
+        version = x._version if kept.decoder is AS_IT_IS and not x.is_inference() else None
+        return _Stored(kept.tensors, kept.decoder, None, version)
+
+    def _keep(self, x: Tensor) -> Kept:
+        region = self._region
+        settings = region.settings
+        plain = settings is None or type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided
+        if not plain and x.numel() >= settings.min_numel:
+            if x.dtype is torch.bool:
+                return keep_mask(x)
+            if x.is_floating_point() and x.element_size() >= 2 and not region.is_weight(x):
+                return keep_packed(x, settings, region.seeds)
+        return _keep_as_it_is(x)
+
+
+def _keep_as_it_is(x: Tensor) -> Kept:
+    # A hook must not keep an output with its graph (a cycle); other tensors stay the objects that sharing knows.
+    return keep_as_it_is(x if x.grad_fn is None else x.detach())
+
+
+def _unpack(stored: _Stored) -> Tensor:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if in_backward and torch.is_grad_enabled() and stored.decoder is not AS_IT_IS:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+    return stored.tensor()

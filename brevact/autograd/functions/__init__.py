@@ -1,0 +1,32 @@
+"""Counterparts of torch functions that store packed activations: one file an op family.
+
+``HANDLERS`` maps a torch function to its counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns
+``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from brevact.autograd.functions import (
+    convolution,
+    elementwise,
+    linear,
+    normalization,
+    piecewise_linear,
+    pooling,
+    smooth,
+)
+from brevact.autograd.functions.exact import KEPT_EXACT
+
+__all__ = ["HANDLERS", "KEPT_EXACT"]
+
+HANDLERS: dict[Callable, Callable] = {
+    **convolution.HANDLERS,
+    **linear.HANDLERS,
+    **normalization.HANDLERS,
+    **piecewise_linear.HANDLERS,
+    **smooth.HANDLERS,
+    **pooling.HANDLERS,
+    **elementwise.HANDLERS,
+}

@@ -1,0 +1,116 @@
+"""What the Functions have in common: saving kept tensors, reading them, refusing a second derivative."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeping import AS_IT_IS, Decoder, Kept
+
+NO_DOUBLE_BACKWARD = (
+    "double backward through an op with backward-quantized activations is not supported: the stored codes have no "
+    "derivative. Run the part of the model that needs second derivatives at full precision (a policy rule with None, "
+    "brevact.restore_backward(model), or outside brevact.backward_quant)"
+)
+
+
+class Loaded(NamedTuple):
+    """A kept tensor on its way back: decoded when it is asked for."""
+
+    tensors: tuple[Tensor, ...]
+    decoder: Decoder
+
+    def decode(self) -> Tensor:
+        return self.decoder.decode(self.tensors)
+
+    def multiply(self, grad: Tensor) -> Tensor:
+        """Return the product with ``grad``; packed codes are decoded and multiplied in one pass."""
+        return self.decoder.multiply(self.tensors, grad)
+
+
+def save(ctx: Any, *items: Kept | Tensor | None) -> None:
+    """Hand the tensors of ``items`` to autograd and their decoders to ``ctx``; plain tensors are kept as they are."""
+    tensors: list[Tensor] = []
+    recipe = []
+    for item in items:
+        if isinstance(item, Tensor):
+            item = Kept((item,), AS_IT_IS)
+        kept, decoder = ((), None) if item is None else item
+        tensors.extend(kept)
+        recipe.append((len(kept), decoder))
+    ctx.save_for_backward(*tensors)
+    ctx.recipe = recipe
+
+
+def load(ctx: Any) -> list[Any]:
+    """Return what :func:`save` was given, as :class:`Loaded`; None for None."""
+    tensors = ctx.saved_tensors
+    loaded: list[Any] = []
+    start = 0
+    for count, decoder in ctx.recipe:
+        part = tensors[start : start + count]
+        start += count
+        loaded.append(None if decoder is None else Loaded(part, decoder))
+    return loaded
+
+
+class Saving(torch.autograd.Function):
+    """A Function that saves packed activations; its ``backward`` is differentiable once."""
+
+    is_brevact = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "backward" in cls.__dict__:
+            cls.backward = staticmethod(_once_differentiable(cls.__dict__["backward"].__func__))
+
+
+def _once_differentiable(backward: Callable) -> Callable:
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        create_graph = torch.is_grad_enabled()
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not create_graph:
+            return results
+        if isinstance(results, tuple):
+            return tuple(_refuse(result) for result in results)
+        return _refuse(results)
+
+    return wrapper
+
+
+class _SecondDerivative(torch.autograd.Function):
+    """Identity whose backward says that there is no second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+
+
+def _refuse(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else _SecondDerivative.apply(grad.detach().requires_grad_())
+
+
+def is_activation(x: Any) -> bool:
+    """Return whether ``x`` is a plain tensor that a Function of ours can pack: strided, floating, 16 bits or more."""
+    return (
+        isinstance(x, Tensor)
+        and x.is_floating_point()
+        and x.element_size() >= 2
+        and x.layout is torch.strided
+        and type(x) in (Tensor, torch.nn.Parameter)
+    )
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Return whether any of the tensors requires a gradient."""
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -1,0 +1,122 @@
+"""Convolutions: the input is stored packed, the weight as it is.
+
+With the decoded input x^ and the output gradient g: dL/dw = g (*) x^, dL/dx = g convolved with w (exact), dL/db = sum
+of g. Source: thesis section 4.2.2; ActNN, arXiv:2104.14129, eq. 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.functions.base import Saving, is_activation, load, requires_grad, save
+
+if TYPE_CHECKING:
+    from brevact.autograd.region import Region
+
+
+def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast as autocast does for matrix products, if it is on: float32 and float16 tensors, never float64.
+
+    Doing it here keeps autocast from caching a weight copy that was made without gradients.
+    """
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x is not None and x.dtype is not torch.float64 else x for x in tensors)
+
+
+class _Convolution(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Region,
+        convolve: Callable,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> Tensor:
+        x, w, b = to_autocast(input, weight, bias)
+        needs_input, needs_weight = ctx.needs_input_grad[2:4]
+        kept = region.keep(input) if needs_weight else None
+        save(ctx, kept, weight if needs_input or needs_weight else None)
+        ctx.geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
+        ctx.input_like = (input.shape, input.stride(), w.dtype)
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        return convolve(x, w, b, stride, padding, dilation, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight = load(ctx)
+        shape, stride, dtype = ctx.input_like
+        mask = list(ctx.needs_input_grad[2:5])
+        if weight is None:  # only the bias trains
+            return (None, None, None, None, grad.sum([0, *range(2, grad.dim())]), *[None] * 4)
+        if kept is None:  # the values do not matter for the input's gradient
+            x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+        else:
+            x = kept.decode().to(dtype)
+        w = weight.decode().to(dtype)
+        grads = torch.ops.aten.convolution_backward(grad.to(dtype), x, w, ctx.bias_sizes, *ctx.geometry, mask)
+        return (None, None, *(g if needed else None for g, needed in zip(grads, mask, strict=True)), *[None] * 4)
+
+
+def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values
+
+
+def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Split ``padding="same"`` as torch does: the odd element goes to the right, by padding the input."""
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if any(t % 2 for t in total):
+        right = [amount for t in reversed(total) for amount in (0, t % 2)]
+        input = torch.nn.functional.pad(input, right)
+    return input, tuple(t // 2 for t in total)
+
+
+def _convolution_handler(dims: int) -> Callable:
+    def handle(
+        region: Region,
+        func: Callable,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Any:
+        ranks = (dims + 1, dims + 2)
+        if not (region.packs_input(input) and is_activation(weight) and requires_grad(input, weight, bias)):
+            return NotImplemented
+        if input.dim() not in ranks or weight.dim() != dims + 2 or input.numel() == 0:
+            return NotImplemented
+        stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
+        unbatched = input.dim() == dims + 1
+        x = input.unsqueeze(0) if unbatched else input
+        if padding == "same" and all(s == 1 for s in stride):
+            x, padding = _same_padding(x, weight, dilation)
+        elif isinstance(padding, str):
+            if padding != "valid":
+                return NotImplemented  # torch explains what is wrong
+            padding = 0
+        out = region.apply(_Convolution, func, x, weight, bias, stride, _tuple(padding, dims), dilation, groups)
+        return out.squeeze(0) if unbatched else out
+
+    return handle
+
+
+HANDLERS = {
+    torch.conv1d: _convolution_handler(1),
+    torch.conv2d: _convolution_handler(2),
+    torch.conv3d: _convolution_handler(3),
+}

@@ -1,0 +1,88 @@
+"""Elementwise products (squeeze-and-excitation, gates, affine scales): each factor is stored packed if it must be.
+
+d(ab)/da = g b^ and d(ab)/db = g a^, summed over broadcast dimensions; a factor is stored only when the other one
+needs a gradient, and weights and small factors are stored as they are. Unbiased, since each gradient is linear in the
+stored factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.functions.base import Saving, is_activation, load, save
+from brevact.autograd.keeping import Kept
+from brevact.autograd.provenance import storage_address
+
+if TYPE_CHECKING:
+    from brevact.autograd.region import Region
+
+
+class _Multiply(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Region, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
+        needs_a, needs_b = ctx.needs_input_grad[2:4]
+        kept_b = region.keep_activation(b) if needs_a else None
+        kept_a = region.keep_activation(a) if needs_b else None
+        if inplace:
+            kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
+        save(ctx, kept_b, kept_a)
+        ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+        out = multiply(a, b)
+        if inplace:
+            ctx.mark_dirty(a)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            None if kept is None else _product(kept, other, grad).sum_to_size(shape).to(dtype)
+            for kept, shape, other, dtype in zip(load(ctx), ctx.shapes, reversed(ctx.shapes), ctx.dtypes, strict=True)
+        ]
+        return None, None, *grads, None
+
+
+def _unaliased(kept: Kept | None, overwritten: Tensor) -> Kept | None:
+    """Copy the tensors that ``kept`` shares with the tensor that the op is about to overwrite."""
+    if kept is None:
+        return None
+    address = storage_address(overwritten)
+    return kept._replace(tensors=tuple(x.clone() if storage_address(x) == address else x for x in kept.tensors))
+
+
+def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
+    return kept.multiply(grad) if shape == grad.shape else kept.decode() * grad
+
+
+def _multiply_handler(inplace: bool) -> Callable:
+    def handle(region: Region, func: Callable, input: Tensor, other: Any) -> Any:
+        if not (is_activation(input) and is_activation(other) and (input.requires_grad or other.requires_grad)):
+            return NotImplemented  # a number has no gradient and nothing is stored
+        if input.device != other.device or (region.is_weight(input) and region.is_weight(other)):
+            return NotImplemented
+        return region.apply(_Multiply, func, input, other, inplace)
+
+    return handle
+
+
+def _divide(region: Region, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
+    """The gradient is singular in the denominator: where that is a whole activation, nothing is packed."""
+    if is_activation(other) and other.numel() >= region.settings.min_numel and not region.is_weight(other):
+        with region.hooks.exact:
+            return func(input, other, **kwargs)
+    return NotImplemented
+
+
+HANDLERS = {
+    **dict.fromkeys(
+        (torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.__truediv__), _divide
+    ),
+    **dict.fromkeys(
+        (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
+        _multiply_handler(False),
+    ),
+    **dict.fromkeys((Tensor.mul_, Tensor.multiply_, Tensor.__imul__), _multiply_handler(True)),
+}

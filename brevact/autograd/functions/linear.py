@@ -1,0 +1,57 @@
+"""Fully connected layers: the input is stored packed, the weight as it is.
+
+dL/dW = g^T x^ with the decoded input x^, dL/dx = g W (exact), dL/db = sum of g over the leading dimensions.
+Source: thesis section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.functions.base import Saving, is_activation, load, requires_grad, save
+from brevact.autograd.functions.convolution import to_autocast
+
+if TYPE_CHECKING:
+    from brevact.autograd.region import Region
+
+
+class _Linear(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any, region: Region, linear: Callable, input: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        x, w, b = to_autocast(input, weight, bias)
+        needs_input, needs_weight = ctx.needs_input_grad[2:4]
+        save(ctx, region.keep(input) if needs_weight else None, weight if needs_input else None)
+        ctx.dtype = w.dtype
+        return linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight = load(ctx)
+        grad = grad.to(ctx.dtype)
+        rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 2 else grad
+        grad_input = grad_weight = grad_bias = None
+        if weight is not None:
+            grad_input = grad @ weight.decode().to(ctx.dtype)
+        if kept is not None:
+            x = kept.decode().to(ctx.dtype)
+            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+        if ctx.needs_input_grad[4]:
+            grad_bias = rows.sum(0)
+        return None, None, grad_input, grad_weight, grad_bias
+
+
+def _linear(region: Region, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not (region.packs_input(input) and is_activation(weight) and requires_grad(input, weight, bias)):
+        return NotImplemented
+    if weight.dim() != 2 or input.dim() == 0:
+        return NotImplemented
+    return region.apply(_Linear, func, input, weight, bias)
+
+
+HANDLERS = {torch.nn.functional.linear: _linear}

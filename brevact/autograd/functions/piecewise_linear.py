@@ -1,0 +1,160 @@
+"""Piecewise linear functions and dropout: an exact mask of one bit an element.
+
+The gradient is g where the mask is set and slope * g elsewhere. NaN inputs pass the gradient on, as PyTorch's own
+backward kernels do. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arXiv:2104.14129, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.keeping import keep_mask
+
+if TYPE_CHECKING:
+    from brevact.autograd.region import Region
+
+
+class _Pieces(NamedTuple):
+    """Where the gradient passes, and by which factors it is multiplied inside and outside of the mask."""
+
+    mask: Callable[[Tensor], Tensor]
+    inplace: bool = False
+    inside: float = 1.0
+    outside: float = 0.0
+
+
+class _PiecewiseLinear(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Region, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
+        save(ctx, keep_mask(pieces.mask(input), pieces.outside / pieces.inside))
+        ctx.inside = pieces.inside
+        out = call(input)
+        if pieces.inplace:
+            ctx.mark_dirty(input)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        grad_input = kept.multiply(grad)
+        return None, None, None, grad_input if ctx.inside == 1.0 else grad_input.mul_(ctx.inside)
+
+
+def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: x, inplace)  # pack_mask reads a floating-point tensor as ~(x <= 0)
+
+
+def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: ~((x <= min_val) | (x >= max_val)), inplace)
+
+
+def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
+    return _hardtanh(input, 0.0, 6.0, inplace)
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=1 / 6)
+
+
+def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope))
+
+
+def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: ~(x <= threshold), inplace)
+
+
+def _clamp(input: Tensor, min: float | None = None, max: float | None = None) -> _Pieces:
+    if any(isinstance(bound, Tensor) for bound in (min, max)) or (min is None and max is None):
+        raise TypeError("bounds that are tensors have gradients of their own")
+
+    def mask(x: Tensor) -> Tensor:
+        if min is None or max is None:
+            return x <= max if min is None else x >= min
+        return (x >= min) & (x <= max)
+
+    return _Pieces(mask)
+
+
+def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Callable:
+    """Make the handler of a function whose parameters ``rule`` has, too."""
+
+    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            pieces = rule(*args, **kwargs)
+        except TypeError:
+            return NotImplemented  # torch explains what is wrong
+        input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
+        if not region.packs_input(input) or not input.requires_grad:
+            return NotImplemented
+        pieces = pieces._replace(inplace=pieces.inplace or always_inplace)
+        return region.apply(_PiecewiseLinear, lambda x: func(x, *rest, **kwargs), pieces, input)
+
+    return handle
+
+
+class _Dropout(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Region, input: Tensor, p: float, inplace: bool) -> Tensor:
+        if input.device.type == "cpu":  # the same draws and the same rounding as torch's own dropout there
+            noise = F.dropout(torch.ones_like(input), p, True)
+            mask = noise != 0
+            out = input.mul_(noise) if inplace else input * noise
+            ctx.factor = 1.0 / (1.0 - p)
+        else:
+            out, mask = torch.native_dropout(input, p, True)
+            out = input.copy_(out) if inplace else out
+            ctx.factor = 1.0 / (1.0 - p)
+        if inplace:
+            ctx.mark_dirty(input)
+        save(ctx, keep_mask(mask))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        return None, kept.multiply(grad).mul_(ctx.factor), None, None
+
+
+def _dropout(
+    region: Region, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    if not (region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0):
+        return NotImplemented  # nothing is dropped, everything is, or torch explains what is wrong
+    return region.apply(_Dropout, input, p, inplace)
+
+
+def _torch_dropout(region: Region, func: Callable, input: Tensor, p: float, train: bool) -> Any:
+    return _dropout(region, func, input, p, train, func in _INPLACE_DROPOUT)
+
+
+_INPLACE_DROPOUT = (torch.dropout_,)
+_RULES = {
+    _relu: (F.relu, torch.relu, Tensor.relu),
+    _hardtanh: (F.hardtanh,),
+    _relu6: (F.relu6,),
+    _hardsigmoid: (F.hardsigmoid,),
+    _leaky_relu: (F.leaky_relu,),
+    _threshold: (F.threshold, torch.threshold),
+    _clamp: (torch.clamp, torch.clip, Tensor.clamp, Tensor.clip),
+}
+_INPLACE_RULES = {
+    _relu: (F.relu_, torch.relu_, Tensor.relu_),
+    _hardtanh: (F.hardtanh_,),
+    _leaky_relu: (F.leaky_relu_,),
+    _threshold: (F.threshold_, torch.threshold_),
+    _clamp: (torch.clamp_, torch.clip_, Tensor.clamp_, Tensor.clip_),
+}
+HANDLERS = {
+    **{func: _handler(rule) for rule, funcs in _RULES.items() for func in funcs},
+    **{func: _handler(rule, always_inplace=True) for rule, funcs in _INPLACE_RULES.items() for func in funcs},
+    F.dropout: _dropout,
+    torch.dropout: _torch_dropout,
+    torch.dropout_: _torch_dropout,
+}

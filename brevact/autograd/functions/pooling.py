@@ -1,0 +1,296 @@
+"""Pooling: max-pooling stores the position in its window in the fewest bits, average pooling stores nothing.
+
+A maximum's flat index i in the input map is stored as its position in the window, sum over the dimensions of
+(coordinate - window start) / dilation * place value: ceil(log2(window elements)) bits. Exact.
+Source: DIVISION, arXiv:2208.04187, section 3.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.functions.base import Saving, load, save
+from brevact.quantizers import pack_codes, unpack_codes
+
+if TYPE_CHECKING:
+    from brevact.autograd.region import Region
+
+aten = torch.ops.aten
+
+
+class _Windows(NamedTuple):
+    """Windows of a pooling op over the spatial dimensions: input sizes, first element per output, dilation, extent."""
+
+    input: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...]
+    dilation: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def bit_width(self) -> int:
+        return max(1, (math.prod(self.extent) - 1).bit_length())
+
+    def _start(self, dim: int, device: torch.device) -> Tensor:
+        rank = len(self.input)
+        shape = [-1 if axis == dim else 1 for axis in range(rank)]
+        return torch.tensor(self.starts[dim], device=device).view(shape)
+
+    def position(self, index: Tensor) -> Tensor:
+        """Flat input index (.., *outputs) -> position in the window."""
+        code, place = torch.zeros_like(index), 1
+        for dim in reversed(range(len(self.input))):
+            coordinate = index % self.input[dim]
+            index = index // self.input[dim]
+            code += (coordinate - self._start(dim, index.device)) // self.dilation[dim] * place
+            place *= self.extent[dim]
+        return code
+
+    def index(self, code: Tensor) -> Tensor:
+        """Position in the window (.., *outputs) -> flat input index."""
+        index, stride = torch.zeros_like(code), 1
+        for dim in reversed(range(len(self.input))):
+            coordinate = code % self.extent[dim] * self.dilation[dim] + self._start(dim, code.device)
+            code = code // self.extent[dim]
+            index += coordinate * stride
+            stride *= self.input[dim]
+        return index
+
+
+class _MaxPool(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any, region: Region, pool: Callable, backward: Callable, windows: Callable, input: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, index = pool(input)
+        geometry = windows(out)
+        codes = geometry.position(index).to(torch.int32).reshape(-1)
+        save(ctx, pack_codes(codes, geometry.bit_width))
+        ctx.windows, ctx.run_backward, ctx.out_shape = geometry, backward, index.shape
+        ctx.input_like = (input.shape, input.stride(), input.dtype)
+        ctx.mark_non_differentiable(index)
+        ctx.set_materialize_grads(False)
+        return out, index
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        (packed,) = load(ctx)
+        codes = unpack_codes(packed.decode(), ctx.windows.bit_width, math.prod(ctx.out_shape))
+        index = ctx.windows.index(codes.to(torch.int64).view(ctx.out_shape))
+        return None, None, None, None, ctx.run_backward(grad, _like(ctx.input_like, grad), index)
+
+
+def _like(metadata: tuple[torch.Size, tuple[int, ...], torch.dtype], grad: Tensor) -> Tensor:
+    """A tensor with the input's shape and strides whose values nobody reads."""
+    shape, stride, dtype = metadata
+    return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+
+
+def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values
+
+
+def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
+    """Make the handler of max-pooling; ``returns_index`` None: the caller says so by ``return_indices``."""
+    rank = max(dims, 2)  # 1-d pooling runs as 2-d pooling over maps of height one
+    pool, pool_backward = {
+        2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
+        3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
+    }[rank]
+
+    def handle(
+        region: Region,
+        func: Callable,
+        input: Tensor,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        if not _can_pool(region, input, dims):
+            return NotImplemented
+        kernel = _tuple(kernel_size, dims)
+        stride = _tuple(stride, dims) if stride is not None and stride != () and stride != [] else kernel
+        flat = rank - dims
+        kernel, stride, dilation = ((1,) * flat + _tuple(value, dims) for value in (kernel, stride, dilation))
+        padding = (0,) * flat + _tuple(padding, dims)
+        geometry = (kernel, stride, padding, dilation, ceil_mode)
+
+        def windows(out: Tensor) -> _Windows:
+            starts = tuple(
+                tuple(i * s - p for i in range(size))
+                for size, s, p in zip(out.shape[-rank:], stride, padding, strict=True)
+            )
+            return _Windows(tuple(x.shape[-rank:]), starts, dilation, kernel)
+
+        x = input.unsqueeze(-2) if flat else input
+        out, index = region.apply(
+            _MaxPool, lambda x: pool(x, *geometry), lambda g, x, i: pool_backward(g, x, *geometry, i), windows, x
+        )
+        out, index = (out.squeeze(-2), index.squeeze(-2)) if flat else (out, index)
+        wants_index = return_indices if returns_index is None else returns_index
+        return (out, index) if wants_index else out
+
+    return handle
+
+
+def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
+    """Windows [floor(i n / m), ceil((i + 1) n / m)) of adaptive pooling from n to m elements."""
+    starts = tuple(tuple(i * n // m for i in range(m)) for n, m in zip(input, output, strict=True))
+    extent = tuple(max(-(-(i + 1) * n // m) - i * n // m for i in range(m)) for n, m in zip(input, output, strict=True))
+    return _Windows(tuple(input), starts, (1,) * len(starts), extent)
+
+
+def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...]:
+    sizes = (output_size,) * dims if isinstance(output_size, int) or output_size is None else tuple(output_size)
+    sizes = sizes * dims if len(sizes) == 1 else sizes
+    return tuple(n if size is None else size for size, n in zip(sizes, input.shape[-dims:], strict=True))
+
+
+def _adaptive_max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
+    rank = max(dims, 2)
+    pool, pool_backward = {
+        2: (aten.adaptive_max_pool2d, aten.adaptive_max_pool2d_backward),
+        3: (aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
+    }[rank]
+
+    def handle(region: Region, func: Callable, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
+        if not _can_pool(region, input, dims):
+            return NotImplemented
+        size = (1,) * (rank - dims) + _adaptive_size(output_size, input, dims)
+        if 0 in size:
+            return NotImplemented
+        x = input.unsqueeze(-2) if rank != dims else input
+        windows = _adaptive_windows(x.shape[-rank:], size)
+        out, index = region.apply(_MaxPool, lambda x: pool(x, size), pool_backward, lambda out: windows, x)
+        out, index = (out.squeeze(-2), index.squeeze(-2)) if rank != dims else (out, index)
+        wants_index = return_indices if returns_index is None else returns_index
+        return (out, index) if wants_index else out
+
+    return handle
+
+
+class _AvgPool(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Region, pool: Callable, backward: Callable, input: Tensor) -> Tensor:
+        ctx.run_backward = backward
+        ctx.input_like = (input.shape, input.stride(), input.dtype)
+        return pool(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, ctx.run_backward(grad, ctx.input_like)
+
+
+def _avg_pool_handler(dims: int) -> Callable:
+    rank = max(dims, 2)
+    pool_backward = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank]
+
+    def handle(
+        region: Region,
+        func: Callable,
+        input: Tensor,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        if not _can_pool(region, input, dims) or (dims == 1 and divisor_override is not None):
+            return NotImplemented
+        stride = kernel_size if stride is None or stride == () or stride == [] else stride
+        flat = rank - dims
+        kernel = (1,) * flat + _tuple(kernel_size, dims)
+        steps = (1,) * flat + _tuple(stride, dims)
+        pads = (0,) * flat + _tuple(padding, dims)
+        divisor = () if dims == 1 else (divisor_override,)
+
+        def backward(grad: Tensor, input_like: tuple) -> Tensor:
+            g, x = (t.unsqueeze(-2) if flat else t for t in (grad, _like(input_like, grad)))
+            result = pool_backward(g, x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override)
+            return result.squeeze(-2) if flat else result
+
+        call = (kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
+        return region.apply(_AvgPool, lambda x: func(x, *call), backward, input)
+
+    return handle
+
+
+def _adaptive_avg_pool_handler(dims: int) -> Callable:
+    rank = max(dims, 2)
+    pool_backward = {2: aten._adaptive_avg_pool2d_backward, 3: aten._adaptive_avg_pool3d_backward}[rank]
+
+    def handle(region: Region, func: Callable, input: Tensor, output_size: Any) -> Any:
+        if not _can_pool(region, input, dims):
+            return NotImplemented
+
+        def backward(grad: Tensor, input_like: tuple) -> Tensor:
+            shape = input_like[0]
+            if math.prod(grad.shape[-dims:]) == 1:
+                return (grad / math.prod(shape[-dims:])).expand(shape)
+            g, x = (t.unsqueeze(-2) if rank != dims else t for t in (grad, _like(input_like, grad)))
+            result = pool_backward(g, x)
+            return result.squeeze(-2) if rank != dims else result
+
+        return region.apply(_AvgPool, lambda x: func(x, output_size), backward, input)
+
+    return handle
+
+
+def _can_pool(region: Region, input: Any, dims: int) -> bool:
+    return (
+        region.packs_input(input) and input.requires_grad and input.dim() in (dims + 1, dims + 2) and input.numel() > 0
+    )
+
+
+def _handlers(make: Callable, functions: dict[Callable, tuple]) -> dict[Callable, Callable]:
+    return {func: make(*arguments) for func, arguments in functions.items()}
+
+
+HANDLERS = {
+    **_handlers(
+        _max_pool_handler,
+        {
+            F.max_pool1d: (1, None),
+            F.max_pool2d: (2, None),
+            F.max_pool3d: (3, None),
+            torch.max_pool1d: (1, False),
+            torch.max_pool2d: (2, False),
+            torch.max_pool3d: (3, False),
+            F.max_pool1d_with_indices: (1, True),
+            F.max_pool2d_with_indices: (2, True),
+            F.max_pool3d_with_indices: (3, True),
+        },
+    ),
+    **_handlers(
+        _adaptive_max_pool_handler,
+        {
+            F.adaptive_max_pool1d: (1, None),
+            F.adaptive_max_pool2d: (2, None),
+            F.adaptive_max_pool3d: (3, None),
+            F.adaptive_max_pool1d_with_indices: (1, True),
+            F.adaptive_max_pool2d_with_indices: (2, True),
+            F.adaptive_max_pool3d_with_indices: (3, True),
+        },
+    ),
+    **_handlers(_avg_pool_handler, {F.avg_pool1d: (1,), F.avg_pool2d: (2,), F.avg_pool3d: (3,)}),
+    **_handlers(
+        _adaptive_avg_pool_handler,
+        {
+            F.adaptive_avg_pool1d: (1,),
+            F.adaptive_avg_pool2d: (2,),
+            F.adaptive_avg_pool3d: (3,),
+        },
+    ),
+}

@@ -1,0 +1,139 @@
+"""How one tensor is kept for backward: as it is, packed, or in full precision until backward starts.
+
+A :class:`Kept` is a tuple of tensors, which the caller hands to autograd, and a decoder, a small object without
+tensors that turns them back into an activation. Keeping the two apart lets every tensor travel through
+``ctx.save_for_backward``: a node then frees its tensors as soon as it has run, and hooks around the region
+(``save_on_cpu``, checkpoint) see them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from brevact.autograd.seeds import SeedStream
+from brevact.autograd.settings import BackwardSettings, SaveMode
+from brevact.autograd.sharing import SharedPacks
+from brevact.quantizers import Layout, PackedActivation, mask_multiply, pack_mask, unpack_mask
+
+
+class Decoder(Protocol):
+    """Turns the kept tensors back into the activation, or into its product with a gradient."""
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor: ...
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor: ...
+
+
+class Kept(NamedTuple):
+    """Tensors for autograd to save, and the decoder that reads them."""
+
+    tensors: tuple[Tensor, ...]
+    decoder: Decoder
+
+
+class _AsItIs:
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return tensors[0]
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return tensors[0] * grad
+
+
+class _Packed(NamedTuple):
+    spec: Any
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return PackedActivation.from_tensors(self.spec, tensors).dequantize()
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return PackedActivation.from_tensors(self.spec, tensors).dequantize_multiply(grad)
+
+
+class _PackedOnBackward(NamedTuple):
+    quantizer: Any
+    seed: int | None
+
+    def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        seed = tensors[1] if self.seed is None else self.seed
+        return self.quantizer.quantize(_without_gaps(tensors[0]), seed=seed)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self._pack(tensors).dequantize()
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return self._pack(tensors).dequantize_multiply(grad)
+
+
+class _Mask(NamedTuple):
+    layout: Layout
+    negative_slope: float
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return unpack_mask(tensors[0], self.layout)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
+
+
+AS_IT_IS = _AsItIs()
+_shared = SharedPacks()
+
+
+def keep_as_it_is(x: Tensor) -> Kept:
+    """Keep ``x`` itself."""
+    return Kept((x,), AS_IT_IS)
+
+
+def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
+    """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
+    return Kept((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope))
+
+
+def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, share: bool = True) -> Kept:
+    """Keep ``x`` as the region's settings say.
+
+    Args:
+        x: floating-point tensor of any shape and strides.
+        settings: the region's settings.
+        seeds: the region's ``SeedStream``.
+        share: whether ``x`` outlives this op as a tensor that other ops may save too; it is then packed once.
+
+    Returns:
+        The packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements.
+    """
+    if x.numel() < settings.min_numel:
+        return keep_as_it_is(x)
+    if share:
+        kept = _shared.find(x, settings)
+        if kept is not None:
+            return Kept(*kept)
+    kept = _pack(x.detach(), settings, seeds)
+    if share:
+        _shared.add(x, settings, kept)
+    return kept
+
+
+def _pack(x: Tensor, settings: BackwardSettings, seeds: SeedStream) -> Kept:
+    quantizer = settings.quantizer
+    seed = seeds.next(x.device) if quantizer.is_stochastic else 0
+    if settings.save_mode is SaveMode.SAVE_QUANTIZED:
+        packed = quantizer.quantize(_without_gaps(x), seed=seed)
+        return Kept(packed.tensors, _Packed(packed.spec))
+    if isinstance(seed, int):
+        return Kept((x,), _PackedOnBackward(quantizer, seed))
+    return Kept((x, seed), _PackedOnBackward(quantizer, None))
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy where its strides leave gaps, so that decoding allocates no more than its elements."""
+    if x.is_contiguous():
+        return x
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != 0:
+            if stride != expected:
+                return x.contiguous()
+            expected *= size
+    return x

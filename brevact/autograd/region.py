@@ -1,0 +1,282 @@
+"""The region: code whose torch ops store packed activations.
+
+While a region is active, a ``TorchFunctionMode`` hands each torch function that would save activations to its
+counterpart (``brevact.autograd.functions``), and saved-tensor hooks catch what is left: functions without a
+counterpart, scripted code, other people's ``autograd.Function``s.
+
+Regions nest: the innermost one decides. ``region(None)`` keeps full precision inside a packing region.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from brevact.autograd.fallback import SavedTensorHooks
+from brevact.autograd.functions import HANDLERS, KEPT_EXACT
+from brevact.autograd.functions.base import is_activation
+from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
+from brevact.autograd.provenance import is_weight, mark_activation, state_addresses
+from brevact.autograd.seeds import SeedStream
+from brevact.autograd.settings import BackwardSettings
+
+
+class _Active(threading.local):
+    """The regions that this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self.calls: list[tuple[nn.Module, Region | None]] = []  # running forwards of modules with an attached region
+        self.disabled = 0
+
+
+_active = _Active()
+
+
+def current_region() -> Region | None:
+    """Return the innermost region of this thread, or None."""
+    return _active.regions[-1] if _active.regions else None
+
+
+class Region:
+    """One entry of the stack of active regions; the outermost one owns the mode, the seeds and the module list.
+
+    Args:
+        settings: what ops inside store, or None for full precision.
+        owner: the module whose forward runs in the region; None for a ``with`` block.
+    """
+
+    def __init__(self, settings: BackwardSettings | None, owner: nn.Module | None = None) -> None:
+        self.settings = settings
+        self.owner = owner
+        self.parent: Region | None = None
+
+    def __enter__(self) -> Region:
+        self.parent = current_region()
+        if self.parent is None:
+            self.seeds = SeedStream()
+            self.state = _ModelState(self.owner)
+            self._mode = _RegionMode()
+            self._mode.__enter__()
+        else:
+            self.seeds, self.state = self.parent.seeds, self.parent.state
+        _active.regions.append(self)
+        self.hooks = SavedTensorHooks(self)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.hooks.__exit__(*exc_info)
+        _active.regions.pop()
+        if self.parent is None:
+            self._mode.__exit__(*exc_info)
+            self.state.close()
+            self.seeds.close()
+
+    def packs_now(self) -> bool:
+        """Return whether an op that runs now should pack.
+
+        Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
+        region (a checkpointed function: it stores nothing, and its recomputation runs outside the region).
+        """
+        return self.settings is not None and torch.is_grad_enabled() and self.hooks.are_innermost()
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether ``x`` is a weight of the model that runs in the region."""
+        return is_weight(x, self.state.addresses())
+
+    def packs_input(self, x: Any) -> bool:
+        """Return whether the input of a layer can be packed: a floating-point tensor that is no weight."""
+        if not is_activation(x) or isinstance(x, nn.Parameter):
+            return False
+        return x.grad_fn is None or not self.is_weight(x)
+
+    def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+        """Apply one of our Functions: the region's hooks let through what it saves."""
+        with self.hooks.exact:
+            return function.apply(self, *args)
+
+    def keep(self, x: Tensor, *, share: bool = True) -> Kept:
+        """Keep a floating-point activation for backward as the settings say."""
+        return keep_packed(x, self.settings, self.seeds, share=share)
+
+    def keep_activation(self, x: Tensor) -> Kept:
+        """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise."""
+        return keep_as_it_is(x) if self.is_weight(x) else self.keep(x)
+
+
+class _ModelState:
+    """Storage addresses of the parameters and buffers of the modules that run in a root region."""
+
+    def __init__(self, owner: nn.Module | None) -> None:
+        self._owner = owner
+        self._modules: dict[nn.Module, None] = {}
+        self._addresses: frozenset[int] | None = None
+        self._handle = None if owner is not None else register_module_forward_pre_hook(self._see)
+
+    def _see(self, module: nn.Module, args: Any) -> None:
+        if module not in self._modules and (module._parameters or module._buffers):
+            self._modules[module] = None
+            self._addresses = None
+
+    def addresses(self) -> frozenset[int]:
+        if self._addresses is None:
+            modules = self._modules if self._owner is None else self._owner.modules()
+            self._addresses = state_addresses(modules)
+        return self._addresses
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+
+class _RegionMode(TorchFunctionMode):
+    """Hands torch functions to their counterparts; runs the others and notes which results are activations."""
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        foreign = next((kind for kind in types if not issubclass(kind, Tensor)), None)
+        if foreign is not None:  # a Brevitas QuantTensor: its own rule runs, and the mode sees the ops inside it
+            with self:
+                return foreign.__torch_function__(func, types, args, kwargs)
+        region = current_region()
+        if region is None or not region.packs_now():
+            return func(*args, **kwargs)
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            result = handler(region, func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func in KEPT_EXACT:
+            with region.hooks.exact:
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        if _is_differentiable(result) and not _all_weights(region, (args, kwargs)):
+            mark_activation(result)
+        return result
+
+
+def _is_differentiable(result: Any) -> bool:
+    if isinstance(result, Tensor):
+        return result.grad_fn is not None
+    return isinstance(result, tuple | list) and any(_is_differentiable(item) for item in result)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _all_weights(region: Region, arguments: Any) -> bool:
+    return all(region.is_weight(x) for x in _tensors(arguments))
+
+
+@contextmanager
+def region(settings: BackwardSettings | None) -> Iterator[None]:
+    """Run a block of code in a region.
+
+    Args:
+        settings: what the ops inside store for backward; None keeps full precision, also inside another region.
+    """
+    if _active.disabled:
+        yield
+        return
+    with Region(settings):
+        yield
+
+
+@contextmanager
+def regions_disabled() -> Iterator[None]:
+    """Run a block in which entering a region does nothing (to measure a model as it is without brevact)."""
+    _active.disabled += 1
+    try:
+        yield
+    finally:
+        _active.disabled -= 1
+
+
+class _EnterRegion:
+    """Forward pre-hook: the module's forward runs in a region while the module trains."""
+
+    def __init__(self, settings: BackwardSettings | None, origin: str) -> None:
+        self.settings = settings
+        self.origin = origin
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        entered = Region(self.settings, module).__enter__() if self._is_needed(module) else None
+        _active.calls.append((module, entered))
+
+    def _is_needed(self, module: nn.Module) -> bool:
+        if _active.disabled or not torch.is_grad_enabled():
+            return False
+        enclosing = current_region()
+        if enclosing is None:
+            return module.training and self.settings is not None
+        return enclosing.settings != self.settings or not enclosing.hooks.are_innermost()
+
+
+class _ExitRegion:
+    """Forward hook, also called when the forward raised: leaves the region that the pre-hook entered."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not any(running is module for running, _ in _active.calls):
+            return  # another pre-hook raised before ours ran
+        running = None
+        while running is not module:
+            running, entered = _active.calls.pop()
+            if entered is not None:
+                entered.__exit__(None, None, None)
+
+
+def attach_region(module: nn.Module, settings: BackwardSettings | None, origin: str = "layer") -> None:
+    """Let the forward of ``module`` run in a region, through forward hooks; a second call replaces the first.
+
+    The hooks are copied and pickled with the module. The region is active while gradients are enabled and the module
+    (or the module of an enclosing region) is in training mode.
+
+    Args:
+        module: any module; it is changed in place.
+        settings: what its ops store for backward; None keeps full precision inside an enclosing region.
+        origin: who attaches it; regions of different origins stand beside each other.
+    """
+    detach_region(module, origin)
+    module.register_forward_pre_hook(_EnterRegion(settings, origin))
+    module.register_forward_hook(_ExitRegion(origin), always_call=True)
+
+
+def detach_region(module: nn.Module, origin: str = "layer") -> bool:
+    """Undo :func:`attach_region`; return whether there was anything to undo."""
+    tables = (
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,), _EnterRegion),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called), _ExitRegion),
+    )
+    found = False
+    for hooks, companions, kind in tables:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kind) and hook.origin == origin]:
+            found = True
+            for table in (hooks, *companions):
+                table.pop(key, None)
+    return found
+
+
+def has_region(module: nn.Module, origin: str = "layer") -> bool:
+    """Return whether :func:`attach_region` gave ``module`` a region (which may be one of full precision)."""
+    return any(isinstance(hook, _EnterRegion) and hook.origin == origin for hook in module._forward_pre_hooks.values())

@@ -1,0 +1,62 @@
+"""What a region does: the quantizer, when it runs, and which tensors are too small for it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class SaveMode(str, enum.Enum):
+    """When a saved activation is quantized.
+
+    ``SAVE_QUANTIZED`` quantizes in the forward pass and stores the packed codes: this is what saves memory.
+    ``QUANTIZE_ON_BACKWARD`` stores full precision and quantizes when the backward pass of the op starts, with the
+    seed that the forward pass drew: the gradients are those of ``SAVE_QUANTIZED`` bit for bit, so that an ablation
+    separates the effect of the noise from everything else.
+
+    Source: J. Li, master's thesis, Heidelberg University, 2025, section 4.2.4.
+    """
+
+    SAVE_QUANTIZED = "save_quantized"
+    QUANTIZE_ON_BACKWARD = "quantize_on_backward"
+
+
+#: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
+DEFAULT_MIN_NUMEL = 1024
+
+
+@dataclass(frozen=True)
+class BackwardSettings:
+    """How a region stores what its ops need for backward.
+
+    Args:
+        quantizer: activation quantizer (``quantize(x, seed)`` giving a ``PackedActivation``).
+        save_mode: see :class:`SaveMode`.
+        min_numel: tensors with fewer elements are stored as they are.
+
+    Raises:
+        TypeError: ``quantizer`` cannot quantize.
+        ValueError: unknown ``save_mode`` or negative ``min_numel``.
+    """
+
+    quantizer: Any
+    save_mode: SaveMode = field(default=SaveMode.SAVE_QUANTIZED)
+    min_numel: int = field(default=DEFAULT_MIN_NUMEL)
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.quantizer, "quantize", None)):
+            raise TypeError(
+                f"quantizer={self.quantizer!r} has no quantize method; pass an activation quantizer such as "
+                "brevact.quantizer(StochBackward2bit)"
+            )
+        try:
+            object.__setattr__(self, "save_mode", SaveMode(self.save_mode))
+        except ValueError:
+            accepted = ", ".join(f"SaveMode.{mode.name}" for mode in SaveMode)
+            raise ValueError(f"save_mode={self.save_mode!r} is unknown; accepted: {accepted}") from None
+        if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 0:
+            raise ValueError(
+                f"min_numel={self.min_numel!r} must be an integer of at least 0 (0 packs every tensor; "
+                f"the default is {DEFAULT_MIN_NUMEL})"
+            )

@@ -1,0 +1,62 @@
+"""A tensor that several ops save is packed once.
+
+Residual branches, q/k/v projections, a block's input that its shortcut reads too: each op asks for the same tensor,
+and gets the same packed tensors. The table owns nothing. It knows a tensor by its storage (a weak reference, so an
+address that was freed and used again is never taken for the old one), version counter, offset, shape and strides, and
+knows the packed tensors by weak references: they live as long as some graph node keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
+
+_SWEEP_FLOOR = 256
+
+
+class SharedPacks:
+    """Weak table from (tensor, settings) to the tensors and the decoder that keep it."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, tuple[StorageWeakRef, dict[Hashable, tuple[list[TensorWeakRef], Any]]]] = {}
+        self._sweep_at = _SWEEP_FLOOR
+
+    def find(self, x: Tensor, settings: Hashable) -> tuple[tuple[Tensor, ...], Any] | None:
+        """Return the kept tensors and decoder of ``x`` if some node still holds them."""
+        if x.is_inference():
+            return None
+        found = self._by_storage.get(x.untyped_storage()._cdata)
+        if found is None or found[0].expired():
+            return None
+        refs, decoder = found[1].get(_key(x, settings), ((), None))
+        tensors = tuple(ref() for ref in refs)
+        if not tensors or any(tensor is None for tensor in tensors):
+            return None
+        return tensors, decoder
+
+    def add(self, x: Tensor, settings: Hashable, kept: tuple[tuple[Tensor, ...], Any]) -> None:
+        """Remember what keeps ``x``."""
+        if x.is_inference():
+            return
+        storage = x.untyped_storage()
+        found = self._by_storage.get(storage._cdata)
+        if found is None or found[0].expired():
+            self._sweep()
+            found = self._by_storage[storage._cdata] = (StorageWeakRef(storage), {})
+        tensors, decoder = kept
+        found[1][_key(x, settings)] = ([TensorWeakRef(tensor) for tensor in tensors], decoder)
+
+    def _sweep(self) -> None:
+        if len(self._by_storage) < self._sweep_at:
+            return
+        alive = {address: found for address, found in list(self._by_storage.items()) if not found[0].expired()}
+        self._by_storage = alive
+        self._sweep_at = max(_SWEEP_FLOOR, 2 * len(alive))
+
+
+def _key(x: Tensor, settings: Hashable) -> Hashable:
+    return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, settings)

@@ -1,0 +1,177 @@
+"""Which quantizer applies where in a model: `quantize_backward`, `restore_backward`, `backward_quant`, `quantizer`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
+from brevact.injectors import backward_settings_from
+
+#: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
+_POLICY = "policy"
+
+
+def quantizer(source: Any, **overrides: Any) -> Any:
+    """Return a backward quantizer by itself, for tests, notebooks and other frameworks' code.
+
+    >>> import torch, brevact
+    >>> q = brevact.quantizer(brevact.NearestBackward4bit, bucket_size=64)
+    >>> packed = q.quantize(torch.linspace(0, 1, 256))
+    >>> packed.nbytes, packed.dequantize().shape
+    (152, torch.Size([256]))
+
+    Args:
+        source: backward quantizer, such as ``StochBackward2bit``.
+        **overrides: settings that replace those of ``source``.
+
+    Returns:
+        Its activation quantizer: ``quantize(x, seed=None)`` gives a ``PackedActivation``.
+
+    Raises:
+        TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
+        ValueError: a value is out of range.
+    """
+    return backward_settings_from(source, **overrides).quantizer
+
+
+def backward_quant(source: Any, **overrides: Any) -> AbstractContextManager[None]:
+    """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
+
+    >>> import torch, brevact
+    >>> x, weight = torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)
+    >>> with brevact.backward_quant(brevact.StochBackward2bit):
+    ...     loss = (x @ weight).relu().sum()
+    >>> loss.backward()
+
+    Args:
+        source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region.
+        **overrides: settings that replace those of ``source``.
+
+    Returns:
+        Context manager, also usable as a decorator.
+
+    Raises:
+        TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
+        ValueError: a value is out of range.
+    """
+    return region(_settings(source, overrides))
+
+
+def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Module:
+    """Let a whole model store packed activations for backward, in place.
+
+    No module is replaced: forward hooks let each module run in a region while it trains, so that weights, dtype,
+    device, eval mode, hooks, tied weights, subclasses and ``state_dict`` keys stay. Layers that have a backward
+    quantizer of their own (``act_quant=``) keep it.
+
+    >>> import torch.nn as nn, brevact
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    >>> model = brevact.quantize_backward(model, {nn.BatchNorm2d: brevact.StochBackward4bit,
+    ...                                           "*": brevact.StochBackward2bit})
+
+    Args:
+        model: module to change.
+        policy: one backward quantizer for all of it; or rules, a mapping from module types or name patterns to
+            backward quantizers, None for full precision. A pattern names a module and what is inside it ("head"), with
+            the wildcards of ``fnmatch`` ("blocks.*.norm", "*"). The first rule that matches a module wins; a module
+            that none matches runs as its parent does.
+        **overrides: settings that replace those of the one quantizer.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is no module, a rule's key is neither type nor string, its value no backward quantizer.
+        ValueError: a rule matches nothing, or the model already has a policy.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+    if any(has_region(module, _POLICY) for module in model.modules()):
+        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
+    if isinstance(policy, Mapping):
+        if overrides:
+            raise TypeError(
+                f"{', '.join(overrides)}: overrides go with a single quantizer; in rules, put them on a rule's value: "
+                "StochBackward2bit.let(bucket_size=128)"
+            )
+        rules = {key: _settings(source, {}) for key, source in policy.items()}
+    else:
+        rules = {"*": backward_settings_from(policy, **overrides)}
+    for module, settings in _assignments(model, rules).items():
+        attach_region(module, settings, _POLICY)
+    return model
+
+
+def restore_backward(model: nn.Module) -> nn.Module:
+    """Undo :func:`quantize_backward`: the model stores what it stored before. Layers with ``act_quant=`` keep theirs.
+
+    Args:
+        model: module that ``quantize_backward`` changed.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: there is no policy to remove.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+    if not any([detach_region(module, _POLICY) for module in model.modules()]):
+        raise ValueError("model has no backward policy; brevact.quantize_backward(model, ...) gives it one")
+    return model
+
+
+def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
+    if source is None and not overrides:
+        return None
+    return backward_settings_from(source, **overrides)
+
+
+def _assignments(
+    model: nn.Module, rules: dict[Any, BackwardSettings | None]
+) -> dict[nn.Module, BackwardSettings | None]:
+    unused = dict.fromkeys(rules)
+    assigned: dict[nn.Module, BackwardSettings | None] = {}
+    names = []
+    for name, module in _modules_without_own_region(model):
+        names.append(name)
+        matching = [key for key in rules if _matches(key, name, module)]
+        for key in matching:
+            unused.pop(key, None)
+        if matching and module not in assigned:
+            assigned[module] = rules[matching[0]]
+    if unused:
+        key = next(iter(unused))
+        near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
+        hint = f"nearest names: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
+        raise ValueError(f"policy rule {key!r} matches no module of {type(model).__name__}; {hint}")
+    return assigned
+
+
+def _modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with their names, not descending into layers that have a backward quantizer of their own."""
+    if has_region(module):
+        return
+    yield name, module
+    for child_name, child in module.named_children():
+        yield from _modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _matches(key: Any, name: str, module: nn.Module) -> bool:
+    if isinstance(key, type) and issubclass(key, nn.Module):
+        return isinstance(module, key)
+    if isinstance(key, str):
+        return fnmatchcase(name, key) or any(
+            fnmatchcase(name[:end], key) for end, letter in enumerate(name) if letter == "."
+        )
+    raise TypeError(
+        f"policy rule {key!r} of type {type(key).__name__}: accepted keys are module types (nn.BatchNorm2d) and name "
+        'patterns ("blocks.*", "*")'
+    )
