@@ -110,6 +110,11 @@ class UniformQuantizer:
         return _rebuild, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
 
     @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self.rounding is Rounding.STOCHASTIC and self.bit_width < 32
+
+    @property
     def tensor_names(self) -> tuple[str, ...]:
         """Names of the tensors that a packed activation holds, in order."""
         return ("codes",) if self.bit_width == 32 else ("codes", "scale", "minimum")
