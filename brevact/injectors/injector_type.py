@@ -15,7 +15,7 @@ from typing import Any
 from brevitas.inject import ExtendedInjector, value
 
 #: What is asked of a backward quantizer from outside: by a region, by a Brevitas layer, by the slot's proxy.
-ASKED_FOR = ("backward_settings", "proxy_class", "forward_quant")
+ASKED_FOR = ("backward_settings", "proxy_class", "forward_quant", "act_impl")
 #: Settings of a forward quantizer in the same slot carry this prefix.
 FORWARD_PREFIX = "forward_"
 #: Brevitas layers pass these to whatever sits in an activation slot; they belong to the forward side.
@@ -58,6 +58,11 @@ def known_names(injector: type) -> set[str]:
     return known
 
 
+def act_impl_arguments(injector: type) -> list[str]:
+    """Return the constructor arguments of the activation that a Brevitas layer put into its slot (``min_val``, ...)."""
+    return list(_dependencies_of(injector.__dependencies__.get("act_impl")))
+
+
 def _dependencies_of(spec: tuple | None) -> Iterator[str]:
     if spec is None:
         return
@@ -75,7 +80,7 @@ def _check_names(injector: type, written: dict[str, Any]) -> None:
             continue
         if from_layer and name.startswith("input_"):  # for the other slot of a Brevitas activation layer
             continue
-        accepted = known - {"backward_settings", "proxy_class"}
+        accepted = known - {"backward_settings", "proxy_class", *FROM_LAYER}
         raise unknown_setting(name, given, injector.__name__, accepted)
 
 

@@ -8,14 +8,12 @@ import functools
 import inspect
 from typing import Any
 
-from brevitas.inject import ExtendedInjector, Injector
 from brevitas.nn.mixin.base import QuantRecurrentLayerMixin
-from brevitas.proxy.runtime_quant import ActQuantProxyFromInjectorBase
-from brevitas.quant import NoneActQuant
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings, attach_region
-from brevact.injectors.injector_type import FORWARD_PREFIX, FROM_LAYER, BackwardInjectorType, written_values
+from brevact.injectors.forward_side import forward_injector_of
+from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.settings import resolve
 
 
@@ -86,7 +84,7 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
     """
     _refuse_recurrent_part(injector)
     settings = resolve(injector)
-    forward_injector = _forward_injector(injector)
+    forward_injector = forward_injector_of(injector)
     proxy = forward_injector.proxy_class(layer, forward_injector)
     proxy.backward_quant = BackwardQuantProxy(settings)
     proxy.backward_quant.add_tracked_module(layer)
@@ -98,34 +96,6 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
 def _add_tracked_module(proxy: nn.Module, layer: nn.Module) -> None:
     type(proxy).add_tracked_module(proxy, layer)
     proxy.backward_quant.add_tracked_module(layer)
-
-
-def _forward_injector(injector: BackwardInjectorType) -> type:
-    """Return the forward side of a slot: ``forward_quant`` or no quantizer, with the keywords meant for it."""
-    written = dict(written_values(injector))
-    quant = written.pop("forward_quant")
-    overrides = {name: written[name] for name in FROM_LAYER if name in written}
-    prefixed = {name: value for name, value in written.items() if name.startswith(FORWARD_PREFIX)}
-    overrides |= {name.removeprefix(FORWARD_PREFIX): value for name, value in prefixed.items()}
-    if quant is None:
-        if prefixed:
-            name, value = next(iter(prefixed.items()))
-            raise ValueError(
-                f"{name}={value!r} sets a forward quantizer, but there is none: pass forward_quant= as well"
-            )
-        return NoneActQuant.let(**overrides)
-    if not _is_forward_act_quantizer(quant):
-        raise TypeError(
-            f"forward_quant={quant!r} is no forward activation quantizer; accepted: an injector class such as "
-            "brevitas.quant.Uint8ActPerTensorFloat, or None"
-        )
-    return quant.let(**overrides)
-
-
-def _is_forward_act_quantizer(quant: Any) -> bool:
-    if not inspect.isclass(quant) or not issubclass(quant, (Injector, ExtendedInjector)) or "proxy_class" not in quant:
-        return False
-    return inspect.isclass(quant.proxy_class) and issubclass(quant.proxy_class, ActQuantProxyFromInjectorBase)
 
 
 def _refuse_recurrent_part(injector: BackwardInjectorType) -> None:

@@ -1,0 +1,83 @@
+"""The forward side of a slot that holds a backward quantizer: ``forward_quant``, or the layer's activation alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from brevitas.inject import ExtendedInjector, Injector
+from brevitas.proxy.runtime_quant import ActQuantProxyFromInjector, ActQuantProxyFromInjectorBase
+from brevitas.quant import NoneActQuant
+from torch import nn
+
+from brevact.injectors.injector_type import (
+    FORWARD_PREFIX,
+    FROM_LAYER,
+    BackwardInjectorType,
+    act_impl_arguments,
+    written_values,
+)
+
+
+class PlainActivation(nn.Module):
+    """Holds a layer's activation where Brevitas would script it together with a quantizer."""
+
+    def __init__(self, activation_impl: nn.Module) -> None:
+        super().__init__()
+        self.activation_impl = activation_impl
+        self.tensor_quant = None
+
+
+class NoForwardQuantProxy(ActQuantProxyFromInjector):
+    """Brevitas' proxy for no quantizer, with the layer's activation as plain PyTorch.
+
+    Under ``BREVITAS_JIT=1`` Brevitas scripts the activation even where nothing quantizes it. A region cannot see into
+    a script, and would pack a ReLU's output where one bit an element is enough and exact.
+    """
+
+    def init_tensor_quant(self) -> None:
+        """Set ``fused_activation_quant_proxy``, the activation, or None for none."""
+        self.is_quant_enabled = False
+        activation = self.quant_injector.act_impl if "act_impl" in self.quant_injector else None
+        self.fused_activation_quant_proxy = None if activation is None else PlainActivation(activation)
+
+
+class NoForwardQuant(NoneActQuant):
+    """The forward side of a slot without ``forward_quant``.
+
+    It states the bounds of ``torch.nn.Hardtanh``, for which Brevitas' solver asks the quantizer: there,
+    ``QuantHardTanh(act_quant=None)`` raises.
+    """
+
+    proxy_class = NoForwardQuantProxy
+    min_val = -1.0
+    max_val = 1.0
+
+
+def forward_injector_of(injector: BackwardInjectorType) -> type:
+    """Return the forward side of a slot: ``forward_quant`` or no quantizer, with the keywords meant for it."""
+    written = dict(written_values(injector))
+    quant = written.pop("forward_quant")
+    from_layer = (*FROM_LAYER, *act_impl_arguments(injector))
+    overrides = {name: written[name] for name in from_layer if name in written}
+    prefixed = {name: value for name, value in written.items() if name.startswith(FORWARD_PREFIX)}
+    overrides |= {name.removeprefix(FORWARD_PREFIX): value for name, value in prefixed.items()}
+    if quant is None:
+        if prefixed:
+            name, value = next(iter(prefixed.items()))
+            raise ValueError(
+                f"{name}={value!r} sets a forward quantizer, but there is none: pass forward_quant= as well"
+            )
+        return NoForwardQuant.let(**overrides)
+    if not _is_forward_act_quantizer(quant):
+        raise TypeError(
+            f"forward_quant={quant!r} is no forward activation quantizer; accepted: an injector class such as "
+            "brevitas.quant.Uint8ActPerTensorFloat, or None"
+        )
+    return quant.let(**overrides)
+
+
+def _is_forward_act_quantizer(quant: Any) -> bool:
+    if not inspect.isclass(quant) or not issubclass(quant, (Injector, ExtendedInjector)) or "proxy_class" not in quant:
+        return False
+    return inspect.isclass(quant.proxy_class) and issubclass(quant.proxy_class, ActQuantProxyFromInjectorBase)
