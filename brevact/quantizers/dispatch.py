@@ -2,64 +2,163 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from brevact.quantizers import reference
-from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry
+from brevact.quantizers.geometry import DEFAULT_BLOCK
 from brevact.quantizers.layout import Layout
+from brevact.quantizers.philox import seed_value
+
+if TYPE_CHECKING:
+    from brevact.cpu_kernels import UniformPlan
+    from brevact.quantizers.uniform import UniformQuantizer
+
+
+@functools.cache
+def cpu_kernels() -> ModuleType | None:
+    """The compiled CPU kernels, or None where Numba is missing."""
+    try:
+        from brevact import cpu_kernels
+    except ImportError:
+        return None
+    return cpu_kernels
 
 
 def quantize_uniform(
-    x: Tensor,
-    layout: Layout,
-    geometry: Geometry,
-    seed: Tensor | None,
-    scale_dtype: torch.dtype,
-    minimum_dtype: torch.dtype,
+    x: Tensor, quantizer: UniformQuantizer, layout: Layout, seed: int | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a tensor; see `reference.quantize_uniform`.
 
     Args:
         x: Tensor of the layout.
-        layout: Its layout.
-        geometry: Its blocks and groups.
-        seed: 0-d int64 tensor, or None to round to nearest.
-        scale_dtype: Stored type of the scale.
-        minimum_dtype: Stored type of the minimum.
+        quantizer: Its settings.
+        layout: The tensor's layout.
+        seed: Seed of stochastic rounding, None to draw one; ignored for nearest.
 
     Returns:
         `(codes, scale, minimum)`.
     """
+    stochastic = quantizer.rounding == "stochastic"
+    seed = seed_value(seed, x.device) if stochastic else 0
+    if _has_kernel(x):
+        if not layout.is_dense or x.is_neg():
+            x = layout.flatten(x.detach())
+        code_shape, scale_shape, minimum_shape = quantizer.tensor_shapes(layout)
+        codes = torch.empty(code_shape[0], dtype=code_shape[1])
+        scale = torch.empty(scale_shape[0], dtype=scale_shape[1])
+        minimum = torch.empty(minimum_shape[0], dtype=minimum_shape[1])
+        cpu_kernels().quantize_uniform(
+            x.data_ptr(),
+            codes.data_ptr(),
+            scale.data_ptr(),
+            minimum.data_ptr(),
+            seed if isinstance(seed, int) else seed.item(),
+            _plan(quantizer, layout),
+            torch.get_num_threads(),
+        )
+        return codes, scale, minimum
+    if isinstance(seed, int):
+        seed = torch.tensor(seed, dtype=torch.int64, device=x.device)
     with torch.no_grad():
-        return reference.quantize_uniform(layout.flatten(x), geometry, seed, scale_dtype, minimum_dtype)
+        return reference.quantize_uniform(
+            layout.flatten(x),
+            quantizer.geometry(layout),
+            seed.to(x.device) if stochastic else None,
+            quantizer.scale_dtype,
+            quantizer.minimum_dtype,
+        )
 
 
-def dequantize_uniform(tensors: tuple[Tensor, ...], geometry: Geometry, target: Tensor) -> None:
+def dequantize_uniform(
+    tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, target: Tensor
+) -> None:
     """Decode; see `reference.dequantize_uniform`.
 
     Args:
         tensors: `(codes, scale, minimum)`.
-        geometry: Blocks and groups.
+        quantizer: Settings that made them.
+        layout: Layout of the quantized tensor.
         target: Tensor whose memory holds the elements densely in memory order.
     """
+    if _has_kernel(target):
+        _run_dequantize(tensors, quantizer, layout, 0, target)
+        return
     with torch.no_grad():
-        reference.dequantize_uniform(*tensors, geometry, _flat(target, geometry.numel))
+        reference.dequantize_uniform(*tensors, quantizer.geometry(layout), _flat(target, layout.numel))
 
 
-def dequantize_multiply_uniform(tensors: tuple[Tensor, ...], geometry: Geometry, other: Tensor, target: Tensor) -> None:
+def dequantize_multiply_uniform(
+    tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, other: Tensor, target: Tensor
+) -> None:
     """Decode and multiply by a tensor of the same dtype and memory order.
 
     Args:
         tensors: `(codes, scale, minimum)`.
-        geometry: Blocks and groups.
+        quantizer: Settings that made them.
+        layout: Layout of the quantized tensor.
         other: Dense factor.
         target: Dense result; may be `other`.
     """
+    if _has_kernel(target) and _has_kernel(other) and not other.is_neg():
+        _run_dequantize(tensors, quantizer, layout, other.data_ptr(), target)
+        return
     with torch.no_grad():
-        decoded = torch.empty_like(_flat(target, geometry.numel))
-        reference.dequantize_uniform(*tensors, geometry, decoded)
-        torch.mul(decoded, _flat(other, geometry.numel), out=_flat(target, geometry.numel))
+        target, other = _flat(target, layout.numel), _flat(other, layout.numel)
+        decoded = torch.empty_like(target)
+        reference.dequantize_uniform(*tensors, quantizer.geometry(layout), decoded)
+        torch.mul(decoded, other, out=target)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether compiled kernels can read the memory of this tensor; subclasses may not have any."""
+    return x.is_cpu and type(x) in _PLAIN_TYPES and cpu_kernels() is not None
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _run_dequantize(
+    tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, other: int, target: Tensor
+) -> None:
+    codes, scale, minimum = tensors
+    cpu_kernels().dequantize_uniform(
+        codes.data_ptr(),
+        scale.data_ptr(),
+        minimum.data_ptr(),
+        other,
+        target.data_ptr(),
+        _plan(quantizer, layout),
+        torch.get_num_threads(),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(quantizer: UniformQuantizer, layout: Layout) -> UniformPlan:
+    """What the CPU kernels need to know of a tensor."""
+    kernels, geometry = cpu_kernels(), quantizer.geometry(layout)
+    kinds = {
+        torch.float32: kernels.FLOAT32,
+        torch.bfloat16: kernels.BFLOAT16,
+        torch.float16: kernels.FLOAT16,
+        torch.float64: kernels.FLOAT64,
+    }
+    return kernels.UniformPlan(
+        numel=geometry.numel,
+        bit_width=geometry.bit_width,
+        block_size=geometry.block_size,
+        inner=geometry.inner,
+        groups=geometry.groups,
+        one_run=geometry.one_run,
+        stochastic=quantizer.rounding == "stochastic",
+        scale_kind=kinds[quantizer.scale_dtype],
+        minimum_kind=kinds[quantizer.minimum_dtype],
+        kind=kinds[layout.dtype],
+    )
 
 
 def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:

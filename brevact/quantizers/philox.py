@@ -25,15 +25,15 @@ def draw_seed(device: torch.device | str = "cpu") -> Tensor:
     return torch.empty((), dtype=torch.int64, device=device).random_()
 
 
-def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """The seed as a 0-d int64 tensor on a device.
+def seed_value(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
+    """Check a seed, or draw one.
 
     Args:
         seed: Integer (taken modulo 2**64), 0-d int64 tensor, or None for `draw_seed`.
-        device: Where the seed is needed.
+        device: Device of the generator to draw from.
 
     Returns:
-        0-d int64 tensor on the device.
+        An int in [-2**63, 2**63), or a 0-d int64 tensor.
 
     Raises:
         TypeError: If the seed is anything else.
@@ -46,10 +46,10 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
                 f"seed: got a {seed.dtype} tensor of shape {tuple(seed.shape)}; accepted are an int, a 0-d torch.int64 "
                 "tensor (brevact.quantizers.draw_seed makes one), or None"
             )
-        return seed.to(device)
+        return seed
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed: got {seed!r}; accepted are an int, a 0-d torch.int64 tensor, or None; pass int(seed)")
-    return torch.tensor((seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, rounds: int) -> tuple[Tensor, ...]:

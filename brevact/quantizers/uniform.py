@@ -13,7 +13,6 @@ from brevact.quantizers import dispatch
 from brevact.quantizers.geometry import Geometry, block_size_for
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
-from brevact.quantizers.philox import seed_tensor
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -130,7 +129,7 @@ class UniformQuantizer:
         """
         if self.bit_width == 32:
             return ((layout.numel * layout.dtype.itemsize, torch.uint8),)
-        geometry = _geometry(self, layout)
+        geometry = self.geometry(layout)
         return (
             (geometry.code_bytes, torch.uint8),
             (geometry.groups, self.scale_dtype),
@@ -161,14 +160,18 @@ class UniformQuantizer:
         spec = PackedSpec(self, layout)
         if self.bit_width == 32:
             return PackedActivation(spec, (layout.flatten(x.detach()).clone().view(torch.uint8),))
-        if self.rounding is Rounding.STOCHASTIC:
-            seed = seed_tensor(seed, x.device)
-        else:
-            seed = None
-        geometry = _geometry(self, layout)
-        return PackedActivation(
-            spec, dispatch.quantize_uniform(x, layout, geometry, seed, self.scale_dtype, self.minimum_dtype)
-        )
+        return PackedActivation(spec, dispatch.quantize_uniform(x, self, layout, seed))
+
+    def geometry(self, layout: Layout) -> Geometry:
+        """Blocks and groups of a tensor.
+
+        Args:
+            layout: Layout of the tensor.
+
+        Returns:
+            Its packing grid; equal arguments share one object.
+        """
+        return _geometry(self, layout)
 
     def decode(self, tensors: tuple[Tensor, ...], layout: Layout, target: Tensor) -> None:
         """Decode into memory that is dense in the layout's memory order.
@@ -181,7 +184,7 @@ class UniformQuantizer:
         if self.bit_width == 32:
             target.as_strided((layout.numel,), (1,)).copy_(tensors[0].view(layout.dtype))
         else:
-            dispatch.dequantize_uniform(tensors, _geometry(self, layout), target)
+            dispatch.dequantize_uniform(tensors, self, layout, target)
 
     def decode_multiply(self, tensors: tuple[Tensor, ...], layout: Layout, other: Tensor, target: Tensor) -> None:
         """Decode, multiply and write to memory that is dense in the layout's memory order.
@@ -196,7 +199,7 @@ class UniformQuantizer:
             flat = (layout.numel,), (1,)
             torch.mul(tensors[0].view(layout.dtype), other.as_strided(*flat), out=target.as_strided(*flat))
         else:
-            dispatch.dequantize_multiply_uniform(tensors, _geometry(self, layout), other, target)
+            dispatch.dequantize_multiply_uniform(tensors, self, layout, other, target)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,157 @@
+"""Blocks of any floating-point type to float32 and back, bit for bit as torch casts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.memory import (
+    advance,
+    bits_of,
+    f32_at,
+    f64_at,
+    float_of,
+    inlined,
+    load,
+    store,
+    u16_at,
+)
+
+FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3
+"""Codes of the types."""
+
+_HALF_EXPONENT = np.uint32(0x7C00 << 13)
+
+
+@inlined
+def half_to_float(h):
+    """float16 bits (uint16) to float32, without denormal arithmetic."""
+    bits = np.uint32(np.uint32(h & np.uint16(0x7FFF)) << np.uint32(13))
+    exponent = np.uint32(bits & _HALF_EXPONENT)
+    bits = np.uint32(bits + np.uint32(112 << 23))
+    special = np.uint32(bits + np.uint32(112 << 23))
+    small = float_of(np.int32(bits + np.uint32(1 << 23))) - float_of(np.int32(113 << 23))
+    value = float_of(np.int32(special if exponent == _HALF_EXPONENT else bits))
+    value = small if exponent == np.uint32(0) else value
+    return float_of(np.int32(np.uint32(bits_of(value)) | np.uint32(np.uint32(h & np.uint16(0x8000)) << np.uint32(16))))
+
+
+@inlined
+def float_to_half(x):
+    """float32 to float16 bits (uint16), half to even."""
+    bits = np.uint32(bits_of(x))
+    sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    odd = np.uint32(np.uint32(magnitude >> np.uint32(13)) & np.uint32(1))
+    normal = np.uint32(np.uint32(magnitude + np.uint32(0xC8000FFF) + odd) >> np.uint32(13))
+    small = np.uint32(np.uint32(bits_of(float_of(np.int32(magnitude)) + np.float32(0.5))) - np.uint32(0x3F000000))
+    half = small if magnitude < np.uint32(0x38800000) else normal
+    half = np.uint32(0x7C00) if magnitude >= np.uint32(0x47800000) else half
+    half = np.uint32(0x7E00) if magnitude > np.uint32(0x7F800000) else half
+    return np.uint16(half | sign)
+
+
+@inlined
+def bfloat16_to_float(h):
+    """bfloat16 bits (uint16) to float32."""
+    return float_of(np.int32(np.uint32(np.uint32(h) << np.uint32(16))))
+
+
+@inlined
+def float_to_bfloat16(x):
+    """float32 to bfloat16 bits (uint16), half to even."""
+    bits = np.uint32(bits_of(x))
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+    return np.uint16(np.uint32(0x7FC0) if x != x else rounded)
+
+
+@inlined
+def stage(source, kind, first, count, scratch):
+    """Elements first to first + count of a tensor as float32.
+
+    Args:
+        source: Address of the tensor.
+        kind: Code of its type.
+        first: First element.
+        count: Number of elements.
+        scratch: float32 pointer, used unless the tensor is float32 itself.
+
+    Returns:
+        float32 pointer to the elements.
+    """
+    if kind == FLOAT32:
+        return advance(f32_at(source), first)
+    if kind == FLOAT64:
+        x64 = advance(f64_at(source), first)
+        for e in range(count):
+            store(scratch, e, np.float32(load(x64, e)))
+        return scratch
+    x16 = advance(u16_at(source), first)
+    if kind == BFLOAT16:
+        for e in range(count):
+            store(scratch, e, bfloat16_to_float(load(x16, e)))
+    else:
+        for e in range(count):
+            store(scratch, e, half_to_float(load(x16, e)))
+    return scratch
+
+
+@inlined
+def emit(values, target, kind, first, count):
+    """Write float32 values to elements first to first + count of a tensor, rounded half to even.
+
+    Args:
+        values: float32 pointer.
+        target: Address of the tensor.
+        kind: Code of its type.
+        first: First element.
+        count: Number of elements.
+    """
+    if kind == FLOAT32:
+        y32 = advance(f32_at(target), first)
+        for e in range(count):
+            store(y32, e, load(values, e))
+    elif kind == FLOAT64:
+        y64 = advance(f64_at(target), first)
+        for e in range(count):
+            store(y64, e, np.float64(load(values, e)))
+    elif kind == BFLOAT16:
+        y16 = advance(u16_at(target), first)
+        for e in range(count):
+            store(y16, e, float_to_bfloat16(load(values, e)))
+    else:
+        y16 = advance(u16_at(target), first)
+        for e in range(count):
+            store(y16, e, float_to_half(load(values, e)))
+
+
+@inlined
+def emit_product(values, other, target, kind, first, count):
+    """Round float32 values to a type, multiply by elements of a tensor of that type, round and write.
+
+    Args:
+        values: float32 pointer.
+        other: Address of the factor.
+        target: Address of the product; may be `other`.
+        kind: Code of both types.
+        first: First element.
+        count: Number of elements.
+    """
+    if kind == FLOAT32:
+        o32, y32 = advance(f32_at(other), first), advance(f32_at(target), first)
+        for e in range(count):
+            store(y32, e, load(values, e) * load(o32, e))
+    elif kind == FLOAT64:
+        o64, y64 = advance(f64_at(other), first), advance(f64_at(target), first)
+        for e in range(count):
+            store(y64, e, np.float64(load(values, e)) * load(o64, e))
+    elif kind == BFLOAT16:
+        o16, y16 = advance(u16_at(other), first), advance(u16_at(target), first)
+        for e in range(count):
+            y = bfloat16_to_float(float_to_bfloat16(load(values, e)))
+            store(y16, e, float_to_bfloat16(y * bfloat16_to_float(load(o16, e))))
+    else:
+        o16, y16 = advance(u16_at(other), first), advance(u16_at(target), first)
+        for e in range(count):
+            y = half_to_float(float_to_half(load(values, e)))
+            store(y16, e, float_to_half(y * half_to_float(load(o16, e))))

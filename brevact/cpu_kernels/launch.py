@@ -1,0 +1,118 @@
+"""Launchers: from Python integers to kernels, on several threads where that pays."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from brevact.cpu_kernels import uniform
+from brevact.cpu_kernels.threads import share
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformPlan:
+    """What the uniform quantizer's kernels need to know of a tensor, besides addresses.
+
+    Args:
+        numel: Number of elements.
+        bit_width: Bits a code, 1 to 8, 12, 16 or 24.
+        block_size: Elements in a packing block, a multiple of 8 of at most `memory.LARGEST_BLOCK`.
+        inner: Consecutive elements of one group.
+        groups: Number of groups: the group of element e is `e // inner % groups`.
+        one_run: Whether each group is a single run of elements.
+        stochastic: Rounding.
+        scale_kind: Code of the scale's type, see `floats`.
+        minimum_kind: Code of the minimum's type.
+        kind: Code of the tensor's type.
+    """
+
+    numel: int
+    bit_width: int
+    block_size: int
+    inner: int
+    groups: int
+    one_run: bool
+    stochastic: bool
+    scale_kind: int
+    minimum_kind: int
+    kind: int
+    blocks: int = field(init=False)
+    fused: bool = field(init=False)
+    table: np.ndarray = field(init=False, repr=False, compare=False)
+    address: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Fill the table that the kernels read."""
+        fused = self.one_run and self.block_size % self.inner == 0
+        table = np.empty(10, dtype=np.int64)
+        table[uniform.NUMEL] = self.numel
+        table[uniform.BIT_WIDTH] = self.bit_width
+        table[uniform.BLOCK] = self.block_size
+        table[uniform.INNER] = self.inner
+        table[uniform.GROUPS] = self.groups
+        table[uniform.FUSED] = fused
+        table[uniform.STOCHASTIC] = self.stochastic
+        table[uniform.SCALE_KIND] = self.scale_kind
+        table[uniform.MINIMUM_KIND] = self.minimum_kind
+        table[uniform.KIND] = self.kind
+        object.__setattr__(self, "blocks", -(-self.numel // self.block_size))
+        object.__setattr__(self, "fused", fused)
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "address", table.ctypes.data)
+
+
+def quantize_uniform(
+    source: int, codes: int, scale: int, minimum: int, seed: int, plan: UniformPlan, threads: int
+) -> None:
+    """Quantize a dense tensor.
+
+    Args:
+        source: Address of the elements.
+        codes: Address of the packed codes, written.
+        scale: Address of the scales, written.
+        minimum: Address of the minima, written.
+        seed: Key of the random bits, a signed 64-bit integer; unused for nearest.
+        plan: The tensor's plan.
+        threads: Most threads to use.
+    """
+    if not plan.fused:
+        _calibrate(source, scale, minimum, plan, threads)
+    quantize = functools.partial(uniform.quantize_blocks, source, codes, scale, minimum, seed, plan.address)
+    share(quantize, plan.blocks, plan.block_size, threads)
+
+
+def _calibrate(source: int, scale: int, minimum: int, plan: UniformPlan, threads: int) -> None:
+    """Minimum and scale of groups that do not lie inside blocks: ranges of parts of the tensor, then joined."""
+    most = max(plan.numel // (8 * plan.groups), 1) if plan.groups else 1  # parts' keys stay small beside the tensor
+    parts = max(min(threads, most, plan.numel // (1 << 16)), 1)
+    keys = np.empty((parts, 2, plan.groups), dtype=np.int32)
+    keys[:, 0] = np.iinfo(np.int32).max
+    keys[:, 1] = np.iinfo(np.int32).min
+    bounds = [plan.blocks * part // parts for part in range(parts + 1)]
+
+    def extend(first: int, last: int) -> None:
+        for part in range(first, last):
+            uniform.extend_ranges(source, keys[part].ctypes.data, plan.address, bounds[part], bounds[part + 1])
+
+    share(extend, parts, -(-plan.numel // parts), parts)
+    uniform.calibrate_groups(keys.ctypes.data, parts, scale, minimum, plan.address)
+
+
+def dequantize_uniform(
+    codes: int, scale: int, minimum: int, other: int, target: int, plan: UniformPlan, threads: int
+) -> None:
+    """Decode into a dense tensor, and multiply.
+
+    Args:
+        codes: Address of the packed codes.
+        scale: Address of the scales.
+        minimum: Address of the minima.
+        other: Address of a factor of the same type and memory order, or 0.
+        target: Address of the result, written; may be `other`.
+        plan: The tensor's plan.
+        threads: Most threads to use.
+    """
+    dequantize = functools.partial(uniform.dequantize_blocks, codes, scale, minimum, other, target, plan.address)
+    share(dequantize, plan.blocks, plan.block_size, threads)

@@ -1,0 +1,183 @@
+"""Raw memory for Numba: typed pointers from addresses, and scratch on the stack.
+
+Array indexing in Numba handles negative indices, and arrays may overlap; both stop the vectoriser. A typed pointer has
+no negative indices, and stack scratch overlaps nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from pathlib import Path
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.caching import FunctionCache
+from numba.extending import intrinsic
+
+F32, F64 = types.CPointer(types.float32), types.CPointer(types.float64)
+I32, U32, I64 = types.CPointer(types.int32), types.CPointer(types.uint32), types.CPointer(types.int64)
+U8, U16 = types.CPointer(types.uint8), types.CPointer(types.uint16)
+
+
+def _pointer_from_address(pointer_type: types.CPointer):
+    """An intrinsic that turns an address (int64) into a pointer of the type."""
+
+    @intrinsic
+    def from_address(typing_context, address):
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(pointer_type))
+
+        return pointer_type(types.intp), codegen
+
+    return from_address
+
+
+def _pointer_cast(pointer_type: types.CPointer):
+    """An intrinsic that views memory behind a pointer as another type."""
+
+    @intrinsic
+    def cast(typing_context, pointer):
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(args[0], context.get_value_type(pointer_type))
+
+        return pointer_type(pointer), codegen
+
+    return cast
+
+
+def _scratch(pointer_type: types.CPointer, length: int):
+    """An intrinsic that reserves uninitialised elements on the stack, once a function call."""
+
+    @intrinsic
+    def scratch(typing_context):
+        def codegen(context, builder, signature, args):
+            element = context.get_value_type(pointer_type.dtype)
+            with builder.goto_entry_block():
+                slot = builder.alloca(element, size=ir.Constant(ir.IntType(32), length))
+                slot.align = 64
+            return slot
+
+        return pointer_type(), codegen
+
+    return scratch
+
+
+f32_at, f64_at, i32_at = _pointer_from_address(F32), _pointer_from_address(F64), _pointer_from_address(I32)
+u8_at, u16_at, i64_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(I64)
+as_f32, as_f64, as_i32, as_u32 = _pointer_cast(F32), _pointer_cast(F64), _pointer_cast(I32), _pointer_cast(U32)
+as_u16 = _pointer_cast(U16)
+
+LARGEST_BLOCK = 4096
+"""Elements of the largest packing block: the size of block scratch."""
+f32_block = _scratch(F32, LARGEST_BLOCK)
+u32_block = _scratch(U32, LARGEST_BLOCK)
+u32_columns = _scratch(U32, LARGEST_BLOCK // 8)
+
+
+@intrinsic
+def load(typing_context, pointer, index):
+    """pointer[index]."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(builder.gep(args[0], [args[1]], inbounds=True))
+
+    return pointer.dtype(pointer, types.intp), codegen
+
+
+@intrinsic
+def store(typing_context, pointer, index, value):
+    """pointer[index] = value, converted to the pointer's type."""
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[2], builder.gep(args[0], [args[1]], inbounds=True))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, pointer.dtype), codegen
+
+
+@intrinsic
+def advance(typing_context, pointer, count):
+    """pointer + count elements."""
+
+    def codegen(context, builder, signature, args):
+        return builder.gep(args[0], [args[1]], inbounds=True)
+
+    return pointer(pointer, types.intp), codegen
+
+
+@intrinsic
+def float_of(typing_context, bits):
+    """The float32 with these 32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def bits_of(typing_context, value):
+    """The 32 bits of a float32, as int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def rint(typing_context, value):
+    """A float32 rounded to an integer, half to even."""
+
+    def codegen(context, builder, signature, args):
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.FloatType(), [ir.FloatType()]), "llvm.rint.f32"
+        )
+        return builder.call(function, args)
+
+    return types.float32(types.float32), codegen
+
+
+@functools.cache
+def _digest() -> str:
+    """Hash of this package's sources."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+class _PackageCache(FunctionCache):
+    """Numba's cache on disk, which looks at a kernel's own file only, made to notice changes to what it inlines."""
+
+    def _index_key(self, sig, codegen):
+        return (*super()._index_key(sig, codegen), _digest())
+
+
+def kernel(function):
+    """Compile for CPU threads: no GIL, cached on disk where some folder is writable, IEEE arithmetic.
+
+    Args:
+        function: Kernel; its arguments are integers.
+
+    Returns:
+        The kernel, compiled when first called.
+    """
+    dispatcher = numba.njit(function, nogil=True, error_model="numpy")
+    with contextlib.suppress(RuntimeError):  # no folder to cache in
+        dispatcher._cache = _PackageCache(function)
+    return dispatcher
+
+
+def inlined(function):
+    """Compile for use inside kernels, always inlined.
+
+    Args:
+        function: Function to compile.
+
+    Returns:
+        The compiled function.
+    """
+    return numba.njit(function, nogil=True, error_model="numpy", forceinline=True)

@@ -1,0 +1,101 @@
+"""A small pool of threads that share the blocks of one kernel call.
+
+The caller works too, and every thread takes the next piece as soon as it has finished one, so a thread that wakes late
+costs nothing. Calls from several threads at once share the pool. A forked child starts its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+SMALLEST_SHARE = 1 << 16
+"""Elements below which waking another thread costs more than it brings."""
+
+_PIECES_PER_THREAD = 4  # so that uneven threads finish together
+
+
+class _Job:
+    """The pieces of one call: whoever takes a number from the counter runs that piece."""
+
+    __slots__ = ("blocks", "counter", "finished", "function", "step")
+
+    def __init__(self, function: Callable[[int, int], None], blocks: int, step: int) -> None:
+        self.function = function
+        self.blocks = blocks
+        self.step = step
+        self.counter = itertools.count()
+        self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def work(self) -> None:
+        """Run pieces until none is left."""
+        while (start := next(self.counter) * self.step) < self.blocks:
+            try:
+                self.function(start, min(start + self.step, self.blocks))
+            except BaseException as error:
+                self.finished.put(error)
+            else:
+                self.finished.put(None)
+
+
+class _Pool:
+    """Worker threads, started when first needed."""
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[_Job] = SimpleQueue()
+        self.lock = threading.Lock()
+        self.size = 0
+
+    def offer(self, job: _Job, helpers: int) -> None:
+        """Let up to `helpers` workers join a job."""
+        if self.size < helpers:
+            with self.lock:
+                while self.size < helpers:
+                    threading.Thread(target=self._serve, name=f"brevact-{self.size}", daemon=True).start()
+                    self.size += 1
+        for _ in range(helpers):
+            self.jobs.put(job)
+
+    def _serve(self) -> None:
+        while True:
+            self.jobs.get().work()
+
+
+_pool = _Pool()
+
+
+def _start_afresh() -> None:
+    """Forget threads that a fork did not copy, and locks that they may have held."""
+    global _pool
+    _pool = _Pool()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh)
+
+
+def share(function: Callable[[int, int], None], blocks: int, block_size: int, threads: int) -> None:
+    """Call `function(start, stop)` over pieces that cover all blocks, on several threads.
+
+    Args:
+        function: Works on a run of blocks; releases the GIL.
+        blocks: Number of blocks.
+        block_size: Elements in a block.
+        threads: Most threads to use, the caller among them.
+    """
+    threads = min(threads, blocks * block_size // SMALLEST_SHARE)
+    if threads <= 1:
+        if blocks:
+            function(0, blocks)
+        return
+    step = max(-(-blocks // (threads * _PIECES_PER_THREAD)), SMALLEST_SHARE // (2 * block_size), 1)
+    job = _Job(function, blocks, step)
+    _pool.offer(job, threads - 1)
+    job.work()
+    errors = [job.finished.get() for _ in range(-(-blocks // step))]
+    for error in errors:
+        if error is not None:
+            raise error
