@@ -16,7 +16,7 @@ help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(READY)
-	$(RUN) -m recipes.efficientnetv2 --compare full-precision StochBackward2bit --out-dir runs/demo
+	$(RUN) -m recipes.efficientnetv2 --compare StochBackward2bit NearestBackward2bit --out-dir runs/demo --overwrite
 
 picture: demo
 	mkdir -p docs

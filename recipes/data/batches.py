@@ -52,7 +52,7 @@ class Batches:
 
     def epoch(self, number: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (float32 images B x C x H x W, int64 labels B) for one pass over the split."""
-        # A sequence of two seeds would repeat along diagonals if they were added; 2**20 epochs keep them apart.
+        # One stream for each pair of seed and epoch, up to 2**20 epochs.
         generator = torch.Generator().manual_seed(self.seed * 2**20 + number)
         order = torch.randperm(len(self.labels), generator=generator) if self.train else torch.arange(len(self.labels))
         order = order.to(self.images.device)

@@ -42,6 +42,6 @@ def load_digits(data_dir: Path, train_size: int | None = None, test_size: int | 
         train=take(images[train], labels[train], train_size, "--train-size"),
         test=take(images[test], labels[test], test_size, "--test-size"),
         classes=10,
-        normalization=Normalization(mean=(0.3053,), std=(0.3760,)),
+        normalization=Normalization(mean=(0.3048,), std=(0.3754,)),
         augment=False,
     )

@@ -6,12 +6,22 @@ from pathlib import Path
 
 import numpy as np
 
-# All that an array, or the byte strings of a Python 2 pickle, need. NumPy moved `_reconstruct` between releases.
+
+def _dtype(kind: str | bytes, align: object = False, copy: object = False) -> np.dtype:
+    """A type of numbers or bytes; one that holds objects is refused. Old files give the flags as 0 and 1."""
+    dtype = np.dtype(kind.decode() if isinstance(kind, bytes) else kind, align=bool(align), copy=bool(copy))
+    if dtype.hasobject:
+        raise pickle.UnpicklingError(f"it holds an array of type {dtype}, expected numbers")
+    return dtype
+
+
+# All that an array, or the byte strings of another Python version, need. NumPy moved `_reconstruct` between releases.
+_RECONSTRUCT = np.empty(0).__reduce__()[0]
 _ALLOWED = {
     ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy.core.multiarray", "_reconstruct"): np.ndarray(0).__reduce__()[0],
-    ("numpy._core.multiarray", "_reconstruct"): np.ndarray(0).__reduce__()[0],
+    ("numpy", "dtype"): _dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("_codecs", "encode"): codecs.encode,
 }
 
@@ -33,7 +43,12 @@ def load_arrays(path: Path) -> object:
         The object.
 
     Raises:
-        pickle.UnpicklingError: the file is not a pickle, or names anything else than arrays.
+        pickle.UnpicklingError: the file is not a pickle, is damaged, or names anything else than arrays.
     """
-    with path.open("rb") as file:
-        return _ArrayUnpickler(file, encoding="bytes").load()
+    try:
+        with path.open("rb") as file:
+            return _ArrayUnpickler(file, encoding="bytes").load()
+    except (pickle.UnpicklingError, OSError):
+        raise
+    except Exception as error:  # a damaged stream of opcodes can raise nearly anything
+        raise pickle.UnpicklingError(str(error)) from error

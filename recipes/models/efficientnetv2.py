@@ -46,12 +46,12 @@ SIZES = {
     "nano": Size(
         (
             Stage("fused", 1, 1, 16, 1),
-            Stage("fused", 4, 2, 24, 2),
-            Stage("fused", 4, 2, 32, 2),
-            Stage("mbconv", 4, 2, 64, 2),
-            Stage("mbconv", 4, 1, 80, 2),
+            Stage("fused", 4, 2, 24, 1),
+            Stage("fused", 4, 2, 32, 1),
+            Stage("mbconv", 4, 2, 48, 2),
+            Stage("mbconv", 4, 1, 64, 1),
         ),
-        head=320,
+        head=256,
     ),
     "s": Size(
         (

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-import brevitas.nn as bnn
 from torch import nn
+
+import brevact.nn as bnn
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,20 @@ class Layers:
 
     def norm(self, channels: int) -> nn.Module:
         """Batch normalization with EfficientNetV2's epsilon."""
-        return nn.BatchNorm2d(channels, eps=1e-3)
+        return bnn.BatchNorm2d(channels, eps=1e-3)
 
     def act(self) -> nn.Module:
         """The activation function of the network."""
-        return nn.SiLU()
+        return bnn.SiLU()
 
     def gate(self) -> nn.Module:
         """The function that turns a squeeze-and-excitation's output into factors between 0 and 1."""
-        return nn.Sigmoid()
+        return bnn.Sigmoid()
 
     def pool(self) -> nn.Module:
         """The mean over a map."""
-        return nn.AdaptiveAvgPool2d(1)
+        return bnn.AdaptiveAvgPool2d(1)
 
     def dropout(self, probability: float) -> nn.Module:
         """Dropout with the given probability."""
-        return nn.Dropout(probability)
+        return bnn.Dropout(probability)

@@ -1,0 +1,66 @@
+"""Pictures of runs. Nothing is shown on a screen: they are drawn without a display."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from recipes.files import write_atomically
+
+
+def plot_accuracy(path: Path, label: str, history: Sequence[dict[str, float]]) -> None:
+    """Draws training and test accuracy over the epochs of one run.
+
+    Args:
+        path: of the PNG file.
+        label: title of the picture.
+        history: rows with `epoch`, `train_accuracy` and `test_accuracy` (0..1).
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    epochs = [row["epoch"] for row in history]
+    axes.plot(epochs, [100 * row["train_accuracy"] for row in history], "o--", markersize=3, label="training")
+    axes.plot(epochs, [100 * row["test_accuracy"] for row in history], "o-", markersize=3, label="test")
+    axes.set(title=label, xlabel="epoch", ylabel="accuracy (%)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_comparison(path: Path, title: str, curves: dict[str, Sequence[float]], saved_mib: dict[str, float]) -> None:
+    """Draws test accuracy over the epochs, and what a batch stores for backward, for several runs side by side.
+
+    Args:
+        path: of the PNG file.
+        title: above both panels.
+        curves: test accuracy (0..1) of each epoch, by label.
+        saved_mib: stored MiB, by label; the first one is what the others are compared with.
+    """
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for label, accuracies in curves.items():
+        left.plot(range(1, len(accuracies) + 1), [100 * value for value in accuracies], "o-", markersize=3, label=label)
+    left.set(xlabel="epoch", ylabel="test accuracy (%)")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.grid(alpha=0.3)
+    left.legend()
+    colors = [line.get_color() for line in left.lines]
+    bars = right.barh(list(saved_mib), list(saved_mib.values()), color=colors)
+    first, *others = saved_mib.values()
+    texts = [f"{first:.1f} MiB", *(f"{value:.1f} MiB ({first / value:.1f}x less)" for value in others)]
+    right.bar_label(bars, texts, padding=4)
+    right.invert_yaxis()
+    right.set(xlabel="stored for backward (MiB a batch)", xlim=(0, 1.6 * max(saved_mib.values())))
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    FigureCanvasAgg(figure)
+    buffer = BytesIO()
+    figure.savefig(buffer, dpi=120, format="png")
+    write_atomically(path, lambda file: file.write(buffer.getvalue()))

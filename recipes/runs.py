@@ -1,0 +1,211 @@
+"""A training run in a folder of its own: what it writes after each epoch, and how it is continued.
+
+| file | content |
+|---|---|
+| history.csv | one row an epoch |
+| summary.json | settings, versions, final and best accuracy, stored bytes |
+| checkpoint.pt | all that the next epoch depends on |
+| memory.csv, memory.png | what each layer stores for backward |
+| accuracy.png | accuracy over the epochs |
+"""
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import brevact
+from recipes import files, plots
+from recipes.data import LOADERS, Batches, ImageDataset
+from recipes.errors import RecipeError
+from recipes.models import Layers, efficientnetv2
+from recipes.quantizers import backward_quantizer, forward_input_quantizer, forward_weight_quantizer
+from recipes.settings import Settings
+from recipes.training import Trainer
+
+CHECKPOINT = "checkpoint.pt"
+COLUMNS = ("epoch", "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds", "saved_mib")
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run so far.
+
+    Attributes:
+        label: what tables and plots call it.
+        history: one dictionary of `COLUMNS` an epoch; accuracies are in 0..1, `seconds` are those of training.
+        saved_bytes: bytes that one training batch stores for backward.
+        plain_bytes: the same without backward quantization.
+    """
+
+    label: str
+    history: list[dict[str, float]]
+    saved_bytes: int
+    plain_bytes: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.history[-1]["test_accuracy"]
+
+    @property
+    def best_accuracy(self) -> float:
+        return max(row["test_accuracy"] for row in self.history)
+
+    @property
+    def times_less(self) -> float:
+        return self.plain_bytes / self.saved_bytes
+
+    @property
+    def seconds_per_epoch(self) -> float:
+        return sum(row["seconds"] for row in self.history) / len(self.history)
+
+
+def load_data(settings: Settings) -> ImageDataset:
+    """The images that the settings name."""
+    return LOADERS[settings.dataset](Path(settings.data_dir), settings.train_size, settings.test_size)
+
+
+def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool = False) -> Result:
+    """Trains with `settings` and leaves all results in `folder`, complete after every epoch.
+
+    Args:
+        settings: of the run. For a resumed run those of its checkpoint.
+        data: what `load_data` returns for them.
+        folder: made if it is missing.
+        resume: continue from the checkpoint in `folder`.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        RecipeError: something that the user can put right.
+    """
+    device = settings.torch_device()
+    torch.manual_seed(settings.seed)
+    model = build_model(settings, data).to(device)
+    train_batches, test_batches = make_batches(settings, data, device)
+    trainer = Trainer(model, settings, device, len(train_batches))
+    folder.mkdir(parents=True, exist_ok=True)
+    report = _report_memory(model, trainer, train_batches, folder)
+    result = Result(settings.label, [], report.saved_bytes, report.plain_bytes)
+    tqdm.write(
+        f"{settings.label}: {report.saved_bytes / MIB:.2f} of {report.plain_bytes / MIB:.2f} MiB stored for backward"
+    )
+    if resume:
+        state = files.read_checkpoint(folder / CHECKPOINT)
+        trainer.load_state_dict(state["trainer"])
+        result.history.extend(state["history"])
+        _write_results(folder, settings, result, device)
+    steps = len(train_batches)
+    with tqdm(total=settings.epochs * steps, initial=len(result.history) * steps, desc=settings.label) as bar:
+        for epoch in range(len(result.history) + 1, settings.epochs + 1):
+            row = _run_epoch(trainer, epoch, train_batches, test_batches, bar.update)
+            result.history.append(row | {"saved_mib": result.saved_bytes / MIB})
+            state = {"settings": asdict(settings), "history": result.history, "trainer": trainer.state_dict()}
+            files.write_checkpoint(folder / CHECKPOINT, state)
+            _write_results(folder, settings, result, device)
+            tqdm.write(_line(settings, row))
+    return result
+
+
+def build_model(settings: Settings, data: ImageDataset) -> nn.Module:
+    """The model of a run, with its forward and backward quantizers, for the images of `data`."""
+    layers = Layers(forward_weight_quantizer(settings.weight_quant), forward_input_quantizer(settings.input_quant))
+    model = efficientnetv2(
+        settings.model,
+        image_size=data.image_size,
+        classes=data.classes,
+        channels_in=data.channels,
+        dropout=settings.dropout,
+        stochastic_depth=settings.stochastic_depth,
+        layers=layers,
+    )
+    if settings.act_quant is not None:
+        injector = backward_quantizer(settings.act_quant, settings.act_override, settings.save_mode)
+        brevact.quantize_backward(model, injector)
+    elif settings.act_override:
+        raise RecipeError("--act-override needs a backward quantizer to change: add --act-quant NAME")
+    return model
+
+
+def make_batches(settings: Settings, data: ImageDataset, device: torch.device) -> tuple[Batches, Batches]:
+    """Batches for training and for testing."""
+    train_batches = Batches(
+        data.train,
+        data.normalization,
+        settings.batch_size,
+        device=device,
+        train=True,
+        augment=data.augment,
+        seed=settings.seed,
+    )
+    return train_batches, Batches(data.test, data.normalization, settings.batch_size, device=device)
+
+
+def saved_settings(folder: Path) -> Settings:
+    """The settings of the run in `folder`."""
+    return Settings(**files.read_checkpoint(folder / CHECKPOINT)["settings"])
+
+
+def _report_memory(model: nn.Module, trainer: Trainer, batches: Batches, folder: Path) -> brevact.MemoryReport:
+    images, _ = next(batches.epoch())
+    with trainer.autocast():
+        report = brevact.memory_report(model, images)
+    report.to_csv(folder / "memory.csv")
+    report.plot(folder / "memory.png")
+    return report
+
+
+def _run_epoch(
+    trainer: Trainer, epoch: int, train_batches: Batches, test_batches: Batches, on_step: Callable[[], object]
+) -> dict[str, float]:
+    lr = trainer.lr
+    start = time.perf_counter()
+    trained = trainer.train_epoch(train_batches, epoch, on_step)
+    seconds = time.perf_counter() - start
+    tested = trainer.evaluate(test_batches)
+    return {
+        "epoch": epoch,
+        "lr": lr,
+        "train_loss": trained.loss,
+        "train_accuracy": trained.accuracy,
+        "test_loss": tested.loss,
+        "test_accuracy": tested.accuracy,
+        "seconds": seconds,
+    }
+
+
+def _write_results(folder: Path, settings: Settings, result: Result, device: torch.device) -> None:
+    files.write_rows(folder / "history.csv", COLUMNS, result.history)
+    files.write_json(
+        folder / "summary.json",
+        {
+            "finished": len(result.history) == settings.epochs,
+            "epochs": len(result.history),
+            "test_accuracy": result.accuracy,
+            "best_test_accuracy": result.best_accuracy,
+            "seconds_per_epoch": result.seconds_per_epoch,
+            "saved_bytes": result.saved_bytes,
+            "plain_bytes": result.plain_bytes,
+            "peak_cuda_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "brevitas")},
+            "settings": asdict(settings),
+        },
+    )
+    plots.plot_accuracy(folder / "accuracy.png", result.label, result.history)
+
+
+def _line(settings: Settings, row: dict[str, float]) -> str:
+    return (
+        f"{settings.label}  epoch {row['epoch']}/{settings.epochs}  "
+        f"train {row['train_loss']:.3f} {row['train_accuracy']:.1%}  "
+        f"test {row['test_loss']:.3f} {row['test_accuracy']:.1%}  {row['seconds']:.1f} s"
+    )

@@ -1,0 +1,184 @@
+"""The settings of a run, and the command line that gives them.
+
+`Settings` holds every default; the parser leaves out what was not given, so that a resumed run can take all settings
+from its checkpoint and object to a contradiction.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+
+from recipes.data import LOADERS
+from recipes.errors import RecipeError
+from recipes.models import SIZES
+
+SCHEDULES = ("cosine", "onecycle", "constant")
+AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SAVE_MODES = ("save_quantized", "quantize_on_backward")
+_MAY_CHANGE_ON_RESUME = {"data_dir", "device"}
+
+
+def _setting(default: object, text: str, **argument: object) -> object:
+    return field(default=default, metadata={"help": text, **argument})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the result of a run. Every field is a command-line option of the same name."""
+
+    model: str = _setting("nano", "size of the EfficientNetV2", choices=tuple(SIZES))
+    dataset: str = _setting("digits", "images to train on", choices=tuple(LOADERS))
+    data_dir: str = _setting("data", "folder that holds the data set; digits needs none")
+    train_size: int | None = _setting(None, "train on this many images only", type=int)
+    test_size: int | None = _setting(None, "test on this many images only", type=int)
+
+    act_quant: str | None = _setting(None, "backward quantizer of brevact, such as StochBackward2bit")
+    act_override: tuple[str, ...] = _setting(
+        (), "setting of the backward quantizer, such as bucket_size=256; repeatable", action="append"
+    )
+    save_mode: str = _setting("save_quantized", "when saved activations are quantized", choices=SAVE_MODES)
+    weight_quant: str | None = _setting(None, "forward weight quantizer of brevitas.quant: Int8WeightPerTensorFloat")
+    input_quant: str | None = _setting(None, "forward input quantizer of brevitas.quant: Int8ActPerTensorFloat")
+
+    epochs: int = _setting(12, "passes over the training images", type=int)
+    batch_size: int = _setting(64, "images in a training step", type=int)
+    lr: float = _setting(3e-3, "largest learning rate of AdamW", type=float)
+    weight_decay: float = _setting(0.05, "decoupled weight decay; not for norms and biases", type=float)
+    schedule: str = _setting("cosine", "learning rate over the run", choices=SCHEDULES)
+    warmup_epochs: float = _setting(1.0, "epochs of linear warm-up (onecycle: of its rise)", type=float)
+    label_smoothing: float = _setting(0.05, "share of the target spread over all classes", type=float)
+    clip_grad_norm: float | None = _setting(None, "largest norm of all gradients together", type=float)
+    dropout: float = _setting(0.2, "dropout before the classifier", type=float)
+    stochastic_depth: float = _setting(0.0, "probability of dropping the last residual branch", type=float)
+    amp: str = _setting("off", "autocast to this type", choices=tuple(AMP_DTYPES))
+    seed: int = _setting(0, "of weights, batches, dropout and stochastic rounding", type=int)
+    device: str = _setting("auto", "torch device; auto takes CUDA where there is one")
+
+    def __post_init__(self) -> None:
+        for name, accepted, text in _LIMITS:
+            value = getattr(self, name)
+            if value is not None and not accepted(value):
+                raise RecipeError(f"{option(name)} {value} is not possible: {text}")
+        if self.warmup_epochs >= self.epochs and self.schedule != "constant":
+            raise RecipeError(
+                f"--warmup-epochs {self.warmup_epochs:g} leaves nothing of --epochs {self.epochs}; use a smaller value"
+            )
+
+    @property
+    def label(self) -> str:
+        """How tables and plots call a run with these settings."""
+        return self.act_quant or "full precision"
+
+    def torch_device(self) -> torch.device:
+        """The device to train on.
+
+        Raises:
+            RecipeError: there is no such device.
+        """
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise RecipeError(f"--device {self.device} cannot be used here: {str(error).splitlines()[0]}") from error
+        return device
+
+    def resumed(self, given: dict[str, object]) -> "Settings":
+        """These settings of a checkpoint, with what the command line may change.
+
+        Args:
+            given: options named on the command line.
+
+        Raises:
+            RecipeError: an option contradicts the checkpoint: the result would not be that of one whole run.
+        """
+        own = asdict(self)
+        changed = {name: value for name, value in given.items() if own[name] != value}
+        if wrong := sorted(changed.keys() - _MAY_CHANGE_ON_RESUME):
+            facts = ", ".join(f"{option(name)} {own[name]} (now {changed[name]})" for name in wrong)
+            raise RecipeError(f"the run to resume was started with {facts}; leave the option out, or start a new run")
+        return replace(self, **changed)
+
+
+_LIMITS = (
+    ("train_size", lambda value: value >= 1, "use a number of images of at least 1"),
+    ("test_size", lambda value: value >= 1, "use a number of images of at least 1"),
+    ("epochs", lambda value: value >= 1, "use at least 1"),
+    ("batch_size", lambda value: value >= 2, "use at least 2, batch normalization needs them"),
+    ("lr", lambda value: value > 0, "use a value above 0"),
+    ("weight_decay", lambda value: value >= 0, "use 0 or more"),
+    ("warmup_epochs", lambda value: value >= 0, "use 0 or more"),
+    ("label_smoothing", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
+    ("clip_grad_norm", lambda value: value > 0, "use a value above 0, or leave it out"),
+    ("dropout", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
+    ("stochastic_depth", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
+    ("seed", lambda value: 0 <= value < 2**40, "use 0 to 2**40 - 1"),
+)
+
+
+def option(name: str) -> str:
+    """The command-line option of a field of `Settings`."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line asks for.
+
+    Attributes:
+        given: the settings named on it, by field of `Settings`.
+        out_dir: folder of the run; None for one named after the settings.
+        overwrite: whether a run that is already in that folder may be replaced.
+        resume: folder of a run to continue.
+        compare: backward quantizers to compare with full precision; None for a single run.
+    """
+
+    given: dict[str, object]
+    out_dir: Path | None
+    overwrite: bool
+    resume: Path | None
+    compare: tuple[str, ...] | None
+
+
+def parse(arguments: Sequence[str] | None, *, prog: str, description: str) -> Command:
+    """Reads a command line.
+
+    Args:
+        arguments: the words after the program's name; None for those of this process.
+        prog: the program's name, for the help text.
+        description: what the program does.
+
+    Returns:
+        The command. An unknown option or choice ends the process with status 2, as argparse does.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for item in fields(Settings):
+        argument = dict(item.metadata)
+        shown = "none" if item.default in (None, ()) else item.default
+        text = f"{argument.pop('help')} (default: {shown})"
+        parser.add_argument(option(item.name), help=text, **argument)
+    parser.add_argument("--out-dir", type=Path, default=None, help="folder of the run (default: runs/<its settings>)")
+    parser.add_argument("--overwrite", action="store_true", default=False, help="replace a run that is already there")
+    parser.add_argument("--resume", type=Path, default=None, metavar="DIR", help="continue the run in this folder")
+    parser.add_argument(
+        "--compare", nargs="+", default=None, metavar="NAME", help="train at full precision and with each of these"
+    )
+    given = vars(parser.parse_args(arguments))
+    out_dir, overwrite, resume, compare = (given.pop(name) for name in ("out_dir", "overwrite", "resume", "compare"))
+    if "act_override" in given:
+        given["act_override"] = tuple(given["act_override"])
+    if resume and (out_dir or overwrite):
+        parser.error("--resume DIR continues in DIR: leave out --out-dir and --overwrite")
+    if compare and "act_quant" in given:
+        parser.error("--compare names the backward quantizers itself: leave out --act-quant")
+    return Command(given, out_dir, overwrite, resume, tuple(compare) if compare else None)

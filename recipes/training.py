@@ -1,0 +1,192 @@
+"""One epoch after another: optimizer, learning-rate schedule, mixed precision, and the state a checkpoint needs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from recipes.data import Batches
+from recipes.errors import RecipeError
+from recipes.settings import AMP_DTYPES, Settings
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Mean loss over the images of a pass, and the share of them classified correctly (0..1)."""
+
+    loss: float
+    accuracy: float
+
+
+class Trainer:
+    """Trains a model with AdamW.
+
+    Args:
+        model: on its device already.
+        settings: of the run.
+        device: of model and batches.
+        steps_per_epoch: optimizer steps in an epoch.
+
+    Raises:
+        RecipeError: the device does not compute in the type that `settings.amp` names.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, device: torch.device, steps_per_epoch: int) -> None:
+        self.model = model
+        self.device = device
+        self.clip_grad_norm = settings.clip_grad_norm
+        self.amp_dtype = AMP_DTYPES[settings.amp]
+        if settings.amp == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise RecipeError(
+                f"--amp bf16: {torch.cuda.get_device_name(device)} does not compute in bfloat16; use fp16"
+            )
+        self.train_loss = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
+        self.test_loss = nn.CrossEntropyLoss()
+        self.optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=settings.lr)
+        self.scheduler = make_schedule(self.optimizer, settings, steps_per_epoch)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.amp == "fp16")
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self.scheduler.get_last_lr()[0]
+
+    def train_epoch(self, batches: Batches, epoch: int, on_step: Callable[[], object]) -> Scores:
+        """Takes one optimizer step for each batch of an epoch.
+
+        Args:
+            batches: training batches.
+            epoch: number of the epoch, from 1; it decides order and augmentation.
+            on_step: called after each step.
+
+        Returns:
+            Scores of the batches as they were trained on.
+
+        Raises:
+            RecipeError: the loss is no longer finite.
+        """
+        self.model.train()
+        meter = _Meter(self.device)
+        for images, labels in batches.epoch(epoch):
+            outputs, loss = self._forward(images, labels, self.train_loss)
+            self.optimizer.zero_grad(set_to_none=True)
+            self.scaler.scale(loss).backward()
+            if self.clip_grad_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            meter.add(outputs, labels, loss)
+            on_step()
+        scores = meter.scores()
+        if not math.isfinite(scores.loss):
+            raise RecipeError(
+                f"the training loss became {scores.loss} in epoch {epoch}; try a smaller --lr, --clip-grad-norm 1 or "
+                "more --warmup-epochs"
+            )
+        return scores
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> Scores:
+        """Scores of the model in eval mode, with the plain cross-entropy as loss."""
+        self.model.eval()
+        meter = _Meter(self.device)
+        for images, labels in batches.epoch():
+            outputs, loss = self._forward(images, labels, self.test_loss)
+            meter.add(outputs, labels, loss)
+        return meter.scores()
+
+    def autocast(self) -> torch.autocast:
+        """The context that forward passes run in; it does nothing at full precision."""
+        return torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None)
+
+    def _forward(self, images: Tensor, labels: Tensor, loss: nn.Module) -> tuple[Tensor, Tensor]:
+        with self.autocast():
+            outputs = self.model(images)
+            return outputs, loss(outputs, labels)
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything that the next step depends on, random generators included."""
+        return {
+            **{name: part.state_dict() for name, part in self._parts().items()},
+            "cpu_generator": torch.get_rng_state(),
+            "cuda_generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+        }
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Continues from a `state_dict`, on the device of this trainer."""
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+        torch.set_rng_state(state["cpu_generator"])
+        if self.device.type == "cuda" and state["cuda_generator"] is not None:
+            torch.cuda.set_rng_state(state["cuda_generator"], self.device)
+
+    def _parts(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+        }
+
+
+class _Meter:
+    """Sums loss and correct answers on the device, so that a step does not wait for its figures."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), device=device)
+        self.correct = torch.zeros((), dtype=torch.int64, device=device)
+        self.images = 0
+
+    def add(self, outputs: Tensor, labels: Tensor, loss: Tensor) -> None:
+        self.loss += loss.detach() * len(labels)
+        self.correct += (outputs.detach().argmax(1) == labels).sum()
+        self.images += len(labels)
+
+    def scores(self) -> Scores:
+        return Scores(self.loss.item() / self.images, self.correct.item() / self.images)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two groups for an optimizer: weights decay; biases, norms and other vectors do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps_per_epoch: int) -> LRScheduler:
+    """The learning rate of each step of a run, for `Settings.schedule`."""
+    total = settings.epochs * steps_per_epoch
+    warmup = round(settings.warmup_epochs * steps_per_epoch)
+    if settings.schedule == "onecycle":
+        return OneCycleLR(optimizer, max_lr=settings.lr, total_steps=total, pct_start=warmup / total)
+    decay = settings.schedule == "cosine"
+    return LambdaLR(optimizer, partial(warmup_factor, warmup=warmup, total=total, decay=decay))
+
+
+def warmup_factor(step: int, *, warmup: int, total: int, decay: bool) -> float:
+    """Factor of the learning rate: linear warm-up, then constant or a cosine to zero.
+
+    f(t) = (t + 1) / (warmup + 1) for t < warmup, then (1 + cos(pi (t - warmup) / (total - warmup))) / 2 or 1.
+
+    Args:
+        step: optimizer steps taken so far.
+        warmup: steps of warm-up.
+        total: steps of the run.
+        decay: whether the cosine follows.
+
+    Returns:
+        A number in 0..1.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if not decay:
+        return 1.0
+    return (1.0 + math.cos(math.pi * min(1.0, (step - warmup) / (total - warmup)))) / 2.0
