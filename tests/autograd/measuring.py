@@ -1,0 +1,47 @@
+"""Settings and measuring tools for the tests of regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import BackwardSettings
+from brevact.quantizers import Rounding, UniformQuantizer
+
+
+def settings(bit_width: int = 2, rounding: Rounding = Rounding.STOCHASTIC, bucket_size: int = 64, **options: object):
+    """Settings that pack every tensor, however small."""
+    quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
+    return BackwardSettings(quantizer, **{"min_numel": 0, **options})
+
+
+class Saved:
+    """What autograd stored while it was watched: distinct storages, and the tensors themselves."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the distinct storages."""
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self.tensors}.values())
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether the storage of `x` is among them."""
+        return any(x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for y in self.tensors)
+
+
+@contextmanager
+def watch_saved() -> Iterator[Saved]:
+    """Record the tensors that autograd stores."""
+    saved = Saved()
+
+    def pack(x: Tensor) -> Tensor:
+        saved.tensors.append(x.detach())
+        return saved.tensors[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield saved

@@ -1,0 +1,152 @@
+"""The differentiable ops that the tests of regions run over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Op(NamedTuple):
+    """A function of one activation, as a module that holds its weights.
+
+    `stored` says what a region keeps for it: "packed" (an approximation), "exact" (masks, indices) or "nothing".
+    """
+
+    name: str
+    make: Callable[[], Callable[[Tensor], Tensor]]
+    shape: tuple[int, ...] = (3, 4, 12, 12)
+    stored: str = "packed"
+
+    @property
+    def is_quadratic(self) -> bool:
+        """Whether its gradient is quadratic in what is stored, so that it has a bias of the order of the variance."""
+        return self.name.startswith("batch_norm") and "frozen" not in self.name
+
+
+class Scaled(nn.Module):
+    """Squeeze-and-excitation: the activation times a per-channel factor computed from it."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.fc = nn.Conv2d(4, 4, 1)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = torch.sigmoid(self.fc(F.adaptive_avg_pool2d(x, 1)))
+        return x.mul_(factor) if self.inplace else x * factor
+
+
+class Affine(nn.Module):
+    """Scale and bias per channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4, 1, 1) + 0.5)
+        self.bias = nn.Parameter(torch.randn(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.bias
+
+
+def frozen_batch_norm() -> nn.Module:
+    """Batch norm in eval mode with statistics that are not trivial."""
+    norm = nn.BatchNorm2d(4)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2.0)
+    return norm.eval()
+
+
+MAP, LINE, VOLUME = (3, 4, 12, 12), (3, 4, 150), (2, 4, 7, 8, 9)
+
+PACKED = [
+    Op("conv1d", lambda: nn.Conv1d(4, 6, 3, stride=2, padding=2, dilation=2), LINE),
+    Op("conv2d", lambda: nn.Conv2d(4, 6, 3, padding=1)),
+    Op("conv2d grouped strided", lambda: nn.Conv2d(4, 8, (3, 2), stride=(2, 1), padding=(1, 0), groups=2, bias=False)),
+    Op("conv2d depthwise", lambda: nn.Conv2d(4, 4, 5, padding="same", groups=4)),
+    Op("conv2d same, even kernel", lambda: nn.Conv2d(4, 6, (2, 3), padding="same", dilation=(1, 2))),
+    Op("conv2d valid", lambda: nn.Conv2d(4, 6, 3, padding="valid")),
+    Op("conv2d reflect", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")),
+    Op("conv2d unbatched", lambda: nn.Conv2d(4, 6, 3), (4, 15, 14)),
+    Op("conv3d", lambda: nn.Conv3d(4, 5, 3, padding=(0, 1, 2)), VOLUME),
+    Op("linear", lambda: nn.Linear(20, 7), (30, 20)),
+    Op("linear 1-d", lambda: nn.Linear(500, 7), (500,)),
+    Op("linear 3-d", lambda: nn.Linear(20, 7, bias=False), (5, 6, 20)),
+    Op("linear 4-d", lambda: nn.Linear(12, 7), MAP),
+    Op("batch_norm 2-d input", lambda: nn.BatchNorm1d(40), (75, 40)),
+    Op("batch_norm1d", lambda: nn.BatchNorm1d(4), LINE),
+    Op("batch_norm2d", lambda: nn.BatchNorm2d(4, momentum=None, eps=1e-3)),
+    Op("batch_norm2d no affine", lambda: nn.BatchNorm2d(4, affine=False, track_running_stats=False)),
+    Op("batch_norm2d frozen", frozen_batch_norm),
+    Op("batch_norm3d", lambda: nn.BatchNorm3d(4), VOLUME),
+    Op("silu", nn.SiLU),
+    Op("gelu", nn.GELU),
+    Op("gelu tanh", lambda: nn.GELU("tanh")),
+    Op("hardswish", nn.Hardswish),
+    Op("sigmoid", nn.Sigmoid),
+    Op("sigmoid method", lambda: Tensor.sigmoid),
+    Op("tanh", nn.Tanh),
+    Op("mish", nn.Mish),
+    Op("elu", lambda: nn.ELU(0.7)),
+    Op("celu", lambda: nn.CELU(0.7)),
+    Op("selu", nn.SELU),
+    Op("softplus", lambda: nn.Softplus(beta=2, threshold=3)),
+    Op("log_sigmoid", nn.LogSigmoid),
+    Op("squeeze-excitation", Scaled),
+    Op("affine", Affine),
+    Op("square", lambda: lambda x: x * x),
+]
+EXACT = [
+    Op("relu", nn.ReLU, stored="exact"),
+    Op("relu method", lambda: Tensor.relu, stored="exact"),
+    Op("relu6", nn.ReLU6, stored="exact"),
+    Op("hardtanh", lambda: nn.Hardtanh(-0.4, 0.9), stored="exact"),
+    Op("hardsigmoid", nn.Hardsigmoid, stored="exact"),
+    Op("leaky_relu", lambda: nn.LeakyReLU(0.2), stored="exact"),
+    Op("threshold", lambda: nn.Threshold(0.3, -1.0), stored="exact"),
+    Op("clamp", lambda: lambda x: x.clamp(-0.5, 0.7), stored="exact"),
+    Op("clamp min", lambda: lambda x: torch.clamp(x, min=0.1), stored="exact"),
+    Op("dropout", lambda: nn.Dropout(0.3), stored="exact"),
+    Op("max_pool1d", lambda: nn.MaxPool1d(4, 2, 1, dilation=1), LINE, "exact"),
+    Op("max_pool2d", lambda: nn.MaxPool2d(2), stored="exact"),
+    Op("max_pool2d dilated", lambda: nn.MaxPool2d((3, 2), (2, 1), (1, 1), dilation=(2, 3), ceil_mode=True), stored="exact"),
+    Op("max_pool2d overlapping", lambda: nn.MaxPool2d(3, 1, 1), stored="exact"),
+    Op("max_pool3d", lambda: nn.MaxPool3d(3, 2, 1, ceil_mode=True), VOLUME, "exact"),
+    Op("adaptive_max_pool1d", lambda: nn.AdaptiveMaxPool1d(7), LINE, "exact"),
+    Op("adaptive_max_pool2d", lambda: nn.AdaptiveMaxPool2d((5, None)), stored="exact"),
+    Op("adaptive_max_pool3d", lambda: nn.AdaptiveMaxPool3d(3), VOLUME, "exact"),
+]
+NOTHING = [
+    Op("avg_pool1d", lambda: nn.AvgPool1d(3, 2, 1), LINE, "nothing"),
+    Op("avg_pool2d", lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), stored="nothing"),
+    Op("avg_pool2d divisor", lambda: nn.AvgPool2d(2, divisor_override=3), stored="nothing"),
+    Op("avg_pool3d", lambda: nn.AvgPool3d(2), VOLUME, "nothing"),
+    Op("adaptive_avg_pool1d", lambda: nn.AdaptiveAvgPool1d(7), LINE, "nothing"),
+    Op("adaptive_avg_pool2d", lambda: nn.AdaptiveAvgPool2d((5, 3)), stored="nothing"),
+    Op("adaptive_avg_pool2d global", lambda: nn.AdaptiveAvgPool2d(1), stored="nothing"),
+    Op("adaptive_avg_pool3d", lambda: nn.AdaptiveAvgPool3d((2, None, 3)), VOLUME, "nothing"),
+]
+FALLBACK = [
+    Op("conv_transpose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2)),
+    Op("exp", lambda: torch.exp),
+    Op("matmul with weight", lambda: lambda x, w=nn.Parameter(torch.randn(12, 5)): x @ w),
+]
+INPLACE = [
+    Op("relu_", lambda: nn.ReLU(True), stored="exact"),
+    Op("relu_ method", lambda: Tensor.relu_, stored="exact"),
+    Op("leaky_relu_", lambda: nn.LeakyReLU(0.1, True), stored="exact"),
+    Op("hardtanh_", lambda: nn.Hardtanh(inplace=True), stored="exact"),
+    Op("clamp_", lambda: lambda x: x.clamp_(-0.5, 0.7), stored="exact"),
+    Op("dropout_", lambda: nn.Dropout(0.4, True), stored="exact"),
+    Op("silu_", lambda: nn.SiLU(True)),
+    Op("hardswish_", lambda: nn.Hardswish(True)),
+    Op("mish_", lambda: nn.Mish(True)),
+    Op("elu_", lambda: nn.ELU(inplace=True)),
+    Op("sigmoid_", lambda: torch.sigmoid_),
+    Op("tanh_", lambda: Tensor.tanh_),
+    Op("squeeze-excitation_", lambda: Scaled(inplace=True)),
+]
+ALL = [*PACKED, *EXACT, *NOTHING, *FALLBACK, *INPLACE]

@@ -1,0 +1,312 @@
+"""Laws of every op in a region: the forward is untouched, the backward is the formula on what was stored."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brevact.autograd import BackwardSettings, SaveMode, region
+from brevact.quantizers import PackedActivation, Rounding
+from tests.autograd import ops
+from tests.autograd.measuring import settings, watch_saved
+
+EXACT_VALUES = settings(bit_width=32)
+by_name = {"ids": lambda op: op.name}
+
+
+def run(op: ops.Op, function, x: Tensor, chosen: BackwardSettings | None, seed: int = 0):
+    """Output and gradients of a weighted sum of op(x), the input's gradient first."""
+    leaf = x.clone().requires_grad_()
+    inner = leaf.clone(memory_format=torch.preserve_format)
+    parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
+    torch.manual_seed(seed)
+    with region(chosen):
+        out = function(inner)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
+    grads = torch.autograd.grad((out * weights).sum(), [leaf, *parameters])
+    return out.detach(), grads
+
+
+@pytest.mark.parametrize("op", ops.ALL, **by_name)
+def test_forward_is_bit_equal(op):
+    function = op.make()
+    plain, stored = copy.deepcopy(function), function
+    x = torch.randn(op.shape)
+    expected, _ = run(op, plain, x, None)
+    out, _ = run(op, stored, x, settings())
+    assert torch.equal(out, expected)
+    assert out.stride() == expected.stride()
+    if isinstance(function, nn.Module):  # running statistics as well
+        for key, value in plain.state_dict().items():
+            assert torch.equal(stored.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("op", ops.ALL, **by_name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_at_full_precision_are_torchs_own(op, dtype):
+    # 32 bits store each tensor as it is: what remains is the formula of the backward pass.
+    function = op.make()
+    function = function.to(dtype) if isinstance(function, nn.Module) else function
+    x = torch.randn(op.shape).to(dtype)
+    if op.name == "matmul with weight" and dtype is torch.float64:
+        function = lambda x, w=nn.Parameter(torch.randn(12, 5, dtype=dtype)): x @ w  # noqa: E731
+    _, expected = run(op, copy.deepcopy(function), x, None)
+    _, grads = run(op, function, x, EXACT_VALUES)
+    # Sums of some hundred products in another order; torch rounds 1 / alpha and 1 / 6 to float32 in these two.
+    rounded = torch.float32 if op.name in ("celu", "hardsigmoid") else dtype
+    tolerance = 64 * torch.finfo(rounded).eps
+    for grad, reference in zip(grads, expected, strict=True):
+        assert grad.shape == reference.shape and grad.dtype == reference.dtype
+        torch.testing.assert_close(grad, reference, rtol=tolerance, atol=tolerance * reference.abs().max().item())
+
+
+@pytest.mark.parametrize("op", [*ops.EXACT, *ops.NOTHING, *(op for op in ops.INPLACE if op.stored == "exact")], **by_name)
+def test_masks_and_indices_are_exact_at_one_bit(op):
+    function = op.make()
+    x = torch.randn(op.shape)
+    _, (expected,) = run(op, copy.deepcopy(function), x, None)
+    _, (grad,) = run(op, function, x, settings(bit_width=1))
+    torch.testing.assert_close(grad, expected, rtol=2 * torch.finfo(x.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("op", [op for op in (*ops.PACKED, *ops.FALLBACK) if not op.is_quadratic], **by_name)
+def test_stochastic_gradients_are_unbiased(op):
+    draws = 200
+    function = op.make()
+    x = torch.randn(op.shape)
+    _, expected = run(op, function, x, None)
+    samples = [run(op, function, x, settings(bit_width=2), seed)[1] for seed in range(draws)]
+    for i, reference in enumerate(expected):
+        values = torch.stack([grads[i] for grads in samples]).double()
+        error = (values.mean(0) - reference).abs()
+        # 5 standard errors, and for entries whose rarer level may not have been drawn at all: with p = 16 / draws
+        # that happens with probability exp(-16) = 1e-7, and shifts the mean by p times the distance of the levels.
+        jump = (values.amax(0) - values.amin(0)).max()
+        allowed = 5 * values.std(0) / draws**0.5 + 16 / draws * jump + 1e-5 * reference.abs().max()
+        assert (error <= allowed).all(), f"{op.name} gradient {i}: {(error / allowed).max():.2f} of the allowed error"
+
+
+def test_batch_norm_bias_is_that_of_one_copy():
+    # ActNN, appendix B.2: one copy biases the input gradient by -Var[x^] g / N only.
+    draws, x, norm = 300, torch.randn(16, 4, 12, 12), nn.BatchNorm2d(4)
+    op = ops.Op("batch_norm", lambda: norm)
+    _, (expected, expected_weight, expected_bias) = run(op, norm, x, None)
+    samples = [run(op, norm, x, settings(bit_width=2), seed)[1] for seed in range(draws)]
+    weight = torch.stack([grads[1] for grads in samples]).double()
+    assert ((weight.mean(0) - expected_weight).abs() <= 5 * weight.std(0) / draws**0.5).all()
+    torch.testing.assert_close(samples[0][2], expected_bias)
+    values = torch.stack([grads[0] for grads in samples]).double()
+    step = (x.max() - x.min()) / 3  # Var[x^] <= step^2 / 4; N elements a channel; |g| <= 1, invstd about 1
+    bias = (step**2 / 4) / (x.numel() / 4) * 2
+    assert ((values.mean(0) - expected).abs() <= 5 * values.std(0) / draws**0.5 + bias).all()
+
+
+def decoded(x: Tensor, chosen: BackwardSettings) -> Tensor:
+    return chosen.quantizer.quantize(x).dequantize()
+
+
+def test_conv_backward_is_the_formula_on_the_decoded_input():
+    chosen = settings(bit_width=2, rounding=Rounding.NEAREST)
+    x, conv = torch.randn(3, 4, 12, 12), nn.Conv2d(4, 6, 3, padding=1)
+    op = ops.Op("conv", lambda: conv)
+    _, grads = run(op, conv, x, chosen)
+    _, exact = run(op, conv, x, None)
+    _, on_decoded = run(op, conv, decoded(x, chosen), None)
+    torch.testing.assert_close(grads[0], exact[0], rtol=0, atol=0)
+    torch.testing.assert_close(grads[1], on_decoded[1])
+    torch.testing.assert_close(grads[2], exact[2])
+    assert not torch.allclose(grads[1], exact[1], rtol=1e-3)
+
+
+def test_smooth_backward_is_the_decoded_derivative_times_the_gradient():
+    chosen = settings(bit_width=3, rounding=Rounding.NEAREST)
+    x = torch.randn(5, 300)
+    _, (grad,) = run(ops.Op("silu", nn.SiLU), nn.SiLU(), x, chosen)
+    slope = torch.ops.aten.silu_backward(torch.ones_like(x), x)
+    weights = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).sin().view(x.shape).float()
+    torch.testing.assert_close(grad, decoded(slope, chosen) * weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", [*ops.PACKED, *ops.INPLACE], **by_name)
+def test_quantize_on_backward_gives_the_same_gradients(op):
+    function = op.make()
+    x = torch.randn(op.shape)
+    _, quantized = run(op, copy.deepcopy(function), x, settings())
+    _, deferred = run(op, function, x, settings(save_mode=SaveMode.QUANTIZE_ON_BACKWARD))
+    for a, b in zip(quantized, deferred, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", [op for op in ops.ALL if op.stored != "nothing"], **by_name)
+def test_stored_bytes_shrink(op):
+    function = op.make()
+    if isinstance(function, nn.Module) and op.name == "batch_norm2d frozen":
+        function.weight.requires_grad_()
+    sizes = []
+    for chosen in (None, settings(bit_width=2, bucket_size=512)):
+        x = torch.randn(op.shape, requires_grad=True).clone()
+        with watch_saved() as saved, region(chosen):
+            function(x)
+        state = list(function.parameters()) + list(function.buffers()) if isinstance(function, nn.Module) else []
+        held = {p.untyped_storage().data_ptr() for p in state}
+        saved.tensors = [t for t in saved.tensors if t.untyped_storage().data_ptr() not in held and t.dim()]
+        sizes.append(saved.nbytes)
+    if op.name == "matmul with weight":
+        sizes = [size - 12 * 5 * 4 for size in sizes]
+    bits = 32 * sizes[1] / sizes[0]
+    assert bits <= (4 if op.stored == "packed" else 2.2), f"{sizes}: {bits:.2f} bits an element"
+
+
+@pytest.mark.parametrize("op", ops.NOTHING, **by_name)
+def test_average_pooling_stores_nothing(op):
+    x = torch.randn(op.shape, requires_grad=True).clone()
+    with watch_saved() as saved, region(settings()):
+        op.make()(x)
+    assert saved.tensors == []
+
+
+@pytest.mark.parametrize("window", [(1, 2), (2, 2), (3, 3), (5, 5), (16, 17)])
+def test_max_pool_stores_the_fewest_bits(window):
+    x = torch.randn(8, 16, 40, 40, requires_grad=True).clone()
+    with watch_saved() as saved, region(settings()):
+        out = torch.nn.functional.max_pool2d(x, window, stride=2)
+    bits = (window[0] * window[1] - 1).bit_length()
+    assert saved.nbytes == -(-out.numel() // 8) * bits
+
+
+def test_max_pool_returns_torchs_indices():
+    x = torch.randn(2, 3, 10, 10, requires_grad=True)
+    pool = nn.MaxPool2d(3, 2, 1, return_indices=True)
+    expected = pool(x)
+    with region(settings()):
+        out = pool(x)
+    assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+    out[0].sum().backward()
+
+
+@pytest.mark.parametrize("op", [op for op in ops.ALL if len(op.shape) == 4], **by_name)
+def test_channels_last_strides_and_gradients(op):
+    function = op.make()
+    function = function.to(memory_format=torch.channels_last) if isinstance(function, nn.Module) else function
+    x = torch.randn(op.shape).to(memory_format=torch.channels_last)
+    expected_out, expected = run(op, copy.deepcopy(function), x, None)
+    out, grads = run(op, function, x, EXACT_VALUES)
+    assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [op for op in ops.ALL if len(op.shape) == 4], **by_name)
+def test_half_precision_runs_as_torch_does(op, dtype):
+    function = op.make()
+    if op.name == "matmul with weight":
+        function = lambda x, w=nn.Parameter(torch.randn(12, 5).to(dtype)): x @ w  # noqa: E731
+    function = function.to(dtype) if isinstance(function, nn.Module) else function
+    x = torch.randn(op.shape).to(dtype)
+    expected_out, expected = run(op, copy.deepcopy(function), x, None)
+    out, grads = run(op, function, x, EXACT_VALUES)
+    assert torch.equal(out, expected_out)
+    eps = torch.finfo(dtype).eps
+    for grad, reference in zip(grads, expected, strict=True):
+        assert grad.dtype == reference.dtype
+        # a handful of roundings to the type, relative to the largest entry
+        torch.testing.assert_close(grad, reference, rtol=8 * eps, atol=8 * eps * reference.abs().max().item())
+
+
+@pytest.mark.parametrize("op", ops.PACKED, **by_name)
+def test_nan_in_the_input_reaches_a_gradient(op):
+    function = op.make()
+    x = torch.randn(op.shape)
+    x.view(-1)[7] = float("nan")
+    _, expected = run(op, copy.deepcopy(function), x, None)
+    _, grads = run(op, function, x, settings())
+    for grad, reference in zip(grads, expected, strict=True):
+        if reference.isnan().any():
+            assert grad.isnan().any()
+
+
+def test_relu_passes_the_gradient_of_nan_as_torch_does():
+    x = torch.tensor([float("nan"), -1.0, 2.0, 0.0, float("inf")])
+    op = ops.Op("relu", nn.ReLU)
+    assert torch.equal(run(op, nn.ReLU(), x, settings())[1][0], run(op, nn.ReLU(), x, None)[1][0])
+
+
+@pytest.mark.parametrize("op", [op for op in ops.ALL if len(op.shape) > 2 and "unbatched" not in op.name], **by_name)
+def test_empty_batches(op):
+    x = torch.randn((0, *op.shape[1:]))
+    function = op.make()
+    try:
+        expected_out, expected = run(op, copy.deepcopy(function), x, None)
+    except (RuntimeError, ValueError) as error:
+        with pytest.raises(type(error)):
+            run(op, function, x, settings())
+        return
+    out, grads = run(op, function, x, settings())
+    assert torch.equal(out, expected_out)
+    for grad, reference in zip(grads, expected, strict=True):
+        assert grad.shape == reference.shape and torch.equal(grad, reference)
+
+
+def test_frozen_weights_store_no_input():
+    for layer in (nn.Conv2d(4, 4, 3), nn.Linear(12, 12), frozen := ops.frozen_batch_norm()):
+        for parameter in layer.parameters():
+            parameter.requires_grad_(False)
+        x = torch.randn(3, 4, 12, 12, requires_grad=True)
+        with watch_saved() as saved, region(settings()):
+            out = layer(x * 1)
+        assert all(tensor.dtype != torch.uint8 for tensor in saved.tensors)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(grad, torch.autograd.grad(layer(x).sum(), x)[0])
+    assert not frozen.training
+
+
+def test_only_the_bias_trains():
+    layer = nn.Conv2d(4, 4, 3)
+    layer.weight.requires_grad_(False)
+    with watch_saved() as saved, region(settings()):
+        out = layer(torch.randn(3, 4, 12, 12))
+    assert saved.tensors == []
+    out.sum().backward()
+    torch.testing.assert_close(layer.bias.grad, torch.full((4,), 300.0))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.nn.functional.conv2d(x, torch.randn(2, 5, 3, 3)),
+        lambda x: torch.nn.functional.conv2d(x, torch.randn(2, 4, 3, 3), padding="middle"),
+        lambda x: torch.nn.functional.conv2d(x, torch.randn(2, 4, 3, 3), padding="same", stride=2),
+        lambda x: torch.nn.functional.linear(x, torch.randn(3, 5)),
+        lambda x: torch.nn.functional.dropout(x, 1.5),
+        lambda x: torch.nn.functional.silu(x, True, 3),
+        lambda x: torch.nn.functional.max_pool2d(x, 2, padding=3),
+        lambda x: torch.nn.functional.batch_norm(x, None, None),
+        lambda x: x * torch.randn(5, 3),
+    ],
+)
+def test_wrong_arguments_get_torchs_own_error(call):
+    x = torch.randn(3, 4, 12, 12, requires_grad=True)
+    with pytest.raises(Exception) as expected:
+        call(x)
+    with pytest.raises(type(expected.value), match=".") as raised, region(settings()):
+        call(x)
+    assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]
+
+
+def test_packed_tensors_are_those_of_the_quantizer():
+    chosen = settings(bit_width=4, rounding=Rounding.NEAREST)
+    x, conv = torch.randn(3, 4, 12, 12), nn.Conv2d(4, 6, 3, bias=False)
+    packed: PackedActivation = chosen.quantizer.quantize(x)
+    with watch_saved() as saved, region(chosen):
+        conv(x)
+    stored = [t for t in saved.tensors if not saved_is_weight(t, conv)]
+    assert all(torch.equal(a, b) for a, b in zip(stored, packed.tensors, strict=True))
+    assert sum(t.untyped_storage().nbytes() for t in stored) == packed.nbytes
+
+
+def saved_is_weight(tensor: Tensor, layer: nn.Module) -> bool:
+    return tensor.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
