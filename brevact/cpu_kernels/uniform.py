@@ -37,7 +37,6 @@ NUMEL, BIT_WIDTH, BLOCK, INNER, GROUPS, FUSED, STOCHASTIC, SCALE_KIND, MINIMUM_K
 _LOWEST_KEY, _HIGHEST_KEY = np.int32(-(2**31)), np.int32(2**31 - 1)
 _MINUS_INFINITY_KEY, _INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
 _SMALLEST_SCALE = np.float32(2.0**-126)
-_SAFE = np.float32(1e38)
 _LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
 
 
@@ -167,7 +166,7 @@ def _join(q0, q1, q2, q3, bit_width):
 
 @inlined
 def _round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
-    """Round positions to codes of at most 8 bits and join the codes 0 to 3 and 4 to 7 of each column."""
+    """Round positions to codes of less than 8 bits and join the codes 0 to 3 and 4 to 7 of each column."""
     t4 = advance(t, 4 * columns)
     for half, out in ((0, low), (1, high)):
         th = t4 if half else t
@@ -199,20 +198,23 @@ def _round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
 
 @inlined
 def _round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
-    """Round positions to codes of more than 8 bits, of at most `top`."""
+    """Round positions to separate codes of at least 8 bits, of at most `top`."""
     for i in range(8):
         word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
         shift = np.uint32(16 * (i >> 2))
-        for j in range(columns):
-            value = load(t, i * columns + j)
-            if stochastic:
-                floor = np.float32(np.floor(value))
-                threshold = np.int64(rint((value - floor) * np.float32(65536.0)))
-                bits = np.int64(np.uint32(load(word, j) >> shift) & np.uint32(0xFFFF))
-                code = np.int64(floor) + ((threshold + bits) >> 16)
-            else:
-                code = np.int64(rint(value))
-            store(codes, i * columns + j, np.uint32(min(code, top)))
+        plane, out = advance(t, i * columns), advance(codes, i * columns)
+        if not stochastic:
+            for j in range(columns):
+                store(out, j, _nearest(load(plane, j)))
+        elif top < 1 << 15:
+            for j in range(columns):
+                store(out, j, _stochastic(load(plane, j), _low_half(np.uint32(load(word, j) >> shift))))
+        else:  # 65536 t does not fit 32 bits
+            for j in range(columns):
+                floor = np.float32(np.floor(load(plane, j)))
+                threshold = np.int64(rint((load(plane, j) - floor) * np.float32(65536.0)))
+                code = np.int64(floor) + ((threshold + _low_half(np.uint32(load(word, j) >> shift))) >> 16)
+                store(out, j, np.uint32(min(code, top)))
 
 
 @kernel
@@ -257,7 +259,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
         if stochastic:
             column_words(first // 8, columns, k0, k1, w0, w1, w2, w3)
         out = advance(u8_at(codes), first // 8 * bit_width)
-        if bit_width <= 8:
+        if bit_width < 8:
             _round_narrow(steps, columns, bit_width, stochastic, w0, w1, w2, w3, low, high)
             words_to_bytes(low, high, columns, bit_width, out)
         else:
@@ -325,16 +327,46 @@ def calibrate_groups(keys_at, parts, scale, minimum, table_at):
 
 
 @inlined
+def _value(q, m, s, limit):
+    """clamp(m + s * q); NaN stays."""
+    y = m + s * q
+    y = limit if y > limit else y
+    return -limit if y < -limit else y
+
+
+@inlined
+def _needs_clamp(m, s, top, limit):
+    """Whether values of a group come near the limit of the result's type."""
+    return not (abs(m) + s * top < np.float32(0.5) * limit)
+
+
+@inlined
 def _decode_segment(q, count, m, s, top, limit):
-    """Replace codes by clamp(m + s * q) in place."""
-    if abs(m) + s * top < min(limit, _SAFE) * np.float32(0.5):
+    """Replace codes by their values, in place."""
+    if _needs_clamp(m, s, top, limit):
         for e in range(count):
-            store(q, e, m + s * load(q, e))
+            store(q, e, _value(load(q, e), m, s, limit))
     else:
         for e in range(count):
-            y = m + s * load(q, e)
-            y = limit if y > limit else y
-            store(q, e, -limit if y < -limit else y)
+            store(q, e, m + s * load(q, e))
+
+
+@inlined
+def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, values):
+    """Values of planes first to last of one group, from the joined codes 0 to 3 and 4 to 7 of each column."""
+    mask = np.uint32((1 << bit_width) - 1)
+    top = np.float32(mask)
+    for i in range(first, last):
+        shift = np.uint32((i & 3) * bit_width)
+        plane = advance(values, i * columns)
+        words = high if i & 4 else low
+        if _needs_clamp(m, s, top, limit):
+            for j in range(columns):
+                q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
+                store(plane, j, _value(q, m, s, limit))
+        else:
+            for j in range(columns):
+                store(plane, j, m + s * np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask)))
 
 
 @inlined
@@ -349,9 +381,8 @@ def _decode_segments(q, first, count, scale, minimum, limit, table):
         if inner == 1:
             run = min(groups - group, count - e)
             for g in range(run):
-                y = _read(minimum, minimum_kind, group + g) + _read(scale, scale_kind, group + g) * load(q, e + g)
-                y = limit if y > limit else y
-                store(q, e + g, -limit if y < -limit else y)
+                m, s = _read(minimum, minimum_kind, group + g), _read(scale, scale_kind, group + g)
+                store(q, e + g, _value(load(q, e + g), m, s, limit))
         else:
             run = min(inner - (first + e) % inner, count - e)
             m, s = _read(minimum, minimum_kind, group), _read(scale, scale_kind, group)
@@ -375,29 +406,37 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, sto
     """
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
-    mask = np.uint32((np.int64(1) << bit_width) - 1)
+    inner = load(table, INNER)
+    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     limit = np.float32(_LIMITS[kind])
-    values, wide = f32_block(), u32_block()
+    scratch, wide = f32_block(), u32_block()
     low, high = u32_columns(), u32_columns()
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
         columns = (count + 7) // 8
         packed = advance(u8_at(codes), first // 8 * bit_width)
-        if bit_width <= 8:
+        direct = kind == FLOAT32 and other == 0 and count == 8 * columns
+        values = advance(f32_at(target), first) if direct else scratch
+        whole = first % inner + count <= inner  # the block lies in one group
+        if bit_width < 8 and (whole or (load(table, FUSED) != 0 and inner % columns == 0 and count == block)):
             bytes_to_words(packed, columns, bit_width, low, high)
-            for i in range(8):
-                shift = np.uint32((i & 3) * bit_width)
-                plane = advance(values, i * columns)
-                words = high if i & 4 else low
-                for j in range(columns):
-                    store(plane, j, np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask)))
+            group = first // inner % load(table, GROUPS)
+            planes = 8 if whole else inner // columns
+            for i in range(0, 8, planes):
+                m, s = _read(minimum, minimum_kind, group), _read(scale, scale_kind, group)
+                _decode_planes(low, high, i, min(i + planes, 8), columns, bit_width, m, s, limit, values)
+                group += 1
         else:
-            bytes_to_codes(packed, columns, bit_width, wide)
-            for e in range(8 * columns):
-                store(values, e, np.float32(np.int32(load(wide, e))))
-        _decode_segments(values, first, count, scale, minimum, limit, table)
+            if bit_width == 8:
+                for e in range(8 * columns):
+                    store(values, e, np.float32(np.int32(load(packed, e))))
+            else:
+                bytes_to_codes(packed, columns, bit_width, wide)
+                for e in range(8 * columns):
+                    store(values, e, np.float32(np.int32(load(wide, e))))
+            _decode_segments(values, first, count, scale, minimum, limit, table)
         if other:
             emit_product(values, other, target, kind, first, count)
-        else:
+        elif not direct:
             emit(values, target, kind, first, count)

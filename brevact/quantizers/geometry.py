@@ -16,9 +16,12 @@ def block_size_for(bucket_size: int | None) -> int:
         bucket_size: Elements that share a scale, or None where groups are not buckets.
 
     Returns:
-        lcm(bucket_size, 8) if that is at most 4096, else 512; always a multiple of 8.
+        The smallest multiple of bucket_size and 8 that is at least 512, if it is at most 4096, else 512.
     """
-    block = DEFAULT_BLOCK if bucket_size is None else math.lcm(bucket_size, 8)
+    if bucket_size is None:
+        return DEFAULT_BLOCK
+    multiple = math.lcm(bucket_size, 8)
+    block = -(-DEFAULT_BLOCK // multiple) * multiple
     return block if block <= LARGEST_BLOCK else DEFAULT_BLOCK
 
 

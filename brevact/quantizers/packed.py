@@ -48,7 +48,8 @@ class PackedActivation:
     code i of column j. The 8 codes of a column make a little-endian integer of b bytes, code i at bits i * b and up;
     its byte k is stored at byte k * W + j of the block's b * W bytes. The last block, of r < P elements, has
     ceil(r / 8) columns, its missing codes 0. So codes take exactly b bits an element, but for the tail's rounding up to
-    8 elements. P is lcm(bucket_size, 8) where that is at most 4096, else 512, and 512 where groups are not buckets.
+    8 elements. P is the smallest multiple of bucket_size and 8 that is at least 512, if it is at most 4096; otherwise,
+    and where groups are not buckets, 512.
 
     *Metadata* are 1-D tensors of one value a group, for uniform quantizers `scale` s and `minimum` m; code q stands
     for m + s * q, computed in float32 and clamped to the finite range of the dtype. The group of element e is
