@@ -1,0 +1,183 @@
+import pytest
+import torch
+from brevitas.inject import ExtendedInjector, this, value
+from brevitas.quant import Int8ActPerTensorFloat
+
+from brevact.injectors import (
+    BackwardQuantSolver,
+    NearestRounding,
+    SaveQuantized,
+    StochasticRounding,
+    StochBackward2bit,
+    UniformBuckets,
+)
+from brevact.injectors.injector_type import known_names, written_value, written_values
+from brevact.quantizers import Rounding, UniformQuantizer
+
+SETTINGS = {
+    "bit_width",
+    "bucket_size",
+    "channel_dim",
+    "forward_quant",
+    "granularity",
+    "min_numel",
+    "minimum_dtype",
+    "quantizer",
+    "rounding",
+    "save_mode",
+    "scale_dtype",
+}
+
+
+class SmallBuckets(ExtendedInjector):
+    bucket_size = 64
+
+
+class TypoFragment(ExtendedInjector):
+    buket_size = 64
+
+
+def test_let_overrides_one_setting_and_keeps_the_rest():
+    changed = StochBackward2bit.let(bucket_size=128)
+    assert changed.quantizer == UniformQuantizer(bit_width=2, rounding=Rounding.STOCHASTIC, bucket_size=128)
+    assert StochBackward2bit.quantizer.bucket_size == 512
+
+
+def test_let_keeps_docstring_and_name():
+    changed = StochBackward2bit.let(bucket_size=128)
+    assert changed.__doc__ == StochBackward2bit.__doc__
+    assert changed.__name__ == "StochBackward2bit"
+
+
+def test_subclass_overrides_a_setting():
+    class MyBackward(StochBackward2bit):
+        bucket_size = 128
+
+    assert MyBackward.quantizer.bucket_size == 128
+    assert MyBackward.quantizer.bit_width == 2
+
+
+def test_and_takes_the_first_operand_where_both_state_a_setting():
+    assert (SmallBuckets & StochBackward2bit).quantizer.bucket_size == 64
+    assert (StochBackward2bit & SmallBuckets).quantizer.bucket_size == 512
+
+
+def test_fragments_compose_to_a_quantizer_of_ones_own():
+    class Mine(NearestRounding, SmallBuckets, UniformBuckets, SaveQuantized, BackwardQuantSolver):
+        bit_width = 3
+
+    assert Mine.quantizer == UniformQuantizer(bit_width=3, rounding=Rounding.NEAREST, bucket_size=64)
+
+
+def test_value_brings_its_arguments_as_settings():
+    class Scaled(StochBackward2bit):
+        group = 32
+
+        @value
+        def bucket_size(group, groups_per_bucket=2):
+            return group * groups_per_bucket
+
+    assert Scaled.quantizer.bucket_size == 64
+    assert Scaled.let(groups_per_bucket=4).quantizer.bucket_size == 128
+    with pytest.raises(TypeError, match="did you mean group"):
+        Scaled.let(grupe=3)
+
+
+def test_this_links_a_setting_to_another_name():
+    class Linked(StochBackward2bit):
+        bucket_size = this.group
+        group = 32
+
+    assert Linked.quantizer.bucket_size == 32
+
+
+def test_another_quantizer_object_replaces_the_uniform_one():
+    class Raw(ExtendedInjector):
+        @value
+        def quantizer(levels):
+            return UniformQuantizer(bit_width=levels.bit_length() - 1)
+
+    class Format(Raw, SaveQuantized, BackwardQuantSolver):
+        levels = 16
+
+    assert Format.backward_settings.quantizer.bit_width == 4
+    assert known_names(Format) >= {"levels", "save_mode", "min_numel"}
+    with pytest.raises(TypeError, match=r"bit_width=3 is not a setting of Format"):
+        Format.let(bit_width=3)
+
+
+@pytest.mark.parametrize(
+    ("typo", "nearest"),
+    [
+        ("buket_size", "bucket_size"),
+        ("bit_widht", "bit_width"),
+        ("save_node", "save_mode"),
+        ("scaledtype", "scale_dtype"),
+    ],
+)
+def test_let_names_the_nearest_setting(typo, nearest):
+    with pytest.raises(TypeError) as caught:
+        StochBackward2bit.let(**{typo: 7})
+    message = str(caught.value)
+    assert f"{typo}=7 is not a setting of StochBackward2bit" in message
+    assert f"did you mean {nearest}?" in message
+    assert all(name in message for name in SETTINGS)
+
+
+def test_class_statement_refuses_a_typo():
+    with pytest.raises(TypeError, match="did you mean bucket_size"):
+
+        class Typo(StochBackward2bit):
+            buket_size = 128
+
+
+@pytest.mark.parametrize(
+    "compose", [lambda: TypoFragment & StochBackward2bit, lambda: Int8ActPerTensorFloat & StochBackward2bit]
+)
+def test_and_refuses_names_that_nothing_asks_for(compose):
+    with pytest.raises(TypeError, match="is not a setting of"):
+        compose()
+
+
+def test_let_refuses_keywords_of_another_slot():
+    with pytest.raises(TypeError, match="input_bit_width=4 is not a setting"):
+        StochBackward2bit.let(input_bit_width=4)
+
+
+def test_known_names_are_the_settings():
+    assert known_names(StochBackward2bit) - {"backward_settings", "proxy_class", "act_impl"} == SETTINGS
+
+
+def test_written_values_returns_what_was_written():
+    class Written(StochBackward2bit):
+        forward_quant = Int8ActPerTensorFloat
+        bucket_size = this.group
+        group = 4
+
+    written = dict(written_values(Written.let(minimum_dtype=torch.bfloat16)))
+    assert written["forward_quant"] is Int8ActPerTensorFloat
+    assert written["bit_width"] == 2
+    assert written["minimum_dtype"] is torch.bfloat16
+    assert written["bucket_size"].__expression__ == this.group.__expression__
+
+
+def test_written_value_restores_a_class_and_a_function():
+    class Source(ExtendedInjector):
+        activation = torch.nn.ReLU
+
+        @value
+        def doubled(bit_width):
+            return 2 * bit_width
+
+    assert written_value(Source.__dependencies__["activation"]) is torch.nn.ReLU
+    rebuilt = ExtendedInjector.let(doubled=written_value(Source.__dependencies__["doubled"]), bit_width=3)
+    assert rebuilt.doubled == 6
+
+
+def test_written_value_refuses_an_unknown_kind():
+    with pytest.raises(TypeError, match="cannot be written back"):
+        written_value(("injectable", object(), [], 0))
+
+
+def test_stochastic_rounding_is_a_plain_fragment():
+    assert StochasticRounding.rounding is Rounding.STOCHASTIC

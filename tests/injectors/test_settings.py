@@ -1,0 +1,105 @@
+import pytest
+from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
+from torch import nn
+
+from brevact.autograd import BackwardSettings, SaveMode
+from brevact.injectors import (
+    BackwardQuantProxy,
+    BackwardQuantSolver,
+    NearestBackward4bit,
+    SaveQuantized,
+    StochasticRounding,
+    StochBackward2bit,
+    UniformBuckets,
+    backward_settings_from,
+)
+from brevact.quantizers import UniformQuantizer
+
+
+def test_backward_settings_from_injector_applies_overrides():
+    settings = backward_settings_from(
+        StochBackward2bit, bit_width=3, bucket_size=64, save_mode=SaveMode.QUANTIZE_ON_BACKWARD, min_numel=0
+    )
+    assert settings == BackwardSettings(
+        UniformQuantizer(bit_width=3, bucket_size=64), save_mode=SaveMode.QUANTIZE_ON_BACKWARD, min_numel=0
+    )
+
+
+def test_backward_settings_from_settings_is_the_identity():
+    settings = StochBackward2bit.backward_settings
+    assert backward_settings_from(settings) is settings
+
+
+def test_backward_settings_from_settings_applies_overrides():
+    settings = BackwardSettings(UniformQuantizer(bit_width=2), min_numel=7)
+    changed = backward_settings_from(settings, bit_width=4, save_mode="quantize_on_backward")
+    assert changed == BackwardSettings(
+        UniformQuantizer(bit_width=4), save_mode=SaveMode.QUANTIZE_ON_BACKWARD, min_numel=7
+    )
+
+
+def test_backward_settings_from_quantizer_uses_default_settings():
+    quantizer = UniformQuantizer(bit_width=5)
+    assert backward_settings_from(quantizer) == BackwardSettings(quantizer)
+    assert backward_settings_from(quantizer, min_numel=3).min_numel == 3
+
+
+def test_backward_settings_from_proxy_takes_its_settings():
+    settings = StochBackward2bit.backward_settings
+    assert backward_settings_from(BackwardQuantProxy(settings)) is settings
+
+
+def test_backward_settings_from_settings_refuses_a_typo():
+    with pytest.raises(TypeError, match="buket_size=3 is not a setting of UniformQuantizer; did you mean bucket_size"):
+        backward_settings_from(StochBackward2bit.backward_settings, buket_size=3)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (Int8ActPerTensorFloat, "quantizes the forward pass and is no backward quantizer"),
+        (Int8WeightPerTensorFloat, "quantizes the forward pass and is no backward quantizer"),
+        (StochasticRounding, "fragment and lacks the solver: inherit from BackwardQuantSolver last"),
+        (UniformQuantizer, "is no backward quantizer"),
+        ("StochBackward2bit", "of type str"),
+        (2, "of type int"),
+        (None, "of type NoneType"),
+        (nn.ReLU(), "of type ReLU"),
+    ],
+)
+def test_backward_settings_from_refuses_what_is_no_backward_quantizer(source, message):
+    with pytest.raises(TypeError, match=message) as caught:
+        backward_settings_from(source)
+    assert "accepted: a backward quantizer (StochBackward2bit" in str(caught.value)
+
+
+def test_backward_settings_from_names_a_missing_setting():
+    class NoWidth(StochasticRounding, UniformBuckets, SaveQuantized, BackwardQuantSolver):
+        pass
+
+    with pytest.raises(TypeError, match=r"NoWidth is incomplete: .*'bit_width'.*State the missing setting"):
+        backward_settings_from(NoWidth)
+
+
+@pytest.mark.parametrize("overrides", [{"forward_quant": Uint8ActPerTensorFloat}, {"forward_bit_width": 4}])
+def test_backward_settings_from_refuses_a_forward_quantizer(overrides):
+    with pytest.raises(ValueError, match=r"here only the backward pass is quantized: leave it out"):
+        backward_settings_from(NearestBackward4bit, **overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"bit_width": 9},
+        {"bit_width": 0},
+        {"bucket_size": 0},
+        {"save_mode": "later"},
+        {"min_numel": -1},
+        {"rounding": "down"},
+        {"granularity": "row"},
+    ],
+)
+def test_backward_settings_from_names_a_setting_out_of_range(overrides):
+    (name,) = overrides
+    with pytest.raises(ValueError, match=name):
+        backward_settings_from(StochBackward2bit, **overrides)

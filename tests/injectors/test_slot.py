@@ -1,0 +1,246 @@
+import copy
+
+import brevitas.nn as qnn
+import pytest
+import torch
+from brevitas.proxy import ActQuantProxyFromInjector
+from brevitas.quant import Int8ActPerTensorFloat, Uint8ActPerTensorFloat
+
+from brevact.autograd import BackwardSettings, SaveMode
+from brevact.injectors import BackwardQuantProxy, NearestBackward4bit, StochBackward2bit
+from brevact.quantizers import UniformQuantizer
+
+ACTIVATIONS = [
+    qnn.QuantReLU,
+    qnn.QuantIdentity,
+    qnn.QuantSigmoid,
+    qnn.QuantTanh,
+    qnn.QuantHardSwish,
+]
+WEIGHT_LAYERS = {
+    "QuantConv1d": (lambda quant, slot: qnn.QuantConv1d(8, 4, 3, **{slot: quant}), (4, 8, 100)),
+    "QuantConv2d": (lambda quant, slot: qnn.QuantConv2d(8, 4, 3, **{slot: quant}), (4, 8, 12, 12)),
+    "QuantConvTranspose2d": (lambda quant, slot: qnn.QuantConvTranspose2d(8, 4, 3, **{slot: quant}), (4, 8, 12, 12)),
+    "QuantLinear": (lambda quant, slot: qnn.QuantLinear(64, 10, **{slot: quant}), (5, 9, 64)),
+}
+weight_layers = pytest.mark.parametrize(("build", "shape"), WEIGHT_LAYERS.values(), ids=list(WEIGHT_LAYERS))
+
+
+def step(layer, x, seed=0):
+    """Returns output, input gradient and parameter gradients of one training step."""
+    torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    y = layer(x + 0)  # an activation; a leaf that requires a gradient counts as a weight
+    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    return y.detach(), x.grad, [parameter.grad for parameter in layer.parameters()]
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation_layer_keeps_its_forward_and_stores_less(kind, saved_bytes):
+    plain, packed = kind(act_quant=None), kind(act_quant=StochBackward2bit)
+    x = torch.randn(4, 8, 16, 16, requires_grad=True)
+    expected, plain_bytes = saved_bytes(plain, x)
+    result, packed_bytes = saved_bytes(packed, x)
+    assert torch.equal(result, expected)
+    assert packed.state_dict().keys() == plain.state_dict().keys()
+    codes_and_metadata = x.numel() * 2 // 8 + x.numel() // 512 * 6
+    assert packed_bytes <= codes_and_metadata < max(plain_bytes, 1) * 0.1 or plain_bytes == packed_bytes == 0
+
+
+def test_relu_gradient_is_exact():
+    x = torch.randn(2, 4096)
+    plain, packed = (step(qnn.QuantReLU(act_quant=quant), x) for quant in (None, StochBackward2bit))
+    assert torch.equal(packed[1], plain[1])
+
+
+@weight_layers
+@pytest.mark.parametrize("slot", ["input_quant", "output_quant"])
+def test_weight_layer_gradients_come_from_the_packed_input(build, shape, slot):
+    torch.manual_seed(0)
+    plain = build(None, slot)
+    packed = build(StochBackward2bit, slot)
+    packed.load_state_dict(plain.state_dict())
+    x = torch.randn(shape)
+    expected, result = step(plain, x), step(packed, x)
+    assert torch.equal(result[0], expected[0])
+    assert torch.equal(result[1], expected[1])
+    weight_grads = [(a, b) for a, b in zip(result[2], expected[2], strict=True) if a.dim() > 1]
+    assert weight_grads
+    assert all(not torch.equal(a, b) for a, b in weight_grads)
+    bias_grads = [(a, b) for a, b in zip(result[2], expected[2], strict=True) if a.dim() == 1]
+    assert all(torch.equal(a, b) for a, b in bias_grads)
+
+
+def test_weight_gradient_is_that_of_the_decoded_input():
+    layer = qnn.QuantLinear(64, 10, weight_quant=None, input_quant=NearestBackward4bit)
+    x = torch.randn(40, 64)
+    y = layer(x)
+    y.sum().backward()
+    decoded = NearestBackward4bit.quantizer.quantize(x).dequantize()
+    # y.sum() has the gradient 1 everywhere: each row of the weight gradient is the column sum of the decoded input.
+    expected = torch.ones_like(y).t() @ decoded
+    assert torch.allclose(layer.weight.grad, expected, rtol=0, atol=40 * torch.finfo(torch.float32).eps * 40)
+    assert not torch.allclose(layer.weight.grad, torch.ones_like(y).t() @ x, rtol=0, atol=1e-3)
+
+
+def test_slot_keywords_reach_the_quantizer():
+    relu = qnn.QuantReLU(act_quant=StochBackward2bit, bit_width=4, bucket_size=128)
+    conv = qnn.QuantConv2d(3, 64, 3, input_quant=StochBackward2bit, input_bit_width=4, weight_bit_width=4)
+    assert relu.act_quant.backward_quant.settings.quantizer == UniformQuantizer(bit_width=4, bucket_size=128)
+    assert conv.input_quant.backward_quant.settings.quantizer == UniformQuantizer(bit_width=4)
+
+
+def test_keywords_of_the_other_slot_are_not_ours():
+    layer = qnn.QuantReLU(
+        act_quant=StochBackward2bit, bucket_size=64, input_quant=Int8ActPerTensorFloat, input_bit_width=4
+    )
+    assert layer.act_quant.backward_quant.settings.quantizer.bucket_size == 64
+    assert layer.input_quant.quant_injector.bit_width == 4
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: qnn.QuantReLU(act_quant=StochBackward2bit, buket_size=64),
+        lambda: qnn.QuantReLU(act_quant=None, input_quant=StochBackward2bit, input_buket_size=64),
+        lambda: qnn.QuantConv2d(3, 4, 3, input_quant=StochBackward2bit, input_buket_size=64),
+        lambda: qnn.QuantMultiheadAttention(
+            8, 2, in_proj_input_quant=StochBackward2bit, in_proj_input_buket_size=64, in_proj_bias_quant=None
+        ),
+    ],
+)
+def test_typo_in_a_slot_keyword_raises(build):
+    with pytest.raises(
+        TypeError, match="buket_size=64 is not a setting of StochBackward2bit; did you mean bucket_size"
+    ):
+        build()
+
+
+def test_value_out_of_range_raises_when_the_layer_is_built():
+    with pytest.raises(ValueError, match="bit_width: got 9"):
+        qnn.QuantReLU(act_quant=StochBackward2bit, bit_width=9)
+
+
+def test_eval_and_no_grad_store_nothing(saved_bytes):
+    layer = qnn.QuantReLU(act_quant=StochBackward2bit)
+    x = torch.randn(8, 1024, requires_grad=True)
+    with torch.no_grad():
+        assert saved_bytes(layer, x)[1] == 0
+    result, kept = saved_bytes(layer.eval(), x)
+    assert kept == x.nbytes  # eval with gradients is plain PyTorch: ReLU keeps its output
+    result.sum().backward()
+    assert torch.equal(x.grad, (x > 0).float())
+
+
+def test_shared_proxy_attaches_to_every_layer(saved_bytes):
+    first = qnn.QuantConv2d(8, 8, 3, weight_quant=None, input_quant=StochBackward2bit)
+    second = qnn.QuantConv2d(8, 8, 3, weight_quant=None, input_quant=first.input_quant)
+    plain = qnn.QuantConv2d(8, 8, 3, weight_quant=None)
+    assert second.input_quant is first.input_quant
+    assert first.input_quant.tracked_module_list == [first, second]
+    x = torch.randn(4, 8, 16, 16)
+    plain_bytes = saved_bytes(plain, x)[1]
+    assert saved_bytes(first, x)[1] == saved_bytes(second, x)[1] < plain_bytes / 3
+
+
+def test_proxy_shared_after_deepcopy_attaches_to_the_new_layer():
+    original = qnn.QuantConv2d(8, 8, 3, input_quant=StochBackward2bit)
+    copied = copy.deepcopy(original)
+    third = qnn.QuantConv2d(8, 8, 3, input_quant=copied.input_quant)
+    assert copied.input_quant.tracked_module_list == [copied, third]
+    assert original.input_quant.tracked_module_list == [original]
+
+
+def test_two_slots_with_different_settings_raise():
+    with pytest.raises(ValueError, match=r"input_quant of this QuantConv2d already holds a backward quantizer"):
+        qnn.QuantConv2d(3, 4, 3, input_quant=StochBackward2bit, output_quant=NearestBackward4bit)
+
+
+def test_two_slots_with_equal_settings_are_one_region(saved_bytes):
+    layer = qnn.QuantReLU(act_quant=StochBackward2bit, input_quant=StochBackward2bit)
+    x = torch.randn(8, 1024, requires_grad=True)
+    assert saved_bytes(layer, x)[1] == x.numel() // 8
+
+
+def test_save_mode_reaches_the_region(saved_bytes):
+    ablation = StochBackward2bit.let(save_mode=SaveMode.QUANTIZE_ON_BACKWARD)
+    x = torch.randn(40, 64)
+    torch.manual_seed(0)
+    stored = qnn.QuantLinear(64, 10, weight_quant=None, input_quant=StochBackward2bit)
+    late = qnn.QuantLinear(64, 10, weight_quant=None, input_quant=ablation)
+    late.load_state_dict(stored.state_dict())
+    assert saved_bytes(late, x)[1] >= x.nbytes > saved_bytes(stored, x)[1]
+    expected, result = step(stored, x), step(late, x)
+    assert torch.equal(result[2][0], expected[2][0])
+
+
+@pytest.mark.parametrize("slot", ["io_quant", "gate_acc_quant", "sigmoid_quant", "cell_state_quant"])
+def test_recurrent_slots_name_the_layer_that_works(slot):
+    with pytest.raises(TypeError, match=r"act_quant= of brevact\.nn\.QuantLSTM"):
+        qnn.QuantLSTM(8, 8, **{slot: StochBackward2bit})
+
+
+def test_rnn_slot_names_the_layer_that_works():
+    with pytest.raises(TypeError, match=r"brevact\.nn\.QuantRNN"):
+        qnn.QuantRNN(8, 8, io_quant=StochBackward2bit)
+
+
+def test_attention_slots_pack_their_projections(saved_bytes):
+    def build(quant):
+        return qnn.QuantMultiheadAttention(
+            64,
+            4,
+            **dict.fromkeys(("in_proj_input_quant", "out_proj_input_quant", "softmax_input_quant"), quant),
+            **dict.fromkeys(("in_proj_bias_quant", "out_proj_bias_quant", "attn_output_weights_quant"), None),
+            **dict.fromkeys(("q_scaled_quant", "k_transposed_quant", "v_quant"), None),
+        )
+
+    plain, packed = build(None), build(StochBackward2bit)
+    packed.load_state_dict(plain.state_dict())
+    x = torch.randn(32, 4, 64, requires_grad=True)
+    expected, plain_bytes = saved_bytes(lambda: plain(x, x, x)[0])
+    result, packed_bytes = saved_bytes(lambda: packed(x, x, x)[0])
+    assert torch.equal(result, expected)
+    projected = 2 * x.nbytes  # the inputs of in_proj and out_proj
+    assert packed_bytes < plain_bytes - 0.8 * projected
+
+
+def test_eltwise_add_keeps_its_forward():
+    layer = qnn.QuantEltwiseAdd(input_quant=StochBackward2bit, output_quant=StochBackward2bit)
+    x = torch.randn(8, 256, requires_grad=True)
+    y = layer(x, x)
+    y.sum().backward()
+    assert torch.equal(y, x + x)
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def test_layer_in_float64_packs_and_keeps_its_forward():
+    torch.manual_seed(0)
+    layer = qnn.QuantLinear(64, 10, weight_quant=None, input_quant=StochBackward2bit).to(torch.float64)
+    plain = qnn.QuantLinear(64, 10, weight_quant=None).to(torch.float64)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(40, 64, dtype=torch.float64)
+    expected, result = step(plain, x), step(layer, x)
+    assert torch.equal(result[0], expected[0])
+    assert torch.equal(result[1], expected[1])
+    assert result[2][0].dtype is torch.float64
+    assert not torch.equal(result[2][0], expected[2][0])
+
+
+def test_proxy_with_forward_quantizer_has_the_class_that_export_looks_up():
+    layer = qnn.QuantReLU(act_quant=StochBackward2bit, forward_quant=Uint8ActPerTensorFloat)
+    assert type(layer.act_quant) is ActQuantProxyFromInjector
+
+
+def test_repr_shows_the_quantizer():
+    shown = repr(qnn.QuantReLU(act_quant=StochBackward2bit, bucket_size=128, min_numel=7))
+    assert "(backward_quant): BackwardQuantProxy(UniformQuantizer, bit_width=2, rounding=stochastic" in shown
+    assert "bucket_size=128" in shown
+    assert "min_numel=7" in shown
+
+
+def test_backward_quant_proxy_is_an_identity_without_state():
+    proxy = BackwardQuantProxy(BackwardSettings(UniformQuantizer()))
+    x = torch.randn(3)
+    assert proxy(x) is x
+    assert not proxy.state_dict()
