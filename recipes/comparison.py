@@ -10,19 +10,20 @@ from recipes.settings import Settings
 COLUMNS = ("run", "test_accuracy", "best_test_accuracy", "saved_mib", "times_less", "seconds_per_epoch")
 
 
-def compare(cases: dict[str, Settings], data: ImageDataset, folder: Path) -> str:
-    """Trains each case in a folder of its own, going on where a case has a checkpoint, and compares the results.
+def compare(cases: dict[str, Settings], data: ImageDataset, folder: Path, *, resume: bool = False) -> str:
+    """Trains each case in a folder of its own and compares the results.
 
     Args:
         cases: settings by the name of the case's folder; the first one is what the others are compared with.
         data: the images, the same for all.
         folder: receives the cases' folders, comparison.csv and comparison.png.
+        resume: continue each case that has a checkpoint; otherwise runs that are in the folder are replaced.
 
     Returns:
         The table, to be printed.
     """
     results = [
-        train(settings, data, folder / name, resume=(folder / name / CHECKPOINT).exists())
+        train(settings, data, folder / name, resume=resume and (folder / name / CHECKPOINT).exists())
         for name, settings in cases.items()
     ]
     rows = [_row(result) for result in results]

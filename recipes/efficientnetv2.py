@@ -25,6 +25,7 @@ from pathlib import Path
 
 from recipes.comparison import compare
 from recipes.errors import RecipeError
+from recipes.quantizers import find_quantizers
 from recipes.runs import CHECKPOINT, MIB, load_data, saved_settings, train
 from recipes.settings import Command, Settings, parse
 
@@ -56,16 +57,16 @@ def run(command: Command) -> None:
     """
     if command.compare is None:
         settings, folder = settings_and_folder(command, "")
-        prepare(folder, command)
+        check(settings, folder, command)
         result = train(settings, load_data(settings), folder, resume=command.resume is not None)
         print(f"test accuracy {result.accuracy:.2%}, {result.saved_bytes / MIB:.2f} MiB stored for backward")
     else:
         settings, folder = settings_and_folder(command, FULL_PRECISION)
         reference = replace(settings, act_quant=None, act_override=())
         cases = {FULL_PRECISION: reference} | {name: replace(settings, act_quant=name) for name in command.compare}
-        for name in cases:
-            prepare(folder / name, command)
-        print(compare(cases, load_data(settings), folder))
+        for name, case in cases.items():
+            check(case, folder / name, command)
+        print(compare(cases, load_data(settings), folder, resume=command.resume is not None))
     print(f"files are in {folder}")
 
 
@@ -78,14 +79,12 @@ def settings_and_folder(command: Command, case: str) -> tuple[Settings, Path]:
     return settings, command.out_dir or Path("runs") / f"{settings.dataset}-{settings.model}-{kind}"
 
 
-def prepare(folder: Path, command: Command) -> None:
-    """Makes sure that a new run does not silently replace one that could be continued."""
-    checkpoint = folder / CHECKPOINT
-    if command.resume is not None or not checkpoint.exists():
-        return
-    if not command.overwrite:
+def check(settings: Settings, folder: Path, command: Command) -> None:
+    """Finds out before any training whether a run can start: quantizers, device, and a folder that it may write to."""
+    find_quantizers(settings)
+    settings.torch_device()
+    if command.resume is None and not command.overwrite and (folder / CHECKPOINT).exists():
         raise RecipeError(f"{folder} already holds a run; continue it with --resume, or replace it with --overwrite")
-    checkpoint.unlink()
 
 
 if __name__ == "__main__":

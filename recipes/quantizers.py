@@ -12,9 +12,26 @@ from brevitas.proxy.runtime_quant import ActQuantProxyFromInjectorBase
 
 from brevact import SaveMode, injectors
 from recipes.errors import RecipeError
+from recipes.settings import Settings
 
 _LEAF = r"[A-Z]\w*Backward(\d\w*)?"  # Stoch-Backward-2bit, L4-Backward
 _FRAGMENTS = ("Base", "Mixin", "Solver")
+
+
+def find_quantizers(settings: Settings) -> tuple[type | None, type | None, type | None]:
+    """The quantizers that the settings name: for weights, for the layers' inputs, and for the backward pass.
+
+    Raises:
+        RecipeError: one is not known, or a setting of the backward quantizer is not possible.
+    """
+    weight_quant, input_quant, act_quant = settings.weight_quant, settings.input_quant, settings.act_quant
+    if act_quant is None and settings.act_override:
+        raise RecipeError("--act-override needs a backward quantizer to change: add --act-quant NAME")
+    return (
+        weight_quant and forward_quantizer(weight_quant, WeightQuantProxyFromInjectorBase, "--weight-quant"),
+        input_quant and forward_quantizer(input_quant, ActQuantProxyFromInjectorBase, "--input-quant"),
+        act_quant and backward_quantizer(act_quant, settings.act_override, settings.save_mode),
+    )
 
 
 def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> type:
@@ -47,39 +64,27 @@ def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> t
     return injector
 
 
-def forward_weight_quantizer(name: str | None) -> type | None:
-    """The weight quantizer of `brevitas.quant` with this name; None for None.
+def forward_quantizer(name: str, proxy: type, option: str) -> type:
+    """The quantizer of `brevitas.quant` with this name.
+
+    Args:
+        name: such as "Int8WeightPerTensorFloat".
+        proxy: base class of the proxies that the option accepts.
+        option: the command line's name for it, for the error.
+
+    Returns:
+        The injector.
 
     Raises:
         RecipeError: there is none of this name.
     """
-    if name is None:
-        return None
-    known = _forward_quantizers(WeightQuantProxyFromInjectorBase)
-    return _look_up(name, known, "--weight-quant", "a weight quantizer of brevitas.quant")
-
-
-def forward_input_quantizer(name: str | None) -> type | None:
-    """The activation quantizer of `brevitas.quant` with this name; None for None.
-
-    Raises:
-        RecipeError: there is none of this name.
-    """
-    if name is None:
-        return None
-    known = _forward_quantizers(ActQuantProxyFromInjectorBase)
-    return _look_up(name, known, "--input-quant", "an activation quantizer of brevitas.quant")
-
-
-def _forward_quantizers(proxy: type) -> dict[str, type]:
-    """Leaf classes of `brevitas.quant` whose proxy is of the given kind; its fragments are left out."""
-    found = {}
-    for name, value in vars(brevitas.quant).items():
-        if isinstance(value, type(ExtendedInjector)) and "proxy_class" in value and not name.endswith(_FRAGMENTS):
+    known = {}
+    for key, value in vars(brevitas.quant).items():
+        if isinstance(value, type(ExtendedInjector)) and "proxy_class" in value and not key.endswith(_FRAGMENTS):
             kind = value.proxy_class
             if isinstance(kind, type) and issubclass(kind, proxy):
-                found[name] = value
-    return found
+                known[key] = value
+    return _look_up(name, known, option, "a quantizer of brevitas.quant for this place")
 
 
 def _look_up(name: str, known: dict[str, type], option: str, what: str) -> type:

@@ -23,9 +23,8 @@ from tqdm import tqdm
 import brevact
 from recipes import files, plots
 from recipes.data import LOADERS, Batches, ImageDataset
-from recipes.errors import RecipeError
 from recipes.models import Layers, efficientnetv2
-from recipes.quantizers import backward_quantizer, forward_input_quantizer, forward_weight_quantizer
+from recipes.quantizers import find_quantizers
 from recipes.settings import Settings
 from recipes.training import Trainer
 
@@ -79,7 +78,7 @@ def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool 
         settings: of the run. For a resumed run those of its checkpoint.
         data: what `load_data` returns for them.
         folder: made if it is missing.
-        resume: continue from the checkpoint in `folder`.
+        resume: continue from the checkpoint in `folder`; otherwise a run that is in it is replaced.
 
     Returns:
         The finished run.
@@ -103,8 +102,11 @@ def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool 
         trainer.load_state_dict(state["trainer"])
         result.history.extend(state["history"])
         _write_results(folder, settings, result, device)
+    else:
+        (folder / CHECKPOINT).unlink(missing_ok=True)
     steps = len(train_batches)
-    with tqdm(total=settings.epochs * steps, initial=len(result.history) * steps, desc=settings.label) as bar:
+    bar = tqdm(total=settings.epochs * steps, initial=len(result.history) * steps, desc=settings.label, disable=None)
+    with bar:
         for epoch in range(len(result.history) + 1, settings.epochs + 1):
             row = _run_epoch(trainer, epoch, train_batches, test_batches, bar.update)
             result.history.append(row | {"saved_mib": result.saved_bytes / MIB})
@@ -117,7 +119,7 @@ def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool 
 
 def build_model(settings: Settings, data: ImageDataset) -> nn.Module:
     """The model of a run, with its forward and backward quantizers, for the images of `data`."""
-    layers = Layers(forward_weight_quantizer(settings.weight_quant), forward_input_quantizer(settings.input_quant))
+    weight_quant, input_quant, act_quant = find_quantizers(settings)
     model = efficientnetv2(
         settings.model,
         image_size=data.image_size,
@@ -125,14 +127,9 @@ def build_model(settings: Settings, data: ImageDataset) -> nn.Module:
         channels_in=data.channels,
         dropout=settings.dropout,
         stochastic_depth=settings.stochastic_depth,
-        layers=layers,
+        layers=Layers(weight_quant, input_quant),
     )
-    if settings.act_quant is not None:
-        injector = backward_quantizer(settings.act_quant, settings.act_override, settings.save_mode)
-        brevact.quantize_backward(model, injector)
-    elif settings.act_override:
-        raise RecipeError("--act-override needs a backward quantizer to change: add --act-quant NAME")
-    return model
+    return model if act_quant is None else brevact.quantize_backward(model, act_quant)
 
 
 def make_batches(settings: Settings, data: ImageDataset, device: torch.device) -> tuple[Batches, Batches]:

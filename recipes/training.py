@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from recipes.data import Batches
 from recipes.errors import RecipeError
 from recipes.settings import AMP_DTYPES, Settings
+from recipes.statistics import collected_statistics, restore_statistics
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class Trainer:
         """Everything that the next step depends on, random generators included."""
         return {
             **{name: part.state_dict() for name, part in self._parts().items()},
+            "statistics": collected_statistics(self.model),
             "cpu_generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         }
@@ -122,6 +124,7 @@ class Trainer:
         """Continues from a `state_dict`, on the device of this trainer."""
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
+        restore_statistics(self.model, state["statistics"])
         torch.set_rng_state(state["cpu_generator"])
         if self.device.type == "cuda" and state["cuda_generator"] is not None:
             torch.cuda.set_rng_state(state["cuda_generator"], self.device)
