@@ -1,6 +1,32 @@
 """Quantizers for CPU tensors, compiled by Numba: the bytes of the plain torch reference. Imports nothing of brevact."""
 
 from brevact.cpu_kernels.floats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
-from brevact.cpu_kernels.launch import UniformPlan, dequantize_uniform, quantize_uniform
+from brevact.cpu_kernels.launch import (
+    UniformPlan,
+    dequantize_uniform,
+    mask_multiply,
+    pack_codes,
+    pack_mask,
+    quantize_uniform,
+    unpack_codes,
+    unpack_mask,
+)
+from brevact.cpu_kernels.masks import BOOL
+from brevact.cpu_kernels.memory import LARGEST_BLOCK
 
-__all__ = ["BFLOAT16", "FLOAT16", "FLOAT32", "FLOAT64", "UniformPlan", "dequantize_uniform", "quantize_uniform"]
+__all__ = [
+    "BFLOAT16",
+    "BOOL",
+    "FLOAT16",
+    "FLOAT32",
+    "FLOAT64",
+    "LARGEST_BLOCK",
+    "UniformPlan",
+    "dequantize_uniform",
+    "mask_multiply",
+    "pack_codes",
+    "pack_mask",
+    "quantize_uniform",
+    "unpack_codes",
+    "unpack_mask",
+]

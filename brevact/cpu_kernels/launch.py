@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from brevact.cpu_kernels import uniform
+from brevact.cpu_kernels import codes as code_kernels
+from brevact.cpu_kernels import masks, uniform
 from brevact.cpu_kernels.threads import share
 
 
@@ -116,3 +117,78 @@ def dequantize_uniform(
     """
     dequantize = functools.partial(uniform.dequantize_blocks, codes, scale, minimum, other, target, plan.address)
     share(dequantize, plan.blocks, plan.block_size, threads)
+
+
+def pack_codes(source: int, item_size: int, packed: int, bit_width: int, block_size: int, numel: int, threads: int):
+    """Pack integer codes.
+
+    Args:
+        source: Address of the codes.
+        item_size: Bytes of an integer: 1, 2, 4 or 8; one narrower than bit_width must be unsigned.
+        packed: Address of the packed codes, written.
+        bit_width: Bits a code, 1 to 32.
+        block_size: Codes in a block, at most `memory.LARGEST_BLOCK`.
+        numel: Number of codes.
+        threads: Most threads to use.
+    """
+    pack = functools.partial(code_kernels.pack_blocks, source, item_size, packed, bit_width, block_size, numel)
+    share(pack, -(-numel // block_size), block_size, threads)
+
+
+def unpack_codes(packed: int, target: int, item_size: int, bit_width: int, block_size: int, numel: int, threads: int):
+    """Unpack integer codes.
+
+    Args:
+        packed: Address of the packed codes.
+        target: Address of the codes, written.
+        item_size: Bytes of an integer of the target: 4 or 8.
+        bit_width: Bits a code, 1 to 32.
+        block_size: Codes in a block, at most `memory.LARGEST_BLOCK`.
+        numel: Number of codes.
+        threads: Most threads to use.
+    """
+    unpack = functools.partial(code_kernels.unpack_blocks, packed, target, item_size, bit_width, block_size, numel)
+    share(unpack, -(-numel // block_size), block_size, threads)
+
+
+def pack_mask(source: int, kind: int, packed: int, numel: int, threads: int) -> None:
+    """Pack bools, or the mask `~(x <= 0)` of floats.
+
+    Args:
+        source: Address of the elements.
+        kind: Code of their type: `masks.BOOL` or one of `floats`.
+        packed: Address of the packed mask, written.
+        numel: Number of elements.
+        threads: Most threads to use.
+    """
+    pack = functools.partial(masks.pack_mask_blocks, source, kind, packed, numel)
+    share(pack, -(-numel // masks.BLOCK), masks.BLOCK, threads)
+
+
+def unpack_mask(packed: int, target: int, numel: int, threads: int) -> None:
+    """Unpack a mask to bools.
+
+    Args:
+        packed: Address of the packed mask.
+        target: Address of the bools, written.
+        numel: Number of elements.
+        threads: Most threads to use.
+    """
+    unpack = functools.partial(masks.unpack_mask_blocks, packed, target, numel)
+    share(unpack, -(-numel // masks.BLOCK), masks.BLOCK, threads)
+
+
+def mask_multiply(packed: int, grad: int, target: int, kind: int, slope: float, numel: int, threads: int) -> None:
+    """where(mask, grad, slope * grad).
+
+    Args:
+        packed: Address of the packed mask.
+        grad: Address of the gradients.
+        target: Address of the result, written; may be `grad`.
+        kind: Code of the type of both.
+        slope: Factor where the mask is unset; 0 gives +0.
+        numel: Number of elements.
+        threads: Most threads to use.
+    """
+    multiply = functools.partial(masks.mask_multiply_blocks, packed, grad, target, kind, float(slope), numel)
+    share(multiply, -(-numel // masks.BLOCK), masks.BLOCK, threads)

@@ -67,14 +67,15 @@ def _scratch(pointer_type: types.CPointer, length: int):
 
 
 f32_at, f64_at, i32_at = _pointer_from_address(F32), _pointer_from_address(F64), _pointer_from_address(I32)
-u8_at, u16_at, i64_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(I64)
-as_f32, as_f64, as_i32, as_u32 = _pointer_cast(F32), _pointer_cast(F64), _pointer_cast(I32), _pointer_cast(U32)
-as_u16 = _pointer_cast(U16)
+u8_at, u16_at, u32_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(U32)
+i64_at = _pointer_from_address(I64)
+as_i32 = _pointer_cast(I32)
 
 LARGEST_BLOCK = 4096
 """Elements of the largest packing block: the size of block scratch."""
 f32_block = _scratch(F32, LARGEST_BLOCK)
 u32_block = _scratch(U32, LARGEST_BLOCK)
+u8_block = _scratch(U8, LARGEST_BLOCK)
 u32_columns = _scratch(U32, LARGEST_BLOCK // 8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import reference
-from brevact.quantizers.geometry import DEFAULT_BLOCK
+from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.philox import seed_value
 
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
 @functools.cache
 def cpu_kernels() -> ModuleType | None:
     """The compiled CPU kernels, or None where Numba is missing."""
-    try:
-        from brevact import cpu_kernels
-    except ImportError:
+    if importlib.util.find_spec("numba") is None:
         return None
-    return cpu_kernels
+    return importlib.import_module("brevact.cpu_kernels")
 
 
 def quantize_uniform(
@@ -43,24 +42,18 @@ def quantize_uniform(
     Returns:
         `(codes, scale, minimum)`.
     """
-    stochastic = quantizer.rounding == "stochastic"
+    stochastic = quantizer.is_stochastic
     seed = seed_value(seed, x.device) if stochastic else 0
     if _has_kernel(x):
         if not layout.is_dense or x.is_neg():
             x = layout.flatten(x.detach())
-        code_shape, scale_shape, minimum_shape = quantizer.tensor_shapes(layout)
-        codes = torch.empty(code_shape[0], dtype=code_shape[1])
-        scale = torch.empty(scale_shape[0], dtype=scale_shape[1])
-        minimum = torch.empty(minimum_shape[0], dtype=minimum_shape[1])
-        cpu_kernels().quantize_uniform(
-            x.data_ptr(),
-            codes.data_ptr(),
-            scale.data_ptr(),
-            minimum.data_ptr(),
-            seed if isinstance(seed, int) else seed.item(),
-            _plan(quantizer, layout),
-            torch.get_num_threads(),
-        )
+        plan, code_bytes = _plan(quantizer, layout)
+        codes = torch.empty(code_bytes, dtype=torch.uint8)
+        scale = torch.empty(plan.groups, dtype=quantizer.scale_dtype)
+        minimum = torch.empty(plan.groups, dtype=quantizer.minimum_dtype)
+        seed = seed if isinstance(seed, int) else seed.item()
+        pointers = x.data_ptr(), codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
+        cpu_kernels().quantize_uniform(*pointers, seed, plan, torch.get_num_threads())
         return codes, scale, minimum
     if isinstance(seed, int):
         seed = torch.tensor(seed, dtype=torch.int64, device=x.device)
@@ -125,40 +118,41 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 def _run_dequantize(
     tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, other: int, target: Tensor
 ) -> None:
-    codes, scale, minimum = tensors
-    cpu_kernels().dequantize_uniform(
-        codes.data_ptr(),
-        scale.data_ptr(),
-        minimum.data_ptr(),
-        other,
-        target.data_ptr(),
-        _plan(quantizer, layout),
-        torch.get_num_threads(),
-    )
+    codes, scale, minimum = (tensor.data_ptr() for tensor in tensors)
+    plan, _ = _plan(quantizer, layout)
+    cpu_kernels().dequantize_uniform(codes, scale, minimum, other, target.data_ptr(), plan, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(quantizer: UniformQuantizer, layout: Layout) -> UniformPlan:
-    """What the CPU kernels need to know of a tensor."""
-    kernels, geometry = cpu_kernels(), quantizer.geometry(layout)
-    kinds = {
-        torch.float32: kernels.FLOAT32,
-        torch.bfloat16: kernels.BFLOAT16,
-        torch.float16: kernels.FLOAT16,
-        torch.float64: kernels.FLOAT64,
-    }
-    return kernels.UniformPlan(
+def _plan(quantizer: UniformQuantizer, layout: Layout) -> tuple[UniformPlan, int]:
+    """What the CPU kernels need to know of a tensor, and the bytes of its codes."""
+    geometry = quantizer.geometry(layout)
+    plan = cpu_kernels().UniformPlan(
         numel=geometry.numel,
         bit_width=geometry.bit_width,
         block_size=geometry.block_size,
         inner=geometry.inner,
         groups=geometry.groups,
         one_run=geometry.one_run,
-        stochastic=quantizer.rounding == "stochastic",
-        scale_kind=kinds[quantizer.scale_dtype],
-        minimum_kind=kinds[quantizer.minimum_dtype],
-        kind=kinds[layout.dtype],
+        stochastic=quantizer.is_stochastic,
+        scale_kind=_kind(quantizer.scale_dtype),
+        minimum_kind=_kind(quantizer.minimum_dtype),
+        kind=_kind(layout.dtype),
     )
+    return plan, geometry.code_bytes
+
+
+@functools.cache
+def _kind(dtype: torch.dtype) -> int | None:
+    """The CPU kernels' code of a type, or None where they do not read it."""
+    kernels = cpu_kernels()
+    return {
+        torch.float32: kernels.FLOAT32,
+        torch.bfloat16: kernels.BFLOAT16,
+        torch.float16: kernels.FLOAT16,
+        torch.float64: kernels.FLOAT64,
+        torch.bool: kernels.BOOL,
+    }.get(dtype)
 
 
 def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
@@ -172,6 +166,13 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
     Returns:
         uint8 tensor.
     """
+    fits = codes.dtype == torch.uint8 or bit_width <= 8 * codes.itemsize  # a narrower integer's sign would be lost
+    if _has_kernel(codes) and fits and block_size <= cpu_kernels().LARGEST_BLOCK:
+        n = codes.numel()
+        packed = torch.empty(packed_bytes(n, bit_width, block_size), dtype=torch.uint8)
+        pointers = codes.data_ptr(), codes.itemsize, packed.data_ptr()
+        cpu_kernels().pack_codes(*pointers, bit_width, block_size, n, torch.get_num_threads())
+        return packed
     return reference.pack(codes, bit_width, block_size)
 
 
@@ -187,6 +188,11 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
     Returns:
         (numel,) int32 tensor, int64 at 32 bits.
     """
+    if _has_kernel(packed) and block_size <= cpu_kernels().LARGEST_BLOCK:
+        codes = torch.empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
+        pointers = packed.data_ptr(), codes.data_ptr(), codes.itemsize
+        cpu_kernels().unpack_codes(*pointers, bit_width, block_size, numel, torch.get_num_threads())
+        return codes
     return reference.unpack(packed, bit_width, numel, block_size)
 
 
@@ -201,6 +207,11 @@ def pack_mask(mask: Tensor, layout: Layout) -> Tensor:
         uint8 tensor.
     """
     flat = layout.flatten(mask)
+    if _has_kernel(flat) and _kind(flat.dtype) is not None:
+        packed = torch.empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
+        pointers = flat.data_ptr(), _kind(flat.dtype), packed.data_ptr()
+        cpu_kernels().pack_mask(*pointers, layout.numel, torch.get_num_threads())
+        return packed
     flat = flat if flat.dtype == torch.bool else ~(flat <= 0)
     return reference.pack(flat.to(torch.uint8), 1, DEFAULT_BLOCK)
 
@@ -215,6 +226,10 @@ def unpack_mask(packed: Tensor, numel: int) -> Tensor:
     Returns:
         (numel,) bool tensor.
     """
+    if _has_kernel(packed):
+        mask = torch.empty(numel, dtype=torch.bool)
+        cpu_kernels().unpack_mask(packed.data_ptr(), mask.data_ptr(), numel, torch.get_num_threads())
+        return mask
     return reference.unpack(packed, 1, numel, DEFAULT_BLOCK).to(torch.bool)
 
 
@@ -228,6 +243,10 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
         target: Dense result of its dtype; may be `grad`.
         negative_slope: Factor where the mask is unset; 0 gives +0.
     """
+    if _has_kernel(grad) and _has_kernel(packed) and grad.dtype != torch.bool and _kind(grad.dtype) is not None:
+        pointers = packed.data_ptr(), grad.data_ptr(), target.data_ptr(), _kind(grad.dtype)
+        cpu_kernels().mask_multiply(*pointers, negative_slope, numel, torch.get_num_threads())
+        return
     flat = _flat(grad, numel)
     other = flat * negative_slope if negative_slope else torch.zeros_like(flat)
     torch.where(unpack_mask(packed, numel), flat, other, out=_flat(target, numel))

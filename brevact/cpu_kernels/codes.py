@@ -1,0 +1,95 @@
+"""Kernels that pack and unpack integer codes of 1 to 32 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.memory import (
+    advance,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+    u8_at,
+    u16_at,
+    u32_at,
+    u32_block,
+)
+from brevact.cpu_kernels.planes import bytes_to_codes, codes_to_bytes
+
+
+@inlined
+def _low_words(source, item_size, first, count, mask, codes):
+    """The low bits of integers of 1, 2, 4 or 8 bytes, as uint32; signs do not matter."""
+    if item_size == 1:
+        x8 = advance(u8_at(source), first)
+        for e in range(count):
+            store(codes, e, np.uint32(np.uint32(load(x8, e)) & mask))
+    elif item_size == 2:
+        x16 = advance(u16_at(source), first)
+        for e in range(count):
+            store(codes, e, np.uint32(np.uint32(load(x16, e)) & mask))
+    elif item_size == 4:
+        x32 = advance(u32_at(source), first)
+        for e in range(count):
+            store(codes, e, np.uint32(load(x32, e) & mask))
+    else:
+        x64 = advance(i64_at(source), first)
+        for e in range(count):
+            store(codes, e, np.uint32(np.uint32(load(x64, e)) & mask))
+
+
+@kernel
+def pack_blocks(source, item_size, packed, bit_width, block, numel, start, stop):
+    """Pack blocks start to stop.
+
+    Args:
+        source: Address of the codes.
+        item_size: Bytes of an integer of the source: 1, 2, 4 or 8. A narrower one than bit_width must be unsigned.
+        packed: Address of the packed codes.
+        bit_width: Bits a code, 1 to 32.
+        block: Codes in a block, at most `memory.LARGEST_BLOCK`.
+        numel: Number of codes.
+        start: First block.
+        stop: One past the last block.
+    """
+    codes = u32_block()
+    mask = np.uint32((np.int64(1) << bit_width) - 1)
+    for index in range(start, stop):
+        first = index * block
+        count = min(block, numel - first)
+        columns = (count + 7) // 8
+        _low_words(source, item_size, first, count, mask, codes)
+        for e in range(count, 8 * columns):
+            store(codes, e, np.uint32(0))
+        codes_to_bytes(codes, columns, bit_width, advance(u8_at(packed), first // 8 * bit_width))
+
+
+@kernel
+def unpack_blocks(packed, target, item_size, bit_width, block, numel, start, stop):
+    """Unpack blocks start to stop.
+
+    Args:
+        packed: Address of the packed codes.
+        target: Address of the codes.
+        item_size: Bytes of an integer of the target: 4, or 8.
+        bit_width: Bits a code, 1 to 32.
+        block: Codes in a block, at most `memory.LARGEST_BLOCK`.
+        numel: Number of codes.
+        start: First block.
+        stop: One past the last block.
+    """
+    codes = u32_block()
+    for index in range(start, stop):
+        first = index * block
+        count = min(block, numel - first)
+        bytes_to_codes(advance(u8_at(packed), first // 8 * bit_width), (count + 7) // 8, bit_width, codes)
+        if item_size == 4:
+            y32 = advance(u32_at(target), first)
+            for e in range(count):
+                store(y32, e, load(codes, e))
+        else:
+            y64 = advance(i64_at(target), first)
+            for e in range(count):
+                store(y64, e, np.int64(load(codes, e)))

@@ -1,0 +1,179 @@
+"""Kernels of one-bit masks, in blocks of 512 elements: byte j holds the bits of elements i * W + j at positions i."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.floats import (
+    BFLOAT16,
+    FLOAT32,
+    FLOAT64,
+    bfloat16_to_float,
+    float_to_bfloat16,
+    float_to_half,
+    half_to_float,
+    stage,
+)
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_block,
+    f64_at,
+    i32_at,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+    u8_at,
+    u8_block,
+    u16_at,
+)
+
+BLOCK = 512
+BOOL = 4
+"""Code of the type, after those of `floats`."""
+
+
+@inlined
+def _set_bits(source, kind, first, count, bits):
+    """One byte, 0 or 1, for each element: a bool, or whether a ReLU of the float passes its gradient."""
+    if kind == BOOL:
+        x8 = advance(u8_at(source), first)
+        for e in range(count):
+            store(bits, e, np.uint8(load(x8, e) != np.uint8(0)))
+    elif kind == FLOAT64:  # float32 has no room for the smallest
+        x64 = advance(f64_at(source), first)
+        for e in range(count):
+            store(bits, e, np.uint8(not load(x64, e) <= 0.0))
+    else:
+        x = stage(source, kind, first, count, f32_block())
+        for e in range(count):
+            store(bits, e, np.uint8(not load(x, e) <= np.float32(0.0)))
+
+
+@kernel
+def pack_mask_blocks(source, kind, packed, numel, start, stop):
+    """Pack blocks start to stop of a mask.
+
+    Args:
+        source: Address of the elements.
+        kind: Code of their type.
+        packed: Address of the packed mask.
+        numel: Number of elements.
+        start: First block.
+        stop: One past the last block.
+    """
+    bits = u8_block()
+    for index in range(start, stop):
+        first = index * BLOCK
+        count = min(BLOCK, numel - first)
+        columns = (count + 7) // 8
+        _set_bits(source, kind, first, count, bits)
+        for e in range(count, 8 * columns):
+            store(bits, e, np.uint8(0))
+        out = advance(u8_at(packed), first // 8)
+        b1, b2, b3 = advance(bits, columns), advance(bits, 2 * columns), advance(bits, 3 * columns)
+        b4, b5, b6 = advance(bits, 4 * columns), advance(bits, 5 * columns), advance(bits, 6 * columns)
+        b7 = advance(bits, 7 * columns)
+        for j in range(columns):
+            low = load(bits, j) | load(b1, j) << 1 | load(b2, j) << 2 | load(b3, j) << 3
+            high = load(b4, j) << 4 | load(b5, j) << 5 | load(b6, j) << 6 | load(b7, j) << 7
+            store(out, j, np.uint8(low | high))
+
+
+@inlined
+def _spread(packed, first, count, bits):
+    """The bits of a block, one byte each."""
+    columns = (count + 7) // 8
+    source = advance(u8_at(packed), first // 8)
+    for i in range(8):
+        plane = advance(bits, i * columns)
+        for j in range(columns):
+            store(plane, j, np.uint8(np.uint8(load(source, j) >> np.uint8(i)) & np.uint8(1)))
+
+
+@kernel
+def unpack_mask_blocks(packed, target, numel, start, stop):
+    """Unpack blocks start to stop of a mask to bools.
+
+    Args:
+        packed: Address of the packed mask.
+        target: Address of the bools.
+        numel: Number of elements.
+        start: First block.
+        stop: One past the last block.
+    """
+    bits = u8_block()
+    for index in range(start, stop):
+        first = index * BLOCK
+        count = min(BLOCK, numel - first)
+        _spread(packed, first, count, bits)
+        out = advance(u8_at(target), first)
+        for e in range(count):
+            store(out, e, load(bits, e))
+
+
+@inlined
+def _keep_or_zero(grad, target, kind, first, count, bits):
+    """Gradients where the bit is set, +0 elsewhere."""
+    if kind == FLOAT32:
+        g32, y32 = advance(i32_at(grad), first), advance(i32_at(target), first)
+        for e in range(count):
+            store(y32, e, load(g32, e) if load(bits, e) else np.int32(0))
+    elif kind == FLOAT64:
+        g64, y64 = advance(i64_at(grad), first), advance(i64_at(target), first)
+        for e in range(count):
+            store(y64, e, load(g64, e) if load(bits, e) else np.int64(0))
+    else:
+        g16, y16 = advance(u16_at(grad), first), advance(u16_at(target), first)
+        for e in range(count):
+            store(y16, e, load(g16, e) if load(bits, e) else np.uint16(0))
+
+
+@inlined
+def _keep_or_scale(grad, target, kind, first, count, bits, slope):
+    """Gradients where the bit is set, multiplied by the slope elsewhere."""
+    if kind == FLOAT32:
+        g32, y32 = advance(f32_at(grad), first), advance(f32_at(target), first)
+        for e in range(count):
+            store(y32, e, load(g32, e) * (np.float32(1.0) if load(bits, e) else np.float32(slope)))
+    elif kind == FLOAT64:
+        g64, y64 = advance(f64_at(grad), first), advance(f64_at(target), first)
+        for e in range(count):
+            store(y64, e, load(g64, e) * (1.0 if load(bits, e) else slope))
+    elif kind == BFLOAT16:
+        g16, y16 = advance(u16_at(grad), first), advance(u16_at(target), first)
+        for e in range(count):
+            factor = np.float32(1.0) if load(bits, e) else np.float32(slope)
+            store(y16, e, float_to_bfloat16(bfloat16_to_float(load(g16, e)) * factor))
+    else:
+        g16, y16 = advance(u16_at(grad), first), advance(u16_at(target), first)
+        for e in range(count):
+            factor = np.float32(1.0) if load(bits, e) else np.float32(slope)
+            store(y16, e, float_to_half(half_to_float(load(g16, e)) * factor))
+
+
+@kernel
+def mask_multiply_blocks(packed, grad, target, kind, slope, numel, start, stop):
+    """where(mask, grad, slope * grad) of blocks start to stop.
+
+    Args:
+        packed: Address of the packed mask.
+        grad: Address of the gradients.
+        target: Address of the result; may be `grad`.
+        kind: Code of the type of both.
+        slope: Factor (float64) where the mask is unset; 0 gives +0.
+        numel: Number of elements.
+        start: First block.
+        stop: One past the last block.
+    """
+    bits = u8_block()
+    for index in range(start, stop):
+        first = index * BLOCK
+        count = min(BLOCK, numel - first)
+        _spread(packed, first, count, bits)
+        if slope == 0.0:
+            _keep_or_zero(grad, target, kind, first, count, bits)
+        else:
+            _keep_or_scale(grad, target, kind, first, count, bits, slope)
