@@ -68,7 +68,9 @@ class SavedTensorHooks:
         self.exact = _Exact()
 
     def __enter__(self) -> None:
-        self._outer = _graph._top_saved_tensors_default_hooks(True)
+        parent = self._region.parent
+        inside_parent = parent is not None and parent.hooks.are_innermost()
+        self._outer = parent.hooks._outer if inside_parent else _graph._top_saved_tensors_default_hooks(True)
         _graph._push_saved_tensors_default_hooks(self._pack, _unpack)
 
     def __exit__(self, *exc_info: object) -> None:
@@ -100,7 +102,7 @@ class SavedTensorHooks:
 
 
 def _keep_as_it_is(x: Tensor) -> Kept:
-    # A hook must not keep an output with its graph (a cycle); other tensors stay the objects that sharing knows.
+    # A hook must not keep an output with its graph (a cycle).
     return keep_as_it_is(x if x.grad_fn is None else x.detach())
 
 

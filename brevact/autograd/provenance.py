@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Key under which a graph node is marked as the producer of an activation.
-_ACTIVATION = "brevact.activation"
+#: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
+_WEIGHT_NUMEL = "brevact.weight_numel"
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
 _MAX_NODES = 128
 
@@ -53,26 +53,34 @@ def is_weight(x: Tensor, state: frozenset[int]) -> bool:
     return _comes_from_weights_alone(node, x.numel())
 
 
-def mark_activation(output: Any) -> None:
-    """Mark what an op computed from an activation."""
+def mark(output: Any, *, weight: bool) -> None:
+    """Note on the graph whether what an op returned is a weight, computed from weights alone."""
     if isinstance(output, Tensor):
-        node = output.grad_fn
-        if node is not None:
-            node.metadata[_ACTIVATION] = True
+        if output.grad_fn is not None:
+            output.grad_fn.metadata[_WEIGHT_NUMEL] = output.numel() if weight else 0
     elif isinstance(output, tuple | list):
         for item in output:
-            mark_activation(item)
+            mark(item, weight=weight)
 
 
 def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bool:
+    """Walk the graph up to ops that were seen, and to leaves.
+
+    What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
+    no gradient: a result larger than all the weights it came from is one.
+    """
     pending, seen, largest = [node], set(), 0
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
-        if len(seen) > _MAX_NODES or _is_own(node) or _ACTIVATION in node.metadata:
+        marked = node.metadata.get(_WEIGHT_NUMEL)
+        if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
             return False
+        if marked is not None:
+            largest = max(largest, marked)
+            continue
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             if not isinstance(variable, nn.Parameter):

@@ -23,7 +23,7 @@ from brevact.autograd.fallback import SavedTensorHooks
 from brevact.autograd.functions import HANDLERS, KEPT_EXACT
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
-from brevact.autograd.provenance import is_weight, mark_activation, state_addresses
+from brevact.autograd.provenance import is_weight, mark, state_addresses
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 
@@ -161,8 +161,8 @@ class _RegionMode(TorchFunctionMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        if _is_differentiable(result) and not _all_weights(region, (args, kwargs)):
-            mark_activation(result)
+        if _is_differentiable(result):
+            mark(result, weight=_all_weights(region, (args, kwargs)))
         return result
 
 

@@ -1,9 +1,9 @@
-"""Seeds for the stochastic quantizers, drawn from torch's generators without disturbing the forward pass.
+"""Seeds for the stochastic quantizers, drawn from torch's generator without disturbing the forward pass.
 
-Within a root region seeds come from a *fork* of torch's default generator, and the default generator moves on by a
-single draw when the region ends. So ``torch.manual_seed`` fixes every code, no two tensors and no two steps share
-noise, and the random numbers that the model itself draws inside the region (dropout masks, say) are those of the
-model without backward quantization.
+Within a root region seeds come from a generator of its own, seeded by what torch's default generator would draw next;
+the default generator moves on by that single draw when the region ends. So ``torch.manual_seed`` fixes every code, no
+two tensors and no two steps share noise, and the random numbers that the model itself draws inside the region (dropout
+masks, say) are those of the model without backward quantization.
 """
 
 from __future__ import annotations
@@ -17,18 +17,11 @@ _BLOCK = 256
 _LOW, _HIGH = -(2**63), 2**63 - 1
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    index = device.index if device.index is not None else torch.get_device_module(device).current_device()
-    return torch.get_device_module(device).default_generators[index]
-
-
 class SeedStream:
-    """Seeds of one root region, one generator fork a device.
+    """Seeds of one root region.
 
-    CPU seeds are Python integers; on other devices they are 0-d int64 tensors on the device, so that no draw
-    synchronizes.
+    CPU seeds are Python integers; on other devices they are 0-d int64 tensors on the device, drawn there, so that no
+    draw synchronizes.
     """
 
     def __init__(self) -> None:
@@ -38,19 +31,26 @@ class SeedStream:
         """Return the next seed for a tensor on ``device``."""
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = _seeds(device)
+            # Another device of the same kind gets another seed.
+            base = _next_draw() + 0x9E3779B97F4A7C15 * (len(self._streams) + 1)
+            stream = self._streams[device] = _seeds(device, base % 2**64)
         return next(stream)
 
     def close(self) -> None:
-        """Move each default generator that was forked on by one draw."""
-        for device in self._streams:
-            torch.randint(_LOW, _HIGH, (), dtype=torch.int64, device=device)
-        self._streams.clear()
+        """Let torch's default generator pass the draw that the seeds came from."""
+        if self._streams:
+            torch.randint(_LOW, _HIGH, ())
 
 
-def _seeds(device: torch.device) -> Iterator[int | Tensor]:
-    fork = torch.Generator(device)
-    fork.set_state(_default_generator(device).get_state())
+def _next_draw() -> int:
+    """Return what the default generator draws next, without drawing it."""
+    fork = torch.Generator()
+    fork.set_state(torch.default_generator.get_state())
+    return int(torch.randint(_LOW, _HIGH, (), generator=fork))
+
+
+def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:
+    generator = torch.Generator(device).manual_seed(base)
     while True:
-        block = torch.randint(_LOW, _HIGH, (_BLOCK,), dtype=torch.int64, device=device, generator=fork)
+        block = torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator)
         yield from block.tolist() if device.type == "cpu" else block.unbind()

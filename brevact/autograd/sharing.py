@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
@@ -18,11 +19,38 @@ from torch.utils.weak import TensorWeakRef
 _SWEEP_FLOOR = 256
 
 
+class _WeakTensor:
+    """Weak reference to a kept tensor that also survives as an alias.
+
+    Hooks around the region may keep a detached alias in place of the tensor (checkpoint does while it recomputes); the
+    storage tells that it is still kept.
+    """
+
+    __slots__ = ("_geometry", "_storage", "_tensor")
+
+    def __init__(self, tensor: Tensor, source: torch.UntypedStorage) -> None:
+        self._tensor = TensorWeakRef(tensor)
+        storage = tensor.untyped_storage()
+        # An alias of the source lives as long as the source, whether a node keeps it or not.
+        self._storage = None if storage._cdata == source._cdata else StorageWeakRef(storage)
+        self._geometry = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def __call__(self) -> Tensor | None:
+        tensor = self._tensor()
+        if tensor is not None or self._storage is None or self._storage.expired():
+            return tensor
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            return None
+        dtype, device, *geometry = self._geometry
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, *geometry)
+
+
 class SharedPacks:
     """Weak table from (tensor, settings) to the tensors and the decoder that keep it."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, tuple[StorageWeakRef, dict[Hashable, tuple[list[TensorWeakRef], Any]]]] = {}
+        self._by_storage: dict[int, tuple[StorageWeakRef, dict[Hashable, tuple[list[_WeakTensor], Any]]]] = {}
         self._sweep_at = _SWEEP_FLOOR
 
     def find(self, x: Tensor, settings: Hashable) -> tuple[tuple[Tensor, ...], Any] | None:
@@ -48,7 +76,7 @@ class SharedPacks:
             self._sweep()
             found = self._by_storage[storage._cdata] = (StorageWeakRef(storage), {})
         tensors, decoder = kept
-        found[1][_key(x, settings)] = ([TensorWeakRef(tensor) for tensor in tensors], decoder)
+        found[1][_key(x, settings)] = ([_WeakTensor(tensor, storage) for tensor in tensors], decoder)
 
     def _sweep(self) -> None:
         if len(self._by_storage) < self._sweep_at:

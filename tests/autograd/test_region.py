@@ -1,0 +1,670 @@
+"""What regions do to whole pieces of code: nesting, sharing, freeing, and living with the rest of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from brevact.autograd import BackwardSettings, SaveMode, attach_region, current_region, detach_region, has_region, region
+from brevact.quantizers import Rounding
+from tests.autograd.measuring import settings, watch_saved
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.SiLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(128, 5),
+    )
+
+
+def images(count: int = 4) -> Tensor:
+    return torch.randn(count, 3, 16, 16)
+
+
+def gradients(model: nn.Module, x: Tensor, chosen: BackwardSettings | None, seed: int = 0) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    with region(chosen):
+        loss = model(x).square().mean()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# seeds
+
+
+def test_manual_seed_fixes_every_code():
+    model, x = network(), images()
+    assert equal(gradients(model, x, settings(), seed=3), gradients(model, x, settings(), seed=3))
+
+
+def test_steps_and_tensors_do_not_share_noise():
+    weight = torch.ones(512, 1, requires_grad=True)
+    x = torch.rand(1, 512)
+    with watch_saved() as saved, region(settings()):
+        for copied in (x.clone(), x.clone()):
+            F.linear(copied, weight.t())
+    with watch_saved() as later, region(settings()):
+        F.linear(x.clone(), weight.t())
+    codes = [t for t in (*saved.tensors, *later.tensors) if t.dtype is torch.uint8]
+    assert len(codes) == 3
+    assert not any(torch.equal(codes[i], codes[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_random_numbers_of_the_model_are_those_of_the_plain_model():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout2d(0.2), nn.Dropout(0.1))
+    x = torch.randn(8, 4, 64)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    with region(settings()):
+        assert torch.equal(model(x), expected)
+
+
+def test_nearest_rounding_leaves_the_generator_alone():
+    before = torch.get_rng_state()
+    with region(settings(rounding=Rounding.NEAREST)):
+        network()[0](images())
+    built = torch.get_rng_state()
+    torch.set_rng_state(before)
+    network()[0](images())
+    assert torch.equal(torch.get_rng_state(), built)
+
+
+# sharing
+
+
+def packs(saved) -> int:
+    """Number of distinct code tensors."""
+    return len({t.untyped_storage().data_ptr() for t in saved.tensors if t.dtype is torch.uint8})
+
+
+def test_a_tensor_that_several_ops_save_is_packed_once():
+    q, k, v = (nn.Linear(32, 32) for _ in range(3))
+    x = torch.randn(4, 10, 32, requires_grad=True) * 1
+    with watch_saved() as saved, region(settings()):
+        q(x), k(x), v(x)
+        x.exp() * x  # the fallback and a product
+    assert packs(saved) == 2  # x, and the result of exp
+
+
+def test_sharing_ends_when_the_tensor_changes():
+    layer = nn.Linear(32, 32)
+    x = torch.randn(40, 32)
+    with watch_saved() as saved, region(settings()):
+        first = layer(x)
+        x.add_(1)
+        second = layer(x)
+    assert packs(saved) == 2
+    (first.sum() + second.sum()).backward()
+
+
+def test_views_are_not_taken_for_each_other():
+    layer = nn.Linear(32, 32, bias=False)
+    x = torch.randn(64, 32)
+    chosen = settings(bit_width=8, rounding=Rounding.NEAREST)
+    with region(chosen):
+        out = layer(x[:32]), layer(x[32:]), layer(x[:32].t())
+    (out[0].sum() + out[1].sum() + (out[2] ** 2).sum()).backward()
+    reference = layer.weight.grad.clone()
+    layer.zero_grad()
+    out = layer(x[:32]), layer(x[32:]), layer(x[:32].t())
+    (out[0].sum() + out[1].sum() + (out[2] ** 2).sum()).backward()
+    torch.testing.assert_close(reference, layer.weight.grad, rtol=0.05, atol=0.05 * reference.abs().max().item())
+
+
+def test_an_address_used_again_is_another_tensor():
+    layer = nn.Linear(64, 8, bias=False)
+    chosen = settings(bit_width=8, rounding=Rounding.NEAREST)
+    for value in range(50):  # each input is freed before the next one takes its address
+        layer.zero_grad()
+        x = torch.full((64, 64), float(value))
+        with region(chosen):
+            out = layer(x)
+        del x
+        out.sum().backward()
+        assert torch.equal(layer.weight.grad, torch.full((8, 64), 64.0 * value))
+
+
+def test_different_quantizers_do_not_share():
+    layer, x = nn.Linear(32, 32), torch.randn(40, 32)
+    with watch_saved() as saved:
+        for bit_width in (2, 4):
+            with region(settings(bit_width=bit_width)):
+                layer(x)
+    assert packs(saved) == 2
+
+
+@pytest.mark.parametrize("mode", list(SaveMode))
+def test_shared_tensors_keep_one_noise(mode):
+    a, b = nn.Linear(32, 8, bias=False), nn.Linear(32, 8, bias=False)
+    b.weight = a.weight
+    x = torch.randn(40, 32)
+    with region(settings(save_mode=mode)):
+        first, second = a(x), b(x)
+    (grad_a,) = torch.autograd.grad(first.sum(), a.weight)
+    (grad_b,) = torch.autograd.grad(second.sum(), a.weight)
+    assert torch.equal(grad_a, grad_b)
+
+
+# lifetime
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(o.untyped_storage().nbytes() for o in gc.get_objects() if type(o) is Tensor and o.dtype is torch.uint8)
+
+
+def test_each_node_frees_its_codes_as_soon_as_it_has_run():
+    before = live_bytes()
+    x = torch.randn(64, 256, requires_grad=True)
+    alive: list[int] = []
+    with region(settings()):
+        y = x * 1
+        for _ in range(4):
+            y = F.silu(y)
+            y.register_hook(lambda grad: alive.append(live_bytes() - before))
+        loss = y.sum()
+    loss.backward()  # loss itself stays alive
+    assert alive == sorted(alive, reverse=True) and alive[0] > alive[-1] > 0
+    assert live_bytes() == before
+
+
+def test_nothing_stays_when_the_loss_is_dropped():
+    model, x = network(), images()
+    before = live_bytes()
+    with region(settings()):
+        loss = model(x).sum()
+    assert live_bytes() > before
+    del loss
+    assert live_bytes() == before
+
+
+def test_fallback_outputs_make_no_cycle():
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        with region(settings()):
+            y = torch.randn(100, 100, requires_grad=True).exp()
+        node = weakref.ref(y)
+        del y
+        assert node() is None
+    finally:
+        gc.enable()
+
+
+# several passes
+
+
+def test_two_backward_passes_with_retain_graph():
+    model, x = network(), images()
+    with region(settings()):
+        loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    for grad, p in zip(once, model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, 2 * grad)
+
+
+def test_a_second_backward_without_retain_graph_raises_torchs_error():
+    with region(settings()):
+        loss = network()(images()).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_several_forwards_before_one_backward_and_a_module_called_twice():
+    layer = nn.Linear(32, 32)
+    x = torch.randn(16, 32)
+    exact = settings(bit_width=32)
+
+    def loss(chosen: BackwardSettings | None) -> Tensor:
+        with region(chosen):
+            first = layer(layer(x).tanh()).sum()
+        with region(chosen):
+            second = layer(x + 1).square().sum()
+        return first + second
+
+    (expected,) = torch.autograd.grad(loss(None), layer.weight)
+    (grad,) = torch.autograd.grad(loss(exact), layer.weight)
+    torch.testing.assert_close(grad, expected)
+
+
+def test_gradient_accumulation_adds_up():
+    model, x = network().eval(), images()
+    for p in model.parameters():
+        p.grad = None
+    for part in x.chunk(2):
+        with region(settings(bit_width=32)):
+            model(part).sum().backward()
+    total = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    for grad, p in zip(total, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [F.silu, torch.exp, lambda x: F.linear(x, torch.ones(4, 32, requires_grad=True))])
+def test_double_backward_raises_a_clear_error(op):
+    x = torch.randn(16, 32, requires_grad=True)
+    with region(settings()):
+        out = op(x * 1).square().sum()
+    with pytest.raises(RuntimeError, match="double backward .*restore_backward"):
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        grad.square().sum().backward()
+
+
+# in place
+
+
+def test_packed_copies_are_immune_to_in_place_edits():
+    layer, x = nn.Linear(32, 32), torch.randn(40, 32)
+    chosen = settings(bit_width=8, rounding=Rounding.NEAREST)
+    with region(chosen):
+        out = layer(x)
+    expected = torch.ones(32, 40) @ chosen.quantizer.quantize(x).dequantize()
+    x.zero_()
+    out.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected)
+
+
+@pytest.mark.parametrize("mode", list(SaveMode))
+def test_in_place_edits_of_unpacked_tensors_raise_as_usual(mode):
+    x = torch.randn(8, requires_grad=True)
+    for op in (F.silu, torch.exp, lambda y: y * torch.ones(8, requires_grad=True)):
+        with region(settings(min_numel=100, save_mode=mode)):
+            y = x * 1
+            out = op(y)
+            (out if op is torch.exp else y).add_(1)
+        if op is F.silu:
+            continue  # stores its derivative, which nobody can edit
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_weights_changed_between_forward_and_backward_raise_as_usual():
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+    with region(settings()):
+        out = layer(x * 1)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# nesting and hooks
+
+
+def test_the_innermost_region_decides():
+    layer, x = nn.Linear(32, 32), torch.randn(64, 32)
+    sizes = []
+    for inner in (None, settings(bit_width=4), settings(bit_width=2)):
+        with watch_saved() as saved, region(settings(bit_width=2)), region(inner):
+            layer(x.clone())
+        sizes.append(saved.nbytes - 0)
+    plain, four, two = sizes
+    assert plain > four > two
+    assert current_region() is None
+
+
+def test_full_precision_inside_a_region_is_plain_torch():
+    x = torch.randn(64, 64, requires_grad=True)
+    with watch_saved() as saved, region(settings()), region(None):
+        y = (x * 1).exp()
+        F.silu(y)
+    assert all(t.dtype is torch.float32 for t in saved.tensors)
+
+
+def test_no_grad_packs_nothing():
+    with watch_saved() as saved, region(settings()), torch.no_grad():
+        network()(images())
+    assert saved.tensors == []
+
+
+def test_a_region_is_left_when_code_raises():
+    with pytest.raises(ZeroDivisionError), region(settings()):
+        raise ZeroDivisionError
+    assert current_region() is None
+    model = network()
+    attach_region(model, settings())
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, 7, 16, 16))
+    assert current_region() is None
+
+
+def test_a_region_belongs_to_its_thread():
+    seen = []
+    with region(settings()):
+        thread = threading.Thread(target=lambda: seen.append(current_region()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_attached_regions_run_while_the_module_trains():
+    model, x = network(), images()
+    attach_region(model, settings())
+    for training, packed in ((True, True), (False, False)):
+        model.train(training)
+        with watch_saved() as saved:
+            model(x)
+        assert any(t.dtype is torch.uint8 for t in saved.tensors) is packed
+    assert has_region(model)
+    assert detach_region(model) and not detach_region(model)
+    assert not model._forward_hooks and not model._forward_pre_hooks and not model._forward_hooks_always_called
+
+
+def test_attached_regions_survive_copy_and_pickle():
+    model = network()
+    attach_region(model, settings())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with watch_saved() as saved:
+            twin(images())
+        assert packs(saved) > 0
+        detach_region(twin)
+        with watch_saved() as saved:
+            twin(images())
+        assert packs(saved) == 0
+    assert has_region(model)
+
+
+def test_frozen_norms_inside_a_training_model_are_packed_too():
+    model = network()
+    attach_region(model, settings())
+    model[1].eval()
+    with watch_saved() as saved:
+        model(images())
+    big = [t for t in saved.tensors if t.is_floating_point() and t.numel() >= 8 * 16 * 16]
+    assert not big
+
+
+def test_recursive_modules_leave_every_region():
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+            return self(self.layer(x).relu(), depth - 1) if depth else x
+
+    model = Recursive()
+    attach_region(model, settings())
+    attach_region(model.layer, settings(bit_width=4))
+    model(torch.randn(8, 16)).sum().backward()
+    assert current_region() is None
+
+
+# with the rest of PyTorch
+
+
+def test_weights_are_never_packed():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.transposed = nn.ConvTranspose1d(64, 64, 1)
+            self.gain = nn.Parameter(torch.rand(4, 64, 64))
+            self.low, self.high = nn.Parameter(torch.randn(64, 4)), nn.Parameter(torch.randn(4, 64))
+            self.register_buffer("table", torch.randn(64, 64))
+            self.frozen = nn.Parameter(torch.randn(64, 64), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.transposed(self.linear(x) * self.gain)
+            x = x @ (self.linear.weight.t() + self.low @ self.high)  # transposed view, low-rank product
+            x = x @ torch.tanh(self.linear.weight) @ self.frozen
+            return x * self.table
+
+    model = Model()
+    x = torch.randn(4, 64, 64, requires_grad=True)
+    weights = [torch.tanh(model.linear.weight), model.linear.weight.t() + model.low @ model.high]
+    weights += [model.linear.weight, model.transposed.weight, model.gain, model.table, model.frozen]
+    for autocast in (False, True):
+        attach_region(model, settings())
+        stored: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t.detach()) or t, lambda t: t):
+            with torch.autocast("cpu", enabled=autocast):
+                out = model(x * 1)
+        floats = [t for t in stored if t.is_floating_point() and t.numel() >= 1024]
+        for weight in weights:
+            shapes = {weight.shape, weight.t().shape if weight.dim() == 2 else weight.shape}
+            assert any(
+                t.shape in shapes and (torch.allclose(t.float(), weight, atol=0.1) or torch.allclose(t.float().t(), weight, atol=0.1))
+                if weight.dim() == 2
+                else t.shape == weight.shape and torch.allclose(t.float(), weight, atol=0.1)
+                for t in floats
+            ), weight.shape
+        assert all(t.numel() <= 4 * 64 * 64 for t in floats)
+        assert sum(t.dtype is torch.uint8 for t in stored) >= 5
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_forward_is_bit_equal_and_packs_the_input_once(dtype):
+    a, b = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+    head = nn.Linear(8, 4)
+    x = images()
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            return head((F.silu(a(x)) * b(x)).mean((2, 3)))
+
+    expected = forward()
+    with watch_saved() as saved, region(settings(bit_width=8)):
+        out = forward()
+    assert torch.equal(out, expected) and out.dtype is dtype
+    codes = [t for t in saved.tensors if t.dtype is torch.uint8 and t.numel() == x.numel()]
+    assert len({t.data_ptr() for t in codes}) == 1
+    parameters = [*a.parameters(), *b.parameters(), *head.parameters()]
+    grads = torch.autograd.grad(out.float().square().sum(), parameters)
+    exact = torch.autograd.grad(expected.float().square().sum(), parameters)
+    for grad, reference in zip(grads, exact, strict=True):
+        assert grad.dtype is torch.float32
+        assert (grad - reference).norm() <= 0.1 * reference.norm()
+
+
+def test_autocast_weights_get_gradients_from_every_use():
+    # A weight copy cached without gradients would cut the second use off.
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    x = images().requires_grad_()
+    grads = []
+    for chosen in (None, settings(bit_width=32)):
+        conv.zero_grad()
+        with torch.autocast("cpu"):
+            with region(chosen):
+                y = conv(x)
+            y = conv(y)
+        y.float().sum().backward()
+        grads.append(conv.weight.grad.clone())
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.02, atol=0.02 * grads[0].abs().max().item())
+
+
+def test_non_reentrant_checkpoint_around_a_region():
+    model, x = network(), images().requires_grad_()
+    attach_region(model, settings(rounding=Rounding.NEAREST))
+    expected = gradients(model, x, None)
+    model.zero_grad()
+    torch.manual_seed(0)
+    with watch_saved() as saved:
+        loss = checkpoint(model, x, use_reentrant=False).square().mean()
+    assert packs(saved) == 0
+    loss.backward()
+    for p, reference in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, reference)
+
+
+def test_stochastic_codes_under_checkpoint_repeat():
+    model, x = network(), images()
+    attach_region(model, settings())
+    expected = gradients(model, x, None, seed=5)
+    model.zero_grad()
+    torch.manual_seed(5)
+    checkpoint(model, x, use_reentrant=False).square().mean().backward()
+    assert equal([p.grad for p in model.parameters()], expected)
+
+
+def test_checkpoint_inside_a_region_recomputes_at_full_precision():
+    block, x = network()[:6], images()
+    chosen = settings(bit_width=32)
+    with watch_saved() as saved, region(chosen):
+        loss = checkpoint(block, x * torch.ones((), requires_grad=True), use_reentrant=False).square().mean()
+    loss.backward()
+    grads = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    block(x).square().mean().backward()
+    for p, grad in zip(block.parameters(), grads, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+    assert saved.nbytes < 10 * x.nbytes
+
+
+def test_attached_blocks_checkpointed_inside_an_attached_model():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.block = nn.Conv2d(3, 8, 3), nn.Sequential(nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: self.block(y) * y[:, :, 2:, 2:].sigmoid(), self.stem(x), use_reentrant=False)
+
+    model, x = Model(), images()
+    for module in (model, model.stem, model.block, *model.block):
+        attach_region(module, settings())
+    model(x).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_save_on_cpu_around_a_region_sees_packed_tensors():
+    model, x = network(), images()
+    expected = gradients(model, x, settings())
+    model.zero_grad()
+    torch.manual_seed(0)
+    with torch.autograd.graph.save_on_cpu(), region(settings()):
+        loss = model(x).square().mean()
+    loss.backward()
+    assert equal([p.grad for p in model.parameters()], expected)
+
+
+def test_module_and_tensor_hooks_run():
+    model, x = network(), images()
+    seen: list[str] = []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model[3].weight.register_hook(lambda grad: seen.append("weight"))
+    attach_region(model, settings())
+    model(x).sum().backward()
+    assert sorted(seen) == ["backward", "forward", "weight"]
+
+
+class Doubled(torch.autograd.Function):
+    """Somebody's Function that saves an activation, a mask and an index."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x > 0, torch.arange(x.shape[-1]))
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, mask, index = ctx.saved_tensors
+        assert mask.dtype is torch.bool and torch.equal(index, torch.arange(x.shape[-1]))
+        ctx_x.append(x)
+        ctx_mask.append(mask)
+        return 2 * grad
+
+
+ctx_x: list[Tensor] = []
+ctx_mask: list[Tensor] = []
+
+
+def test_other_functions_save_packed_activations_and_lossless_masks():
+    x = torch.randn(16, 100, requires_grad=True)
+    y = x * 1
+    with watch_saved() as saved, region(settings()):
+        out = Doubled.apply(y)
+    assert packs(saved) == 2
+    out.sum().backward()
+    assert torch.equal(ctx_mask[-1], y > 0)
+    step = (y.max() - y.min()) / 3 * 1.01
+    assert 0 < (ctx_x[-1] - y).abs().max() <= step
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def test_losses_keep_their_own_tensors():
+    logits = torch.randn(64, 100, requires_grad=True)
+    target = torch.randint(0, 100, (64,))
+    expected = torch.autograd.grad(F.cross_entropy(logits * 1, target), logits)[0]
+    with region(settings()):
+        loss = F.cross_entropy(logits + 0, target) + 0 * torch.log(logits.abs() + 1).sum()
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], expected)
+
+
+def test_large_denominators_stay_exact():
+    a, b = torch.randn(64, 64, requires_grad=True), (torch.rand(64, 64) + 1e-3).requires_grad_()
+    with region(settings(bit_width=1)):
+        out = (a * 1) / (b * 1)
+    grads = torch.autograd.grad(out.sum(), (a, b))
+    for grad, reference in zip(grads, torch.autograd.grad((a / b).sum(), (a, b)), strict=True):
+        torch.testing.assert_close(grad, reference)
+
+
+def test_small_tensors_stay_as_they_are():
+    layer, x = nn.Linear(10, 3), torch.randn(9, 10)
+    with watch_saved() as saved, region(settings(min_numel=91)):
+        layer(x)
+    assert saved.holds(x)
+    with watch_saved() as saved, region(settings(min_numel=90)):
+        layer(x)
+    assert not saved.holds(x)
+
+
+def test_expanded_and_sliced_inputs():
+    layer = nn.Linear(16, 16, bias=False)
+    base = torch.randn(8, 1, 16)
+    chosen = settings(bit_width=8, rounding=Rounding.NEAREST)
+    for x in (base.expand(8, 50, 16), torch.randn(8, 100, 32)[:, ::2, 16:], torch.randn(16, 50, 8).transpose(0, 2)):
+        layer.zero_grad()
+        with watch_saved() as saved, region(chosen):
+            out = layer(x)
+        distinct = base.numel() if x.stride(1) == 0 else x.numel()
+        assert sum(t.nbytes for t in saved.tensors if t.dtype is torch.uint8) == distinct
+        out.sum().backward()
+        expected = torch.ones(16, 1) * x.sum((0, 1))
+        step = (x.max() - x.min()) / 255
+        assert (layer.weight.grad - expected).abs().max() <= 0.51 * step * x.shape[0] * x.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"quantizer": 3}, TypeError, "quantizer=3"),
+        ({"save_mode": "later"}, ValueError, "save_mode='later'"),
+        ({"min_numel": -1}, ValueError, "min_numel=-1"),
+        ({"min_numel": 1.5}, ValueError, r"min_numel=1\.5"),
+    ],
+)
+def test_settings_refuse_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        BackwardSettings(**{"quantizer": settings().quantizer, **arguments})
