@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from brevact.cpu_kernels import codes as code_kernels
-from brevact.cpu_kernels import masks, uniform
+from brevact.cpu_kernels import groups, masks
+from brevact.cpu_kernels.dequantize import dequantize_blocks
+from brevact.cpu_kernels.quantize import quantize_blocks
 from brevact.cpu_kernels.threads import share
 
 
@@ -48,16 +50,16 @@ class UniformPlan:
         """Fill the table that the kernels read."""
         fused = self.one_run and self.block_size % self.inner == 0
         table = np.empty(10, dtype=np.int64)
-        table[uniform.NUMEL] = self.numel
-        table[uniform.BIT_WIDTH] = self.bit_width
-        table[uniform.BLOCK] = self.block_size
-        table[uniform.INNER] = self.inner
-        table[uniform.GROUPS] = self.groups
-        table[uniform.FUSED] = fused
-        table[uniform.STOCHASTIC] = self.stochastic
-        table[uniform.SCALE_KIND] = self.scale_kind
-        table[uniform.MINIMUM_KIND] = self.minimum_kind
-        table[uniform.KIND] = self.kind
+        table[groups.NUMEL] = self.numel
+        table[groups.BIT_WIDTH] = self.bit_width
+        table[groups.BLOCK] = self.block_size
+        table[groups.INNER] = self.inner
+        table[groups.GROUPS] = self.groups
+        table[groups.FUSED] = fused
+        table[groups.STOCHASTIC] = self.stochastic
+        table[groups.SCALE_KIND] = self.scale_kind
+        table[groups.MINIMUM_KIND] = self.minimum_kind
+        table[groups.KIND] = self.kind
         object.__setattr__(self, "blocks", -(-self.numel // self.block_size))
         object.__setattr__(self, "fused", fused)
         object.__setattr__(self, "table", table)
@@ -80,7 +82,7 @@ def quantize_uniform(
     """
     if not plan.fused:
         _calibrate(source, scale, minimum, plan, threads)
-    quantize = functools.partial(uniform.quantize_blocks, source, codes, scale, minimum, seed, plan.address)
+    quantize = functools.partial(quantize_blocks, source, codes, scale, minimum, seed, plan.address)
     share(quantize, plan.blocks, plan.block_size, threads)
 
 
@@ -95,10 +97,10 @@ def _calibrate(source: int, scale: int, minimum: int, plan: UniformPlan, threads
 
     def extend(first: int, last: int) -> None:
         for part in range(first, last):
-            uniform.extend_ranges(source, keys[part].ctypes.data, plan.address, bounds[part], bounds[part + 1])
+            groups.extend_ranges(source, keys[part].ctypes.data, plan.address, bounds[part], bounds[part + 1])
 
     share(extend, parts, -(-plan.numel // parts), parts)
-    uniform.calibrate_groups(keys.ctypes.data, parts, scale, minimum, plan.address)
+    groups.calibrate_groups(keys.ctypes.data, parts, scale, minimum, plan.address)
 
 
 def dequantize_uniform(
@@ -115,11 +117,13 @@ def dequantize_uniform(
         plan: The tensor's plan.
         threads: Most threads to use.
     """
-    dequantize = functools.partial(uniform.dequantize_blocks, codes, scale, minimum, other, target, plan.address)
+    dequantize = functools.partial(dequantize_blocks, codes, scale, minimum, other, target, plan.address)
     share(dequantize, plan.blocks, plan.block_size, threads)
 
 
-def pack_codes(source: int, item_size: int, packed: int, bit_width: int, block_size: int, numel: int, threads: int):
+def pack_codes(
+    source: int, item_size: int, packed: int, bit_width: int, block_size: int, numel: int, threads: int
+) -> None:
     """Pack integer codes.
 
     Args:
@@ -135,7 +139,9 @@ def pack_codes(source: int, item_size: int, packed: int, bit_width: int, block_s
     share(pack, -(-numel // block_size), block_size, threads)
 
 
-def unpack_codes(packed: int, target: int, item_size: int, bit_width: int, block_size: int, numel: int, threads: int):
+def unpack_codes(
+    packed: int, target: int, item_size: int, bit_width: int, block_size: int, numel: int, threads: int
+) -> None:
     """Unpack integer codes.
 
     Args:

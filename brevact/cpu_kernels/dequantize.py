@@ -1,0 +1,152 @@
+"""Kernel that decodes, and multiplies by the way; `reference.dequantize_uniform`'s values."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product
+from brevact.cpu_kernels.groups import (
+    BIT_WIDTH,
+    BLOCK,
+    FUSED,
+    GROUPS,
+    INNER,
+    KIND,
+    MINIMUM_KIND,
+    NUMEL,
+    SCALE_KIND,
+    read_metadata,
+)
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_block,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+    u8_at,
+    u32_block,
+    u32_columns,
+)
+from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words
+
+_LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
+"""Largest finite value of each type that float32 reaches, by code of the type."""
+
+
+@inlined
+def _value(q, m, s, limit):
+    """clamp(m + s * q); NaN stays."""
+    y = m + s * q
+    y = limit if y > limit else y
+    return -limit if y < -limit else y
+
+
+@inlined
+def _needs_clamp(m, s, top, limit):
+    """Whether values of a group come near the limit of the result's type."""
+    return not (abs(m) + s * top < np.float32(0.5) * limit)
+
+
+@inlined
+def _decode_segment(q, count, m, s, top, limit):
+    """Replace codes by their values, in place."""
+    if _needs_clamp(m, s, top, limit):
+        for e in range(count):
+            store(q, e, _value(load(q, e), m, s, limit))
+    else:
+        for e in range(count):
+            store(q, e, m + s * load(q, e))
+
+
+@inlined
+def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, values):
+    """Values of planes first to last of one group, from the joined codes 0 to 3 and 4 to 7 of each column."""
+    mask = np.uint32((1 << bit_width) - 1)
+    top = np.float32(mask)
+    for i in range(first, last):
+        shift = np.uint32((i & 3) * bit_width)
+        plane = advance(values, i * columns)
+        words = high if i & 4 else low
+        if _needs_clamp(m, s, top, limit):
+            for j in range(columns):
+                q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
+                store(plane, j, _value(q, m, s, limit))
+        else:
+            for j in range(columns):
+                store(plane, j, m + s * np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask)))
+
+
+@inlined
+def _decode_segments(q, first, count, scale, minimum, limit, table):
+    """Replace the codes of elements first to first + count by their values, in place."""
+    inner, groups = load(table, INNER), load(table, GROUPS)
+    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
+    top = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
+    e = 0
+    while e < count:
+        group = (first + e) // inner % groups
+        if inner == 1:
+            run = min(groups - group, count - e)
+            for g in range(run):
+                m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
+                store(q, e + g, _value(load(q, e + g), m, s, limit))
+        else:
+            run = min(inner - (first + e) % inner, count - e)
+            m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
+            _decode_segment(advance(q, e), run, m, s, top, limit)
+        e += run
+
+
+@kernel
+def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, stop):
+    """Decode blocks start to stop, and multiply.
+
+    Args:
+        codes: Address of the packed codes.
+        scale: Address of the scales.
+        minimum: Address of the minima.
+        other: Address of the factor, 0 for none.
+        target: Address of the result.
+        table_at: Address of the table.
+        start: First block.
+        stop: One past the last block.
+    """
+    table = i64_at(table_at)
+    numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
+    inner = load(table, INNER)
+    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
+    limit = np.float32(_LIMITS[kind])
+    scratch, wide = f32_block(), u32_block()
+    low, high = u32_columns(), u32_columns()
+    for index in range(start, stop):
+        first = index * block
+        count = min(block, numel - first)
+        columns = (count + 7) // 8
+        packed = advance(u8_at(codes), first // 8 * bit_width)
+        direct = kind == FLOAT32 and other == 0 and count == 8 * columns
+        values = advance(f32_at(target), first) if direct else scratch
+        whole = first % inner + count <= inner  # the block lies in one group
+        if bit_width < 8 and (whole or (load(table, FUSED) != 0 and inner % columns == 0 and count == block)):
+            bytes_to_words(packed, columns, bit_width, low, high)
+            group = first // inner % load(table, GROUPS)
+            planes = 8 if whole else inner // columns
+            for i in range(0, 8, planes):
+                m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
+                _decode_planes(low, high, i, min(i + planes, 8), columns, bit_width, m, s, limit, values)
+                group += 1
+        else:
+            if bit_width == 8:
+                for e in range(8 * columns):
+                    store(values, e, np.float32(np.int32(load(packed, e))))
+            else:
+                bytes_to_codes(packed, columns, bit_width, wide)
+                for e in range(8 * columns):
+                    store(values, e, np.float32(np.int32(load(wide, e))))
+            _decode_segments(values, first, count, scale, minimum, limit, table)
+        if other:
+            emit_product(values, other, target, kind, first, count)
+        elif not direct:
+            emit(values, target, kind, first, count)

@@ -1,0 +1,206 @@
+"""Kernel that quantizes: positions on each group's grid, rounding, packing; `reference.quantize_uniform`'s bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.floats import stage
+from brevact.cpu_kernels.groups import (
+    BIT_WIDTH,
+    BLOCK,
+    FUSED,
+    GROUPS,
+    HIGHEST_KEY,
+    INNER,
+    KIND,
+    LOWEST_KEY,
+    MINIMUM_KIND,
+    NUMEL,
+    SCALE_KIND,
+    STOCHASTIC,
+    calibrate,
+    extend,
+    inverse_of,
+    read_metadata,
+)
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_block,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    rint,
+    store,
+    u8_at,
+    u32_block,
+    u32_columns,
+)
+from brevact.cpu_kernels.philox import column_words
+from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
+
+
+@inlined
+def _to_steps(x, count, m, inverse, levels, steps):
+    """Positions on the grid, t = clip((x - m) / s), of elements of one group; zeros if the inverse is 0."""
+    if inverse > np.float32(0.0):
+        for e in range(count):
+            t = (load(x, e) - m) * inverse
+            store(steps, e, t if t < levels else levels)
+    else:
+        for e in range(count):
+            store(steps, e, np.float32(0.0))
+
+
+@inlined
+def _steps_of_segments(x, first, count, scale, minimum, table, steps):
+    """Positions on the grid of elements first to first + count, with the stored metadata of their groups."""
+    inner, groups = load(table, INNER), load(table, GROUPS)
+    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
+    levels = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
+    e = 0
+    while e < count:
+        group = (first + e) // inner % groups
+        if inner == 1:
+            run = min(groups - group, count - e)
+            for g in range(run):
+                inverse = inverse_of(read_metadata(scale, scale_kind, group + g))
+                t = (load(x, e + g) - read_metadata(minimum, minimum_kind, group + g)) * inverse
+                t = t if t < levels else levels
+                store(steps, e + g, t if inverse > np.float32(0.0) else np.float32(0.0))
+        else:
+            run = min(inner - (first + e) % inner, count - e)
+            inverse = inverse_of(read_metadata(scale, scale_kind, group))
+            m = read_metadata(minimum, minimum_kind, group)
+            _to_steps(advance(x, e), run, m, inverse, levels, advance(steps, e))
+        e += run
+
+
+@inlined
+def _nearest(t):
+    return np.uint32(np.int32(rint(t)))
+
+
+@inlined
+def _stochastic(t, bits):
+    """floor(t) + ((rint(65536 frac(t)) + bits) >> 16) in one piece: 65536 t is exact, and rint keeps its even part."""
+    return np.uint32(np.uint32(np.uint32(np.int32(rint(t * np.float32(65536.0)))) + bits) >> np.uint32(16))
+
+
+@inlined
+def _low_half(word):
+    return np.uint32(word & np.uint32(0xFFFF))
+
+
+@inlined
+def _high_half(word):
+    return np.uint32(word >> np.uint32(16))
+
+
+@inlined
+def _join(q0, q1, q2, q3, bit_width):
+    b1, b2, b3 = np.uint32(bit_width), np.uint32(2 * bit_width), np.uint32(3 * bit_width)
+    return np.uint32(np.uint32(q0 | np.uint32(q1 << b1)) | np.uint32(np.uint32(q2 << b2) | np.uint32(q3 << b3)))
+
+
+@inlined
+def _round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
+    """Round positions to codes of less than 8 bits and join the codes 0 to 3 and 4 to 7 of each column."""
+    t4 = advance(t, 4 * columns)
+    for half, out in ((0, low), (1, high)):
+        th = t4 if half else t
+        t1, t2, t3 = advance(th, columns), advance(th, 2 * columns), advance(th, 3 * columns)
+        if not stochastic:
+            for j in range(columns):
+                q0, q1, q2, q3 = (
+                    _nearest(load(th, j)),
+                    _nearest(load(t1, j)),
+                    _nearest(load(t2, j)),
+                    _nearest(load(t3, j)),
+                )
+                store(out, j, _join(q0, q1, q2, q3, bit_width))
+        elif half:
+            for j in range(columns):
+                q0 = _stochastic(load(th, j), _high_half(load(w0, j)))
+                q1 = _stochastic(load(t1, j), _high_half(load(w1, j)))
+                q2 = _stochastic(load(t2, j), _high_half(load(w2, j)))
+                q3 = _stochastic(load(t3, j), _high_half(load(w3, j)))
+                store(out, j, _join(q0, q1, q2, q3, bit_width))
+        else:
+            for j in range(columns):
+                q0 = _stochastic(load(th, j), _low_half(load(w0, j)))
+                q1 = _stochastic(load(t1, j), _low_half(load(w1, j)))
+                q2 = _stochastic(load(t2, j), _low_half(load(w2, j)))
+                q3 = _stochastic(load(t3, j), _low_half(load(w3, j)))
+                store(out, j, _join(q0, q1, q2, q3, bit_width))
+
+
+@inlined
+def _round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
+    """Round positions to separate codes of at least 8 bits, of at most `top`."""
+    for i in range(8):
+        word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
+        shift = np.uint32(16 * (i >> 2))
+        plane, out = advance(t, i * columns), advance(codes, i * columns)
+        if not stochastic:
+            for j in range(columns):
+                store(out, j, _nearest(load(plane, j)))
+        elif top < 1 << 15:
+            for j in range(columns):
+                store(out, j, _stochastic(load(plane, j), _low_half(np.uint32(load(word, j) >> shift))))
+        else:  # 65536 t does not fit 32 bits
+            for j in range(columns):
+                floor = np.float32(np.floor(load(plane, j)))
+                threshold = np.int64(rint((load(plane, j) - floor) * np.float32(65536.0)))
+                code = np.int64(floor) + ((threshold + _low_half(np.uint32(load(word, j) >> shift))) >> 16)
+                store(out, j, np.uint32(min(code, top)))
+
+
+@kernel
+def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
+    """Quantize blocks start to stop. Groups that are not inside blocks must have been calibrated.
+
+    Args:
+        source: Address of the elements.
+        codes: Address of the packed codes.
+        scale: Address of the scales.
+        minimum: Address of the minima.
+        seed: Key of the random bits.
+        table_at: Address of the table.
+        start: First block.
+        stop: One past the last block.
+    """
+    table = i64_at(table_at)
+    numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)
+    fused, stochastic = load(table, FUSED) != 0, load(table, STOCHASTIC) != 0
+    k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
+    top = (np.int64(1) << bit_width) - 1
+    steps, scratch, wide = f32_block(), f32_block(), u32_block()
+    w0, w1, w2, w3 = u32_columns(), u32_columns(), u32_columns(), u32_columns()
+    low, high = u32_columns(), u32_columns()
+    for index in range(start, stop):
+        first = index * block
+        count = min(block, numel - first)
+        columns = (count + 7) // 8
+        x = stage(source, load(table, KIND), first, count, scratch)
+        if fused:
+            e = 0
+            while e < count:
+                run = min(inner, count - e)
+                low_key, high_key = extend(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
+                m, inverse = calibrate(low_key, high_key, (first + e) // inner, scale, minimum, table)
+                _to_steps(advance(x, e), run, m, inverse, np.float32(top), advance(steps, e))
+                e += run
+        else:
+            _steps_of_segments(x, first, count, scale, minimum, table, steps)
+        for e in range(count, 8 * columns):
+            store(steps, e, np.float32(0.0))
+        if stochastic:
+            column_words(first // 8, columns, k0, k1, w0, w1, w2, w3)
+        out = advance(u8_at(codes), first // 8 * bit_width)
+        if bit_width < 8:
+            _round_narrow(steps, columns, bit_width, stochastic, w0, w1, w2, w3, low, high)
+            words_to_bytes(low, high, columns, bit_width, out)
+        else:
+            _round_wide(steps, columns, top, stochastic, w0, w1, w2, w3, wide)
+            codes_to_bytes(wide, columns, bit_width, out)
