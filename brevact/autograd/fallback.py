@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD
-from brevact.autograd.keeping import AS_IT_IS, Decoder, Kept, keep_as_it_is, keep_mask, keep_packed
+from brevact.autograd.keeping import AS_IT_IS, Decoder, Kept, keep_as_it_is, keep_mask
 
 if TYPE_CHECKING:
     from brevact.autograd.region import Region
@@ -25,22 +25,27 @@ _graph = torch._C._autograd
 class _Stored:
     """What a pack hook returns: handles of the kept tensors, and how to get the tensor back."""
 
-    __slots__ = ("decoder", "handles", "unpack", "version")
+    __slots__ = ("decoder", "handles", "unpack", "versions")
 
-    def __init__(
-        self, handles: tuple[Any, ...], decoder: Decoder, unpack: Callable | None, version: int | None
-    ) -> None:
-        self.handles, self.decoder, self.unpack, self.version = handles, decoder, unpack, version
+    def __init__(self, kept: Kept, outer: tuple[Callable, Callable] | None) -> None:
+        tensors, self.decoder = kept
+        if outer is None:
+            self.handles, self.unpack = tensors, None
+            self.versions = tuple(-1 if x.is_inference() else x._version for x in tensors)
+        else:
+            pack, self.unpack = outer
+            self.handles = tuple(pack(x) for x in tensors)
 
     def tensor(self) -> Tensor:
         if self.unpack is not None:
             return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
-        if self.version is not None and self.handles[0]._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{tuple(self.handles[0].shape)} tensor is at version {self.handles[0]._version}; expected version "
-                f"{self.version} instead. Make the in-place operation out-of-place, or copy the tensor first"
-            )
+        for x, version in zip(self.handles, self.versions, strict=True):
+            if version >= 0 and x._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the "
+                    "in-place operation out-of-place, or copy the tensor first"
+                )
         return self.decoder.decode(self.handles)
 
 
@@ -66,6 +71,7 @@ class SavedTensorHooks:
     def __init__(self, region: Region) -> None:
         self._region = region
         self.exact = _Exact()
+        self.cast_shapes: frozenset[torch.Size] = frozenset()
 
     def __enter__(self) -> None:
         parent = self._region.parent
@@ -82,28 +88,25 @@ class SavedTensorHooks:
         return top is not None and top[0] == self._pack
 
     def _pack(self, x: Tensor) -> _Stored:
-        kept = _keep_as_it_is(x) if self.exact.depth else self._keep(x)
-        if self._outer is not None:
-            pack, unpack = self._outer
-            return _Stored(tuple(pack(tensor) for tensor in kept.tensors), kept.decoder, unpack, None)
-        version = x._version if kept.decoder is AS_IT_IS and not x.is_inference() else None
-        return _Stored(kept.tensors, kept.decoder, None, version)
+        kept = self._keep(x)
+        if kept.decoder is AS_IT_IS and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
+            kept = keep_as_it_is(x.detach())
+        return _Stored(kept, self._outer)
+
+    def _is_cast_weight(self, x: Tensor) -> bool:
+        """Whether ``x`` looks like the copy that autocast made of a frozen weight of the op that runs."""
+        return bool(self.cast_shapes) and not x.requires_grad and {x.shape, x.shape[::-1]} & self.cast_shapes != set()
 
     def _keep(self, x: Tensor) -> Kept:
         region = self._region
         settings = region.settings
-        plain = settings is None or type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided
+        plain = self.exact.depth or settings is None or type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided
         if not plain and x.numel() >= settings.min_numel:
             if x.dtype is torch.bool:
                 return keep_mask(x)
-            if x.is_floating_point() and x.element_size() >= 2 and not region.is_weight(x):
-                return keep_packed(x, settings, region.seeds)
-        return _keep_as_it_is(x)
-
-
-def _keep_as_it_is(x: Tensor) -> Kept:
-    # A hook must not keep an output with its graph (a cycle).
-    return keep_as_it_is(x if x.grad_fn is None else x.detach())
+            if x.is_floating_point() and x.element_size() >= 2 and not self._is_cast_weight(x):
+                return region.keep_activation(x)
+        return keep_as_it_is(x)
 
 
 def _unpack(stored: _Stored) -> Tensor:

@@ -1,6 +1,6 @@
 """Which tensors are weights: those are never compressed.
 
-A weight is a parameter, a leaf that requires a gradient, a buffer, a view of one of these, or a tensor computed from
+A weight is a parameter, a buffer of a module that runs, a view of one of these, or a tensor computed from
 parameters alone (a fake-quantized weight, the copy that autocast makes, a LoRA product). Ops with a Function of their
 own know which argument is the weight; this module answers for the tensors that reach the saved-tensor hooks.
 """
@@ -48,8 +48,7 @@ def is_weight(x: Tensor, state: frozenset[int]) -> bool:
         return True
     node = x.grad_fn
     if node is None:
-        base = x._base if x._is_view() else None
-        return x.requires_grad or (base is not None and (isinstance(base, nn.Parameter) or base.requires_grad))
+        return x._is_view() and isinstance(x._base, nn.Parameter)
     return _comes_from_weights_alone(node, x.numel())
 
 

@@ -108,8 +108,12 @@ class Region:
         return keep_packed(x, self.settings, self.seeds, share=share)
 
     def keep_activation(self, x: Tensor) -> Kept:
-        """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise."""
-        return keep_as_it_is(x) if self.is_weight(x) else self.keep(x)
+        """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
+
+        A leaf that requires a gradient is somebody's variable and stays in memory anyway.
+        """
+        is_variable = x.is_leaf and x.requires_grad
+        return keep_as_it_is(x) if is_variable or self.is_weight(x) else self.keep(x)
 
 
 class _ModelState:
@@ -160,6 +164,7 @@ class _RegionMode(TorchFunctionMode):
             with region.hooks.exact:
                 result = func(*args, **kwargs)
         else:
+            region.hooks.cast_shapes = _frozen_weight_shapes(region, (args, kwargs))
             result = func(*args, **kwargs)
         if _is_differentiable(result):
             mark(result, weight=_all_weights(region, (args, kwargs)))
@@ -184,6 +189,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _all_weights(region: Region, arguments: Any) -> bool:
     return all(region.is_weight(x) for x in _tensors(arguments))
+
+
+def _frozen_weight_shapes(region: Region, arguments: Any) -> frozenset[torch.Size]:
+    """Shapes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
+    if not torch._C._is_any_autocast_enabled():
+        return frozenset()
+    return frozenset(x.shape for x in _tensors(arguments) if not x.requires_grad and region.is_weight(x))
 
 
 @contextmanager
