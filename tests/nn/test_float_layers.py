@@ -1,0 +1,128 @@
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import brevact.nn as bnn
+from brevact.injectors import StochBackward2bit
+
+ARGUMENTS = {
+    "BatchNorm1d": (8,),
+    "BatchNorm2d": (8,),
+    "BatchNorm3d": (8,),
+    "LayerNorm": (16,),
+    "GroupNorm": (2, 8),
+    "RMSNorm": (16,),
+    "Softmax": (1,),
+    "MaxPool1d": (2,),
+    "MaxPool2d": (3, 2, 1),
+    "MaxPool3d": (2,),
+    "AvgPool1d": (2,),
+    "AvgPool2d": (2,),
+    "AvgPool3d": (2,),
+    "AdaptiveAvgPool1d": (4,),
+    "AdaptiveAvgPool2d": ((4, 3),),
+    "AdaptiveAvgPool3d": (4,),
+    "AdaptiveMaxPool1d": (4,),
+    "AdaptiveMaxPool2d": ((4, 3),),
+    "AdaptiveMaxPool3d": (4,),
+    "Dropout": (0.25,),
+}
+NAMES = [name for name in bnn.__all__ if "Quant" not in name]
+#: Layers whose gradient reads no rounded value: masks and indices are kept without loss, means need nothing.
+EXACT = {name for name in NAMES if "Pool" in name} | {"ReLU", "ReLU6", "LeakyReLU", "Hardsigmoid", "Dropout"}
+float_layers = pytest.mark.parametrize("name", NAMES)
+
+
+def build(module, name, **kwargs):
+    return getattr(module, name)(*ARGUMENTS.get(name, ()), **kwargs)
+
+
+def activation(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    dims = int(name[-2]) if name[-2].isdigit() else 2
+    return torch.randn(4, 8, *{1: (256,), 2: (16, 16), 3: (8, 8, 16)}[dims], dtype=dtype).requires_grad_()
+
+
+def step(layer, x, seed=1):
+    """Returns output and the gradients of input and parameters."""
+    torch.manual_seed(seed)
+    y = layer(x * 1.0)
+    loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
+    return y, torch.autograd.grad(loss, [x, *layer.parameters()])
+
+
+@float_layers
+def test_forward_and_state_are_those_of_the_torch_layer(name):
+    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit)
+    assert isinstance(packed, getattr(nn, name))
+    assert packed.state_dict().keys() == plain.state_dict().keys()
+    packed.load_state_dict(plain.state_dict())
+    plain.load_state_dict(packed.state_dict())
+    x = activation(name)
+    for _ in range(2):
+        assert torch.equal(step(packed, x)[0], step(plain, x)[0])
+    assert torch.equal(packed.eval()(x), plain.eval()(x))
+    assert all(torch.equal(a, b) for a, b in zip(packed.buffers(), plain.buffers(), strict=True))
+
+
+@float_layers
+def test_layer_stores_less(name, saved_bytes):
+    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit)
+    x = activation(name)
+    plain_bytes, packed_bytes = (saved_bytes(lambda layer=layer: layer(x * 1.0))[1] for layer in (plain, packed))
+    # x * 1.0 itself stores nothing of x's size; a pool or mean may store the input for its shape alone.
+    assert packed_bytes <= plain_bytes / 4
+
+
+@float_layers
+def test_gradients_without_rounding_are_those_of_the_torch_layer(name):
+    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit, act_bit_width=32)
+    x = activation(name)
+    (_, expected), (_, result) = step(plain, x), step(packed, x)
+    for a, b in zip(result, expected, strict=True):  # what is left is float32 rounding in another order
+        assert torch.linalg.vector_norm(a - b) <= 100 * torch.finfo(a.dtype).eps * torch.linalg.vector_norm(b)
+
+
+@pytest.mark.parametrize("name", sorted(EXACT))
+def test_gradients_at_two_bits_are_exact_where_masks_and_indices_are_stored(name):
+    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit)
+    x = activation(name)
+    (_, expected), (_, result) = step(plain, x), step(packed, x)
+    assert torch.equal(result[0], expected[0])
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - EXACT))
+def test_gradients_at_two_bits_come_from_rounded_activations(name):
+    plain, packed = build(nn, name), build(bnn, name, act_quant=StochBackward2bit)
+    x = activation(name)
+    (_, expected), (_, result) = step(plain, x), step(packed, x)
+    assert not torch.equal(result[0], expected[0])
+
+
+@float_layers
+def test_eval_stores_what_the_torch_layer_stores(name, saved_bytes):
+    plain, packed = build(nn, name).eval(), build(bnn, name, act_quant=StochBackward2bit).eval()
+    x = activation(name)
+    assert saved_bytes(packed, x)[1] == saved_bytes(plain, x)[1]
+
+
+@pytest.mark.parametrize("name", ["BatchNorm2d", "SiLU", "ReLU", "MaxPool2d"])
+def test_layer_in_float64_works(name, saved_bytes):
+    layer = build(bnn, name, act_quant=StochBackward2bit).to(torch.float64)
+    plain = build(nn, name).to(torch.float64)
+    x = activation(name, torch.float64)
+    (expected, _), (result, grads) = step(plain, x), step(layer, x)
+    assert torch.equal(result, expected)
+    assert all(grad.dtype is torch.float64 for grad in grads)
+
+
+@pytest.mark.parametrize("name", ["BatchNorm2d", "SiLU", "Dropout"])
+def test_pickled_layer_trains_identically(name):
+    layer = build(bnn, name, act_quant=StochBackward2bit)
+    twin = pickle.loads(pickle.dumps(layer))
+    x = activation(name)
+    expected, result = step(layer, x), step(twin, x)
+    assert torch.equal(result[0], expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(result[1], expected[1], strict=True))
