@@ -1,0 +1,116 @@
+"""A training step of EfficientNetV2 on the CPU: what is kept for backward, and how long the step takes.
+
+    python -m benchmarks.training_step                       # EfficientNetV2-S, batch 16, 32x32 images
+    python -m benchmarks.training_step --size nano --batch-size 128 --quantizers StochBackward2bit NearestBackward2bit
+
+Bytes are measured twice: the distinct storages that autograd keeps (`brevact.memory_report`), and the growth of the
+process's resident memory between the start of a step and the start of its backward pass, after `malloc_trim`. The steps
+of all variants alternate in one process; each ratio is the median of the ratios to the plain step of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import brevact
+from benchmarks.records import write_rows
+from recipes.models.efficientnetv2 import SIZES, efficientnetv2
+
+_MIB = 2**20
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, after returning free heap memory to the system."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def kept_resident_bytes(model: nn.Module, images: Tensor, labels: Tensor) -> int:
+    """Growth of the resident memory between the start of a step and the start of its backward pass."""
+    loss_of(model, images, labels).backward()  # gradients, scratch buffers and code are there after a first step
+    before = resident_bytes()
+    loss = loss_of(model, images, labels)
+    kept = resident_bytes() - before
+    loss.backward()
+    return kept
+
+
+def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy."""
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+def step_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step in each round; the order alternates from round to round."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for index in range(rounds):
+        for name in list(steps) if index % 2 else reversed(list(steps)):
+            start = time.perf_counter()
+            steps[name]()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def main() -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="s")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--image-size", type=int, default=32)
+    parser.add_argument("--quantizers", nargs="+", default=["StochBackward2bit"], metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--csv", help="append the rows to this file")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
+    labels = torch.randint(0, 10, (args.batch_size,))
+    models = {"plain": efficientnetv2(args.size, image_size=args.image_size, classes=10)}
+    for name in args.quantizers:
+        model = efficientnetv2(args.size, image_size=args.image_size, classes=10)
+        models[name] = brevact.quantize_backward(model, getattr(brevact, name))
+    parameters = sum(p.numel() for p in models["plain"].parameters())
+    print(f"EfficientNetV2-{args.size}, {parameters / 1e6:.1f} M parameters, batch {args.batch_size}, {args.image_size}x")
+
+    kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in models.items()}
+    resident = {name: kept_resident_bytes(model, images, labels) for name, model in models.items()}
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
+
+    def step(name: str) -> None:
+        optimizers[name].zero_grad()
+        loss_of(models[name], images, labels).backward()
+        optimizers[name].step()
+
+    times = step_times({name: lambda name=name: step(name) for name in models}, args.rounds)
+    rows = [
+        {
+            "model": f"EfficientNetV2-{args.size}",
+            "batch_size": args.batch_size,
+            "image_size": args.image_size,
+            "stored": name,
+            "kept_mib": round(kept[name] / _MIB, 2),
+            "kept_ratio": round(kept["plain"] / kept[name], 2),
+            "resident_mib": round(resident[name] / _MIB, 2),
+            "resident_ratio": round(resident["plain"] / resident[name], 2),
+            "step_s": round(statistics.median(times[name]), 4),
+            "step_ratio": round(statistics.median(a / b for a, b in zip(times[name], times["plain"], strict=True)), 3),
+        }
+        for name in models
+    ]
+    write_rows(rows, args.csv)
+
+
+if __name__ == "__main__":
+    main()
