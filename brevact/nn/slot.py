@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -34,46 +35,41 @@ class BackwardSlot:
         super().__init_subclass__(**kwargs)
         if BackwardSlot in cls.__bases__:
             base = cls.__bases__[cls.__bases__.index(BackwardSlot) + 1]
-            cls.__init__ = _init_with_slot(cls, base)
+            cls.__init__ = _with_slot(cls, cls.__dict__.get("__init__", base.__init__))
 
 
-def _init_with_slot(cls: type, base: type[nn.Module]) -> Any:
-    """Return the ``__init__`` of a layer with a slot; its signature is that of ``base`` with ``act_quant``."""
-    parameters = _parameters(base)
-    keyword_rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Callable[..., None]:
+    """Return an ``__init__`` that calls ``initialize`` and fills the slot; it has its signature and ``act_quant``."""
+    parameters = _parameters(initialize)
+    named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
     def __init__(self: nn.Module, *args: Any, act_quant: Any = None, **kwargs: Any) -> None:
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX)}
-        if keyword_rest:
-            _check_keywords(cls, parameters, kwargs, act_quant)
-        base.__init__(self, *args, **kwargs)
+        if len(named) < len(parameters):
+            _check_keywords(cls, [parameter.name for parameter in named], kwargs, act_quant)
+        initialize(self, *args, **kwargs)
         self.act_quant = None if act_quant is None else _proxy(act_quant, overrides)
         if self.act_quant is not None:
             self.act_quant.add_tracked_module(self)
 
-    named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     kind = inspect.Parameter
-    slot = kind("act_quant", kind.KEYWORD_ONLY, default=None)
-    rest = kind("kwargs", kind.VAR_KEYWORD)
     itself = kind("self", kind.POSITIONAL_OR_KEYWORD)
+    slot, rest = kind("act_quant", kind.KEYWORD_ONLY, default=None), kind("kwargs", kind.VAR_KEYWORD)
     __init__.__signature__ = inspect.Signature([itself, *named, slot, rest])
     __init__.__qualname__ = f"{cls.__qualname__}.__init__"
     __init__.__module__ = cls.__module__
     return __init__
 
 
-def _parameters(base: type[nn.Module]) -> list[inspect.Parameter]:
-    """Return the parameters of a layer class; none where it takes only ``nn.Module``'s catch-all arguments."""
-    if base.__init__ is nn.Module.__init__:
+def _parameters(initialize: Callable[..., None]) -> list[inspect.Parameter]:
+    """Return the parameters after ``self``; none for ``nn.Module.__init__``, which takes anything only to refuse it."""
+    if initialize is nn.Module.__init__:
         return []
-    return list(inspect.signature(base).parameters.values())
+    return list(inspect.signature(initialize).parameters.values())[1:]
 
 
-def _check_keywords(
-    cls: type[BackwardSlot], parameters: list[inspect.Parameter], kwargs: dict[str, Any], act_quant: Any
-) -> None:
+def _check_keywords(cls: type[BackwardSlot], names: list[str], kwargs: dict[str, Any], act_quant: Any) -> None:
     """Raise for a keyword that no slot of the Brevitas layer asks for, which Brevitas would ignore."""
-    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     slots = [name.removesuffix("quant") for name in names if name.endswith("_quant")]
     prefixes = (*slots, *cls.inner_prefixes)
     for name, value in kwargs.items():

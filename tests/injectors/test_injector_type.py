@@ -2,6 +2,8 @@ import pytest
 import torch
 from brevitas.inject import ExtendedInjector, this, value
 from brevitas.quant import Int8ActPerTensorFloat
+from hypothesis import given
+from hypothesis import strategies as st
 
 from brevact.injectors import (
     BackwardQuantSolver,
@@ -12,7 +14,7 @@ from brevact.injectors import (
     UniformBuckets,
 )
 from brevact.injectors.injector_type import known_names, written_value, written_values
-from brevact.quantizers import Rounding, UniformQuantizer
+from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 
 SETTINGS = {
     "bit_width",
@@ -27,6 +29,10 @@ SETTINGS = {
     "save_mode",
     "scale_dtype",
 }
+
+
+#: Names that belong to the injector or to the layer around it.
+STRUCTURE = {"act_impl", "passthrough_act", "backward_settings", "proxy_class", "let"}
 
 
 class SmallBuckets(ExtendedInjector):
@@ -47,6 +53,24 @@ def test_let_keeps_docstring_and_name():
     changed = StochBackward2bit.let(bucket_size=128)
     assert changed.__doc__ == StochBackward2bit.__doc__
     assert changed.__name__ == "StochBackward2bit"
+
+
+@given(
+    overrides=st.fixed_dictionaries(
+        {},
+        optional={
+            "bit_width": st.integers(1, 8),
+            "bucket_size": st.none() | st.integers(1, 10_000),
+            "rounding": st.sampled_from(Rounding),
+            "granularity": st.sampled_from(Granularity),
+            "channel_dim": st.integers(-3, 3),
+            "scale_dtype": st.sampled_from([torch.bfloat16, torch.float32]),
+            "minimum_dtype": st.sampled_from([torch.bfloat16, torch.float32]),
+        },
+    )
+)
+def test_let_passes_every_setting_to_the_quantizer(overrides):
+    assert StochBackward2bit.let(**overrides).quantizer == UniformQuantizer(**{"bit_width": 2, **overrides})
 
 
 def test_subclass_overrides_a_setting():
@@ -122,6 +146,18 @@ def test_let_names_the_nearest_setting(typo, nearest):
     assert f"{typo}=7 is not a setting of StochBackward2bit" in message
     assert f"did you mean {nearest}?" in message
     assert all(name in message for name in SETTINGS)
+
+
+NAMES = st.from_regex(r"[a-z][a-z_]{0,15}", fullmatch=True)
+
+
+OTHERS = NAMES.filter(lambda name: name not in SETTINGS | STRUCTURE and not name.startswith("forward_"))
+
+
+@given(name=OTHERS)
+def test_let_refuses_every_other_name(name):
+    with pytest.raises(TypeError, match=f"{name}=1 is not a setting of StochBackward2bit"):
+        StochBackward2bit.let(**{name: 1})
 
 
 def test_class_statement_refuses_a_typo():

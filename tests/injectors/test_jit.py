@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import brevact
 
 SCRIPT = """
 import brevitas.config, torch
@@ -57,7 +60,7 @@ assert both.state_dict().keys() == stock.state_dict().keys()
 def test_layers_work_where_brevitas_scripts_its_quantizers():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "BREVITAS_JIT": "1"},
+        env={**os.environ, "BREVITAS_JIT": "1", "PYTHONPATH": str(Path(brevact.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=240,

@@ -1,6 +1,10 @@
 import copy
 import io
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import brevitas.nn as qnn
 import pytest
@@ -16,6 +20,7 @@ from brevitas.quant import (
 )
 from torch import nn
 
+import brevact
 from brevact.injectors import StochasticRounding, StochBackward2bit
 
 
@@ -102,6 +107,28 @@ def test_copied_model_trains_identically(copied, trained):
     expected, result = train(model), train(twin)
     assert result[0] == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(result[1], expected[1], strict=True))
+
+
+def test_saved_model_loads_in_a_process_that_imports_only_torch(tmp_path):
+    torch.manual_seed(0)
+    model = build_model()
+    train(model, steps=1)
+    x = torch.randn(4, 3, 12, 12)
+    torch.save((model.eval(), x, model(x)), tmp_path / "model.pt")
+    script = (
+        "import sys, torch\n"
+        "model, x, y = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert torch.equal(model(x), y)\n"
+        "assert model[0].input_quant.backward_quant.settings.quantizer.bucket_size == 64\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "model.pt")],
+        env={**os.environ, "PYTHONPATH": str(Path(brevact.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @copies

@@ -142,6 +142,18 @@ def test_subclass_keeps_its_own_signature():
     assert layer.act_quant.settings == StochBackward2bit.backward_settings
 
 
+def test_slot_joins_a_layer_class_with_a_constructor_of_its_own():
+    class Scaled(BackwardSlot, nn.Linear):
+        def __init__(self, features: int, factor: float = 2.0):
+            super().__init__(features, features)
+            self.factor = factor
+
+    layer = Scaled(8, factor=3.0, act_quant=StochBackward2bit, act_bit_width=4)
+    assert layer.factor == 3.0
+    assert layer.act_quant.settings.quantizer.bit_width == 4
+    assert list(inspect.signature(Scaled).parameters) == ["features", "factor", "act_quant", "kwargs"]
+
+
 def test_slot_joins_any_layer_class(saved_bytes):
     torch.manual_seed(0)
     layer, plain = OwnLayer(num_parameters=8, act_quant=StochBackward2bit), nn.PReLU(num_parameters=8)
