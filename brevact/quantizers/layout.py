@@ -106,12 +106,12 @@ class Layout:
         Returns:
             1-D contiguous tensor of `numel` elements.
         """
-        x = x.resolve_neg()
         if self.numel == 0:
             return x.reshape(-1)
         if self.is_dense:
-            return x.as_strided((self.numel,), (1,))
-        return x.as_strided(self.sizes, tuple(self.stride[d] for d in self.dims)).reshape(-1)
+            return x.as_strided((self.numel,), (1,)).resolve_neg()
+        x = x.as_strided(self.sizes, tuple(self.stride[d] for d in self.dims)).resolve_neg()
+        return x.contiguous().view(-1)
 
     def empty(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor of this layout.

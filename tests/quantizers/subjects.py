@@ -1,0 +1,96 @@
+"""The quantizers under contract, and tensors that they have to take. A new quantizer joins by a line in `SUBJECTS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers import Granularity, PackedActivation, Rounding, UniformQuantizer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A quantizer with what the laws need to know of it.
+
+    Args:
+        quantizer: The quantizer.
+        step: Distance of the two levels around each element, from a packed activation: the shape of the tensor.
+    """
+
+    quantizer: UniformQuantizer
+    step: Callable[[PackedActivation], Tensor]
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether codes depend on the seed."""
+        return self.quantizer.is_stochastic
+
+    @property
+    def largest_error(self) -> float:
+        """Steps by which an element may change."""
+        return 1.0 if self.is_stochastic else 0.5
+
+    def tolerance(self, x: Tensor, packed: PackedActivation) -> Tensor:
+        """Largest error of each element: steps, and the rounding of float32 arithmetic and of the result's type.
+
+        Four float32 roundings (difference, product, product, sum), each of half a unit in the last place of something
+        no larger than the largest magnitude involved; computing with float64 inputs rounds them to float32 as well.
+        """
+        reach = x.double().abs().max() * 2 if x.numel() else 0.0
+        info = torch.finfo(x.dtype)
+        rounding = x.double().abs() * max(info.eps, 2**-23) + info.smallest_normal * info.eps
+        return self.step(packed).double() * self.largest_error + reach * 5 * 2**-24 + rounding
+
+
+def uniform_step(packed: PackedActivation) -> Tensor:
+    """The stored scale of each element's group."""
+    geometry = packed.quantizer.geometry(packed.layout)
+    group = torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1)
+    return packed.layout.restore(packed.scale.float()[group])
+
+
+def _uniform(**settings: object) -> Subject:
+    return Subject(UniformQuantizer(**settings), uniform_step)
+
+
+SUBJECTS: dict[str, Subject] = {
+    **{
+        f"uniform-{rounding.value}-{bit_width}": _uniform(bit_width=bit_width, rounding=rounding)
+        for rounding in Rounding
+        for bit_width in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
+    },
+    **{
+        f"uniform-{granularity.value}": _uniform(bit_width=3, granularity=granularity)
+        for granularity in (Granularity.TENSOR, Granularity.CHANNEL, Granularity.SAMPLE)
+    },
+    **{f"uniform-bucket-{size}": _uniform(bit_width=2, bucket_size=size) for size in (1, 7, 64, 100, 1000, 5000, None)},
+    "uniform-float32-scale": _uniform(bit_width=2, scale_dtype=torch.float32),
+    "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
+}
+
+TENSORS: dict[str, Callable[[], Tensor]] = {
+    "vector": lambda: torch.randn(1000),
+    "one bucket": lambda: torch.randn(512),
+    "ragged": lambda: torch.randn(3, 5, 7, 11),
+    "0-d": lambda: torch.randn(()),
+    "one element": lambda: torch.randn(1, 1, 1),
+    "empty": lambda: torch.randn(4, 0, 3),
+    "channels_last": lambda: torch.randn(3, 5, 7, 11).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(30, 41).t(),
+    "permuted": lambda: torch.randn(6, 7, 8, 9).permute(2, 0, 3, 1),
+    "expanded": lambda: torch.randn(9, 1, 11).expand(9, 13, 11),
+    "expanded from one": lambda: torch.randn(()).expand(5, 6),
+    "offset": lambda: torch.randn(1003)[3:],
+    "columns of a matrix": lambda: torch.randn(20, 60)[:, 5:40],
+    "every other": lambda: torch.randn(12, 40)[::2, ::3],
+    "expanded with gaps": lambda: torch.randn(8, 1, 20)[:, :, ::2].expand(8, 3, 10),
+    "odd strides of size 1": lambda: torch.randn(64).as_strided((8, 1, 8), (8, 777, 1)),
+    "needs a gradient": lambda: torch.randn(40, 20).requires_grad_(),
+    "negated view": lambda: torch._neg_view(torch.randn(40, 20)),
+    "negated view with gaps": lambda: torch.randn(50, dtype=torch.complex64).conj().imag,
+}

@@ -1,0 +1,208 @@
+"""The laws that every quantizer keeps, over every subject."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from brevact.quantizers import PackedActivation, draw_seed
+from tests.quantizers.subjects import DTYPES, SUBJECTS, TENSORS, Subject
+
+every_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=SUBJECTS.keys())
+stochastic_subject = pytest.mark.parametrize(
+    "subject", [pytest.param(subject, id=name) for name, subject in SUBJECTS.items() if subject.is_stochastic]
+)
+
+
+def _same(packed: PackedActivation, other: PackedActivation) -> bool:
+    return all(map(torch.equal, packed.tensors, other.tensors))
+
+
+@every_subject
+def test_dequantize_restores_shape_strides_and_dtype(subject: Subject):
+    torch.manual_seed(0)
+    for name, make in TENSORS.items():
+        x = make()
+        before = x.detach().clone()
+        y = subject.quantizer.quantize(x, seed=1).dequantize()
+        assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device), name
+        assert not y.requires_grad, name
+        assert torch.equal(x, before), name
+
+
+@every_subject
+def test_dequantize_error_is_within_a_step(subject: Subject):
+    torch.manual_seed(0)
+    for name, make in TENSORS.items():
+        for dtype in DTYPES:
+            x = make().detach().to(dtype)
+            packed = subject.quantizer.quantize(x, seed=2)
+            error = (packed.dequantize().double() - x.double()).abs()
+            assert (error <= subject.tolerance(x, packed)).all(), (name, dtype)
+
+
+@every_subject
+def test_dequantize_overlapping_windows_gives_a_dense_tensor(subject: Subject):
+    x = torch.arange(30.0).unfold(0, 5, 2)
+    packed = subject.quantizer.quantize(x, seed=1)
+    y = packed.dequantize()
+    assert y.shape == x.shape and y.is_contiguous()
+    assert ((y - x).abs() <= subject.tolerance(x, packed)).all()
+
+
+@every_subject
+def test_nbytes_is_what_the_storages_hold(subject: Subject):
+    for name, make in TENSORS.items():
+        packed = subject.quantizer.quantize(make(), seed=3)
+        shapes = subject.quantizer.tensor_shapes(packed.layout)
+        assert tuple((t.numel(), t.dtype) for t in packed.tensors) == shapes, name
+        assert packed.nbytes == sum(length * dtype.itemsize for length, dtype in shapes)
+        assert packed.codes.dtype == torch.uint8
+        assert all(t.dim() == 1 and t.storage_offset() == 0 for t in packed.tensors)
+        assert packed.layout.numel or packed.nbytes == 0
+
+
+@every_subject
+def test_nbytes_counts_distinct_elements(subject: Subject):
+    column = torch.randn(96, 1)
+    assert subject.quantizer.quantize(column.expand(96, 50)).nbytes == subject.quantizer.quantize(column[:, 0]).nbytes
+
+
+@every_subject
+def test_quantize_repeats_with_the_seed(subject: Subject):
+    x = torch.randn(4, 600)
+    first = subject.quantizer.quantize(x, seed=12345)
+    assert _same(first, subject.quantizer.quantize(x, seed=12345))
+    assert _same(first, subject.quantizer.quantize(x, seed=torch.tensor(12345)))
+    assert _same(first, subject.quantizer.quantize(x, seed=12345 + 2**64))
+    noisy = subject.is_stochastic and subject.quantizer.bucket_size != 1  # a bucket of one is constant
+    assert torch.equal(first.codes, subject.quantizer.quantize(x, seed=12346).codes) != noisy
+
+
+@every_subject
+def test_quantize_draws_its_seed_from_torchs_generator(subject: Subject):
+    x = torch.randn(4, 600)
+    torch.manual_seed(7)
+    first, second = subject.quantizer.quantize(x), subject.quantizer.quantize(x)
+    after = torch.rand(())
+    torch.manual_seed(7)
+    assert _same(first, subject.quantizer.quantize(x)) and _same(second, subject.quantizer.quantize(x))
+    if subject.is_stochastic:
+        torch.manual_seed(7)
+        assert _same(first, subject.quantizer.quantize(x, seed=draw_seed()))
+    else:
+        torch.manual_seed(7)
+        assert torch.equal(after, torch.rand(()))
+
+
+@every_subject
+def test_packed_activation_is_immune_to_edits_of_the_input(subject: Subject):
+    x = torch.randn(5, 300)
+    packed = subject.quantizer.quantize(x, seed=1)
+    before = packed.dequantize()
+    x.mul_(1000).add_(3)
+    subject.quantizer.quantize(x, seed=1)
+    assert torch.equal(packed.dequantize(), before)
+
+
+@every_subject
+def test_dequantize_out_reuses_the_buffer(subject: Subject):
+    for name, make in TENSORS.items():
+        x = make().detach()
+        packed = subject.quantizer.quantize(x, seed=5)
+        expected = packed.dequantize()
+        same = torch.full_like(x, float("nan"))
+        contiguous = torch.full(x.shape, float("nan"))
+        gaps = torch.full((*x.shape, 2), float("nan"))[..., 0]
+        for out in (same, contiguous, gaps):
+            version = out._version
+            assert packed.dequantize(out=out) is out
+            assert torch.equal(out, expected), name
+            assert out._version > version, name
+
+
+@every_subject
+def test_dequantize_multiply_equals_the_two_steps(subject: Subject):
+    torch.manual_seed(0)
+    for name, make in TENSORS.items():
+        for dtype in DTYPES:
+            x = make().detach().to(dtype)
+            packed = subject.quantizer.quantize(x, seed=5)
+            same = torch.empty_like(x).copy_(torch.randn(x.shape))
+            contiguous = torch.randn(x.shape, dtype=dtype)
+            gaps = torch.randn((*x.shape, 2), dtype=dtype)[..., 1]
+            for other in (same, contiguous, gaps, torch.randn(x.shape)):
+                expected = packed.dequantize() * other
+                product = packed.dequantize_multiply(other)
+                assert product.dtype == expected.dtype and torch.equal(product, expected), (name, dtype)
+                out = torch.full_like(expected, float("nan"))
+                assert packed.dequantize_multiply(other, out=out) is out
+                assert torch.equal(out, expected)
+            expected = packed.dequantize() * contiguous
+            assert torch.equal(packed.dequantize_multiply(contiguous, out=contiguous), expected)
+
+
+@every_subject
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.14159, 1e-30, 65504.0])
+def test_dequantize_of_a_constant_is_exact(subject: Subject, value: float):
+    value = torch.tensor(value, dtype=subject.quantizer.minimum_dtype).item()  # what the stored minimum can hold
+    for shape in ((1300,), (2, 3, 100)):
+        x = torch.full(shape, value)
+        assert torch.equal(subject.quantizer.quantize(x, seed=1).dequantize(), x)
+
+
+@every_subject
+def test_dequantize_keeps_zeros_after_relu(subject: Subject):
+    x = torch.randn(3, 5, 700).relu()
+    y = subject.quantizer.quantize(x, seed=1).dequantize()
+    assert (y[x == 0] == 0).all()
+
+
+@every_subject
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("position", [0, 1, 5119, 10239])
+def test_dequantize_marks_groups_with_nan_or_infinity(subject: Subject, value: float, position: int):
+    for dtype in DTYPES:
+        x = torch.randn(4, 4, 640).to(dtype)
+        clean = subject.quantizer.quantize(x, seed=1)
+        x.view(-1)[position] = value
+        packed = subject.quantizer.quantize(x, seed=1)
+        y = packed.dequantize()
+        broken = torch.isnan(subject.step(packed))
+        assert broken.view(-1)[position]
+        assert torch.isnan(y[broken]).all()
+        assert torch.equal(y[~broken], clean.dequantize()[~broken])
+        assert torch.isnan(packed.dequantize_multiply(torch.ones_like(x))).equal(broken)
+
+
+@every_subject
+def test_packed_activation_survives_pickle_copy_and_rebuilding(subject: Subject):
+    packed = subject.quantizer.quantize(torch.randn(2, 3, 50), seed=1)
+    y = packed.dequantize()
+    assert torch.equal(pickle.loads(pickle.dumps(packed)).dequantize(), y)
+    assert torch.equal(copy.deepcopy(packed).dequantize(), y)
+    spec = pickle.loads(pickle.dumps(packed.spec))
+    assert spec == packed.spec and hash(spec) == hash(packed.spec)
+    assert torch.equal(PackedActivation.from_tensors(spec, packed.tensors).dequantize(), y)
+
+
+@stochastic_subject
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_is_unbiased(subject: Subject, dtype: torch.dtype):
+    """Mean over draws within 5 standard errors; half a unit of the type and 2^-17 steps are the format's own bias."""
+    torch.manual_seed(0)
+    draws, x = 2000, torch.rand(2, 2, 96).mul(3).sub(1).to(dtype)
+    x[0, 0, 0], x[1, 1, 95] = -1.0, 2.0  # ends of the tensor
+    packed = subject.quantizer.quantize(x, seed=0)
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for seed in range(draws):
+        total += subject.quantizer.quantize(x, seed=seed).dequantize().double()
+    step = subject.step(packed).double()
+    mean, exact = total / draws, x.double()
+    up = ((exact - packed.dequantize().double()) / step.clamp(min=1e-30)).frac().abs()
+    error = step * ((up * (1 - up)).clamp(min=1 / draws) / draws).sqrt()
+    slack = 2.0 * torch.finfo(dtype).eps + 2**-21 + step * 2**-17
+    assert ((mean - exact).abs() <= 5 * error + slack).all()
