@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 
-
 def environment() -> dict[str, Any]:
     """Device, thread count, versions and time of a measurement."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()

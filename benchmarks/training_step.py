@@ -82,7 +82,9 @@ def main() -> None:
         model = efficientnetv2(args.size, image_size=args.image_size, classes=10)
         models[name] = brevact.quantize_backward(model, getattr(brevact, name))
     parameters = sum(p.numel() for p in models["plain"].parameters())
-    print(f"EfficientNetV2-{args.size}, {parameters / 1e6:.1f} M parameters, batch {args.batch_size}, {args.image_size}x")
+    print(
+        f"EfficientNetV2-{args.size}, {parameters / 1e6:.1f} M parameters, batch {args.batch_size}, {args.image_size}x"
+    )
 
     kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in models.items()}
     resident = {name: kept_resident_bytes(model, images, labels) for name, model in models.items()}

@@ -100,7 +100,12 @@ class SavedTensorHooks:
     def _keep(self, x: Tensor) -> Kept:
         region = self._region
         settings = region.settings
-        plain = self.exact.depth or settings is None or type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided
+        plain = (
+            self.exact.depth
+            or settings is None
+            or type(x) not in (Tensor, torch.nn.Parameter)
+            or x.layout is not torch.strided
+        )
         if not plain and x.numel() >= settings.min_numel:
             if x.dtype is torch.bool:
                 return keep_mask(x)

@@ -112,7 +112,11 @@ EXACT = [
     Op("dropout", lambda: nn.Dropout(0.3), stored="exact"),
     Op("max_pool1d", lambda: nn.MaxPool1d(4, 2, 1, dilation=1), LINE, "exact"),
     Op("max_pool2d", lambda: nn.MaxPool2d(2), stored="exact"),
-    Op("max_pool2d dilated", lambda: nn.MaxPool2d((3, 2), (2, 1), (1, 1), dilation=(2, 3), ceil_mode=True), stored="exact"),
+    Op(
+        "max_pool2d dilated",
+        lambda: nn.MaxPool2d((3, 2), (2, 1), (1, 1), dilation=(2, 3), ceil_mode=True),
+        stored="exact",
+    ),
     Op("max_pool2d overlapping", lambda: nn.MaxPool2d(3, 1, 1), stored="exact"),
     Op("max_pool3d", lambda: nn.MaxPool3d(3, 2, 1, ceil_mode=True), VOLUME, "exact"),
     Op("adaptive_max_pool1d", lambda: nn.AdaptiveMaxPool1d(7), LINE, "exact"),

@@ -63,7 +63,9 @@ def test_gradients_at_full_precision_are_torchs_own(op, dtype):
         torch.testing.assert_close(grad, reference, rtol=tolerance, atol=tolerance * reference.abs().max().item())
 
 
-@pytest.mark.parametrize("op", [*ops.EXACT, *ops.NOTHING, *(op for op in ops.INPLACE if op.stored == "exact")], **by_name)
+@pytest.mark.parametrize(
+    "op", [*ops.EXACT, *ops.NOTHING, *(op for op in ops.INPLACE if op.stored == "exact")], **by_name
+)
 def test_masks_and_indices_are_exact_at_one_bit(op):
     function = op.make()
     x = torch.randn(op.shape)

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from brevact.autograd import BackwardSettings, SaveMode, attach_region, current_region, detach_region, has_region, region
+from brevact.autograd import (
+    BackwardSettings,
+    SaveMode,
+    attach_region,
+    current_region,
+    detach_region,
+    has_region,
+    region,
+)
 from brevact.quantizers import Rounding
 from tests.autograd.measuring import settings, watch_saved
 
@@ -450,7 +458,8 @@ def test_weights_are_never_packed():
         for weight in weights:
             shapes = {weight.shape, weight.t().shape if weight.dim() == 2 else weight.shape}
             assert any(
-                t.shape in shapes and (torch.allclose(t.float(), weight, atol=0.1) or torch.allclose(t.float().t(), weight, atol=0.1))
+                t.shape in shapes
+                and (torch.allclose(t.float(), weight, atol=0.1) or torch.allclose(t.float().t(), weight, atol=0.1))
                 if weight.dim() == 2
                 else t.shape == weight.shape and torch.allclose(t.float(), weight, atol=0.1)
                 for t in floats

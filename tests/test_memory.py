@@ -1,0 +1,123 @@
+"""`memory_report`: measured bytes, each storage once, and a model that stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import csv
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import brevact
+from brevact import NearestBackward2bit, StochBackward2bit
+from brevact.memory import LayerMemory, MemoryReport
+from tests.autograd.measuring import watch_saved
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Dropout(0.5), nn.Flatten()
+    )
+
+
+def test_totals_are_the_distinct_storages_that_autograd_keeps():
+    model, x = network(), torch.randn(8, 3, 16, 16)
+    weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    report_plain = brevact.memory_report(model, x)
+    brevact.quantize_backward(model, StochBackward2bit)
+    report = brevact.memory_report(model, x)
+    for expected in (report.saved_bytes, report.plain_bytes):
+        with watch_saved() as saved:
+            model(x)
+        saved.tensors = [t for t in saved.tensors if t.untyped_storage().data_ptr() not in weights]
+        assert saved.nbytes == expected
+        if expected == report.saved_bytes:
+            brevact.restore_backward(model)
+    assert report_plain.saved_bytes == report_plain.plain_bytes == report.plain_bytes
+    assert report.ratio == report.plain_bytes / report.saved_bytes > 8
+
+
+def test_saved_bytes_are_the_sum_of_nbytes():
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False)), torch.randn(8, 3, 16, 16)
+    brevact.quantize_backward(model, NearestBackward2bit)
+    assert brevact.memory_report(model, x).saved_bytes == brevact.quantizer(NearestBackward2bit).quantize(x).nbytes
+
+
+def test_a_shared_storage_counts_once():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x)
+
+    model, x = Model(), torch.randn(64, 64)
+    report = brevact.memory_report(model, x)
+    assert report.plain_bytes == x.nbytes and [row.layer for row in report.rows] == ["a"]
+    brevact.quantize_backward(model, StochBackward2bit)
+    report = brevact.memory_report(model, x)
+    assert report.saved_bytes == brevact.quantizer(StochBackward2bit).quantize(x).nbytes
+
+
+def test_the_model_and_the_generator_stay_as_they_were():
+    model, x = network(), torch.randn(8, 3, 16, 16)
+    brevact.quantize_backward(model, StochBackward2bit)
+    model(x).sum().backward()
+    model.eval()
+    before = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters()], torch.get_rng_state()
+    brevact.memory_report(model, x)
+    assert all(torch.equal(value, before[0][key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    "batch", [lambda x: x, lambda x: (x, 2.0), lambda x: [x, 2.0], lambda x: {"x": x, "scale": 2.0}]
+)
+def test_batches_are_tensors_arguments_or_keywords(batch):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return self.layer(x) * scale
+
+    assert brevact.memory_report(Model(), batch(torch.randn(64, 64))).plain_bytes == 64 * 64 * 4
+
+
+def test_rows_stand_in_the_order_of_the_model_and_name_containers():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).exp()
+
+    rows = brevact.memory_report(Model(), torch.randn(8, 3, 16, 16)).rows
+    assert [(row.layer, row.kind) for row in rows] == [
+        ("", "Model"),
+        ("inner.0", "Conv2d"),
+        ("inner.1", "BatchNorm2d"),
+        ("inner.2", "ReLU"),
+        ("inner.4", "Dropout"),
+    ]
+
+
+def test_report_prints_writes_and_draws(tmp_path):
+    rows = tuple(LayerMemory(f"layer{i}", "Conv2d", 2**20 * (i + 1), 2**16 * (i + 1)) for i in range(60))
+    report = MemoryReport(rows)
+    text = str(report)
+    assert text.count("\n") == 60 + 3 and "layer0   Conv2d     1.000 MiB    0.062 MiB   16.0" in text
+    assert text.splitlines()[-1].split() == ["total", "1830.000", "MiB", "114.375", "MiB", "16.0"]
+    report.to_csv(tmp_path / "memory.csv")
+    with open(tmp_path / "memory.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert sum(int(row["saved_bytes"]) for row in read) == report.saved_bytes and len(read) == 60
+    report.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+    assert MemoryReport(()).ratio == float("inf") and str(MemoryReport(()))

@@ -1,0 +1,209 @@
+"""`quantize_backward`, `restore_backward`, `backward_quant` and `quantizer`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import brevact
+import brevact.nn as bnn
+from brevact import NearestBackward4bit, StochBackward2bit, StochBackward4bit
+from tests.autograd.measuring import watch_saved
+
+
+class Net(nn.Module):
+    """Two blocks and a head, with a functional op between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU()),
+            nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
+        )
+        self.head = nn.Linear(16, 5)
+        self.tied = self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(x)
+        return self.head((x * x.mean((2, 3), keepdim=True).sigmoid()).mean((2, 3)))
+
+
+def images() -> Tensor:
+    return torch.randn(16, 3, 16, 16)
+
+
+def widths(model: nn.Module, x: Tensor) -> dict[str, list[float]]:
+    """Bits an element of each packed tensor that each leaf module stores."""
+    found: dict[str, list[float]] = {}
+    for name, module in model.named_modules():
+        if not any(module.children()):
+            inputs: list[Tensor] = []
+            handle = module.register_forward_hook(lambda m, args, out, inputs=inputs: inputs.append(args[0]))
+            with watch_saved() as saved:
+                model(x)
+            handle.remove()
+            codes = {t.data_ptr(): t.numel() for t in saved.tensors if t.dtype is torch.uint8}
+            found[name] = [8 * count / inputs[0].numel() for count in codes.values()]
+    return found
+
+
+def test_quantize_backward_leaves_the_model_as_it_was():
+    model = Net().double()
+    model.blocks[0].eval()
+    model.head.weight.register_hook(lambda grad: grad)
+    before = {name: (id(m), type(m), m.training) for name, m in model.named_modules()}
+    state = copy.deepcopy(model.state_dict())
+    x = images().double()
+    model.eval()
+    expected = model(x)
+    model.train()
+    model.blocks[0].eval()
+    assert brevact.quantize_backward(model, StochBackward2bit) is model
+    assert {name: (id(m), type(m), m.training) for name, m in model.named_modules()} == before
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(model.eval()(x), expected)
+    brevact.restore_backward(model)
+    for module in model.modules():
+        assert not (module._forward_hooks or module._forward_pre_hooks or module._forward_hooks_always_called)
+
+
+def test_quantize_backward_packs_and_restore_backward_ends_it():
+    model, x = Net(), images()
+    torch.manual_seed(0)
+    expected = model(x)
+    sizes = {}
+    for name, change in (("plain", None), ("packed", brevact.quantize_backward), ("again", brevact.restore_backward)):
+        if change is brevact.quantize_backward:
+            change(model, StochBackward2bit)
+        elif change:
+            change(model)
+        with watch_saved() as saved:
+            out = model(x)
+        assert torch.equal(out, expected)
+        sizes[name] = saved.nbytes
+    assert sizes["plain"] == sizes["again"] > 8 * sizes["packed"]
+
+
+def test_submodules_run_in_the_region_when_called_by_themselves():
+    model = brevact.quantize_backward(Net(), StochBackward2bit)
+    with watch_saved() as saved:
+        model.blocks(images())
+    assert any(t.dtype is torch.uint8 for t in saved.tensors)
+
+
+def test_rules_go_by_name_and_type_and_the_first_match_wins():
+    model, x = Net(), images()
+    rules = {
+        "head": None,
+        "blocks.1": NearestBackward4bit.let(bucket_size=64),
+        nn.BatchNorm2d: StochBackward4bit,
+        "*": StochBackward2bit,
+    }
+    brevact.quantize_backward(model, rules)
+    report = {row.layer: row for row in brevact.memory_report(model, x).rows}
+    bits = {
+        name: 32 * report[name].saved_bytes / report[name].plain_bytes
+        for name in ("blocks.0.0", "blocks.0.1", "blocks.1.1")
+    }
+    assert 2 <= bits["blocks.0.0"] < 2.3  # input image, "*"
+    assert 4 <= bits["blocks.0.1"] < 4.3  # by type
+    assert 4.6 <= bits["blocks.1.1"] < 5.1  # by name: 4 bits and 48 bits for each 64 elements
+    with watch_saved() as saved:
+        model.head(torch.randn(4096, 16))
+    assert all(t.dtype is torch.float32 for t in saved.tensors)
+
+
+def test_patterns_name_a_module_and_what_is_inside_it():
+    model = Net()
+    brevact.quantize_backward(model, {"blocks.*.1": None, "blocks": StochBackward2bit})
+    report = {row.layer: row for row in brevact.memory_report(model, images()).rows}
+    assert report["blocks.0.1"].plain_bytes == report["blocks.0.1"].saved_bytes
+    assert report["blocks.0.2"].plain_bytes > 10 * report["blocks.0.2"].saved_bytes
+    head = report[""]  # the product between the layers stays plain: no rule names the model itself
+    assert head.saved_bytes >= head.plain_bytes
+
+
+def test_layers_with_a_quantizer_of_their_own_keep_it():
+    model = nn.Sequential(bnn.QuantConv2d(3, 8, 3, weight_quant=None, act_quant=StochBackward4bit), nn.BatchNorm2d(8))
+    brevact.quantize_backward(model, StochBackward2bit)
+    report = brevact.memory_report(model, images())
+    bits = [32 * row.saved_bytes / row.plain_bytes for row in report.rows]
+    assert 4 <= bits[0] < 4.3 and 2 <= bits[1] < 2.3
+    brevact.restore_backward(model)
+    bits = [32 * row.saved_bytes / row.plain_bytes for row in brevact.memory_report(model, images()).rows]
+    assert 4 <= bits[0] < 4.3 and bits[1] == 32
+
+
+def test_policies_survive_copy_and_pickle():
+    model = brevact.quantize_backward(Net(), {"head": None, "*": StochBackward2bit})
+    x = images()
+    size = brevact.memory_report(model, x).saved_bytes
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert brevact.memory_report(twin, x).saved_bytes == size
+        brevact.restore_backward(twin)
+        assert brevact.memory_report(twin, x).saved_bytes > size
+    assert brevact.memory_report(model, x).saved_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (nn.ReLU, TypeError, "ReLU"),
+        ({"haed": None}, ValueError, r"'haed' matches no module of Net; nearest names: head"),
+        ({nn.LayerNorm: StochBackward2bit}, ValueError, "LayerNorm"),
+        ({3: StochBackward2bit}, TypeError, "policy rule 3 of type int"),
+        ({"*": "StochBackward2bit"}, TypeError, "StochBackward2bit"),
+        (None, TypeError, "None"),
+    ],
+)
+def test_quantize_backward_refuses_wrong_policies(policy, error, message):
+    model = Net()
+    with pytest.raises(error, match=message):
+        brevact.quantize_backward(model, policy)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_quantize_backward_refuses_a_second_policy_and_no_model():
+    model = brevact.quantize_backward(Net(), StochBackward2bit)
+    for twice in (model, model.blocks, nn.Sequential(model)):
+        with pytest.raises(ValueError, match="restore_backward"):
+            brevact.quantize_backward(twice, StochBackward2bit)
+    with pytest.raises(ValueError, match="no backward policy"):
+        brevact.restore_backward(Net())
+    for function in (brevact.restore_backward, brevact.memory_report, brevact.quantize_backward):
+        with pytest.raises(TypeError, match="model: got 3"):
+            function(3, *([] if function is brevact.restore_backward else [StochBackward2bit]))
+    with pytest.raises(TypeError, match="bucket_size: overrides go with a single quantizer"):
+        brevact.quantize_backward(Net(), {"*": StochBackward2bit}, bucket_size=64)
+
+
+def test_unknown_overrides_name_the_nearest():
+    for call in (
+        lambda: brevact.quantize_backward(Net(), StochBackward2bit, buket_size=64),
+        lambda: brevact.backward_quant(StochBackward2bit, buket_size=64),
+        lambda: brevact.quantizer(StochBackward2bit, buket_size=64),
+    ):
+        with pytest.raises((TypeError, ValueError), match="buket_size.*bucket_size"):
+            call()
+
+
+def test_backward_quant_is_a_context_manager_and_a_decorator():
+    layer = nn.Linear(64, 64)
+    x = torch.randn(64, 64)
+
+    @brevact.backward_quant(StochBackward2bit)
+    def forward() -> Tensor:
+        return layer(x)
+
+    for _ in range(2):
+        with watch_saved() as saved:
+            forward()
+        assert any(t.dtype is torch.uint8 for t in saved.tensors)
+    with watch_saved() as saved, brevact.backward_quant(StochBackward2bit), brevact.backward_quant(None):
+        layer(x)
+    assert saved.holds(x)
