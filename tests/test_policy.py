@@ -36,21 +36,6 @@ def images() -> Tensor:
     return torch.randn(16, 3, 16, 16)
 
 
-def widths(model: nn.Module, x: Tensor) -> dict[str, list[float]]:
-    """Bits an element of each packed tensor that each leaf module stores."""
-    found: dict[str, list[float]] = {}
-    for name, module in model.named_modules():
-        if not any(module.children()):
-            inputs: list[Tensor] = []
-            handle = module.register_forward_hook(lambda m, args, out, inputs=inputs: inputs.append(args[0]))
-            with watch_saved() as saved:
-                model(x)
-            handle.remove()
-            codes = {t.data_ptr(): t.numel() for t in saved.tensors if t.dtype is torch.uint8}
-            found[name] = [8 * count / inputs[0].numel() for count in codes.values()]
-    return found
-
-
 def test_quantize_backward_leaves_the_model_as_it_was():
     model = Net().double()
     model.blocks[0].eval()
@@ -188,7 +173,7 @@ def test_unknown_overrides_name_the_nearest():
         lambda: brevact.backward_quant(StochBackward2bit, buket_size=64),
         lambda: brevact.quantizer(StochBackward2bit, buket_size=64),
     ):
-        with pytest.raises((TypeError, ValueError), match="buket_size.*bucket_size"):
+        with pytest.raises((TypeError, ValueError), match=r"buket_size.*bucket_size"):
             call()
 
 

@@ -8,13 +8,13 @@ active; the hooks do. Hooks that were active around the region see each tensor t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD
-from brevact.autograd.keeping import AS_IT_IS, Decoder, Kept, keep_as_it_is, keep_mask
+from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask
 
 if TYPE_CHECKING:
     from brevact.autograd.region import Region

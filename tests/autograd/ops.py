@@ -52,6 +52,17 @@ class Affine(nn.Module):
         return x * self.scale + self.bias
 
 
+class WeightProduct(nn.Module):
+    """A matrix product with a weight, as `x @ w`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 def frozen_batch_norm() -> nn.Module:
     """Batch norm in eval mode with statistics that are not trivial."""
     norm = nn.BatchNorm2d(4)
@@ -136,7 +147,7 @@ NOTHING = [
 FALLBACK = [
     Op("conv_transpose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2)),
     Op("exp", lambda: torch.exp),
-    Op("matmul with weight", lambda: lambda x, w=nn.Parameter(torch.randn(12, 5)): x @ w),
+    Op("matmul with weight", WeightProduct),
 ]
 INPLACE = [
     Op("relu_", lambda: nn.ReLU(True), stored="exact"),

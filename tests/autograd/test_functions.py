@@ -51,8 +51,6 @@ def test_gradients_at_full_precision_are_torchs_own(op, dtype):
     function = op.make()
     function = function.to(dtype) if isinstance(function, nn.Module) else function
     x = torch.randn(op.shape).to(dtype)
-    if op.name == "matmul with weight" and dtype is torch.float64:
-        function = lambda x, w=nn.Parameter(torch.randn(12, 5, dtype=dtype)): x @ w  # noqa: E731
     _, expected = run(op, copy.deepcopy(function), x, None)
     _, grads = run(op, function, x, EXACT_VALUES)
     # Sums of some hundred products in another order; torch rounds 1 / alpha and 1 / 6 to float32 in these two.
@@ -156,8 +154,6 @@ def test_stored_bytes_shrink(op):
         held = {p.untyped_storage().data_ptr() for p in state}
         saved.tensors = [t for t in saved.tensors if t.untyped_storage().data_ptr() not in held and t.dim()]
         sizes.append(saved.nbytes)
-    if op.name == "matmul with weight":
-        sizes = [size - 12 * 5 * 4 for size in sizes]
     bits = 32 * sizes[1] / sizes[0]
     assert bits <= (4 if op.stored == "packed" else 2.2), f"{sizes}: {bits:.2f} bits an element"
 
@@ -205,8 +201,6 @@ def test_channels_last_strides_and_gradients(op):
 @pytest.mark.parametrize("op", [op for op in ops.ALL if len(op.shape) == 4], **by_name)
 def test_half_precision_runs_as_torch_does(op, dtype):
     function = op.make()
-    if op.name == "matmul with weight":
-        function = lambda x, w=nn.Parameter(torch.randn(12, 5).to(dtype)): x @ w  # noqa: E731
     function = function.to(dtype) if isinstance(function, nn.Module) else function
     x = torch.randn(op.shape).to(dtype)
     expected_out, expected = run(op, copy.deepcopy(function), x, None)
@@ -294,7 +288,7 @@ def test_wrong_arguments_get_torchs_own_error(call):
     x = torch.randn(3, 4, 12, 12, requires_grad=True)
     with pytest.raises(Exception) as expected:
         call(x)
-    with pytest.raises(type(expected.value), match=".") as raised, region(settings()):
+    with pytest.raises(type(expected.value)) as raised, region(settings()):
         call(x)
     assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]
 

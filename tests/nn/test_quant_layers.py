@@ -5,7 +5,17 @@ import brevitas.config
 import brevitas.nn as qnn
 import pytest
 import torch
-from brevitas.quant import Int8ActPerTensorFloat
+from brevitas.quant import (
+    Int4WeightPerTensorFloatDecoupled,
+    Int8ActPerTensorFloat,
+    Int8WeightNormL2PerChannelFixedPoint,
+    Int8WeightPerChannelFloat,
+    Int8WeightPerTensorFixedPoint,
+    Int8WeightPerTensorFloat,
+    ShiftedUint8WeightPerTensorFloat,
+    SignedBinaryWeightPerTensorConst,
+    SignedTernaryWeightPerTensorConst,
+)
 from torch import nn
 
 import brevact.nn as bnn
@@ -43,6 +53,16 @@ CASES = {
     "QuantRNN": ((64, 32), RECURRENT, (12, 32, 64)),
     "QuantLSTM": ((64, 32), RECURRENT | GATES, (12, 32, 64)),
 }
+WEIGHT_QUANTIZERS = [
+    Int8WeightPerTensorFloat,
+    Int8WeightPerChannelFloat,
+    Int8WeightPerTensorFixedPoint,
+    Int8WeightNormL2PerChannelFixedPoint,
+    Int4WeightPerTensorFloatDecoupled,
+    ShiftedUint8WeightPerTensorFloat,
+    SignedBinaryWeightPerTensorConst,
+    SignedTernaryWeightPerTensorConst,
+]
 cases = pytest.mark.parametrize("name", CASES)
 #: One operation that is linear in its input: its input gradient does not read the stored input.
 LINEAR_IN_INPUT = [name for name in CASES if "Conv" in name or name == "QuantLinear"]
@@ -109,6 +129,18 @@ def test_input_gradient_is_exact_and_weight_gradient_is_not(name):
 def test_gradients_are_exact_for_inputs_on_the_grid(name):
     plain, packed = build(qnn, name), build(bnn, name, act_quant=StochBackward2bit)
     x = torch.randint(0, 4, CASES[name][2]).float()  # 0, 1, 2 and 3 are the four levels of every bucket
+    (_, expected), (_, result) = step(plain, x), step(packed, x)
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
+@pytest.mark.parametrize("weight_quant", WEIGHT_QUANTIZERS, ids=lambda quant: quant.__name__)
+@pytest.mark.parametrize("name", ["QuantConv2d", "QuantConvTranspose2d", "QuantLinear"])
+def test_fake_quantized_weights_are_not_packed(name, weight_quant):
+    plain, packed = (
+        build(module, name, weight_quant=weight_quant, bias=False, **slot)
+        for module, slot in ((qnn, {}), (bnn, {"act_quant": StochBackward2bit}))
+    )
+    x = torch.randint(0, 4, CASES[name][2]).float()  # decodes exactly: a difference is a packed weight
     (_, expected), (_, result) = step(plain, x), step(packed, x)
     assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 

@@ -1,0 +1,67 @@
+"""What the layers import, and what happens without Numba."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "brevact"
+
+
+def _imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("layer", "own", "libraries"),
+    [
+        ("cpu_kernels", {"brevact.cpu_kernels"}, {"numba", "llvmlite", "numpy"}),
+        ("quantizers", {"brevact.quantizers"}, {"torch"}),
+    ],
+)
+def test_layer_imports_only_what_lies_below(layer: str, own: set[str], libraries: set[str]):
+    for path in sorted((PACKAGE / layer).glob("*.py")):
+        for name in _imports(path):
+            root = name.partition(".")[0]
+            if root == "brevact":
+                below = ".".join(name.split(".")[:2]) in own
+                assert below or (path.name == "dispatch.py" and name == "brevact.cpu_kernels"), (path.name, name)
+            else:
+                assert root in libraries or root in sys.stdlib_module_names, (path.name, name)
+
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+import torch
+from brevact.quantizers import Layout, UniformQuantizer, mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
+x = torch.linspace(-1, 2, 1000)
+packed = UniformQuantizer(bit_width=3).quantize(x, seed=5)
+grad = mask_multiply(pack_mask(x), Layout.of(x), x, negative_slope=0.5)
+assert torch.equal(grad, torch.where(x > 0, x, x * 0.5)) and torch.equal(unpack_mask(pack_mask(x), Layout.of(x)), x > 0)
+assert torch.equal(unpack_codes(pack_codes(torch.arange(100), 7), 7, 100), torch.arange(100, dtype=torch.int32))
+assert torch.equal(packed.dequantize_multiply(x), packed.dequantize() * x)
+assert "brevact.cpu_kernels" not in sys.modules
+print(packed.codes.numpy().tobytes().hex())
+"""
+
+
+def test_quantize_without_numba_gives_the_same_bytes():
+    import torch
+
+    from brevact.quantizers import UniformQuantizer
+
+    run = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True, timeout=120, capture_output=True, text=True)
+    packed = UniformQuantizer(bit_width=3).quantize(torch.linspace(-1, 2, 1000), seed=5)
+    assert run.stdout.strip() == packed.codes.numpy().tobytes().hex()

@@ -1,0 +1,64 @@
+"""Blocks beyond element 2^31, without the memory: addresses are shifted so that one block falls on a buffer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from brevact.cpu_kernels import FLOAT32, UniformPlan
+from brevact.cpu_kernels.dequantize import dequantize_blocks
+from brevact.cpu_kernels.quantize import quantize_blocks
+from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer
+from brevact.quantizers.philox import column_bits
+from brevact.quantizers.reference import calibrate, pack, round_codes
+
+BLOCK = 512
+
+
+@pytest.mark.parametrize("first_block", [0, 2**22, 2**23 + 5, 2**36])  # elements up to 2^45: columns beyond 2^32
+@pytest.mark.parametrize("bit_width", [2, 5, 8, 16])
+def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
+    torch.manual_seed(0)
+    first, seed = first_block * BLOCK, 99
+    x, quantizer = torch.randn(BLOCK), UniformQuantizer(bit_width=bit_width)
+    numel = first + BLOCK
+    plan = UniformPlan(
+        numel=numel,
+        bit_width=bit_width,
+        block_size=BLOCK,
+        inner=BLOCK,
+        groups=first_block + 1,
+        one_run=True,
+        stochastic=True,
+        scale_kind=FLOAT32,
+        minimum_kind=FLOAT32,
+        kind=FLOAT32,
+    )
+    codes, scale, minimum = torch.zeros(BLOCK * bit_width // 8, dtype=torch.uint8), torch.zeros(1), torch.zeros(1)
+    pointers = (
+        codes.data_ptr() - first // 8 * bit_width,
+        scale.data_ptr() - 4 * first_block,
+        minimum.data_ptr() - 4 * first_block,
+    )
+    quantize_blocks(x.data_ptr() - 4 * first, *pointers, seed, plan.address, first_block, first_block + 1)
+
+    m, s = calibrate(x, quantizer.geometry(Layout.of(x)), torch.float32, torch.float32)
+    steps = ((x - m) * (torch.ones_like(s) / s)).clamp(0, 2**bit_width - 1)
+    bits = column_bits(torch.arange(first // 8, numel // 8), torch.tensor(seed)).flatten()
+    q = round_codes(steps, bits).clamp(max=2**bit_width - 1)
+    assert torch.equal(scale, s) and torch.equal(minimum, m)
+    assert torch.equal(codes, pack(q, bit_width, BLOCK))
+
+    y = torch.full((BLOCK,), float("nan"))
+    dequantize_blocks(*pointers, 0, y.data_ptr() - 4 * first, plan.address, first_block, first_block + 1)
+    assert torch.equal(y, m + s * q)
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_tensor_shapes_beyond_two_to_the_31_elements(rounding: Rounding):
+    n = 2**33 + 11
+    layout = Layout.of(torch.empty(n, device="meta"))
+    for granularity, groups in ((Granularity.BUCKET, 2**24 + 1), (Granularity.TENSOR, 1)):
+        quantizer = UniformQuantizer(bit_width=3, rounding=rounding, granularity=granularity)
+        (codes, _), (scale, _), (minimum, _) = quantizer.tensor_shapes(layout)
+        assert (codes, scale, minimum) == (2**33 // 8 * 3 + 2 * 3, groups, groups)

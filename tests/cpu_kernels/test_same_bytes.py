@@ -1,0 +1,209 @@
+"""Kernels give the reference's bytes, and write every byte: outputs start out filled with a pattern."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from brevact import cpu_kernels
+from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer, reference
+
+KINDS = {
+    torch.float32: cpu_kernels.FLOAT32,
+    torch.bfloat16: cpu_kernels.BFLOAT16,
+    torch.float16: cpu_kernels.FLOAT16,
+    torch.float64: cpu_kernels.FLOAT64,
+}
+BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
+SEED = -0x123456789ABCDEF
+
+
+def _plan(quantizer: UniformQuantizer, layout: Layout) -> cpu_kernels.UniformPlan:
+    geometry = quantizer.geometry(layout)
+    return cpu_kernels.UniformPlan(
+        numel=geometry.numel,
+        bit_width=geometry.bit_width,
+        block_size=geometry.block_size,
+        inner=geometry.inner,
+        groups=geometry.groups,
+        one_run=geometry.one_run,
+        stochastic=quantizer.is_stochastic,
+        scale_kind=KINDS[quantizer.scale_dtype],
+        minimum_kind=KINDS[quantizer.minimum_dtype],
+        kind=KINDS[layout.dtype],
+    )
+
+
+def _filled(length: int, dtype: torch.dtype, byte: int) -> Tensor:
+    return torch.full((length * dtype.itemsize,), byte, dtype=torch.uint8).view(dtype)
+
+
+def _assert_same_bytes(quantizer: UniformQuantizer, x: Tensor, threads: int = 1) -> None:
+    layout = Layout.of(x)
+    flat, plan, geometry = layout.flatten(x), _plan(quantizer, layout), quantizer.geometry(layout)
+    seed = torch.tensor(SEED) if quantizer.is_stochastic else None
+    expected = reference.quantize_uniform(flat, geometry, seed, quantizer.scale_dtype, quantizer.minimum_dtype)
+    values = reference.dequantize_uniform(*expected, geometry, torch.empty_like(flat))
+    other = torch.linspace(-3, 5, flat.numel()).to(x.dtype)
+    for byte in (0xAB, 0xFF):
+        shapes = quantizer.tensor_shapes(layout)
+        codes, scale, minimum = (_filled(length, dtype, byte) for length, dtype in shapes)
+        pointers = codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
+        cpu_kernels.quantize_uniform(flat.data_ptr(), *pointers, SEED, plan, threads)
+        for name, got, want in zip(("codes", "scale", "minimum"), (codes, scale, minimum), expected, strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (name, quantizer, tuple(x.shape))
+        decoded = _filled(flat.numel(), x.dtype, byte)
+        cpu_kernels.dequantize_uniform(*pointers, 0, decoded.data_ptr(), plan, threads)
+        _assert_same_values(decoded, values)
+        product = _filled(flat.numel(), x.dtype, byte)
+        cpu_kernels.dequantize_uniform(*pointers, other.data_ptr(), product.data_ptr(), plan, threads)
+        _assert_same_values(product, values * other)
+
+
+def _assert_same_values(got: Tensor, want: Tensor) -> None:
+    """The same bytes but for those of NaNs, which torch writes in several ways."""
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = (x.masked_fill(x.isnan(), 0.0) for x in (got, want))
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("bit_width", BIT_WIDTHS)
+@pytest.mark.parametrize("rounding", Rounding)
+def test_quantize_bytes_for_every_bucket_and_length(bit_width: int, rounding: Rounding):
+    torch.manual_seed(bit_width)
+    for bucket_size in (1, 7, 64, 100, 512, 4096, 5000, None):
+        quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
+        for length in (0, 1, 8, 71, 513, 5001):
+            _assert_same_bytes(quantizer, torch.randn(length) * 3 + 1)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("rounding", Rounding)
+def test_quantize_bytes_for_every_dtype_and_granularity(dtype: torch.dtype, rounding: Rounding):
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, 9, 11).to(dtype)
+    for bit_width in (2, 7, 8, 16):
+        for granularity in Granularity:
+            for channel_dim in (1, -1):
+                quantizer = UniformQuantizer(
+                    bit_width=bit_width, rounding=rounding, granularity=granularity, channel_dim=channel_dim
+                )
+                _assert_same_bytes(quantizer, x)
+                _assert_same_bytes(quantizer, x.to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("minimum_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_quantize_bytes_of_extreme_values(scale_dtype, minimum_dtype, dtype):
+    torch.manual_seed(0)
+    info = torch.finfo(dtype)
+    rows = [
+        torch.randn(64),
+        torch.zeros(64),
+        -torch.zeros(64),
+        torch.tensor([0.0, -0.0]).repeat(32),
+        torch.tensor([info.max, -info.max]).repeat(32),
+        torch.tensor([info.max, 0.0]).repeat(32),
+        torch.linspace(0.4, 0.5, 64, dtype=torch.float64) * info.max,
+        torch.linspace(-1, 1, 64, dtype=torch.float64) * info.tiny,
+        torch.linspace(0, 1, 64, dtype=torch.float64) * info.tiny * info.eps,
+        torch.linspace(1, 1 + 1e-6, 64, dtype=torch.float64),
+        torch.linspace(-1000.01, -999.99, 64),
+        torch.tensor([1.0] * 63 + [float("nan")]),
+        torch.tensor([float("inf")] + [1.0] * 63),
+        torch.tensor([-float("inf")] * 64),
+    ]
+    x = torch.stack([row.to(dtype) for row in rows])
+    for rounding in Rounding:
+        for bit_width in (1, 2, 8, 12):
+            for bucket_size in (64, None):
+                quantizer = UniformQuantizer(
+                    bit_width=bit_width,
+                    rounding=rounding,
+                    bucket_size=bucket_size,
+                    scale_dtype=scale_dtype,
+                    minimum_dtype=minimum_dtype,
+                )
+                _assert_same_bytes(quantizer, x)
+                for row in x:
+                    _assert_same_bytes(quantizer, row)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("granularity", Granularity)
+def test_quantize_bytes_on_several_threads(dtype: torch.dtype, granularity: Granularity):
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 20011).to(dtype)
+    for bucket_size in (512, 5000):
+        quantizer = UniformQuantizer(bit_width=3, bucket_size=bucket_size, granularity=granularity)
+        _assert_same_bytes(quantizer, x, threads=4)
+
+
+def test_quantize_rounds_every_bfloat16_and_float16_as_torch_does():
+    """Bucket size 1 stores each value in the minimum; so decoding it shows both conversions, for all finite values."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = every.view(dtype)
+        x = x[torch.isfinite(x)]
+        y = UniformQuantizer(bit_width=1, bucket_size=1).quantize(x).dequantize()
+        assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dequantize_multiply_rounds_as_torch_does(dtype: torch.dtype):
+    """Products cover halves, subnormal results, overflow, infinity and NaN."""
+    torch.manual_seed(0)
+    info = torch.finfo(dtype)
+    x = torch.randn(1 << 14).to(dtype)
+    other = torch.randint(-(2**15), 2**15, x.shape, dtype=torch.int16).view(dtype)
+    other[:4] = torch.tensor([info.max, info.tiny, info.tiny * info.eps, float("inf")], dtype=dtype)
+    packed = UniformQuantizer(bit_width=8).quantize(x, seed=0)
+    expected = packed.dequantize() * other
+    _assert_same_values(packed.dequantize_multiply(other), expected)
+
+
+@pytest.mark.parametrize("bit_width", [1, 2, 3, 5, 8, 9, 13, 24, 31, 32])
+def test_pack_codes_bytes(bit_width: int):
+    torch.manual_seed(bit_width)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        info = torch.iinfo(dtype)
+        for length in (0, 1, 9, 513, 3001):
+            codes = torch.randint(info.min, info.max, (length,), dtype=dtype)
+            if dtype != torch.uint8 and bit_width > info.bits:
+                continue
+            for block_size in (8, 512, 600):
+                expected = reference.pack(codes, bit_width, block_size)
+                packed = torch.full_like(expected, 0xAB)
+                cpu_kernels.pack_codes(
+                    codes.data_ptr(), codes.itemsize, packed.data_ptr(), bit_width, block_size, length, 1
+                )
+                assert torch.equal(packed, expected)
+                unpacked = torch.full((length,), -1, dtype=torch.int64)
+                cpu_kernels.unpack_codes(packed.data_ptr(), unpacked.data_ptr(), 8, bit_width, block_size, length, 1)
+                assert torch.equal(unpacked, codes.to(torch.int64) & ((1 << bit_width) - 1))
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_masks_equal_torch(dtype: torch.dtype):
+    torch.manual_seed(0)
+    info = torch.finfo(dtype)
+    special = [0.0, -0.0, info.tiny, -info.tiny, info.tiny * info.eps, info.max, float("inf"), -float("inf")]
+    for length in (0, 1, 7, 513, 4099):
+        x = torch.randn(length).to(dtype)
+        x[: len(special)] = torch.tensor(special, dtype=dtype)[:length]
+        mask, grad = ~(x <= 0), torch.randn(length).to(dtype)
+        expected = reference.pack(mask.to(torch.uint8), 1, 512)
+        for source, kind in ((x, KINDS[dtype]), (mask, cpu_kernels.BOOL)):
+            packed = torch.full_like(expected, 0xAB)
+            cpu_kernels.pack_mask(source.data_ptr(), kind, packed.data_ptr(), length, 1)
+            assert torch.equal(packed, expected)
+        unpacked = torch.full((length,), 0xAB, dtype=torch.uint8)
+        cpu_kernels.unpack_mask(packed.data_ptr(), unpacked.data_ptr(), length, 1)
+        assert torch.equal(unpacked, mask.to(torch.uint8))
+        for slope in (0.0, 0.01, -0.3):
+            result = torch.full_like(grad, float("nan"))
+            pointers = packed.data_ptr(), grad.data_ptr(), result.data_ptr()
+            cpu_kernels.mask_multiply(*pointers, KINDS[dtype], slope, length, 1)
+            assert torch.equal(result, torch.where(mask, grad, grad * slope if slope else torch.zeros_like(grad)))

@@ -1,0 +1,182 @@
+import itertools
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from recipes.efficientnetv2 import main
+from recipes.files import read_checkpoint, read_rows
+from recipes.models import EfficientNetV2
+from recipes.runs import COLUMNS
+
+#: Command line of the smallest run: two steps an epoch.
+TINY = "--train-size 16 --test-size 8 --batch-size 8 --epochs 2 --warmup-epochs 0.5".split()
+ONE_EPOCH = [*TINY, "--epochs", "1"]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@contextmanager
+def interrupted_at_forward(number):
+    """Raises KeyboardInterrupt where the forward pass of a model starts for the `number`-th time."""
+    count = itertools.count(1)
+
+    def stop(module, inputs):
+        if isinstance(module, EfficientNetV2) and next(count) == number:
+            raise KeyboardInterrupt
+
+    handle = register_module_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def same_weights(one, other):
+    first, second = (read_checkpoint(folder / "checkpoint.pt")["trainer"]["model"] for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def results_without_time(folder):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rows(folder / "history.csv")]
+
+
+def test_main_writes_history_summary_and_pictures(tmp_path, capsys):
+    arguments = [*TINY, "--act-quant", "StochBackward2bit", "--act-override", "bucket_size=256"]
+    assert main([*arguments, "--out-dir", str(tmp_path)]) == 0
+    names = {"checkpoint.pt", "history.csv", "summary.json", "accuracy.png", "memory.csv", "memory.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    rows = read_rows(tmp_path / "history.csv")
+    assert [row["epoch"] for row in rows] == ["1", "2"] and tuple(rows[0]) == COLUMNS
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["finished"] is True and summary["epochs"] == 2
+    assert summary["test_accuracy"] == pytest.approx(float(rows[-1]["test_accuracy"]))
+    assert summary["best_test_accuracy"] == pytest.approx(max(float(row["test_accuracy"]) for row in rows))
+    assert summary["settings"]["act_override"] == ["bucket_size=256"]
+    assert set(summary["versions"]) == {"python", "torch", "brevitas"}
+    stored = [
+        sum(int(row[key]) for row in read_rows(tmp_path / "memory.csv")) for key in ("saved_bytes", "plain_bytes")
+    ]
+    assert stored == [summary["saved_bytes"], summary["plain_bytes"]]
+    assert summary["saved_bytes"] < summary["plain_bytes"] / 4
+    assert float(rows[0]["saved_mib"]) == pytest.approx(summary["saved_bytes"] / 2**20)
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("accuracy.png", "memory.png"))
+    assert f"test accuracy {summary['test_accuracy']:.2%}" in capsys.readouterr().out
+
+
+def test_main_compares_with_full_precision(tmp_path, capsys):
+    arguments = [*TINY, "--compare", "StochBackward2bit", "NearestBackward4bit", "--out-dir", str(tmp_path)]
+    assert main(arguments) == 0
+    rows = {row["run"]: row for row in read_rows(tmp_path / "comparison.csv")}
+    assert list(rows) == ["full precision", "StochBackward2bit", "NearestBackward4bit"]
+    ratios = [float(row["times_less"]) for row in rows.values()]
+    assert ratios[0] == 1.0 < ratios[2] < ratios[1]
+    plain = float(rows["full precision"]["saved_mib"])
+    assert ratios[1] == pytest.approx(plain / float(rows["StochBackward2bit"]["saved_mib"]))
+    assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
+    for name in ("full-precision", "StochBackward2bit", "NearestBackward4bit"):
+        assert len(read_rows(tmp_path / name / "history.csv")) == 2
+    table = capsys.readouterr().out
+    assert f"{plain:.2f} MiB (1.0x less)" in table and f"({ratios[1]:.1f}x less)" in table
+
+
+def test_main_repeats_a_run_for_its_seed(tmp_path):
+    arguments = [*ONE_EPOCH, "--act-quant", "StochBackward2bit"]
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        assert main([*arguments, "--seed", seed, "--out-dir", str(tmp_path / name)]) == 0
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+    assert not same_weights(tmp_path / "a", tmp_path / "c")
+
+
+RESUMABLE = ["--act-quant", "StochBackward2bit", "--epochs", "3", "--stochastic-depth", "0.2"]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    assert main([*TINY, *RESUMABLE, "--out-dir", str(folder)]) == 0
+    return folder
+
+
+# The memory report takes forward passes 1 and 2, an epoch two for training and one for testing.
+@pytest.mark.parametrize("forward", [7, 8], ids=["training", "testing"])
+def test_main_resumes_an_interrupted_run_to_the_same_result(whole_run, tmp_path, capsys, forward):
+    with interrupted_at_forward(forward):
+        assert main([*TINY, *RESUMABLE, "--out-dir", str(tmp_path)]) == 130
+    assert "--resume DIR goes on" in capsys.readouterr().err
+    finished = results_without_time(tmp_path)
+    assert len(finished) == 1
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+    (tmp_path / "history.csv").unlink()  # as if the interruption had come before it was written
+    assert main(["--resume", str(tmp_path)]) == 0
+    resumed = results_without_time(tmp_path)
+    assert resumed == results_without_time(whole_run)
+    assert resumed[:1] == finished
+    assert same_weights(whole_run, tmp_path)
+
+
+def test_main_says_when_an_interrupted_run_has_no_epoch_to_resume(tmp_path, capsys):
+    with interrupted_at_forward(4):
+        assert main([*TINY, "--out-dir", str(tmp_path)]) == 130
+    assert main(["--resume", str(tmp_path)]) == 2
+    assert "no run to resume" in capsys.readouterr().err
+
+
+def test_main_resumes_a_comparison(tmp_path):
+    compare = ["--compare", "StochBackward2bit"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*ONE_EPOCH, *compare, "--out-dir", str(whole)]) == 0
+    interrupted = parts / "full-precision"
+    assert main([*ONE_EPOCH, "--out-dir", str(interrupted)]) == 0  # the second case never began
+    assert main([*compare, "--resume", str(parts)]) == 0
+    assert same_weights(whole / "StochBackward2bit", parts / "StochBackward2bit")
+    assert len(read_rows(parts / "comparison.csv")) == 2
+
+
+def test_main_resumes_a_finished_run_without_training(tmp_path):
+    assert main([*ONE_EPOCH, "--out-dir", str(tmp_path)]) == 0
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    assert main(["--resume", str(tmp_path)]) == 0
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+
+
+def test_main_keeps_a_run_unless_told_to_overwrite(tmp_path, capsys):
+    arguments = [*ONE_EPOCH, "--out-dir", str(tmp_path)]
+    assert main(arguments) == 0
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    assert main([*arguments, "--seed", "1"]) == 2
+    assert "already holds a run; continue it with --resume, or replace it" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite", "--act-quant", "StochBackward2bt"]) == 2
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert main([*arguments, "--overwrite", "--seed", "1"]) == 0
+    assert (tmp_path / "checkpoint.pt").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--act-quant", "StochBackward2bt"], "nearest: StochBackward2bit"),
+        (["--compare", "StochBackward2bit", "Stoch"], "--act-quant Stoch is not a backward quantizer"),
+        (["--act-quant", "StochBackward2bit", "--act-override", "buket_size=9"], "did you mean bucket_size?"),
+        (["--weight-quant", "Int8"], "--weight-quant Int8 is not"),
+        (["--dataset", "cifar10", "--data-dir", "nowhere"], "expected nowhere/cifar-10-batches-py"),
+        (["--dataset", "tiny-imagenet", "--data-dir", "nowhere"], "expected nowhere/tiny-imagenet-200"),
+        (["--train-size", "5000"], "--train-size 5000 is not possible"),
+        (["--device", "cuda:99"], "--device cuda:99 cannot be used here"),
+        (["--warmup-epochs", "99"], "--warmup-epochs 99 leaves nothing"),
+        (["--resume", "nowhere"], "there is no nowhere/checkpoint.pt"),
+    ],
+)
+def test_main_says_what_to_do_and_exits_with_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_main_refuses_to_resume_with_other_settings(tmp_path, capsys):
+    assert main([*ONE_EPOCH, "--out-dir", str(tmp_path)]) == 0
+    assert main(["--resume", str(tmp_path), "--lr", "0.5"]) == 2
+    assert "was started with --lr 0.003 (now 0.5); leave the option out" in capsys.readouterr().err

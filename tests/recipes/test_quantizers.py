@@ -1,0 +1,67 @@
+import brevitas.quant
+import pytest
+
+import brevact
+from recipes.errors import RecipeError
+from recipes.quantizers import backward_quantizer, find_quantizers
+from recipes.settings import Settings
+
+
+def test_backward_quantizer_applies_typed_overrides():
+    injector = backward_quantizer("StochBackward2bit", ["bucket_size=64", "rounding=nearest"], "quantize_on_backward")
+    quantizer = brevact.quantizer(injector)
+    assert (quantizer.bit_width, quantizer.bucket_size, quantizer.rounding) == (2, 64, brevact.Rounding.NEAREST)
+    assert injector.save_mode is brevact.SaveMode.QUANTIZE_ON_BACKWARD
+    assert (
+        brevact.quantizer(backward_quantizer("StochBackward2bit", ["bucket_size=None"], "save_quantized")).bucket_size
+        is None
+    )
+
+
+def test_backward_quantizer_knows_every_leaf_of_the_package():
+    leaves = [name for name in brevact.__all__ if name.endswith("bit")]
+    assert len(leaves) >= 16
+    for name in leaves:
+        assert issubclass(backward_quantizer(name, [], "save_quantized"), getattr(brevact, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        (
+            "StochBackward2bt",
+            [],
+            r"StochBackward2bt is not a backward quantizer.*nearest: StochBackward2bit",
+        ),
+        ("BackwardQuantSolver", [], r"is not a backward quantizer"),
+        ("StochBackward2bit", ["buket_size=64"], r"buket_size.*bucket_size"),
+        ("StochBackward2bit", ["bucket_size=-1"], r"bucket_size.*-1"),
+        ("StochBackward2bit", ["bit_width=9"], r"bit_width.*9"),
+        ("StochBackward2bit", ["bucket_size"], r"'bucket_size' is not of the form setting=value"),
+    ],
+)
+def test_backward_quantizer_refuses(name, overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        backward_quantizer(name, overrides, "save_quantized")
+
+
+def test_find_quantizers_takes_forward_ones_from_brevitas():
+    settings = Settings(weight_quant="Int8WeightPerTensorFloat", input_quant="Int8ActPerTensorFloat")
+    expected = (brevitas.quant.Int8WeightPerTensorFloat, brevitas.quant.Int8ActPerTensorFloat, None)
+    assert find_quantizers(settings) == expected
+    assert find_quantizers(Settings()) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight_quant": "Int8ActPerTensorFloat"}, "--weight-quant Int8ActPerTensorFloat is not.*nearest: "),
+        ({"weight_quant": "Int8WeightPerTensorFlot"}, "nearest: Int8WeightPerTensorFloat"),
+        ({"input_quant": "Int8WeightPerTensorFloat"}, "--input-quant Int8WeightPerTensorFloat is not"),
+        ({"input_quant": "MSESymmetricScale"}, "--input-quant MSESymmetricScale is not"),
+        ({"act_override": ("bucket_size=64",)}, "add --act-quant NAME"),
+    ],
+)
+def test_find_quantizers_refuses(settings, message):
+    with pytest.raises(RecipeError, match=message):
+        find_quantizers(Settings(**settings))
