@@ -87,8 +87,8 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
     scale = torch.where(width > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
     broken |= ~torch.isfinite(scale * levels)
     return (
-        minimum.masked_fill(broken, float("nan")).to(minimum_dtype),
-        scale.masked_fill(broken, float("nan")).to(scale_dtype),
+        minimum.to(minimum_dtype).masked_fill(broken, float("nan")),  # after the cast, which has NaNs of its own
+        scale.to(scale_dtype).masked_fill(broken, float("nan")),
     )
 
 
