@@ -75,7 +75,7 @@ def read_checkpoint(path: Path) -> dict[str, object]:
     except FileNotFoundError as error:
         raise RecipeError(f"no run to resume: there is no {path}; --resume takes the folder of a run") from error
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise RecipeError(f"{path} is not a readable checkpoint ({reason}); start a new run") from error
 
 

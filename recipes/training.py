@@ -49,7 +49,8 @@ class Trainer:
         self.test_loss = nn.CrossEntropyLoss()
         self.optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=settings.lr)
         self.scheduler = make_schedule(self.optimizer, settings, steps_per_epoch)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=settings.amp == "fp16")
+        # PyTorch's initial scale of 2**16 overflows, and skips, the first steps of most networks.
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=settings.amp == "fp16")
 
     @property
     def lr(self) -> float:
@@ -165,11 +166,26 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps_per_epoch: int) -> LRScheduler:
-    """The learning rate of each step of a run, for `Settings.schedule`."""
+    """The learning rate of each step of a run, for `Settings.schedule`.
+
+    Args:
+        optimizer: whose rate it sets; with onecycle also the first beta.
+        settings: of the run.
+        steps_per_epoch: optimizer steps in an epoch.
+
+    Returns:
+        A schedule to be stepped after each optimizer step.
+
+    Raises:
+        RecipeError: the run is too short for onecycle.
+    """
     total = settings.epochs * steps_per_epoch
     warmup = round(settings.warmup_epochs * steps_per_epoch)
     if settings.schedule == "onecycle":
-        return OneCycleLR(optimizer, max_lr=settings.lr, total_steps=total, pct_start=warmup / total)
+        if total < 4:
+            raise RecipeError(f"--schedule onecycle needs at least 4 steps, this run has {total}; use constant")
+        rise = max(2, warmup)  # OneCycleLR divides by the length of its rise, less one
+        return OneCycleLR(optimizer, max_lr=settings.lr, total_steps=total, pct_start=rise / total)
     decay = settings.schedule == "cosine"
     return LambdaLR(optimizer, partial(warmup_factor, warmup=warmup, total=total, decay=decay))
 

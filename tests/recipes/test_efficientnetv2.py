@@ -123,15 +123,16 @@ def test_main_says_when_an_interrupted_run_has_no_epoch_to_resume(tmp_path, caps
     assert "no run to resume" in capsys.readouterr().err
 
 
-def test_main_resumes_a_comparison(tmp_path):
+# Each of the two runs takes five forward passes.
+def test_main_resumes_a_comparison_in_the_run_that_was_interrupted(tmp_path):
     compare = ["--compare", "StochBackward2bit"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main([*ONE_EPOCH, *compare, "--out-dir", str(whole)]) == 0
-    interrupted = parts / "full-precision"
-    assert main([*ONE_EPOCH, "--out-dir", str(interrupted)]) == 0  # the second case never began
-    assert main([*compare, "--resume", str(parts)]) == 0
-    assert same_weights(whole / "StochBackward2bit", parts / "StochBackward2bit")
-    assert len(read_rows(parts / "comparison.csv")) == 2
+    with interrupted_at_forward(8):
+        assert main([*ONE_EPOCH, *compare, "--out-dir", str(tmp_path)]) == 130
+    finished = (tmp_path / "full-precision/checkpoint.pt").read_bytes()
+    assert not (tmp_path / "StochBackward2bit/checkpoint.pt").exists()
+    assert main([*compare, "--resume", str(tmp_path)]) == 0
+    assert (tmp_path / "full-precision/checkpoint.pt").read_bytes() == finished
+    assert [row["run"] for row in read_rows(tmp_path / "comparison.csv")] == ["full precision", "StochBackward2bit"]
 
 
 def test_main_resumes_a_finished_run_without_training(tmp_path):
