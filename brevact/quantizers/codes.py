@@ -124,8 +124,8 @@ def mask_multiply(
     if not layout.matches(grad) or (out is not None and not layout.matches(out)):
         masked = torch.where(unpack_mask(packed, layout), grad, grad * negative_slope if negative_slope else 0.0)
         return masked if out is None else out.copy_(masked)
-    target = torch.empty_like(grad) if out is None else out
-    dispatch.mask_multiply(packed, layout.numel, grad.resolve_neg(), target, negative_slope)
+    target = Layout.of(grad).empty(grad.device) if out is None else out
+    dispatch.mask_multiply(packed, layout.numel, grad, target, negative_slope)
     if out is not None and not out.is_inference():
         increment_version(out)
     return target

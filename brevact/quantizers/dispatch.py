@@ -97,7 +97,7 @@ def dequantize_multiply_uniform(
         other: Dense factor.
         target: Dense result; may be `other`.
     """
-    if _has_kernel(target) and _has_kernel(other) and not other.is_neg():
+    if _has_kernel(target) and _has_kernel(other):
         _run_dequantize(tensors, quantizer, layout, other.data_ptr(), target)
         return
     with torch.no_grad():

@@ -149,7 +149,7 @@ class Layout:
         Returns:
             True if `x` has this shape and as many distinct elements, and they are dense and in the same order.
         """
-        if tuple(x.shape) != self.shape:
+        if tuple(x.shape) != self.shape or x.is_neg():
             return False
         other = Layout.of(x)
         return other.is_dense and other.dims == self.dims

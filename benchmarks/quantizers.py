@@ -1,0 +1,126 @@
+"""Time and peak memory of the uniform quantizer beside `x.clone()` of the same tensor.
+
+    python -m benchmarks.quantizers --csv quantizers.csv
+
+Every operation is timed in turns with `clone()`, so that both see the same machine; times are medians, ratios are to
+the median of `clone()` at the same dtype. Peak memory is the growth of the resident set during a call, less the result,
+relative to the input; it is read from the kernel and so known on Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.records import write_rows
+from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+OPERATIONS = ("nearest", "stochastic", "dequantize into a buffer", "dequantize", "dequantize * other")
+
+Row = dict[str, object]
+
+
+def main() -> None:
+    """Run the benchmark and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=1 << 24, help="elements of the tensor (default: %(default)s)")
+    parser.add_argument("--bit-widths", type=int, nargs="+", default=[1, 2, 3, 4, 8])
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--bucket-size", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=9, help="timed calls of each operation (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--csv", help="append the rows to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    write_rows(list(_measure(options)), options.csv)
+
+
+def _measure(options: argparse.Namespace) -> Iterator[Row]:
+    """One row an operation, type and width."""
+    for name in options.dtypes:
+        torch.manual_seed(0)
+        x = torch.randn(options.numel).to(DTYPES[name])
+        buffer = torch.empty_like(x)
+        for bit_width in options.bit_widths:
+            operations = _operations(x, buffer, bit_width, options.bucket_size)
+            times: dict[str, list[float]] = {operation: [] for operation in operations}
+            for _ in range(options.repeats + 1):
+                for operation, call in operations.items():
+                    start = time.perf_counter()
+                    result = call()
+                    times[operation].append(1e3 * (time.perf_counter() - start))
+                    del result
+            clone = statistics.median(times["clone"][1:])
+            for operation, call in operations.items():
+                p20, median, p80 = _percentiles(times[operation][1:])  # the first call warms up
+                extra = _peak_extra(call, x, operation)
+                yield {
+                    "operation": operation,
+                    "dtype": name,
+                    "bit_width": bit_width,
+                    "bucket_size": options.bucket_size,
+                    "numel": options.numel,
+                    "median_ms": f"{median:.2f}",
+                    "p20_ms": f"{p20:.2f}",
+                    "p80_ms": f"{p80:.2f}",
+                    "ratio_to_clone": f"{median / clone:.2f}",
+                    "peak_extra": "" if extra is None else f"{extra:.1%}",
+                    "numba": _numba_version(),
+                }
+
+
+def _operations(x: Tensor, buffer: Tensor, bit_width: int, bucket_size: int) -> dict[str, Callable[[], object]]:
+    nearest = UniformQuantizer(bit_width=bit_width, bucket_size=bucket_size, rounding=Rounding.NEAREST)
+    stochastic = UniformQuantizer(bit_width=bit_width, bucket_size=bucket_size)
+    packed = stochastic.quantize(x)
+    calls = (
+        lambda: nearest.quantize(x),
+        lambda: stochastic.quantize(x),
+        lambda: packed.dequantize(out=buffer),
+        packed.dequantize,
+        lambda: packed.dequantize_multiply(x, out=buffer),
+    )
+    return {"clone": x.clone, **dict(zip(OPERATIONS, calls, strict=True))}
+
+
+def _percentiles(times: list[float]) -> tuple[float, float, float]:
+    if len(times) < 2:
+        return times[0], times[0], times[0]
+    cuts = statistics.quantiles(times, n=5, method="inclusive")
+    return cuts[0], statistics.median(times), cuts[3]
+
+
+def _peak_extra(call: Callable[[], object], x: Tensor, operation: str) -> float | None:
+    """Largest growth of the resident set during a call, less the bytes of a new result, relative to the input."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not status.exists() or not reset.exists():
+        return None
+
+    def kibibytes(field: str) -> int:
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
+
+    reset.write_text("5")  # the peak starts again from the present resident set
+    before = kibibytes("VmHWM:")
+    result = call()
+    grown = 1024 * (kibibytes("VmHWM:") - before)
+    fresh = result.nbytes if isinstance(result, PackedActivation) or operation in ("clone", "dequantize") else 0
+    return (grown - fresh) / (x.numel() * x.element_size())
+
+
+def _numba_version() -> str:
+    try:
+        import numba
+    except ImportError:
+        return "none: the plain torch reference"
+    return numba.__version__
+
+
+if __name__ == "__main__":
+    main()
