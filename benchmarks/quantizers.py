@@ -3,14 +3,16 @@
     python -m benchmarks.quantizers --csv quantizers.csv
 
 Every operation is timed in turns with `clone()`, so that both see the same machine; times are medians, ratios are to
-the median of `clone()` at the same dtype. Peak memory is the growth of the resident set during a call, less the result,
-relative to the input; it is read from the kernel and so known on Linux only.
+the median of `clone()` at the same dtype. New tensors come from memory that the process does not hold yet. Peak memory
+is the growth of the resident set during a call, less the result, relative to the input; it is known on Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,6 +55,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Row]:
             times: dict[str, list[float]] = {operation: [] for operation in operations}
             for _ in range(options.repeats + 1):
                 for operation, call in operations.items():
+                    _return_free_memory()
                     start = time.perf_counter()
                     result = call()
                     times[operation].append(1e3 * (time.perf_counter() - start))
@@ -106,12 +109,20 @@ def _peak_extra(call: Callable[[], object], x: Tensor, operation: str) -> float 
     def kibibytes(field: str) -> int:
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
 
+    _return_free_memory()
     reset.write_text("5")  # the peak starts again from the present resident set
     before = kibibytes("VmHWM:")
     result = call()
     grown = 1024 * (kibibytes("VmHWM:") - before)
     fresh = result.nbytes if isinstance(result, PackedActivation) or operation in ("clone", "dequantize") else 0
     return (grown - fresh) / (x.numel() * x.element_size())
+
+
+def _return_free_memory() -> None:
+    """Hand freed memory back to the system, so that every new tensor costs its page faults and counts as growth."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def _numba_version() -> str:

@@ -1,0 +1,274 @@
+"""What is particular to the uniform quantizer: its arguments, formula, groups and edges."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer, unpack_codes
+from brevact.quantizers.geometry import block_size_for
+
+NEAREST = Rounding.NEAREST
+
+
+def _codes(packed) -> torch.Tensor:
+    geometry = packed.quantizer.geometry(packed.layout)
+    return unpack_codes(packed.codes, geometry.bit_width, geometry.numel, geometry.block_size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"bit_width": 0}, ValueError, "bit_width: got 0; accepted are 1, 2"),
+        ({"bit_width": 9}, ValueError, "bit_width: got 9"),
+        ({"bit_width": 2.0}, TypeError, "bit_width: got 2.0 of type float"),
+        ({"bit_width": True}, TypeError, "bit_width: got True"),
+        ({"bucket_size": 0}, ValueError, "bucket_size: got 0; accepted is a positive int, or None"),
+        ({"bucket_size": "512"}, TypeError, "bucket_size: got '512'"),
+        ({"rounding": "up"}, ValueError, "rounding: got 'up'; accepted are Rounding.NEAREST, Rounding.STOCHASTIC"),
+        ({"granularity": "row"}, ValueError, "granularity: got 'row'; accepted are Granularity.BUCKET"),
+        ({"channel_dim": None}, TypeError, "channel_dim: got None"),
+        ({"scale_dtype": torch.float16}, ValueError, "scale_dtype: got torch.float16; accepted are torch.bfloat16"),
+        ({"minimum_dtype": torch.float64}, ValueError, "minimum_dtype: got torch.float64"),
+    ],
+)
+def test_uniform_quantizer_names_what_is_wrong(settings, error, message):
+    with pytest.raises(error) as raised:
+        UniformQuantizer(**settings)
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.uint8], ids=str)
+def test_quantize_refuses_other_dtypes(dtype: torch.dtype):
+    with pytest.raises(TypeError, match=f"x: got a {dtype} tensor"):
+        UniformQuantizer().quantize(torch.zeros(4).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "seed", [1.5, "1", True, torch.tensor(1.0), torch.tensor([1]), torch.tensor(1, dtype=torch.int32)]
+)
+def test_quantize_refuses_other_seeds(seed):
+    with pytest.raises(TypeError, match="seed: got"):
+        UniformQuantizer().quantize(torch.zeros(4), seed=seed)
+
+
+def test_dequantize_refuses_buffers_that_do_not_fit():
+    packed = UniformQuantizer().quantize(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"out: got shape \(3, 2\)"):
+        packed.dequantize(out=torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"out: got torch\.float64"):
+        packed.dequantize(out=torch.zeros(2, 3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="other: got a tensor on meta"):
+        packed.dequantize_multiply(torch.zeros(2, 3, device="meta"))
+
+
+def test_uniform_quantizer_is_a_value():
+    quantizer = UniformQuantizer(bit_width=4, rounding="nearest", granularity="channel")
+    same = UniformQuantizer(bit_width=4, rounding=NEAREST, granularity=Granularity.CHANNEL)
+    assert quantizer == same and hash(quantizer) == hash(same)
+    assert pickle.loads(pickle.dumps(quantizer)) == quantizer
+    assert dataclasses.replace(quantizer, bit_width=2).bit_width == 2
+    assert quantizer.rounding is NEAREST and not quantizer.is_stochastic
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        quantizer.bit_width = 3
+    with pytest.raises(TypeError):
+        UniformQuantizer(4)
+
+
+def test_quantize_rounds_half_to_even():
+    x = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 5.5, 6.5, 7.0])  # with a step of 1
+    packed = UniformQuantizer(bit_width=3, rounding=NEAREST, bucket_size=8).quantize(x)
+    assert packed.scale.item() == 1.0
+    assert _codes(packed).tolist() == [0, 0, 2, 2, 4, 6, 6, 7]
+
+
+@pytest.mark.parametrize("bit_width", [1, 2, 4, 8, 12])
+def test_quantize_keeps_grid_points_under_any_noise(bit_width: int):
+    grid = torch.arange(2.0**bit_width) * 0.25 - 3
+    for seed in range(20):
+        packed = UniformQuantizer(bit_width=bit_width, bucket_size=None).quantize(grid, seed=seed)
+        assert torch.equal(packed.dequantize(), grid)
+
+
+def test_quantize_rounds_up_with_the_probability_of_the_fraction():
+    """Counts of 2^18 draws at 33 fractions, within 5 standard errors, down to fractions that 8 bits would miss."""
+    n = 1 << 18
+    for fraction in (2**-14, 2**-9, 0.01, 0.25, 1 / 3, 0.5, 0.999, 1 - 2**-12):
+        x = torch.full((n + 2,), 1.0 + fraction)
+        x[0], x[1] = 0.0, 3.0
+        codes = _codes(UniformQuantizer(bit_width=2, bucket_size=None).quantize(x, seed=4))[2:]
+        assert set(codes.tolist()) <= {1, 2}
+        ups = (codes == 2).sum().item()
+        assert abs(ups - n * fraction) <= 5 * (n * fraction * (1 - fraction)) ** 0.5 + n * 2**-17
+
+
+def test_quantize_uses_different_noise_for_elements_blocks_and_seeds():
+    """Half-way points round independently: agreements between any two streams are half, within 5 standard errors."""
+    x = torch.full((1 << 16,), 0.5)
+    x[::512], x[1::512] = 0.0, 1.0
+    quantizer = UniformQuantizer(bit_width=1)
+    streams = torch.stack([_codes(quantizer.quantize(x, seed=seed)) for seed in (0, 1, 2**32, 2**63)])
+    inner = streams.view(4, 128, 512)[:, :, 2:].float()
+    pairs = [(inner[i], inner[j]) for i in range(4) for j in range(i)]
+    pairs += [(inner[0, 1:], inner[0, :-1]), (inner[0, :, 1:], inner[0, :, :-1])]
+    pairs += [(inner[0, :, 62:126], inner[0, :, 126:190]), (inner[0, :, 62:126], inner[0, :, 318:382])]
+    for left, right in pairs:
+        agreements = (left == right).double().mean()
+        assert abs(agreements - 0.5) <= 5 * 0.5 / left.numel() ** 0.5
+
+
+def test_quantize_draws_new_noise_for_every_call():
+    x = torch.rand(3000)
+    first, second = (UniformQuantizer().quantize(x).codes for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("bit_width", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24])
+@pytest.mark.parametrize("bucket_size", [64, 256, 512])
+def test_nbytes_is_bit_width_and_48_bits_a_bucket(bit_width: int, bucket_size: int):
+    n = 1 << 14
+    packed = UniformQuantizer(bit_width=bit_width, bucket_size=bucket_size).quantize(torch.randn(n))
+    assert 8 * packed.nbytes == n * bit_width + 48 * n // bucket_size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_quantize_at_32_bits_stores_the_tensor_as_it_is(dtype: torch.dtype):
+    x = torch.randn(4, 5, 6, 7).to(dtype).to(memory_format=torch.channels_last)
+    x[0, 0, 0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    packed = UniformQuantizer(bit_width=32).quantize(x)
+    y = packed.dequantize()
+    assert torch.equal(y.nan_to_num(1e4), x.nan_to_num(1e4)) and y.stride() == x.stride()
+    assert packed.nbytes == x.nbytes and packed.scale is None and packed.minimum is None
+    out = torch.zeros_like(x)
+    assert torch.equal(packed.dequantize(out=out).nan_to_num(), x.nan_to_num())
+    other = torch.randn_like(x)
+    assert torch.equal(packed.dequantize_multiply(other).nan_to_num(), (x * other).nan_to_num())
+    x.zero_()
+    assert packed.dequantize()[1].abs().sum() > 0
+
+
+def test_calibration_encloses_every_group():
+    """Metadata are rounded outwards: the grid reaches from at most the minimum to at least the maximum."""
+    torch.manual_seed(0)
+    for minimum_dtype in (torch.float32, torch.bfloat16):
+        for bit_width in (1, 2, 5, 8):
+            x = torch.randn(200, 64) * torch.logspace(-6, 6, 200)[:, None] + torch.randn(200, 1) * 10
+            packed = UniformQuantizer(bit_width=bit_width, bucket_size=64, minimum_dtype=minimum_dtype).quantize(x)
+            low = packed.minimum.double()
+            high = low + packed.scale.double() * (2**bit_width - 1)
+            width = (x.amax(1) - packed.minimum.float()).double()  # rounded once, half a unit in the last place
+            assert (low <= x.amin(1)).all() and (high >= low + width * (1 - 2**-22)).all()
+            assert torch.equal(packed.minimum.float() == x.amin(1), torch.ones(200, dtype=torch.bool)) or (
+                minimum_dtype == torch.bfloat16
+            )
+
+
+def test_padding_never_widens_the_last_group():
+    x = torch.cat((torch.randn(512), torch.full((5,), 7.0), torch.tensor([7.5])))
+    packed = UniformQuantizer(bit_width=1, rounding=NEAREST).quantize(x)
+    assert packed.minimum[1] == 7.0 and packed.scale[1] == 0.5
+    assert torch.equal(packed.dequantize()[512:], x[512:])
+
+
+def test_float16_values_do_not_overflow_the_scale():
+    x = torch.tensor([-65504.0, 65504.0, 0.0, 1.0], dtype=torch.float16)
+    packed = UniformQuantizer(bit_width=8, rounding=NEAREST).quantize(x)
+    y = packed.dequantize()
+    assert torch.isfinite(y).all()
+    assert ((y.float() - x.float()).abs() <= packed.scale.float() * 0.5 + 32).all()  # half a unit at 65504 is 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dequantize_of_finite_groups_is_finite_or_nan_as_a_whole(dtype: torch.dtype):
+    """The largest values either decode within a step, or, where float32 has no room for the grid, all to NaN."""
+    largest = torch.finfo(dtype).max
+    for low in (-1.0, -0.5, 0.0, 0.4, 0.9):
+        for bit_width in (1, 2, 3, 8):
+            for rounding in Rounding:
+                x = (torch.linspace(low, 1.0, 100, dtype=torch.float64) * largest).to(dtype)
+                packed = UniformQuantizer(bit_width=bit_width, rounding=rounding).quantize(x, seed=0)
+                y = packed.dequantize()
+                if torch.isnan(packed.scale).any():
+                    assert torch.isnan(y).all() and (dtype != torch.float16)
+                else:
+                    error = (y.double() - x.double()).abs()
+                    assert (error <= packed.scale.double() * 1.01 + largest * torch.finfo(dtype).eps).all()
+
+
+def test_codes_of_steps_beside_each_other_are_decoded_with_the_stored_scale():
+    """At 8 bits, codes of an unrounded scale would be off by half a step when decoded with the rounded one."""
+    torch.manual_seed(0)
+    x = torch.rand(100, 512)
+    packed = UniformQuantizer(bit_width=8, rounding=NEAREST).quantize(x)
+    error = (packed.dequantize() - x).view(100, 512) / packed.scale.float()[:, None]
+    assert (error.abs() <= 0.5 + 2**-14).all()
+    assert abs(error.mean()) <= 5 * (1 / 12 / x.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("rounding", Rounding)
+def test_granularity_groups_by_channel_sample_and_tensor(memory_format, rounding):
+    torch.manual_seed(0)
+    x = (torch.randn(4, 6, 5, 7) * torch.arange(1, 7)[:, None, None]).to(memory_format=memory_format)
+    for granularity, dims in (("channel", (0, 2, 3)), ("sample", (1, 2, 3)), ("tensor", (0, 1, 2, 3))):
+        packed = UniformQuantizer(bit_width=4, rounding=rounding, granularity=granularity).quantize(x, seed=3)
+        assert torch.equal(packed.minimum, x.amin(dims).view(-1))
+        step = (x.amax(dims) - x.amin(dims)).view(-1) / 15
+        assert ((packed.scale.float() >= step) & (packed.scale.float() <= step * (1 + 2**-7))).all()
+    widest = UniformQuantizer(bit_width=4, granularity="channel", channel_dim=-1).quantize(x, seed=3)
+    assert torch.equal(widest.minimum, x.amin((0, 1, 2)))
+
+
+def test_granularity_without_its_dimension_is_one_group():
+    for granularity in (Granularity.CHANNEL, Granularity.SAMPLE):
+        quantizer = UniformQuantizer(granularity=granularity)
+        assert quantizer.quantize(torch.randn(())).scale.numel() == 1
+    assert UniformQuantizer(granularity=Granularity.CHANNEL).quantize(torch.randn(9)).scale.numel() == 1
+    assert UniformQuantizer(granularity=Granularity.CHANNEL).quantize(torch.randn(9, 1)).scale.numel() == 1
+    assert UniformQuantizer(granularity=Granularity.CHANNEL).quantize(torch.randn(9, 1).expand(9, 4)).scale.numel() == 1
+
+
+def test_bucket_size_none_is_the_whole_tensor():
+    x = torch.randn(3, 700)
+    one = UniformQuantizer(bucket_size=None).quantize(x, seed=1)
+    other = UniformQuantizer(granularity=Granularity.TENSOR).quantize(x, seed=1)
+    assert all(map(torch.equal, one.tensors, other.tensors)) and one.scale.numel() == 1
+
+
+def test_block_size_holds_whole_buckets():
+    for bucket_size in (1, 7, 8, 64, 100, 256, 511, 512, 513, 1000, 4096):
+        block = block_size_for(bucket_size)
+        assert block % 8 == 0 and 512 <= block <= 4096
+        assert block % bucket_size == 0 or bucket_size > 512
+    assert block_size_for(512) == block_size_for(None) == block_size_for(5000) == block_size_for(4097) == 512
+
+
+def test_minimum_in_bfloat16_stays_within_a_step_where_the_offset_is_large():
+    x = 1000 + torch.linspace(-0.01, 0.01, 512)
+    packed = UniformQuantizer(bit_width=4, rounding=NEAREST, minimum_dtype=torch.bfloat16).quantize(x)
+    assert packed.minimum.item() == 996.0  # bfloat16's spacing there is 4
+    assert ((packed.dequantize() - x).abs() <= packed.scale.float() * 0.5 + 2**-13).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rounding", Rounding)
+def test_quantize_on_cuda_gives_the_bytes_of_the_cpu(rounding: Rounding):
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(7, 3001).to(dtype)
+        for bit_width in (1, 2, 3, 8, 12):
+            quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding)
+            packed, on_cuda = quantizer.quantize(x, seed=8), quantizer.quantize(x.cuda(), seed=8)
+            for tensor, other in zip(packed.tensors, on_cuda.tensors, strict=True):
+                assert torch.equal(tensor, other.cpu())
+            assert torch.equal(packed.dequantize(), on_cuda.dequantize().cpu())
+
+
+def test_layout_is_shared_and_hashable():
+    x = torch.randn(3, 4)
+    assert Layout.of(x) is Layout.of(torch.zeros(3, 4))
+    assert Layout.of(x) != Layout.of(x.t()) and Layout.of(x) != Layout.of(x.double())
+    assert pickle.loads(pickle.dumps(Layout.of(x))) == Layout.of(x)
