@@ -11,21 +11,23 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import reference
-from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
+from brevact.quantizers.geometry import DEFAULT_BLOCK
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.philox import seed_value
 
 if TYPE_CHECKING:
-    from brevact.cpu_kernels import UniformPlan
     from brevact.quantizers.uniform import UniformQuantizer
 
 
 @functools.cache
-def cpu_kernels() -> ModuleType | None:
-    """The compiled CPU kernels, or None where Numba is missing."""
-    if importlib.util.find_spec("numba") is None:
-        return None
-    return importlib.import_module("brevact.cpu_kernels")
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    """Launchers of the compiled CPU kernels, imported when first needed."""
+    return importlib.import_module("brevact.quantizers.cpu")
 
 
 def quantize_uniform(
@@ -42,26 +44,14 @@ def quantize_uniform(
     Returns:
         `(codes, scale, minimum)`.
     """
-    stochastic = quantizer.is_stochastic
-    seed = seed_value(seed, x.device) if stochastic else 0
-    if _has_kernel(x):
-        if not layout.is_dense or x.is_neg():
-            x = layout.flatten(x.detach())
-        plan, code_bytes = _plan(quantizer, layout)
-        codes = torch.empty(code_bytes, dtype=torch.uint8)
-        scale = torch.empty(plan.groups, dtype=quantizer.scale_dtype)
-        minimum = torch.empty(plan.groups, dtype=quantizer.minimum_dtype)
-        seed = seed if isinstance(seed, int) else seed.item()
-        pointers = x.data_ptr(), codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
-        cpu_kernels().quantize_uniform(*pointers, seed, plan, torch.get_num_threads())
-        return codes, scale, minimum
-    if isinstance(seed, int):
-        seed = torch.tensor(seed, dtype=torch.int64, device=x.device)
+    key = seed_value(seed, x.device) if quantizer.is_stochastic else 0
+    if _has_numba() and _cpu().takes(x):
+        return _cpu().quantize_uniform(x, quantizer, layout, key)
     with torch.no_grad():
         return reference.quantize_uniform(
             layout.flatten(x),
             quantizer.geometry(layout),
-            seed.to(x.device) if stochastic else None,
+            torch.as_tensor(key, device=x.device) if quantizer.is_stochastic else None,
             quantizer.scale_dtype,
             quantizer.minimum_dtype,
         )
@@ -78,11 +68,13 @@ def dequantize_uniform(
         layout: Layout of the quantized tensor.
         target: Tensor whose memory holds the elements densely in memory order.
     """
-    if _has_kernel(target):
-        _run_dequantize(tensors, quantizer, layout, 0, target)
+    if _has_numba() and _cpu().takes(target):
+        _cpu().dequantize_uniform(tensors, quantizer, layout, None, target)
         return
+    codes, scale, minimum = tensors
     with torch.no_grad():
-        reference.dequantize_uniform(*tensors, quantizer.geometry(layout), _flat(target, layout.numel))
+        flat = _flat(target, layout.numel)
+        reference.dequantize_uniform(codes, scale, minimum, quantizer.geometry(layout), flat)
 
 
 def dequantize_multiply_uniform(
@@ -97,62 +89,15 @@ def dequantize_multiply_uniform(
         other: Dense factor.
         target: Dense result; may be `other`.
     """
-    if _has_kernel(target) and _has_kernel(other):
-        _run_dequantize(tensors, quantizer, layout, other.data_ptr(), target)
+    if _has_numba() and _cpu().takes(target) and _cpu().takes(other):
+        _cpu().dequantize_uniform(tensors, quantizer, layout, other, target)
         return
+    codes, scale, minimum = tensors
     with torch.no_grad():
         target, other = _flat(target, layout.numel), _flat(other, layout.numel)
         decoded = torch.empty_like(target)
-        reference.dequantize_uniform(*tensors, quantizer.geometry(layout), decoded)
+        reference.dequantize_uniform(codes, scale, minimum, quantizer.geometry(layout), decoded)
         torch.mul(decoded, other, out=target)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    """Whether compiled kernels can read the memory of this tensor; subclasses may not have any."""
-    return x.is_cpu and type(x) in _PLAIN_TYPES and cpu_kernels() is not None
-
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def _run_dequantize(
-    tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, other: int, target: Tensor
-) -> None:
-    codes, scale, minimum = (tensor.data_ptr() for tensor in tensors)
-    plan, _ = _plan(quantizer, layout)
-    cpu_kernels().dequantize_uniform(codes, scale, minimum, other, target.data_ptr(), plan, torch.get_num_threads())
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(quantizer: UniformQuantizer, layout: Layout) -> tuple[UniformPlan, int]:
-    """What the CPU kernels need to know of a tensor, and the bytes of its codes."""
-    geometry = quantizer.geometry(layout)
-    plan = cpu_kernels().UniformPlan(
-        numel=geometry.numel,
-        bit_width=geometry.bit_width,
-        block_size=geometry.block_size,
-        inner=geometry.inner,
-        groups=geometry.groups,
-        one_run=geometry.one_run,
-        stochastic=quantizer.is_stochastic,
-        scale_kind=_kind(quantizer.scale_dtype),
-        minimum_kind=_kind(quantizer.minimum_dtype),
-        kind=_kind(layout.dtype),
-    )
-    return plan, geometry.code_bytes
-
-
-@functools.cache
-def _kind(dtype: torch.dtype) -> int | None:
-    """The CPU kernels' code of a type, or None where they do not read it."""
-    kernels = cpu_kernels()
-    return {
-        torch.float32: kernels.FLOAT32,
-        torch.bfloat16: kernels.BFLOAT16,
-        torch.float16: kernels.FLOAT16,
-        torch.float64: kernels.FLOAT64,
-        torch.bool: kernels.BOOL,
-    }.get(dtype)
 
 
 def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
@@ -166,13 +111,8 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
     Returns:
         uint8 tensor.
     """
-    fits = codes.dtype == torch.uint8 or bit_width <= 8 * codes.itemsize  # a narrower integer's sign would be lost
-    if _has_kernel(codes) and fits and block_size <= cpu_kernels().LARGEST_BLOCK:
-        n = codes.numel()
-        packed = torch.empty(packed_bytes(n, bit_width, block_size), dtype=torch.uint8)
-        pointers = codes.data_ptr(), codes.itemsize, packed.data_ptr()
-        cpu_kernels().pack_codes(*pointers, bit_width, block_size, n, torch.get_num_threads())
-        return packed
+    if _has_numba() and _cpu().can_pack(codes, bit_width, block_size):
+        return _cpu().pack(codes, bit_width, block_size)
     return reference.pack(codes, bit_width, block_size)
 
 
@@ -188,11 +128,8 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
     Returns:
         (numel,) int32 tensor, int64 at 32 bits.
     """
-    if _has_kernel(packed) and block_size <= cpu_kernels().LARGEST_BLOCK:
-        codes = torch.empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
-        pointers = packed.data_ptr(), codes.data_ptr(), codes.itemsize
-        cpu_kernels().unpack_codes(*pointers, bit_width, block_size, numel, torch.get_num_threads())
-        return codes
+    if _has_numba() and _cpu().can_unpack(packed, block_size):
+        return _cpu().unpack(packed, bit_width, numel, block_size)
     return reference.unpack(packed, bit_width, numel, block_size)
 
 
@@ -207,11 +144,8 @@ def pack_mask(mask: Tensor, layout: Layout) -> Tensor:
         uint8 tensor.
     """
     flat = layout.flatten(mask)
-    if _has_kernel(flat) and _kind(flat.dtype) is not None:
-        packed = torch.empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
-        pointers = flat.data_ptr(), _kind(flat.dtype), packed.data_ptr()
-        cpu_kernels().pack_mask(*pointers, layout.numel, torch.get_num_threads())
-        return packed
+    if _has_numba() and _cpu().takes_float(flat):
+        return _cpu().pack_mask(flat)
     flat = flat if flat.dtype == torch.bool else ~(flat <= 0)
     return reference.pack(flat.to(torch.uint8), 1, DEFAULT_BLOCK)
 
@@ -226,10 +160,8 @@ def unpack_mask(packed: Tensor, numel: int) -> Tensor:
     Returns:
         (numel,) bool tensor.
     """
-    if _has_kernel(packed):
-        mask = torch.empty(numel, dtype=torch.bool)
-        cpu_kernels().unpack_mask(packed.data_ptr(), mask.data_ptr(), numel, torch.get_num_threads())
-        return mask
+    if _has_numba() and _cpu().takes(packed):
+        return _cpu().unpack_mask(packed, numel)
     return reference.unpack(packed, 1, numel, DEFAULT_BLOCK).to(torch.bool)
 
 
@@ -239,13 +171,12 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
     Args:
         packed: uint8 mask.
         numel: Number of elements.
-        grad: Dense gradient.
+        grad: Dense floating-point gradient.
         target: Dense result of its dtype; may be `grad`.
         negative_slope: Factor where the mask is unset; 0 gives +0.
     """
-    if _has_kernel(grad) and _has_kernel(packed) and grad.dtype != torch.bool and _kind(grad.dtype) is not None:
-        pointers = packed.data_ptr(), grad.data_ptr(), target.data_ptr(), _kind(grad.dtype)
-        cpu_kernels().mask_multiply(*pointers, negative_slope, numel, torch.get_num_threads())
+    if _has_numba() and _cpu().takes_float(grad) and _cpu().takes(target):
+        _cpu().mask_multiply(packed, numel, grad, target, negative_slope)
         return
     flat = _flat(grad, numel)
     other = flat * negative_slope if negative_slope else torch.zeros_like(flat)

@@ -13,8 +13,9 @@ from brevact.quantizers.layout import Layout
 class Decoder(Protocol):
     """What a `PackedActivation` asks of the quantizer that made it."""
 
-    tensor_names: tuple[str, ...]
-    """Names of the stored tensors, codes first."""
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the stored tensors, codes first."""
 
     def decode(self, tensors: tuple[Tensor, ...], layout: Layout, target: Tensor) -> None:
         """Decode into `target`, whose memory holds `layout.numel` elements densely in memory order."""

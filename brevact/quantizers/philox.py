@@ -14,7 +14,7 @@ _LOW_32 = 0xFFFFFFFF
 
 
 def draw_seed(device: torch.device | str = "cpu") -> Tensor:
-    """Draw a 63-bit seed from torch's default generator of a device, without a synchronisation.
+    """Draw a seed in [0, 2^63 - 1) from torch's default generator of a device, without a synchronisation.
 
     Args:
         device: Device of the generator and of the seed.
@@ -22,7 +22,7 @@ def draw_seed(device: torch.device | str = "cpu") -> Tensor:
     Returns:
         0-d int64 tensor on the device.
     """
-    return torch.empty((), dtype=torch.int64, device=device).random_()
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def seed_value(seed: int | Tensor | None, device: torch.device) -> int | Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -77,6 +77,7 @@ class UniformQuantizer:
     channel_dim: int = 1
     scale_dtype: torch.dtype = torch.bfloat16
     minimum_dtype: torch.dtype = torch.float32
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate, turn strings into enums and fix the hash."""
@@ -98,7 +99,8 @@ class UniformQuantizer:
                     f"{name}: got {getattr(self, name)}; accepted are torch.bfloat16 and torch.float32 (torch.float16 "
                     "overflows at 65504)"
                 )
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in self.__dataclass_fields__)))
+        values = (getattr(self, name) for name in self.__dataclass_fields__ if name != "_hash")
+        object.__setattr__(self, "_hash", hash(tuple(values)))
 
     def __hash__(self) -> int:
         """Hash of the fields, computed once."""
@@ -106,7 +108,8 @@ class UniformQuantizer:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the fields: hashes do not outlive the process."""
-        return _rebuild, ({name: getattr(self, name) for name in self.__dataclass_fields__},)
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_hash"}
+        return functools.partial(UniformQuantizer, **fields), ()
 
     @property
     def is_stochastic(self) -> bool:
@@ -221,10 +224,6 @@ def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
         groups=groups if n else 0,
         one_run=inner * groups >= n,
     )
-
-
-def _rebuild(fields: dict[str, object]) -> UniformQuantizer:
-    return UniformQuantizer(**fields)
 
 
 def _check_int(name: str, value: object) -> None:
