@@ -42,10 +42,11 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
     """Return an ``__init__`` that calls ``initialize`` and fills the slot; it has its signature and ``act_quant``."""
     parameters = _parameters(initialize)
     named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    takes_any_keyword = len(named) < len(parameters) and initialize is not cls.__dict__.get("__init__")
 
     def __init__(self: nn.Module, *args: Any, act_quant: Any = None, **kwargs: Any) -> None:
         overrides = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX)}
-        if len(named) < len(parameters):
+        if takes_any_keyword:
             _check_keywords(cls, [parameter.name for parameter in named], kwargs, act_quant)
         initialize(self, *args, **kwargs)
         self.act_quant = None if act_quant is None else _proxy(act_quant, overrides)

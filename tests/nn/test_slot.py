@@ -144,11 +144,12 @@ def test_subclass_keeps_its_own_signature():
 
 def test_slot_joins_a_layer_class_with_a_constructor_of_its_own():
     class Scaled(BackwardSlot, nn.Linear):
-        def __init__(self, features: int, factor: float = 2.0):
-            super().__init__(features, features)
+        def __init__(self, features: int, factor: float = 2.0, **kwargs):
+            super().__init__(features, features, **kwargs)
             self.factor = factor
 
-    layer = Scaled(8, factor=3.0, act_quant=StochBackward2bit, act_bit_width=4)
+    layer = Scaled(8, factor=3.0, bias=False, act_quant=StochBackward2bit, act_bit_width=4)
+    assert layer.bias is None
     assert layer.factor == 3.0
     assert layer.act_quant.settings.quantizer.bit_width == 4
     assert list(inspect.signature(Scaled).parameters) == ["features", "factor", "act_quant", "kwargs"]
