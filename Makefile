@@ -1,4 +1,4 @@
-# make demo     train a small EfficientNetV2 twice, full precision and 2-bit backward, and compare (about two minutes)
+# make demo     train a small EfficientNetV2 twice, full precision and 2-bit backward, and compare (two minutes); results in runs/demo
 # make test     the whole test suite
 # make lint     ruff (rules and format) and mypy
 # make picture  refresh docs/demo.png from a new demo run
@@ -16,7 +16,7 @@ help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(READY)
-	$(RUN) -m recipes.efficientnetv2 --compare StochBackward2bit NearestBackward2bit --out-dir runs/demo --overwrite
+	$(RUN) -m recipes.efficientnetv2 --compare StochBackward2bit --out-dir runs/demo --overwrite
 
 picture: demo
 	mkdir -p docs

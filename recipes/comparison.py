@@ -53,7 +53,8 @@ def _table(rows: list[dict[str, object]]) -> str:
     width = max(len(str(row["run"])) for row in rows)
     lines = [f"{'':{width}}  test accuracy     best  stored for backward  s/epoch"]
     for row in rows:
-        stored = f"{row['saved_mib']:.2f} MiB ({row['times_less']:.1f}x less)"
+        less = f" ({row['times_less']:.1f}x less)" if row["times_less"] > 1 else ""
+        stored = f"{row['saved_mib']:.2f} MiB{less}"
         lines.append(
             f"{row['run']:{width}}  {row['test_accuracy']:13.2%}  {row['best_test_accuracy']:7.2%}  {stored:>19}  "
             f"{row['seconds_per_epoch']:7.1f}"

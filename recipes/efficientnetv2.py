@@ -1,16 +1,23 @@
-"""EfficientNetV2 with activations stored in 2 bits: the accuracy of full precision, a tenth of the stored bytes.
+"""EfficientNetV2 that stores 2 bits an activation for backward trains as well as at full precision, in 15 times less.
 
-    python -m recipes.efficientnetv2 --compare StochBackward2bit          # digits, about two minutes on two CPU cores
+    python -m recipes.efficientnetv2 --compare StochBackward2bit
 
-CIFAR-10 and CIFAR-100 with the S size as in J. Li, master's thesis, Heidelberg University, 2025, section 6.3 (AdamW,
-learning rate 0.001, 50 epochs, batches of 128), and Tiny ImageNet:
+trains the nano size on scikit-learn's digits twice, in 85 seconds on two CPU cores, and gives for --seed 0, 1, 2
+
+    full precision     98.6 %  98.9 %  99.7 %   33.5 MiB stored for backward
+    StochBackward2bit  99.4 %  99.4 %  99.7 %    2.2 MiB (15.1x less)
+
+of 360 test images (three of them are 0.8 %), each step about 1.6 times as long as at full precision.
+
+The S size with the settings of J. Li, master's thesis, Heidelberg University, 2025, section 6.3 (AdamW, learning rate
+0.001, 50 epochs, batches of 128), on CIFAR-10, CIFAR-100 or Tiny ImageNet:
 
     python -m recipes.efficientnetv2 --dataset cifar10 --model s --act-quant StochBackward2bit \\
         --epochs 50 --batch-size 128 --lr 1e-3 --clip-grad-norm 1
     python -m recipes.efficientnetv2 --dataset tiny-imagenet --model s --act-quant StochBackward2bit \\
         --schedule onecycle --warmup-epochs 15 --epochs 50 --batch-size 128 --lr 1e-3 --clip-grad-norm 1 --amp bf16
 
-A forward quantizer of Brevitas and another bucket:
+Forward quantizers of Brevitas beside a backward one with smaller buckets:
 
     python -m recipes.efficientnetv2 --weight-quant Int8WeightPerTensorFloat --input-quant Int8ActPerTensorFloat \\
         --act-quant StochBackward4bit --act-override bucket_size=256

@@ -43,8 +43,8 @@ class Settings:
     weight_quant: str | None = _setting(None, "forward weight quantizer of brevitas.quant: Int8WeightPerTensorFloat")
     input_quant: str | None = _setting(None, "forward input quantizer of brevitas.quant: Int8ActPerTensorFloat")
 
-    epochs: int = _setting(12, "passes over the training images", type=int)
-    batch_size: int = _setting(64, "images in a training step", type=int)
+    epochs: int = _setting(8, "passes over the training images", type=int)
+    batch_size: int = _setting(32, "images in a training step", type=int)
     lr: float = _setting(3e-3, "largest learning rate of AdamW", type=float)
     weight_decay: float = _setting(0.05, "decoupled weight decay; not for norms and biases", type=float)
     schedule: str = _setting("cosine", "learning rate over the run", choices=SCHEDULES)

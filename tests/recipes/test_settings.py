@@ -52,7 +52,7 @@ def test_parse_refuses_with_status_2(capsys, words, message):
         ("stochastic_depth", -0.1),
         ("train_size", 0),
         ("warmup_epochs", -1.0),
-        ("warmup_epochs", 12.0),
+        ("warmup_epochs", 8.0),
         ("seed", -1),
     ],
 )
@@ -66,7 +66,7 @@ def test_resumed_settings_keep_everything_but_place_and_device():
     assert settings.resumed({"lr": 0.1, "data_dir": "b", "device": "cpu"}) == Settings(
         lr=0.1, data_dir="b", device="cpu"
     )
-    with pytest.raises(RecipeError, match=r"started with --epochs 12 \(now 3\), --lr 0.1 \(now 0.2\)"):
+    with pytest.raises(RecipeError, match=r"started with --epochs 8 \(now 3\), --lr 0.1 \(now 0.2\)"):
         settings.resumed({"lr": 0.2, "epochs": 3})
 
 
