@@ -35,8 +35,9 @@ def _plan(quantizer: UniformQuantizer, layout: Layout) -> cpu_kernels.UniformPla
     )
 
 
-def _filled(length: int, dtype: torch.dtype, byte: int) -> Tensor:
-    return torch.full((length * dtype.itemsize,), byte, dtype=torch.uint8).view(dtype)
+def _filled(length: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose unwritten bytes show."""
+    return torch.full((length * dtype.itemsize,), 0xAB, dtype=torch.uint8).view(dtype)
 
 
 def _assert_same_bytes(quantizer: UniformQuantizer, x: Tensor, threads: int = 1) -> None:
@@ -46,19 +47,18 @@ def _assert_same_bytes(quantizer: UniformQuantizer, x: Tensor, threads: int = 1)
     expected = reference.quantize_uniform(flat, geometry, seed, quantizer.scale_dtype, quantizer.minimum_dtype)
     values = reference.dequantize_uniform(*expected, geometry, torch.empty_like(flat))
     other = torch.linspace(-3, 5, flat.numel()).to(x.dtype)
-    for byte in (0xAB, 0xFF):
-        shapes = quantizer.tensor_shapes(layout)
-        codes, scale, minimum = (_filled(length, dtype, byte) for length, dtype in shapes)
-        pointers = codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
-        cpu_kernels.quantize_uniform(flat.data_ptr(), *pointers, SEED, plan, threads)
-        for name, got, want in zip(("codes", "scale", "minimum"), (codes, scale, minimum), expected, strict=True):
-            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (name, quantizer, tuple(x.shape))
-        decoded = _filled(flat.numel(), x.dtype, byte)
-        cpu_kernels.dequantize_uniform(*pointers, 0, decoded.data_ptr(), plan, threads)
-        _assert_same_values(decoded, values)
-        product = _filled(flat.numel(), x.dtype, byte)
-        cpu_kernels.dequantize_uniform(*pointers, other.data_ptr(), product.data_ptr(), plan, threads)
-        _assert_same_values(product, values * other)
+    shapes = quantizer.tensor_shapes(layout)
+    codes, scale, minimum = (_filled(length, dtype) for length, dtype in shapes)
+    pointers = codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
+    cpu_kernels.quantize_uniform(flat.data_ptr(), *pointers, SEED, plan, threads)
+    for name, got, want in zip(("codes", "scale", "minimum"), (codes, scale, minimum), expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (name, quantizer, tuple(x.shape))
+    decoded = _filled(flat.numel(), x.dtype)
+    cpu_kernels.dequantize_uniform(*pointers, 0, decoded.data_ptr(), plan, threads)
+    _assert_same_values(decoded, values)
+    product = _filled(flat.numel(), x.dtype)
+    cpu_kernels.dequantize_uniform(*pointers, other.data_ptr(), product.data_ptr(), plan, threads)
+    _assert_same_values(product, values * other)
 
 
 def _assert_same_values(got: Tensor, want: Tensor) -> None:
@@ -74,7 +74,7 @@ def test_quantize_bytes_for_every_bucket_and_length(bit_width: int, rounding: Ro
     torch.manual_seed(bit_width)
     for bucket_size in (1, 7, 64, 100, 512, 4096, 5000, None):
         quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
-        for length in (0, 1, 8, 71, 513, 5001):
+        for length in (0, 1, 71, 513, 5001):
             _assert_same_bytes(quantizer, torch.randn(length) * 3 + 1)
 
 
@@ -131,11 +131,11 @@ def test_quantize_bytes_of_extreme_values(scale_dtype, minimum_dtype, dtype):
                     _assert_same_bytes(quantizer, row)
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("granularity", Granularity)
 def test_quantize_bytes_on_several_threads(dtype: torch.dtype, granularity: Granularity):
     torch.manual_seed(0)
-    x = torch.randn(5, 3, 20011).to(dtype)
+    x = torch.randn(5, 3, 13331).to(dtype)  # three shares of 2^16 elements
     for bucket_size in (512, 5000):
         quantizer = UniformQuantizer(bit_width=3, bucket_size=bucket_size, granularity=granularity)
         _assert_same_bytes(quantizer, x, threads=4)

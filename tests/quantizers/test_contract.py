@@ -163,7 +163,7 @@ def test_dequantize_keeps_zeros_after_relu(subject: Subject):
 
 @every_subject
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("position", [0, 1, 5119, 10239])
+@pytest.mark.parametrize("position", [0, 5119])
 def test_dequantize_marks_groups_with_nan_or_infinity(subject: Subject, value: float, position: int):
     for dtype in DTYPES:
         x = torch.randn(4, 4, 640).to(dtype)
@@ -190,7 +190,7 @@ def test_packed_activation_survives_pickle_copy_and_rebuilding(subject: Subject)
 
 
 @stochastic_subject
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_quantize_is_unbiased(subject: Subject, dtype: torch.dtype):
     """Mean over draws within 5 standard errors; half a unit of the type and 2^-17 steps are the format's own bias."""
     torch.manual_seed(0)
