@@ -7,11 +7,13 @@ own know which argument is the weight; this module answers for the tensors that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 #: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
 _WEIGHT_NUMEL = "brevact.weight_numel"
@@ -27,22 +29,74 @@ def storage_address(x: Tensor) -> int:
         return 0
 
 
-def state_addresses(modules: Iterable[nn.Module]) -> frozenset[int]:
-    """Return the storage addresses of the parameters and buffers of ``modules`` themselves (not of their children)."""
-    return frozenset(
-        storage_address(tensor)
-        for module in modules
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    )
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among nested arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
 
 
-def is_weight(x: Tensor, state: frozenset[int]) -> bool:
+class ModelState:
+    """The weights that a root region knows by their storage.
+
+    Parameters and buffers of the modules that run, and what is computed from them without a gradient (a sign, a mask).
+
+    Args:
+        owner: the module that the region belongs to; None: modules are noticed as they run.
+    """
+
+    def __init__(self, owner: nn.Module | None) -> None:
+        self._owner = owner
+        self._modules: dict[nn.Module, None] = {}
+        self._addresses: frozenset[int] | None = None
+        self._derived: dict[int, StorageWeakRef] = {}
+        self._handle = None if owner is not None else register_module_forward_pre_hook(self._see)
+
+    def _see(self, module: nn.Module, args: Any) -> None:
+        if module not in self._modules and (module._parameters or module._buffers):
+            self._modules[module] = None
+            self._addresses = None
+
+    def __contains__(self, address: int) -> bool:
+        """Return whether the storage at ``address`` is that of a weight."""
+        if self._addresses is None:
+            modules = self._modules if self._owner is None else self._owner.modules()
+            self._addresses = frozenset(
+                storage_address(tensor)
+                for module in modules
+                for tensor in (*module._parameters.values(), *module._buffers.values())
+                if tensor is not None
+            )
+        if address in self._addresses:
+            return True
+        derived = self._derived.get(address)
+        return derived is not None and not derived.expired()
+
+    def note(self, output: Any, *, weight: bool) -> None:
+        """Note whether what an op returned is a weight: on its graph node, or by its storage if it has none."""
+        for x in tensors_in(output):
+            if x.grad_fn is not None:
+                x.grad_fn.metadata[_WEIGHT_NUMEL] = x.numel() if weight else 0
+            elif weight and x.layout is torch.strided:
+                storage = x.untyped_storage()
+                self._derived[storage._cdata] = StorageWeakRef(storage)
+
+    def close(self) -> None:
+        """Stop watching modules."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def is_weight(x: Tensor, state: ModelState) -> bool:
     """Return whether ``x`` is a weight.
 
     Args:
         x: any tensor.
-        state: storage addresses of the known parameters and buffers.
+        state: what the region knows of its model.
     """
     if isinstance(x, nn.Parameter) or storage_address(x) in state:
         return True
@@ -50,16 +104,6 @@ def is_weight(x: Tensor, state: frozenset[int]) -> bool:
     if node is None:
         return x._is_view() and isinstance(x._base, nn.Parameter)
     return _comes_from_weights_alone(node, x.numel())
-
-
-def mark(output: Any, *, weight: bool) -> None:
-    """Note on the graph whether what an op returned is a weight, computed from weights alone."""
-    if isinstance(output, Tensor):
-        if output.grad_fn is not None:
-            output.grad_fn.metadata[_WEIGHT_NUMEL] = output.numel() if weight else 0
-    elif isinstance(output, tuple | list):
-        for item in output:
-            mark(item, weight=weight)
 
 
 def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bool:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.fallback import SavedTensorHooks
 from brevact.autograd.functions import HANDLERS, KEPT_EXACT
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
-from brevact.autograd.provenance import is_weight, mark, state_addresses
+from brevact.autograd.provenance import ModelState, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 
@@ -62,7 +61,7 @@ class Region:
         self.parent = current_region()
         if self.parent is None:
             self.seeds = SeedStream()
-            self.state = _ModelState(self.owner)
+            self.state = ModelState(self.owner)
             self._mode = _RegionMode()
             self._mode.__enter__()
         else:
@@ -90,7 +89,15 @@ class Region:
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
-        return is_weight(x, self.state.addresses())
+        return is_weight(x, self.state)
+
+    def are_weights(self, arguments: Any) -> bool:
+        """Return whether the tensors among nested arguments are weights, at least one, apart from single constants."""
+        weights = [
+            self.is_weight(x) or (None if x.numel() == 1 and not x.requires_grad else False)
+            for x in tensors_in(arguments)
+        ]
+        return True in weights and False not in weights
 
     def packs_input(self, x: Any) -> bool:
         """Return whether the input of a layer can be packed: a floating-point tensor that is no weight."""
@@ -114,31 +121,6 @@ class Region:
         """
         is_variable = x.is_leaf and x.requires_grad
         return keep_as_it_is(x) if is_variable or self.is_weight(x) else self.keep(x)
-
-
-class _ModelState:
-    """Storage addresses of the parameters and buffers of the modules that run in a root region."""
-
-    def __init__(self, owner: nn.Module | None) -> None:
-        self._owner = owner
-        self._modules: dict[nn.Module, None] = {}
-        self._addresses: frozenset[int] | None = None
-        self._handle = None if owner is not None else register_module_forward_pre_hook(self._see)
-
-    def _see(self, module: nn.Module, args: Any) -> None:
-        if module not in self._modules and (module._parameters or module._buffers):
-            self._modules[module] = None
-            self._addresses = None
-
-    def addresses(self) -> frozenset[int]:
-        if self._addresses is None:
-            modules = self._modules if self._owner is None else self._owner.modules()
-            self._addresses = state_addresses(modules)
-        return self._addresses
-
-    def close(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
 
 
 class _RegionMode(TorchFunctionMode):
@@ -166,36 +148,16 @@ class _RegionMode(TorchFunctionMode):
         else:
             region.hooks.cast_shapes = _frozen_weight_shapes(region, (args, kwargs))
             result = func(*args, **kwargs)
-        if _is_differentiable(result):
-            mark(result, weight=_all_weights(region, (args, kwargs)))
+        if next(tensors_in(result), None) is not None:
+            region.state.note(result, weight=region.are_weights((args, kwargs)))
         return result
-
-
-def _is_differentiable(result: Any) -> bool:
-    if isinstance(result, Tensor):
-        return result.grad_fn is not None
-    return isinstance(result, tuple | list) and any(_is_differentiable(item) for item in result)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
-
-
-def _all_weights(region: Region, arguments: Any) -> bool:
-    return all(region.is_weight(x) for x in _tensors(arguments))
 
 
 def _frozen_weight_shapes(region: Region, arguments: Any) -> frozenset[torch.Size]:
     """Shapes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
     if not torch._C._is_any_autocast_enabled():
         return frozenset()
-    return frozenset(x.shape for x in _tensors(arguments) if not x.requires_grad and region.is_weight(x))
+    return frozenset(x.shape for x in tensors_in(arguments) if not x.requires_grad and region.is_weight(x))
 
 
 @contextmanager

@@ -61,7 +61,9 @@ def _multiply_handler(inplace: bool) -> Callable:
     def handle(region: Region, func: Callable, input: Tensor, other: Any) -> Any:
         if not (is_activation(input) and is_activation(other) and (input.requires_grad or other.requires_grad)):
             return NotImplemented  # a number has no gradient and nothing is stored
-        if input.device != other.device or (region.is_weight(input) and region.is_weight(other)):
+        if max(input.numel(), other.numel()) < region.settings.min_numel:
+            return NotImplemented  # there is nothing to pack
+        if input.device != other.device or region.are_weights((input, other)):
             return NotImplemented
         return region.apply(_Multiply, func, input, other, inplace)
 
