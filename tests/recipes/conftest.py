@@ -7,6 +7,15 @@ from recipes.data import ImageDataset, Normalization, Split
 from recipes.settings import Settings
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small gain nothing from threads, and on a busy machine their barriers cost most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def tiny_settings() -> Settings:
     return Settings(train_size=16, test_size=8, batch_size=8, epochs=2, warmup_epochs=0.5)
