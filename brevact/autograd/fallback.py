@@ -49,43 +49,58 @@ class _Stored:
         return self.decoder.decode(self.handles)
 
 
-class _Exact:
-    """Context in which the hooks store every tensor as it is.
+class _Suspended:
+    """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
 
-    For what a Function of ours saves, and for ops whose gradient is singular in the saved tensor.
+    For what a Function of ours saves, and for ops whose gradient is singular in what they save.
     """
 
-    def __init__(self) -> None:
-        self.depth = 0
+    def __init__(self, hooks: SavedTensorHooks) -> None:
+        self._hooks = hooks
 
     def __enter__(self) -> None:
-        self.depth += 1
+        self._hooks.pop()
 
     def __exit__(self, *exc_info: object) -> None:
-        self.depth -= 1
+        self._hooks.push()
 
 
 class SavedTensorHooks:
-    """The saved-tensor hooks of one region."""
+    """The saved-tensor hooks of one region; entered inside another region's, they take their place."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self.exact = _Exact()
+        self._hooks = (self._pack, _unpack)
+        self._replaced: SavedTensorHooks | None = None
+        self._outer: tuple[Callable, Callable] | None = None
+        self.suspended = _Suspended(self)
         self.cast_shapes: frozenset[torch.Size] = frozenset()
 
     def __enter__(self) -> None:
         parent = self._region.parent
-        inside_parent = parent is not None and parent.hooks.are_innermost()
-        self._outer = parent.hooks._outer if inside_parent else _graph._top_saved_tensors_default_hooks(True)
-        _graph._push_saved_tensors_default_hooks(self._pack, _unpack)
+        if parent is not None and parent.hooks.are_innermost():
+            self._replaced = parent.hooks
+            self._replaced.pop()
+        self._outer = _graph._top_saved_tensors_default_hooks(True)
+        self.push()
 
     def __exit__(self, *exc_info: object) -> None:
+        self.pop()
+        if self._replaced is not None:
+            self._replaced.push()
+
+    def push(self) -> None:
+        """Activate the hooks."""
+        _graph._push_saved_tensors_default_hooks(*self._hooks)
+
+    def pop(self) -> None:
+        """Deactivate the hooks, which must be the innermost ones."""
         _graph._pop_saved_tensors_default_hooks()
 
     def are_innermost(self) -> bool:
         """Return whether no other saved-tensor hooks were entered inside the region."""
         top = _graph._top_saved_tensors_default_hooks(True)
-        return top is not None and top[0] == self._pack
+        return top is not None and top[0] is self._hooks[0]
 
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)
@@ -100,12 +115,7 @@ class SavedTensorHooks:
     def _keep(self, x: Tensor) -> Kept:
         region = self._region
         settings = region.settings
-        plain = (
-            self.exact.depth
-            or settings is None
-            or type(x) not in (Tensor, torch.nn.Parameter)
-            or x.layout is not torch.strided
-        )
+        plain = settings is None or type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided
         if not plain and x.numel() >= settings.min_numel:
             if x.dtype is torch.bool:
                 return keep_mask(x)

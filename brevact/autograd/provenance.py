@@ -98,12 +98,12 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
         x: any tensor.
         state: what the region knows of its model.
     """
-    if isinstance(x, nn.Parameter) or storage_address(x) in state:
+    if isinstance(x, nn.Parameter):
         return True
     node = x.grad_fn
-    if node is None:
-        return x._is_view() and isinstance(x._base, nn.Parameter)
-    return _comes_from_weights_alone(node, x.numel())
+    if node is not None:
+        return _comes_from_weights_alone(node, x.numel())
+    return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
 
 
 def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bool:
@@ -112,6 +112,8 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
     What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
     no gradient: a result larger than all the weights it came from is one.
     """
+    if _is_own(node):
+        return False
     pending, seen, largest = [node], set(), 0
     while pending:
         node = pending.pop()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -93,11 +94,13 @@ class Region:
 
     def are_weights(self, arguments: Any) -> bool:
         """Return whether the tensors among nested arguments are weights, at least one, apart from single constants."""
-        weights = [
-            self.is_weight(x) or (None if x.numel() == 1 and not x.requires_grad else False)
-            for x in tensors_in(arguments)
-        ]
-        return True in weights and False not in weights
+        found = False
+        for x in tensors_in(arguments):
+            if self.is_weight(x):
+                found = True
+            elif x.requires_grad or x.numel() != 1:
+                return False
+        return found
 
     def packs_input(self, x: Any) -> bool:
         """Return whether the input of a layer can be packed: a floating-point tensor that is no weight."""
@@ -106,8 +109,8 @@ class Region:
         return x.grad_fn is None or not self.is_weight(x)
 
     def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
-        """Apply one of our Functions: the region's hooks let through what it saves."""
-        with self.hooks.exact:
+        """Apply one of our Functions, whose saved tensors are packed already."""
+        with self.hooks.suspended:
             return function.apply(self, *args)
 
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
@@ -130,10 +133,12 @@ class _RegionMode(TorchFunctionMode):
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        foreign = next((kind for kind in types if not issubclass(kind, Tensor)), None)
-        if foreign is not None:  # a Brevitas QuantTensor: its own rule runs, and the mode sees the ops inside it
-            with self:
-                return foreign.__torch_function__(func, types, args, kwargs)
+        if type(func) is MethodWrapperType:  # x.shape and other properties
+            return func(*args, **kwargs)
+        for kind in types:
+            if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
         region = current_region()
         if region is None or not region.packs_now():
             return func(*args, **kwargs)
@@ -143,12 +148,12 @@ class _RegionMode(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         if func in KEPT_EXACT:
-            with region.hooks.exact:
+            with region.hooks.suspended:
                 result = func(*args, **kwargs)
         else:
             region.hooks.cast_shapes = _frozen_weight_shapes(region, (args, kwargs))
             result = func(*args, **kwargs)
-        if next(tensors_in(result), None) is not None:
+        if isinstance(result, Tensor | tuple | list):
             region.state.note(result, weight=region.are_weights((args, kwargs)))
         return result
 
@@ -211,9 +216,9 @@ class _ExitRegion:
         self.origin = origin
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not any(running is module for running, _ in _active.calls):
-            return  # another pre-hook raised before ours ran
         running = None
+        if not any(running is module for running, _ in reversed(_active.calls)):
+            return  # another pre-hook raised before ours ran
         while running is not module:
             running, entered = _active.calls.pop()
             if entered is not None:

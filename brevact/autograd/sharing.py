@@ -26,24 +26,21 @@ class _WeakTensor:
     storage tells that it is still kept.
     """
 
-    __slots__ = ("_geometry", "_storage", "_tensor")
+    __slots__ = ("_dtype", "_storage", "_tensor")
 
-    def __init__(self, tensor: Tensor, source: torch.UntypedStorage) -> None:
+    def __init__(self, tensor: Tensor, source: int) -> None:
         self._tensor = TensorWeakRef(tensor)
+        self._dtype = tensor.dtype
         storage = tensor.untyped_storage()
         # An alias of the source lives as long as the source, whether a node keeps it or not.
-        self._storage = None if storage._cdata == source._cdata else StorageWeakRef(storage)
-        self._geometry = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._storage = None if storage._cdata == source else StorageWeakRef(storage)
 
     def __call__(self) -> Tensor | None:
         tensor = self._tensor()
         if tensor is not None or self._storage is None or self._storage.expired():
             return tensor
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            return None
-        dtype, device, *geometry = self._geometry
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, *geometry)
+        return None if storage is None else torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage)
 
 
 class SharedPacks:
@@ -73,14 +70,13 @@ class SharedPacks:
         storage = x.untyped_storage()
         found = self._by_storage.get(storage._cdata)
         if found is None or found[0].expired():
-            self._sweep()
+            if len(self._by_storage) >= self._sweep_at:
+                self._sweep()
             found = self._by_storage[storage._cdata] = (StorageWeakRef(storage), {})
         tensors, decoder = kept
-        found[1][_key(x, settings)] = ([_WeakTensor(tensor, storage) for tensor in tensors], decoder)
+        found[1][_key(x, settings)] = ([_WeakTensor(tensor, storage._cdata) for tensor in tensors], decoder)
 
     def _sweep(self) -> None:
-        if len(self._by_storage) < self._sweep_at:
-            return
         alive = {address: found for address, found in list(self._by_storage.items()) if not found[0].expired()}
         self._by_storage = alive
         self._sweep_at = max(_SWEEP_FLOOR, 2 * len(alive))

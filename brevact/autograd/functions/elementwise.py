@@ -73,7 +73,7 @@ def _multiply_handler(inplace: bool) -> Callable:
 def _divide(region: Region, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
     """The gradient is singular in the denominator: where that is a whole activation, nothing is packed."""
     if is_activation(other) and other.numel() >= region.settings.min_numel and not region.is_weight(other):
-        with region.hooks.exact:
+        with region.hooks.suspended:
             return func(input, other, **kwargs)
     return NotImplemented
 
