@@ -47,8 +47,8 @@ class Trainer:
             )
         self.train_loss = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
         self.test_loss = nn.CrossEntropyLoss()
-        self.optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=settings.lr)
-        self.scheduler = make_schedule(self.optimizer, settings, steps_per_epoch)
+        self._make_optimizer = partial(make_optimizer, model, settings, steps_per_epoch)
+        self.optimizer, self.scheduler = self._make_optimizer()
         # PyTorch's initial scale of 2**16 overflows, and skips, the first steps of most networks.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=settings.amp == "fp16")
 
@@ -122,10 +122,16 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continues from a `state_dict`, on the device of this trainer."""
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
+        """Continues from a `state_dict`, on the device of this trainer.
+
+        Loading makes Brevitas replace its activation quantizers, their parameters with them, so the optimizer is built
+        anew once the model has its state.
+        """
+        self.model.load_state_dict(state["model"])
         restore_statistics(self.model, state["statistics"])
+        self.optimizer, self.scheduler = self._make_optimizer()
+        for name in ("optimizer", "scheduler", "scaler"):
+            self._parts()[name].load_state_dict(state[name])
         torch.set_rng_state(state["cpu_generator"])
         if self.device.type == "cuda" and state["cuda_generator"] is not None:
             torch.cuda.set_rng_state(state["cuda_generator"], self.device)
@@ -163,6 +169,26 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def make_optimizer(
+    model: nn.Module, settings: Settings, steps_per_epoch: int
+) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """AdamW over the parameters that the model has now, and the schedule of its learning rate.
+
+    Args:
+        model: whose parameters are trained.
+        settings: of the run.
+        steps_per_epoch: optimizer steps in an epoch.
+
+    Returns:
+        The optimizer, and the schedule to be stepped after it.
+
+    Raises:
+        RecipeError: the run is too short for its schedule.
+    """
+    optimizer = torch.optim.AdamW(parameter_groups(model, settings.weight_decay), lr=settings.lr)
+    return optimizer, make_schedule(optimizer, settings, steps_per_epoch)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps_per_epoch: int) -> LRScheduler:

@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -135,15 +136,31 @@ def test_load_state_dict_continues_bit_for_bit(tiny_settings, tiny_data, changes
     settings = replace(tiny_settings, **changes)
     whole, batches, _ = make_trainer(settings, tiny_data)
     whole.train_epoch(batches, 1, lambda: None)
-    state = whole.state_dict()
-    state["model"] = {name: value.clone() for name, value in state["model"].items()}
-    state["optimizer"] = {
-        "param_groups": [dict(group) for group in state["optimizer"]["param_groups"]],
-        "state": {key: {k: v.clone() for k, v in value.items()} for key, value in state["optimizer"]["state"].items()},
-    }
+    state = copy.deepcopy(whole.state_dict())
     expected = whole.train_epoch(batches, 2, lambda: None)
     resumed, _, _ = make_trainer(replace(settings, seed=5), tiny_data)
     resumed.load_state_dict(state)
     assert resumed.train_epoch(batches, 2, lambda: None) == expected
     for name, value in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+def test_load_state_dict_goes_on_learning_the_activation_scales(tiny_settings, tiny_data):
+    settings = replace(tiny_settings, input_quant="Int8ActPerTensorFloat")
+    whole, batches, _ = make_trainer(settings, tiny_data)
+    whole.train_epoch(batches, 1, lambda: None)
+    collecting = [module for module in whole.model.modules() if hasattr(module, "collect_stats_steps")]
+    for module in collecting:
+        module.counter = module.collect_stats_steps  # as after its 300 batches of statistics
+    state = copy.deepcopy(whole.state_dict())
+    expected = whole.train_epoch(batches, 2, lambda: None)
+    resumed, _, _ = make_trainer(settings, tiny_data)
+    resumed.load_state_dict(state)
+    trained = {id(parameter) for group in resumed.optimizer.param_groups for parameter in group["params"]}
+    assert trained == {id(parameter) for parameter in resumed.model.parameters()}
+    scales = {name: value.detach().clone() for name, value in resumed.model.named_parameters() if "scaling" in name}
+    assert len(scales) == len(collecting)
+    assert resumed.train_epoch(batches, 2, lambda: None) == expected
+    learned = dict(resumed.model.named_parameters())
+    assert any(not torch.equal(learned[name], before) for name, before in scales.items())
+    assert all(torch.equal(learned[name], value) for name, value in whole.model.named_parameters())
