@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import UninitializedTensorMixin
 
-from brevact.autograd import regions_disabled
+from brevact.autograd import region, regions_disabled
+from brevact.injectors.proxies import is_quant_proxy
 
 _MIB = 2**20
 
@@ -113,6 +115,7 @@ class MemoryReport:
         ):
             axes.barh([y + offset for y in range(len(rows))], [v / _MIB for v in values], height, label=label)
         axes.set_yticks(range(len(rows)), [row.layer or "(model)" for row in rows], fontsize=7)
+        axes.margins(y=0.01)
         axes.invert_yaxis()
         axes.set_xlabel("kept for backward, MiB")
         axes.set_title(f"{self.ratio:.1f} times less kept for backward")
@@ -125,7 +128,8 @@ def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
 
     Runs a copy of the model on the batch twice, as it is and with its backward quantizers switched off, and adds up
     the storages that autograd keeps, without parameters and buffers. Model, gradients and random generators stay
-    untouched. An input that is stored as it is counts; the caller holds it anyway.
+    untouched. An input that is stored as it is counts; the caller holds it anyway. What a checkpointed function will
+    compute again does not.
 
     Args:
         model: module, with or without backward quantization; measured in training mode.
@@ -137,6 +141,7 @@ def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
 
     Raises:
         TypeError: ``model`` is no module.
+        ValueError: ``model`` cannot be copied.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
@@ -152,14 +157,14 @@ def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
 
 def _measure(model: nn.Module, batch: Any) -> dict[str, int]:
     """Return the bytes that each layer of a copy of the model keeps for backward."""
-    model = copy.deepcopy(model)
+    model = _copy(model)
     if not model.training:
         model.train()
     held: dict[int, Any] = {x.untyped_storage()._cdata: x for x in (*model.parameters(), *model.buffers())}
     layers: dict[str, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        x = x.detach()
+        x = x if x.grad_fn is None else x.detach()
         storage = x.untyped_storage()
         if storage._cdata not in held:
             held[storage._cdata] = x
@@ -168,19 +173,32 @@ def _measure(model: nn.Module, batch: Any) -> dict[str, int]:
 
     devices = {x.device for x in held.values() if x.device.type == "cuda"}
     with _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            if isinstance(batch, Mapping):
-                output = model(**batch)
-            else:
-                output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        with torch.inference_mode(False), torch.enable_grad(), region(None):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                if isinstance(batch, Mapping):
+                    output = model(**batch)
+                else:
+                    output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     del output
     return layers
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    if any(isinstance(x, UninitializedTensorMixin) for x in (*model.parameters(), *model.buffers())):
+        raise ValueError("model: some lazy modules have no parameters yet; call the model on a batch first")
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        raise ValueError(
+            f"model: {type(model).__name__} cannot be copied ({error}). The legacy weight_norm and spectral_norm "
+            "keep a computed tensor; use those of torch.nn.utils.parametrizations, or measure before the first forward pass"
+        ) from error
 
 
 @contextmanager
 def _running_module(model: nn.Module) -> Iterator[list[str]]:
     """Keep a list of the names of the modules that run, outermost first."""
-    names = {module: name for name, module in model.named_modules()}
+    names = dict(_layers(model))
     running = [""]
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -195,6 +213,14 @@ def _running_module(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _layers(module: nn.Module, name: str = "") -> Iterator[tuple[nn.Module, str]]:
+    """Yield modules and names; the quantizers inside a Brevitas layer belong to the layer."""
+    yield module, name
+    for child_name, child in module.named_children():
+        if not is_quant_proxy(child):
+            yield from _layers(child, f"{name}.{child_name}" if name else child_name)
 
 
 def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.injectors import backward_settings_from
+from brevact.injectors.proxies import is_quant_proxy
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
 _POLICY = "policy"
@@ -40,7 +40,7 @@ def quantizer(source: Any, **overrides: Any) -> Any:
     return backward_settings_from(source, **overrides).quantizer
 
 
-def backward_quant(source: Any, **overrides: Any) -> AbstractContextManager[None]:
+def backward_quant(source: Any, **overrides: Any) -> region:
     """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
 
     >>> import torch, brevact
@@ -54,7 +54,7 @@ def backward_quant(source: Any, **overrides: Any) -> AbstractContextManager[None
         **overrides: settings that replace those of ``source``.
 
     Returns:
-        Context manager, also usable as a decorator.
+        Context manager, to be used once or often, also as a decorator.
 
     Raises:
         TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
@@ -100,6 +100,8 @@ def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Mod
                 f"{', '.join(overrides)}: overrides go with a single quantizer; in rules, put them on a rule's value: "
                 "StochBackward2bit.let(bucket_size=128)"
             )
+        if not policy:
+            raise ValueError('policy: got no rules; accepted is at least one, such as {"*": StochBackward2bit}')
         rules = {key: _settings(source, {}) for key, source in policy.items()}
     else:
         rules = {"*": backward_settings_from(policy, **overrides)}
@@ -151,16 +153,20 @@ def _assignments(
         key = next(iter(unused))
         near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
         hint = f"nearest names: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
+        if not names:
+            hint = "it has a backward quantizer of its own (act_quant=), which stays"
         raise ValueError(f"policy rule {key!r} matches no module of {type(model).__name__}; {hint}")
     return assigned
 
 
 def _modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with their names, not descending into layers that have a backward quantizer of their own."""
-    if has_region(module):
+    """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' proxies."""
+    if has_region(module) or is_quant_proxy(module):
         return
     yield name, module
-    for child_name, child in module.named_children():
+    for child_name, child in module._modules.items():
+        if child is None:
+            continue
         yield from _modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)
 
 

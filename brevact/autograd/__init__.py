@@ -1,6 +1,6 @@
 """Regions of code whose ops store packed activations for backward."""
 
-from brevact.autograd.region import (
+from brevact.autograd.regions import (
     Region,
     attach_region,
     current_region,

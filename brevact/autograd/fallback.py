@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD
+from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask
 
 if TYPE_CHECKING:
-    from brevact.autograd.region import Region
+    from brevact.autograd.regions import Region
 
 _graph = torch._C._autograd
 
@@ -74,7 +74,8 @@ class SavedTensorHooks:
         self._replaced: SavedTensorHooks | None = None
         self._outer: tuple[Callable, Callable] | None = None
         self.suspended = _Suspended(self)
-        self.cast_shapes: frozenset[torch.Size] = frozenset()
+        self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
+        self.packed_numel: int | None = None  # the op that runs packs tensors of this size only
 
     def __enter__(self) -> None:
         parent = self._region.parent
@@ -82,7 +83,12 @@ class SavedTensorHooks:
             self._replaced = parent.hooks
             self._replaced.pop()
         self._outer = _graph._top_saved_tensors_default_hooks(True)
-        self.push()
+        try:
+            self.push()
+        except RuntimeError:
+            if self._replaced is not None:
+                self._replaced.push()
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
         self.pop()
@@ -108,20 +114,27 @@ class SavedTensorHooks:
             kept = keep_as_it_is(x.detach())
         return _Stored(kept, self._outer)
 
-    def _is_cast_weight(self, x: Tensor) -> bool:
-        """Whether ``x`` looks like the copy that autocast made of a frozen weight of the op that runs."""
-        return bool(self.cast_shapes) and not x.requires_grad and {x.shape, x.shape[::-1]} & self.cast_shapes != set()
+    def _is_exact(self, x: Tensor) -> bool:
+        """Whether ``x`` is a statistic of a normalization, or looks like autocast's copy of a frozen weight."""
+        if self.packed_numel not in (None, x.numel()):
+            return True
+        return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
 
     def _keep(self, x: Tensor) -> Kept:
         region = self._region
         settings = region.settings
-        plain = settings is None or type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided
+        plain = settings is None or not is_plain(x)
         if not plain and x.numel() >= settings.min_numel:
             if x.dtype is torch.bool:
                 return keep_mask(x)
-            if x.is_floating_point() and x.element_size() >= 2 and not self._is_cast_weight(x):
+            if is_activation(x) and not self._is_exact(x):
                 return region.keep_activation(x)
         return keep_as_it_is(x)
+
+
+def sizes_of(x: Tensor) -> tuple[int, ...]:
+    """Sizes other than one, in order of size: the same for a transposed or unsqueezed copy."""
+    return tuple(sorted(size for size in x.shape if size != 1))
 
 
 def _unpack(stored: _Stored) -> Tensor:

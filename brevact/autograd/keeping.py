@@ -105,13 +105,13 @@ def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, sha
     """
     if x.numel() < settings.min_numel:
         return keep_as_it_is(x)
-    if share:
-        kept = _shared.find(x, settings)
-        if kept is not None:
-            return Kept(*kept)
+    slot = _shared.slot(x, settings) if share else None
+    found = slot.find() if slot is not None else None
+    if found is not None:
+        return Kept(*found)
     kept = _pack(x.detach(), settings, seeds)
-    if share:
-        _shared.add(x, settings, kept)
+    if slot is not None:
+        slot.fill(*kept)
     return kept
 
 

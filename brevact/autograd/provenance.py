@@ -17,6 +17,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 #: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
 _WEIGHT_NUMEL = "brevact.weight_numel"
+#: Nodes of layers, which ran where no region saw them: what they return is an activation.
+_LAYER_NODES = (
+    *("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward", "ConvolutionBackward", "EmbeddingBackward"),
+    *("NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "NativeLayerNormBackward"),
+    *("NativeGroupNormBackward", "ScaledDotProduct", "MaxPool", "AvgPool", "IndexSelectBackward"),
+)
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
 _MAX_NODES = 128
 
@@ -84,6 +90,8 @@ class ModelState:
             elif weight and x.layout is torch.strided:
                 storage = x.untyped_storage()
                 self._derived[storage._cdata] = StorageWeakRef(storage)
+            elif self._derived:
+                self._derived.pop(storage_address(x), None)
 
     def close(self) -> None:
         """Stop watching modules."""
@@ -114,7 +122,9 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
     """
     if _is_own(node):
         return False
-    pending, seen, largest = [node], set(), 0
+    pending: list[torch.autograd.graph.Node] = [node]
+    seen: set[torch.autograd.graph.Node] = set()
+    largest = 0
     while pending:
         node = pending.pop()
         if node in seen:
@@ -122,6 +132,8 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
         seen.add(node)
         marked = node.metadata.get(_WEIGHT_NUMEL)
         if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
+            return False
+        if marked is None and node.name().startswith(_LAYER_NODES):
             return False
         if marked is not None:
             largest = max(largest, marked)

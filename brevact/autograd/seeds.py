@@ -3,11 +3,17 @@
 Within a root region seeds come from a generator of its own, seeded by what torch's default generator would draw next;
 the default generator moves on by that single draw when the region ends. So ``torch.manual_seed`` fixes every code, no
 two tensors and no two steps share noise, and the random numbers that the model itself draws inside the region (dropout
-masks, say) are those of the model without backward quantization.
+masks, say) are those of the model without backward quantization. Between two root regions of one forward pass (layers
+with a quantizer of their own, without a region around them) that one draw lies between the model's own.
+
+While a backward pass runs, a region belongs to a recomputation (checkpoint), which rewinds the generator by itself:
+there the generator does not move, and the regions of one backward pass are told apart by counting them.
 """
 
 from __future__ import annotations
 
+import collections
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +21,11 @@ from torch import Tensor
 
 _BLOCK = 256
 _LOW, _HIGH = -(2**63), 2**63 - 1
+
+
+_lock = threading.Lock()
+_in_use: collections.Counter[int] = collections.Counter()  # bases of the regions that are active, in all threads
+_recomputed: tuple[int, int] = (-1, 0)  # the backward pass that runs, and how many regions it has entered
 
 
 class SeedStream:
@@ -25,28 +36,52 @@ class SeedStream:
     """
 
     def __init__(self) -> None:
+        self._base: int | None = None
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
 
     def next(self, device: torch.device) -> int | Tensor:
         """Return the next seed for a tensor on ``device``."""
         stream = self._streams.get(device)
         if stream is None:
-            # Another device of the same kind gets another seed.
-            base = _next_draw() + 0x9E3779B97F4A7C15 * (len(self._streams) + 1)
-            stream = self._streams[device] = _seeds(device, base % 2**64)
+            if self._base is None:
+                self._base = _claim_base()
+            place = 0 if device.index is None else device.index + 1
+            stream = self._streams[device] = _seeds(device, _mix(self._base, place))
         return next(stream)
 
     def close(self) -> None:
         """Let torch's default generator pass the draw that the seeds came from."""
-        if self._streams:
-            torch.randint(_LOW, _HIGH, ())
+        if self._base is None:
+            return
+        with _lock:
+            _in_use[self._base] -= 1
+            if not _in_use[self._base]:
+                del _in_use[self._base]
+        if torch._C._current_graph_task_id() == -1:
+            torch.randint(_LOW, _HIGH, (), device="cpu", generator=torch.default_generator)
 
 
-def _next_draw() -> int:
-    """Return what the default generator draws next, without drawing it."""
-    fork = torch.Generator()
+def _claim_base() -> int:
+    """Return a seed for a region: what the default generator draws next, changed where another region has it."""
+    global _recomputed
+    fork = torch.Generator("cpu")
     fork.set_state(torch.default_generator.get_state())
-    return int(torch.randint(_LOW, _HIGH, (), generator=fork))
+    base = int(torch.randint(_LOW, _HIGH, (), device="cpu", generator=fork)) % 2**64
+    with _lock:
+        backward = torch._C._current_graph_task_id()
+        if backward != -1:
+            count = _recomputed[1] + 1 if _recomputed[0] == backward else 0
+            _recomputed = (backward, count)
+            base = _mix(base, count)
+        while base in _in_use:  # a region of another thread that forked the same state
+            base = _mix(base, 1)
+        _in_use[base] += 1
+    return base
+
+
+def _mix(base: int, count: int) -> int:
+    """A 64-bit seed of its own for each count (0 keeps the base); the multiplier is 2^64 over the golden ratio."""
+    return (base + count * 0x9E3779B97F4A7C15) % 2**64
 
 
 def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:

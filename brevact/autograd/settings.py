@@ -23,7 +23,7 @@ class SaveMode(str, enum.Enum):
 
 
 #: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
-DEFAULT_MIN_NUMEL = 1024
+DEFAULT_MIN_NUMEL = 4096
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class BackwardSettings:
     min_numel: int = field(default=DEFAULT_MIN_NUMEL)
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.quantizer, "quantize", None)):
+        if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
             raise TypeError(
-                f"quantizer={self.quantizer!r} has no quantize method; pass an activation quantizer such as "
-                "brevact.quantizer(StochBackward2bit)"
+                f"quantizer={self.quantizer!r} is no activation quantizer (quantize(x, seed) and is_stochastic); pass "
+                "one such as brevact.quantizer(StochBackward2bit)"
             )
         try:
             object.__setattr__(self, "save_mode", SaveMode(self.save_mode))
@@ -60,3 +60,12 @@ class BackwardSettings:
                 f"min_numel={self.min_numel!r} must be an integer of at least 0 (0 packs every tensor; "
                 f"the default is {DEFAULT_MIN_NUMEL})"
             )
+        object.__setattr__(self, "_hash", hash((self.quantizer, self.save_mode, self.min_numel)))
+
+    def __hash__(self) -> int:
+        """Hash of the fields, computed once: settings are part of every key of the table of shared tensors."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields: hashes do not outlive the process."""
+        return BackwardSettings, (self.quantizer, self.save_mode, self.min_numel)

@@ -3,42 +3,46 @@
 Residual branches, q/k/v projections, a block's input that its shortcut reads too: each op asks for the same tensor,
 and gets the same packed tensors. The table owns nothing. It knows a tensor by its storage (a weak reference, so an
 address that was freed and used again is never taken for the old one), version counter, offset, shape and strides, and
-knows the packed tensors by weak references: they live as long as some graph node keeps them.
+knows the packed tensors by weak references: they live as long as some graph node keeps them. Like PyTorch's own check,
+the version counter does not see edits through ``x.data`` or NumPy.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef
 
 _SWEEP_FLOOR = 256
 
 
 class _WeakTensor:
-    """Weak reference to a kept tensor that also survives as an alias.
+    """Weak reference to a kept tensor: by its storage, which also lives on in an alias.
 
-    Hooks around the region may keep a detached alias in place of the tensor (checkpoint does while it recomputes); the
-    storage tells that it is still kept.
+    Hooks around the region may keep a detached alias in place of the tensor (checkpoint does while it recomputes).
     """
 
     __slots__ = ("_dtype", "_storage", "_tensor")
 
     def __init__(self, tensor: Tensor, source: int) -> None:
-        self._tensor = TensorWeakRef(tensor)
-        self._dtype = tensor.dtype
         storage = tensor.untyped_storage()
-        # An alias of the source lives as long as the source, whether a node keeps it or not.
-        self._storage = None if storage._cdata == source else StorageWeakRef(storage)
+        if storage._cdata == source:  # an alias of the source lives as long as the source, kept by a node or not
+            self._tensor, self._storage = weakref.ref(tensor), None
+        else:
+            self._storage, self._dtype = StorageWeakRef(storage), tensor.dtype
 
     def __call__(self) -> Tensor | None:
-        tensor = self._tensor()
-        if tensor is not None or self._storage is None or self._storage.expired():
+        if self._storage is None:
+            tensor = self._tensor()
+            if tensor is not None:
+                tensor._fix_weakref()
             return tensor
+        if self._storage.expired():
+            return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         return None if storage is None else torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage)
 
@@ -50,31 +54,19 @@ class SharedPacks:
         self._by_storage: dict[int, tuple[StorageWeakRef, dict[Hashable, tuple[list[_WeakTensor], Any]]]] = {}
         self._sweep_at = _SWEEP_FLOOR
 
-    def find(self, x: Tensor, settings: Hashable) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return the kept tensors and decoder of ``x`` if some node still holds them."""
+    def slot(self, x: Tensor, settings: Hashable) -> Slot | None:
+        """Return the place in the table for what keeps ``x``; None for inference tensors, which have no version."""
         if x.is_inference():
             return None
-        found = self._by_storage.get(x.untyped_storage()._cdata)
-        if found is None or found[0].expired():
-            return None
-        refs, decoder = found[1].get(_key(x, settings), ((), None))
-        tensors = tuple(ref() for ref in refs)
-        if not tensors or any(tensor is None for tensor in tensors):
-            return None
-        return tensors, decoder
-
-    def add(self, x: Tensor, settings: Hashable, kept: tuple[tuple[Tensor, ...], Any]) -> None:
-        """Remember what keeps ``x``."""
-        if x.is_inference():
-            return
         storage = x.untyped_storage()
-        found = self._by_storage.get(storage._cdata)
+        address = storage._cdata
+        found = self._by_storage.get(address)
         if found is None or found[0].expired():
             if len(self._by_storage) >= self._sweep_at:
                 self._sweep()
-            found = self._by_storage[storage._cdata] = (StorageWeakRef(storage), {})
-        tensors, decoder = kept
-        found[1][_key(x, settings)] = ([_WeakTensor(tensor, storage._cdata) for tensor in tensors], decoder)
+            found = self._by_storage[address] = (StorageWeakRef(storage), {})
+        key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
+        return Slot(found[1], key, address)
 
     def _sweep(self) -> None:
         alive = {address: found for address, found in list(self._by_storage.items()) if not found[0].expired()}
@@ -82,5 +74,22 @@ class SharedPacks:
         self._sweep_at = max(_SWEEP_FLOOR, 2 * len(alive))
 
 
-def _key(x: Tensor, settings: Hashable) -> Hashable:
-    return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, settings)
+class Slot:
+    """The place of one tensor in the table."""
+
+    __slots__ = ("_address", "_kept", "_key")
+
+    def __init__(self, kept: dict[Hashable, tuple[list[_WeakTensor], Any]], key: Hashable, address: int) -> None:
+        self._kept, self._key, self._address = kept, key, address
+
+    def find(self) -> tuple[tuple[Tensor, ...], Any] | None:
+        """Return the kept tensors and their decoder if some node still holds them."""
+        found = self._kept.get(self._key)
+        if found is None:
+            return None
+        tensors = tuple(reference() for reference in found[0])
+        return None if any(tensor is None for tensor in tensors) else (tensors, found[1])
+
+    def fill(self, tensors: tuple[Tensor, ...], decoder: Any) -> None:
+        """Remember what keeps the tensor."""
+        self._kept[self._key] = ([_WeakTensor(tensor, self._address) for tensor in tensors], decoder)

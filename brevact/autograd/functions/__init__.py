@@ -17,9 +17,8 @@ from brevact.autograd.functions import (
     pooling,
     smooth,
 )
-from brevact.autograd.functions.exact import KEPT_EXACT
 
-__all__ = ["HANDLERS", "KEPT_EXACT"]
+__all__ = ["HANDLERS"]
 
 HANDLERS: dict[Callable, Callable] = {
     **convolution.HANDLERS,

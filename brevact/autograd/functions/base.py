@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from brevact.autograd.keeping import AS_IT_IS, Decoder, Kept
 
 NO_DOUBLE_BACKWARD = (
-    "double backward through an op with backward-quantized activations is not supported: the stored codes have no "
-    "derivative. Run the part of the model that needs second derivatives at full precision (a policy rule with None, "
-    "brevact.restore_backward(model), or outside brevact.backward_quant)"
+    "double backward (create_graph=True) through an op with backward-quantized activations is not supported: the "
+    "stored codes have no derivative. Run the part of the model that needs second derivatives at full precision (a "
+    "policy rule with None, brevact.restore_backward(model), or outside brevact.backward_quant)"
 )
 
 
@@ -72,45 +72,33 @@ class Saving(torch.autograd.Function):
 def _once_differentiable(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
-        create_graph = torch.is_grad_enabled()
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        if not create_graph:
-            return results
-        if isinstance(results, tuple):
-            return tuple(_refuse(result) for result in results)
-        return _refuse(results)
+        if torch.is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
+            raise RuntimeError(NO_DOUBLE_BACKWARD)
+        return backward(ctx, *grads)
 
     return wrapper
 
 
-class _SecondDerivative(torch.autograd.Function):
-    """Identity whose backward says that there is no second derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError(NO_DOUBLE_BACKWARD)
-
-
-def _refuse(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else _SecondDerivative.apply(grad.detach().requires_grad_())
+def is_plain(x: Any) -> bool:
+    """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and x.layout is torch.strided
+        and not (x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x))
+    )
 
 
 def is_activation(x: Any) -> bool:
-    """Return whether ``x`` is a plain tensor that a Function of ours can pack: strided, floating, 16 bits or more."""
-    return (
-        isinstance(x, Tensor)
-        and x.is_floating_point()
-        and x.element_size() >= 2
-        and x.layout is torch.strided
-        and type(x) in (Tensor, torch.nn.Parameter)
-    )
+    """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
+    return is_plain(x) and x.is_floating_point() and x.element_size() >= 2
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Return whether any of the tensors requires a gradient."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """Return one number a spatial dimension, as torch's layers accept them."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, is_activation, load, requires_grad, save
+from brevact.autograd.functions.base import Saving, as_tuple, is_activation, load, requires_grad, save
 
 if TYPE_CHECKING:
-    from brevact.autograd.region import Region
+    from brevact.autograd.regions import Region
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -23,6 +23,8 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
     Doing it here keeps autocast from caching a weight copy that was made without gradients.
     """
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -69,11 +71,6 @@ class _Convolution(Saving):
         return (None, None, *(g if needed else None for g, needed in zip(grads, mask, strict=True)), *[None] * 4)
 
 
-def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * dims if len(values) == 1 else values
-
-
 def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
     """Split ``padding="same"`` as torch does: the odd element goes to the right, by padding the input."""
     total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
@@ -96,11 +93,11 @@ def _convolution_handler(dims: int) -> Callable:
         groups: int = 1,
     ) -> Any:
         ranks = (dims + 1, dims + 2)
-        if not (region.packs_input(input) and is_activation(weight) and requires_grad(input, weight, bias)):
+        if not (region.packs_layer_input(input) and is_activation(weight) and requires_grad(input, weight, bias)):
             return NotImplemented
         if input.dim() not in ranks or weight.dim() != dims + 2 or input.numel() == 0:
             return NotImplemented
-        stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
+        stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
         unbatched = input.dim() == dims + 1
         x = input.unsqueeze(0) if unbatched else input
         if padding == "same" and all(s == 1 for s in stride):
@@ -109,7 +106,7 @@ def _convolution_handler(dims: int) -> Callable:
             if padding != "valid":
                 return NotImplemented  # torch explains what is wrong
             padding = 0
-        out = region.apply(_Convolution, func, x, weight, bias, stride, _tuple(padding, dims), dilation, groups)
+        out = region.apply(_Convolution, func, x, weight, bias, stride, as_tuple(padding, dims), dilation, groups)
         return out.squeeze(0) if unbatched else out
 
     return handle

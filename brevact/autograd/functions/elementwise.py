@@ -18,7 +18,7 @@ from brevact.autograd.keeping import Kept
 from brevact.autograd.provenance import storage_address
 
 if TYPE_CHECKING:
-    from brevact.autograd.region import Region
+    from brevact.autograd.regions import Region
 
 
 class _Multiply(Saving):
@@ -58,8 +58,10 @@ def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
 
 
 def _multiply_handler(inplace: bool) -> Callable:
-    def handle(region: Region, func: Callable, input: Tensor, other: Any) -> Any:
-        if not (is_activation(input) and is_activation(other) and (input.requires_grad or other.requires_grad)):
+    def handle(region: Region, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
+        if kwargs or not (
+            is_activation(input) and is_activation(other) and (input.requires_grad or other.requires_grad)
+        ):
             return NotImplemented  # a number has no gradient and nothing is stored
         if max(input.numel(), other.numel()) < region.settings.min_numel:
             return NotImplemented  # there is nothing to pack
@@ -70,18 +72,7 @@ def _multiply_handler(inplace: bool) -> Callable:
     return handle
 
 
-def _divide(region: Region, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
-    """The gradient is singular in the denominator: where that is a whole activation, nothing is packed."""
-    if is_activation(other) and other.numel() >= region.settings.min_numel and not region.is_weight(other):
-        with region.hooks.suspended:
-            return func(input, other, **kwargs)
-    return NotImplemented
-
-
 HANDLERS = {
-    **dict.fromkeys(
-        (torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.__truediv__), _divide
-    ),
     **dict.fromkeys(
         (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
         _multiply_handler(False),

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 
 if TYPE_CHECKING:
-    from brevact.autograd.region import Region
+    from brevact.autograd.regions import Region
 
 
 class _BatchNorm(Saving):
@@ -86,7 +86,9 @@ def _torch_batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    if not (region.packs_input(input) and input.dim() >= 2 and input.numel() and requires_grad(input, weight, bias)):
+    if not (
+        region.packs_layer_input(input) and input.dim() >= 2 and input.numel() and requires_grad(input, weight, bias)
+    ):
         return NotImplemented
     if not training and (running_mean is None or running_var is None):
         return NotImplemented  # torch explains what is missing

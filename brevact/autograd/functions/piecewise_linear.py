@@ -17,7 +17,7 @@ from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.keeping import keep_mask
 
 if TYPE_CHECKING:
-    from brevact.autograd.region import Region
+    from brevact.autograd.regions import Region
 
 
 aten = torch.ops.aten
@@ -114,11 +114,10 @@ class _Dropout(Saving):
             noise = F.dropout(torch.ones_like(input), p, True)
             mask = noise != 0
             out = input.mul_(noise) if inplace else input * noise
-            ctx.factor = 1.0 / (1.0 - p)
         else:
             out, mask = torch.native_dropout(input, p, True)
             out = input.copy_(out) if inplace else out
-            ctx.factor = 1.0 / (1.0 - p)
+        ctx.factor = 1.0 / (1.0 - p)
         if inplace:
             ctx.mark_dirty(input)
         save(ctx, keep_mask(mask))

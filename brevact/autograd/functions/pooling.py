@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.functions.base import Saving, as_tuple, load, save
 from brevact.quantizers import pack_codes, unpack_codes
 
 if TYPE_CHECKING:
-    from brevact.autograd.region import Region
+    from brevact.autograd.regions import Region
 
 aten = torch.ops.aten
 
@@ -93,11 +93,6 @@ def _like(metadata: tuple[torch.Size, tuple[int, ...], torch.dtype], grad: Tenso
     return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
 
 
-def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * dims if len(values) == 1 else values
-
-
 def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
     """Make the handler of max-pooling; ``returns_index`` None: the caller says so by ``return_indices``."""
     rank = max(dims, 2)  # 1-d pooling runs as 2-d pooling over maps of height one
@@ -119,11 +114,11 @@ def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
     ) -> Any:
         if not _can_pool(region, input, dims):
             return NotImplemented
-        kernel = _tuple(kernel_size, dims)
-        stride = _tuple(stride, dims) if stride is not None and stride != () and stride != [] else kernel
+        kernel = as_tuple(kernel_size, dims)
+        stride = as_tuple(stride, dims) if stride is not None and stride != () and stride != [] else kernel
         flat = rank - dims
-        kernel, stride, dilation = ((1,) * flat + _tuple(value, dims) for value in (kernel, stride, dilation))
-        padding = (0,) * flat + _tuple(padding, dims)
+        kernel, stride, dilation = ((1,) * flat + as_tuple(value, dims) for value in (kernel, stride, dilation))
+        padding = (0,) * flat + as_tuple(padding, dims)
         geometry = (kernel, stride, padding, dilation, ceil_mode)
 
         def windows(out: Tensor) -> _Windows:
@@ -211,9 +206,9 @@ def _avg_pool_handler(dims: int) -> Callable:
             return NotImplemented
         stride = kernel_size if stride is None or stride == () or stride == [] else stride
         flat = rank - dims
-        kernel = (1,) * flat + _tuple(kernel_size, dims)
-        steps = (1,) * flat + _tuple(stride, dims)
-        pads = (0,) * flat + _tuple(padding, dims)
+        kernel = (1,) * flat + as_tuple(kernel_size, dims)
+        steps = (1,) * flat + as_tuple(stride, dims)
+        pads = (0,) * flat + as_tuple(padding, dims)
         divisor = () if dims == 1 else (divisor_override,)
 
         def backward(grad: Tensor, input_like: tuple) -> Tensor:
@@ -250,7 +245,10 @@ def _adaptive_avg_pool_handler(dims: int) -> Callable:
 
 def _can_pool(region: Region, input: Any, dims: int) -> bool:
     return (
-        region.packs_input(input) and input.requires_grad and input.dim() in (dims + 1, dims + 2) and input.numel() > 0
+        region.packs_layer_input(input)
+        and input.requires_grad
+        and input.dim() in (dims + 1, dims + 2)
+        and input.numel() > 0
     )
 
 

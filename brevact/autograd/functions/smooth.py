@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from brevact.autograd.functions.base import Saving, load, save
 
 if TYPE_CHECKING:
-    from brevact.autograd.region import Region
+    from brevact.autograd.regions import Region
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]

@@ -9,18 +9,19 @@ Regions nest: the innermost one decides. ``region(None)`` keeps full precision i
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import MethodWrapperType
+from contextlib import ContextDecorator, contextmanager
+from types import FrameType, MethodWrapperType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.fallback import SavedTensorHooks
-from brevact.autograd.functions import HANDLERS, KEPT_EXACT
+from brevact.autograd.fallback import SavedTensorHooks, sizes_of
+from brevact.autograd.functions import HANDLERS, kinds
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
 from brevact.autograd.provenance import ModelState, is_weight, tensors_in
@@ -33,7 +34,8 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
-        self.calls: list[tuple[nn.Module, Region | None]] = []  # running forwards of modules with an attached region
+        # Running forwards of modules with an attached region: the module, what it entered, its frame.
+        self.calls: list[tuple[nn.Module, Region | None, FrameType]] = []
         self.disabled = 0
 
 
@@ -60,6 +62,8 @@ class Region:
 
     def __enter__(self) -> Region:
         self.parent = current_region()
+        self.hooks = SavedTensorHooks(self)
+        self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
         if self.parent is None:
             self.seeds = SeedStream()
             self.state = ModelState(self.owner)
@@ -68,8 +72,6 @@ class Region:
         else:
             self.seeds, self.state = self.parent.seeds, self.parent.state
         _active.regions.append(self)
-        self.hooks = SavedTensorHooks(self)
-        self.hooks.__enter__()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -93,20 +95,27 @@ class Region:
         return is_weight(x, self.state)
 
     def are_weights(self, arguments: Any) -> bool:
-        """Return whether the tensors among nested arguments are weights, at least one, apart from single constants."""
+        """Return whether the tensors among nested arguments are weights, apart from masks and single constants."""
         found = False
         for x in tensors_in(arguments):
             if self.is_weight(x):
                 found = True
-            elif x.requires_grad or x.numel() != 1:
+            elif x.requires_grad or (x.numel() != 1 and x.dtype is not torch.bool):
                 return False
         return found
 
+    def note(self, func: Callable, result: Any, arguments: Any) -> None:
+        """Note whether what a function returned is a weight or an activation."""
+        if isinstance(result, Tensor | tuple | list):
+            self.state.note(result, weight=func not in kinds.LAYERS and self.are_weights(arguments))
+
+    def packs_layer_input(self, x: Any) -> bool:
+        """Return whether the input of a layer with weights can be packed: an activation by its place."""
+        return is_activation(x) and not isinstance(x, nn.Parameter)
+
     def packs_input(self, x: Any) -> bool:
-        """Return whether the input of a layer can be packed: a floating-point tensor that is no weight."""
-        if not is_activation(x) or isinstance(x, nn.Parameter):
-            return False
-        return x.grad_fn is None or not self.is_weight(x)
+        """Return whether the input of a function can be packed: floating point and no weight."""
+        return self.packs_layer_input(x) and (x.grad_fn is None or not self.is_weight(x))
 
     def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Apply one of our Functions, whose saved tensors are packed already."""
@@ -140,43 +149,54 @@ class _RegionMode(TorchFunctionMode):
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
         region = current_region()
-        if region is None or not region.packs_now():
+        if region is None:
             return func(*args, **kwargs)
+        if not region.packs_now():
+            result = func(*args, **kwargs)
+            region.note(func, result, (args, kwargs))
+            return result
         handler = HANDLERS.get(func)
         if handler is not None:
             result = handler(region, func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if func in KEPT_EXACT:
+        if kinds.is_exact(region, func, args):
             with region.hooks.suspended:
                 result = func(*args, **kwargs)
         else:
             region.hooks.cast_shapes = _frozen_weight_shapes(region, (args, kwargs))
+            region.hooks.packed_numel = args[0].numel() if func in kinds.NORMALIZATIONS and args else None
             result = func(*args, **kwargs)
-        if isinstance(result, Tensor | tuple | list):
-            region.state.note(result, weight=region.are_weights((args, kwargs)))
+        region.note(func, result, (args, kwargs))
         return result
 
 
-def _frozen_weight_shapes(region: Region, arguments: Any) -> frozenset[torch.Size]:
-    """Shapes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
+def _frozen_weight_shapes(region: Region, arguments: Any) -> frozenset[tuple[int, ...]]:
+    """Sizes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
     if not torch._C._is_any_autocast_enabled():
         return frozenset()
-    return frozenset(x.shape for x in tensors_in(arguments) if not x.requires_grad and region.is_weight(x))
+    return frozenset(sizes_of(x) for x in tensors_in(arguments) if not x.requires_grad and region.is_weight(x))
 
 
-@contextmanager
-def region(settings: BackwardSettings | None) -> Iterator[None]:
-    """Run a block of code in a region.
+class region(ContextDecorator):
+    """Context manager and decorator: a block of code runs in a region.
 
     Args:
         settings: what the ops inside store for backward; None keeps full precision, also inside another region.
     """
-    if _active.disabled:
-        yield
-        return
-    with Region(settings):
-        yield
+
+    def __init__(self, settings: BackwardSettings | None) -> None:
+        self.settings = settings
+        self._entered: list[Region | None] = []
+
+    def __enter__(self) -> None:
+        _leave_abandoned(sys._getframe(1))
+        self._entered.append(None if _active.disabled else Region(self.settings).__enter__())
+
+    def __exit__(self, *exc_info: object) -> None:
+        entered = self._entered.pop()
+        if entered is not None:
+            entered.__exit__(*exc_info)
 
 
 @contextmanager
@@ -197,8 +217,10 @@ class _EnterRegion:
         self.origin = origin
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        frame = sys._getframe(1)
+        _leave_abandoned(frame)
         entered = Region(self.settings, module).__enter__() if self._is_needed(module) else None
-        _active.calls.append((module, entered))
+        _active.calls.append((module, entered, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
         if _active.disabled or not torch.is_grad_enabled():
@@ -216,13 +238,28 @@ class _ExitRegion:
         self.origin = origin
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        running = None
-        if not any(running is module for running, _ in reversed(_active.calls)):
+        if not any(call[0] is module for call in reversed(_active.calls)):
             return  # another pre-hook raised before ours ran
-        while running is not module:
-            running, entered = _active.calls.pop()
-            if entered is not None:
-                entered.__exit__(None, None, None)
+        while _leave_last_call() is not module:
+            pass
+
+
+def _leave_last_call() -> nn.Module:
+    module, entered, _ = _active.calls.pop()
+    if entered is not None:
+        entered.__exit__(None, None, None)
+    return module
+
+
+def _leave_abandoned(frame: FrameType | None) -> None:
+    """Leave regions whose forward is not running any more: PyTorch calls no hooks after a KeyboardInterrupt."""
+    while _active.calls:
+        last, below = _active.calls[-1][2], frame
+        while below is not None and below is not last:
+            below = below.f_back
+        if below is not None:
+            return
+        _leave_last_call()
 
 
 def attach_region(module: nn.Module, settings: BackwardSettings | None, origin: str = "layer") -> None:

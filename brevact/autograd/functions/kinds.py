@@ -1,0 +1,108 @@
+"""Torch functions without a counterpart of their own that the fallback must not treat alike.
+
+*Exact*: their gradients are singular or exponential in what they save (1/x for a logarithm, exp(y) for a log-softmax,
+1/norm): a rounding error of a fraction of the range would not be noise on the gradient but a different gradient. Most
+are losses and reductions at the end of a model, where little is stored. Attention is among them: the saved log-sum of
+its scores no longer belongs to packed queries and keys.
+
+*Normalizations*: the input is packed, the statistics (one number a group) stay exact.
+
+*Layers*: what they return is an activation, even if only a weight went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.functions.base import is_activation
+
+if TYPE_CHECKING:
+    from brevact.autograd.regions import Region
+
+
+def _everywhere(*names: str) -> tuple[Callable, ...]:
+    """The functions and methods of these names, in place ones too, wherever torch has them."""
+    homes = (torch, Tensor, F, torch.special, torch.linalg)
+    found = (getattr(home, name + suffix, None) for name in names for suffix in ("", "_") for home in homes)
+    return tuple(function for function in found if callable(function))
+
+
+_LOSSES = (
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.cosine_embedding_loss,
+    F.cross_entropy,
+    F.ctc_loss,
+    F.gaussian_nll_loss,
+    F.hinge_embedding_loss,
+    F.huber_loss,
+    F.kl_div,
+    F.l1_loss,
+    F.margin_ranking_loss,
+    F.mse_loss,
+    F.multi_margin_loss,
+    F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss,
+    F.nll_loss,
+    F.poisson_nll_loss,
+    F.smooth_l1_loss,
+    F.soft_margin_loss,
+    F.triplet_margin_loss,
+    F.triplet_margin_with_distance_loss,
+)
+_SINGULAR = _everywhere(
+    *(
+        "log_softmax",
+        "logsumexp",
+        "logaddexp",
+        "logaddexp2",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "logit",
+        "xlogy",
+        "xlog1py",
+    ),
+    *("sqrt", "rsqrt", "reciprocal", "prod", "cumprod", "float_power", "std", "std_mean", "norm", "vector_norm"),
+    *("matrix_norm", "renorm", "normalize", "cosine_similarity", "pairwise_distance", "cdist", "pdist", "digamma"),
+    *("lgamma", "erfinv", "acos", "asin", "atan2", "acosh", "atanh", "tan", "inv", "inverse", "solve", "lstsq", "pinv"),
+    *("det", "slogdet", "logdet", "cholesky", "cholesky_solve", "qr", "svd", "eigh", "eig", "solve_triangular"),
+    *("triangular_solve", "lu_factor", "matrix_exp", "hypot"),
+)
+_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+_EXACT = frozenset((*_LOSSES, *_SINGULAR, *_ATTENTION))
+
+_DIVISIONS = frozenset((*_everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__))
+_RECIPROCALS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))
+_POWERS = frozenset((*_everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
+
+NORMALIZATIONS = frozenset(_everywhere("layer_norm", "group_norm", "instance_norm", "rms_norm", "native_layer_norm"))
+LAYERS = frozenset(
+    (
+        *_everywhere("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *_everywhere("linear", "bilinear", "embedding", "embedding_bag", "batch_norm"),
+        *NORMALIZATIONS,
+        *_ATTENTION,
+    )
+)
+
+
+def is_exact(region: Region, func: Callable, args: tuple) -> bool:
+    """Return whether what ``func`` saves must stay as it is."""
+    if func in _EXACT:
+        return True
+    if func in _DIVISIONS or func in _RECIPROCALS:
+        denominator = args[0] if func in _RECIPROCALS else args[1] if len(args) > 1 else None
+        return _is_large_activation(region, denominator)
+    # x^2 saves a factor of its gradient, 2x; every other power is singular or steeper in what it saves.
+    return func in _POWERS and not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
+
+
+def _is_large_activation(region: Region, x: Any) -> bool:
+    return is_activation(x) and x.numel() >= region.settings.min_numel and not region.is_weight(x)

@@ -1,0 +1,320 @@
+"""What broke once, here or in other systems: each case stays a test."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import brevact
+from brevact import StochBackward2bit, StochBackward8bit
+from brevact.autograd import current_region, region
+from brevact.autograd.seeds import SeedStream
+from brevact.quantizers import Rounding
+from tests.autograd.measuring import settings, watch_saved
+
+
+def wide(count: int = 3) -> nn.Sequential:
+    """Layers whose weights are larger than their activations."""
+    return nn.Sequential(*[layer for _ in range(count) for layer in (nn.Linear(256, 256), nn.GELU())])
+
+
+def stored_bits(model: nn.Module, x: Tensor) -> float:
+    return 32 / brevact.memory_report(model, x).ratio
+
+
+# weights and activations
+
+
+def test_a_full_precision_first_layer_does_not_stop_packing():
+    model = brevact.quantize_backward(wide(), {"0": None, "*": StochBackward2bit})
+    assert stored_bits(model, torch.randn(64, 256)) < 10  # one of six tensors is the input at 32 bits
+
+
+def test_a_stem_outside_the_region_does_not_stop_packing():
+    net, x = wide(), torch.randn(64, 256)
+    stem = net[0](x)
+    with watch_saved() as saved, brevact.backward_quant(StochBackward2bit):
+        net[1:](stem)
+    assert sum(t.dtype is torch.uint8 for t in saved.tensors) == 5
+    assert not [t for t in saved.tensors if t.is_floating_point() and t.shape == (64, 256)]
+
+
+@pytest.mark.parametrize("rules", [{"*": StochBackward2bit}, {"embed": None, "*": StochBackward2bit}])
+def test_embeddings_are_activations(rules):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body = nn.Embedding(1000, 256), wide()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.body(self.embed(ids) + 1)
+
+    model = brevact.quantize_backward(Model(), rules)
+    assert stored_bits(model, torch.randint(0, 1000, (4, 32))) < 3
+
+
+def test_what_layers_make_of_learned_inputs_is_an_activation():
+    class Model(nn.Module):
+        def __init__(self, make: object) -> None:
+            super().__init__()
+            self.latent, self.body, self.make = nn.Parameter(torch.randn(64, 256)), wide(), make
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(self.make(self.latent)) + x
+
+    for make in (
+        lambda p: p,
+        lambda p: p[:1].expand(128, 256),
+        lambda p: p + p.new_zeros(64, 256).index_add_(0, ids, p),
+    ):
+        ids = torch.arange(64)
+        model = brevact.quantize_backward(Model(make), StochBackward2bit)
+        with watch_saved() as saved:
+            model(torch.zeros(1))
+        assert sum(t.dtype is torch.uint8 for t in saved.tensors) >= 5
+
+
+def test_generators_that_begin_with_a_transposed_convolution_pack():
+    model = nn.Sequential(nn.ConvTranspose2d(64, 64, 4), nn.BatchNorm2d(64), nn.ReLU(), nn.ConvTranspose2d(64, 8, 4, 2))
+    brevact.quantize_backward(model, StochBackward2bit)
+    report = {row.layer: row for row in brevact.memory_report(model, torch.randn(4, 64, 1, 1)).rows}
+    assert report["1"].plain_bytes > 8 * report["1"].saved_bytes
+    assert report["3"].saved_bytes < 64 * 4 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w, mask: w.sign() * w.abs().mean(),
+        lambda w, mask: w + (w.round() - w).detach(),
+        lambda w, mask: torch.where(mask, w, 0.0),
+        lambda w, mask: w.clamp(-1, 1).mul(torch.where(w >= 0, 1.0, -1.0)),
+        lambda w, mask: torch.tanh(w) / torch.tanh(w).abs().max(),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_weights_computed_from_weights_are_not_packed(make, grad):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.mask = nn.Parameter(torch.randn(64, 96)), torch.rand(64, 96) > 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(grad):
+                weight = make(self.weight, self.mask)
+            return x @ weight
+
+    model, x = Model(), torch.randn(32, 64, requires_grad=True)
+    expected = torch.autograd.grad(model(x * 1).sum(), x)[0]
+    brevact.quantize_backward(model, StochBackward2bit, min_numel=0)
+    assert torch.equal(torch.autograd.grad(model(x * 1).sum(), x)[0], expected)
+
+
+def test_frozen_weights_of_einsum_stay_exact_under_autocast():
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(96, 64), requires_grad=False)
+    model.forward = lambda x: torch.einsum("bi,oi->bo", x, model.weight)
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch.autocast("cpu"):
+        expected = torch.autograd.grad(model(x * 1).float().sum(), x)[0]
+        brevact.quantize_backward(model, StochBackward2bit, min_numel=0)
+        assert torch.equal(torch.autograd.grad(model(x * 1).float().sum(), x)[0], expected)
+
+
+def test_two_brevitas_models_do_not_share_regions():
+    import brevitas.nn as qnn
+    from brevitas.quant import Int8ActPerTensorFloat
+
+    a, b = (nn.Sequential(qnn.QuantConv2d(3, 8, 3, input_quant=Int8ActPerTensorFloat)) for _ in range(2))
+    brevact.quantize_backward(a, StochBackward2bit)
+    with pytest.raises(ValueError, match="no backward policy"):
+        brevact.restore_backward(b)
+    brevact.quantize_backward(b, StochBackward2bit)
+    brevact.restore_backward(b)
+    rows = brevact.memory_report(a, torch.randn(8, 3, 16, 16)).rows
+    assert [row.layer for row in rows] == ["0"]
+
+
+# seeds
+
+
+class Block(nn.Module):
+    """Linear layers and dropout, recomputed by checkpoint."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.a, self.b, self.d, self.e = nn.Linear(64, 64), nn.Linear(64, 64), nn.Dropout(0.5), nn.Dropout(0.5)
+        self.reentrant = reentrant
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.e(self.b(self.d(self.a(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.body(x)
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_is_recomputed_as_it_was(reentrant):
+    torch.manual_seed(0)
+    plain, packed = Block(None), Block(reentrant)
+    packed.load_state_dict(plain.state_dict())
+    brevact.quantize_backward(packed, StochBackward8bit.let(bit_width=24, min_numel=0))
+    x = torch.randn(32, 64, requires_grad=True)
+    grads = []
+    for model in (plain, packed):
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+        grads.append([x.grad.clone(), *(p.grad for p in model.parameters())])
+        x.grad = None
+    for grad, reference in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_concurrent_regions_do_not_share_noise():
+    first = SeedStream()
+    seeds = [first.next(torch.device("cpu"))]
+    thread = threading.Thread(target=lambda: seeds.append(SeedStream().next(torch.device("cpu"))))
+    thread.start()
+    thread.join()
+    assert seeds[0] != seeds[1]
+    first.close()
+
+
+def test_regions_of_one_recomputation_do_not_share_noise():
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    for layer in layers:
+        brevact.quantize_backward(layer, StochBackward2bit, min_numel=0)
+    codes: list[Tensor] = []
+
+    def body(x: Tensor) -> Tensor:
+        with watch_saved() as saved:
+            out = sum(layer(x.clone()) for layer in layers)
+        codes.extend(t for t in saved.tensors if t.dtype is torch.uint8)
+        return out
+
+    x = torch.rand(32, 64, requires_grad=True)
+    checkpoint(body, x, use_reentrant=True).sum().backward()
+    assert len(codes) == 3
+    assert not any(torch.equal(codes[i], codes[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+# regions that end badly
+
+
+def test_a_region_ends_when_a_forward_is_interrupted():
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), Interrupted()), StochBackward2bit)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(4, 64))
+    other = brevact.quantize_backward(nn.Linear(64, 64), StochBackward2bit)
+    with watch_saved() as saved:
+        other.eval()(torch.randn(64, 64, requires_grad=True) * 1)
+    assert current_region() is None
+    assert all(t.dtype is not torch.uint8 for t in saved.tensors)
+
+
+def test_a_region_that_cannot_be_entered_leaves_nothing_behind():
+    model, x = brevact.quantize_backward(nn.Linear(8, 8), StochBackward2bit), torch.randn(4, 8)
+    parameters = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
+    assert current_region() is None
+    model(x).sum().backward()
+
+
+def test_a_region_object_can_be_entered_again():
+    context = brevact.backward_quant(StochBackward2bit)
+    for _ in range(2):
+        with context:
+            assert current_region() is not None
+            with context:
+                pass
+        assert current_region() is None
+
+
+# gradients that are singular in what is stored
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: 1.0 / x,
+        lambda x: x**-1,
+        lambda x: x**0.5,
+        lambda x: torch.ones_like(x).div_(x),
+        lambda x: (x * 1).log_(),
+        lambda x: (x * 1).rsqrt_(),
+        lambda x: torch.special.log1p(x),
+        lambda x: x.prod(1),
+        lambda x: x.view(-1, 2).std(1),
+        lambda x: F.normalize(x.view(-1, 2)),
+        lambda x: F.cosine_similarity(x[:, ::2], x[:, 1::2]),
+        lambda x: F.log_softmax(x, -1),
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+    ],
+)
+def test_singular_gradients_are_exact(op):
+    x = (torch.rand(1, 64, 8) * 10 + 0.01).squeeze(0).requires_grad_()
+    weights = None
+    grads = []
+    for chosen in (None, settings(bit_width=2)):
+        with region(chosen):
+            out = op(x * 1 if chosen is None else x + 0)
+        weights = torch.randn_like(out) if weights is None else weights
+        grads.append(torch.autograd.grad((out * weights).sum(), x)[0])
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(64), lambda: nn.GroupNorm(4, 64), lambda: nn.RMSNorm(64)])
+def test_statistics_of_norms_stay_exact(norm):
+    torch.manual_seed(0)
+    x = (torch.randn(2048, 64) * torch.rand(2048, 1) * 5).requires_grad_()
+    norm = norm()
+    weights = torch.randn(2048, 64)
+    grads = []
+    for chosen in (None, settings(bit_width=2)):
+        with watch_saved() as saved, region(chosen):
+            out = norm(x * 1)
+        grads.append(torch.autograd.grad((out * weights).sum(), x)[0])
+    assert any(t.dtype is torch.uint8 for t in saved.tensors)
+    assert grads[1].norm() < 2 * grads[0].norm()
+    assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), dim=0) > 0.9
+
+
+# sharing and arguments
+
+
+def test_conjugate_views_are_not_taken_for_each_other():
+    z = torch.randn(64, 64, dtype=torch.cfloat)
+    a, b = z.imag, z.conj().imag
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(2)]
+    with region(settings(bit_width=8, rounding=Rounding.NEAREST)):
+        out = F.linear(a, weights[0]).sum() + F.linear(b, weights[1]).sum()
+    first, second = torch.autograd.grad(out, weights)
+    step = (a.max() - a.min()) / 255
+    assert (first + second).abs().max() <= 64 * step
+
+
+def test_arguments_of_no_counterpart_reach_torch():
+    buffer, x = torch.empty(64, 64), torch.randn(64, 64)
+    with region(settings()):
+        torch.mul(x, x, out=buffer)
+        nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], requires_grad=True)
+        F.gelu(nested)
+    assert torch.equal(buffer, x * x)
+
+
+def test_meta_tensors_run_in_a_region():
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU()).to("meta")
+    with torch.device("meta"), region(settings(min_numel=10**9)):
+        assert model(torch.randn(8, 64)).shape == (8, 64)
