@@ -190,8 +190,8 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except RuntimeError as error:
         raise ValueError(
-            f"model: {type(model).__name__} cannot be copied ({error}). The legacy weight_norm and spectral_norm "
-            "keep a computed tensor; use those of torch.nn.utils.parametrizations, or measure before the first forward pass"
+            f"model: {type(model).__name__} cannot be copied ({error}). The legacy weight_norm and spectral_norm keep "
+            "a computed tensor: use those of torch.nn.utils.parametrizations, or measure before the first forward pass"
         ) from error
 
 

@@ -67,12 +67,13 @@ def test_what_layers_make_of_learned_inputs_is_an_activation():
         def forward(self, x: Tensor) -> Tensor:
             return self.body(self.make(self.latent)) + x
 
-    for make in (
+    ids = torch.arange(64)
+    makes = (
         lambda p: p,
         lambda p: p[:1].expand(128, 256),
         lambda p: p + p.new_zeros(64, 256).index_add_(0, ids, p),
-    ):
-        ids = torch.arange(64)
+    )
+    for make in makes:
         model = brevact.quantize_backward(Model(make), StochBackward2bit)
         with watch_saved() as saved:
             model(torch.zeros(1))
