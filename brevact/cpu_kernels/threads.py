@@ -19,26 +19,53 @@ _PIECES_PER_THREAD = 4  # so that uneven threads finish together
 
 
 class _Job:
-    """The pieces of one call: whoever takes a number from the counter runs that piece."""
+    """The pieces of one call: whoever takes a number from the counter runs that piece.
 
-    __slots__ = ("blocks", "counter", "finished", "function", "step")
+    `helpers` counts the workers that are in `help`; each lowers it before it puts its mark into `left`, so that the
+    caller may lose a mark (to Ctrl-C) without waiting for it for ever.
+    """
+
+    __slots__ = ("blocks", "counter", "errors", "function", "helpers", "is_open", "left", "lock", "step")
 
     def __init__(self, function: Callable[[int, int], None], blocks: int, step: int) -> None:
         self.function = function
         self.blocks = blocks
         self.step = step
         self.counter = itertools.count()
-        self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
+        self.errors: list[BaseException] = []
+        self.lock = threading.Lock()
+        self.is_open = True
+        self.helpers = 0
+        self.left: SimpleQueue[None] = SimpleQueue()
 
     def work(self) -> None:
-        """Run pieces until none is left."""
-        while (start := next(self.counter) * self.step) < self.blocks:
-            try:
-                self.function(start, min(start + self.step, self.blocks))
-            except BaseException as error:
-                self.finished.put(error)
-            else:
-                self.finished.put(None)
+        """Run pieces until none is left, or one has failed."""
+        while not self.errors and (start := next(self.counter) * self.step) < self.blocks:
+            self.function(start, min(start + self.step, self.blocks))
+
+    def help(self) -> None:
+        """Work as a thread of the pool, unless the caller has left."""
+        with self.lock:
+            if not self.is_open:
+                return
+            self.helpers += 1
+        try:
+            self.work()
+        except BaseException as error:
+            self.errors.append(error)
+        with self.lock:
+            self.helpers -= 1
+        self.left.put(None)
+
+    def run(self, pool: _Pool, helpers: int) -> None:
+        """Work as the caller, and return when nobody works any more; to be called again if it raises."""
+        if not self.errors:
+            pool.offer(self, helpers)
+        self.work()
+        with self.lock:
+            self.is_open = False
+        while self.helpers:
+            self.left.get()
 
 
 class _Pool:
@@ -61,7 +88,7 @@ class _Pool:
 
     def _serve(self) -> None:
         while True:
-            self.jobs.get().work()
+            self.jobs.get().help()
 
 
 _pool = _Pool()
@@ -85,6 +112,9 @@ def share(function: Callable[[int, int], None], blocks: int, block_size: int, th
         blocks: Number of blocks.
         block_size: Elements in a block.
         threads: Most threads to use, the caller among them.
+
+    Raises:
+        BaseException: What a piece raised, or an interrupt of the caller, when no thread is in `function` any more.
     """
     threads = min(threads, blocks * block_size // SMALLEST_SHARE)
     if threads <= 1:
@@ -93,9 +123,15 @@ def share(function: Callable[[int, int], None], blocks: int, block_size: int, th
         return
     step = max(-(-blocks // (threads * _PIECES_PER_THREAD)), SMALLEST_SHARE // (2 * block_size), 1)
     job = _Job(function, blocks, step)
-    _pool.offer(job, threads - 1)
-    job.work()
-    errors = [job.finished.get() for _ in range(-(-blocks // step))]
-    for error in errors:
-        if error is not None:
-            raise error
+    done = False
+    while not done:
+        try:
+            job.run(_pool, threads - 1)
+            done = True
+        except BaseException as error:  # Ctrl-C as well: the others still read and write memory that the caller owns
+            job.errors.append(error)
+    try:
+        if job.errors:
+            raise job.errors[0]
+    finally:
+        job.errors.clear()  # a traceback holds this frame, and the frame the job

@@ -2,11 +2,13 @@
 
 from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import PackedActivation, PackedSpec
+from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec
 from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.uniform import Granularity, Rounding, UniformQuantizer
 
 __all__ = [
+    "ActivationQuantizer",
+    "Decoder",
     "Granularity",
     "Layout",
     "PackedActivation",

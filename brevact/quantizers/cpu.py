@@ -1,5 +1,7 @@
 """CPU tensors handed to the compiled kernels: results allocated, tensors turned into addresses.
 
+Results are made by `new_empty` of a tensor at hand: torch's default device may be another one than the CPU.
+
 The functions have the names and arguments of `dispatch`, which imports this module only where Numba is installed.
 """
 
@@ -57,9 +59,9 @@ def quantize_uniform(
     if not layout.is_dense or x.is_neg():
         x = layout.flatten(x.detach())
     plan, code_bytes = _plan(quantizer, layout)
-    codes = torch.empty(code_bytes, dtype=torch.uint8)
-    scale = torch.empty(plan.groups, dtype=quantizer.scale_dtype)
-    minimum = torch.empty(plan.groups, dtype=quantizer.minimum_dtype)
+    codes = x.new_empty(code_bytes, dtype=torch.uint8)
+    scale = x.new_empty(plan.groups, dtype=quantizer.scale_dtype)
+    minimum = x.new_empty(plan.groups, dtype=quantizer.minimum_dtype)
     cpu_kernels.quantize_uniform(
         x.data_ptr(),
         codes.data_ptr(),
@@ -123,7 +125,7 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
         uint8 tensor.
     """
     n = codes.numel()
-    packed = torch.empty(packed_bytes(n, bit_width, block_size), dtype=torch.uint8)
+    packed = codes.new_empty(packed_bytes(n, bit_width, block_size), dtype=torch.uint8)
     pointers = codes.data_ptr(), codes.itemsize, packed.data_ptr()
     cpu_kernels.pack_codes(*pointers, bit_width, block_size, n, torch.get_num_threads())
     return packed
@@ -154,7 +156,7 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
     Returns:
         (numel,) int32 tensor, int64 at 32 bits.
     """
-    codes = torch.empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
+    codes = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
     pointers = packed.data_ptr(), codes.data_ptr(), codes.itemsize
     cpu_kernels.unpack_codes(*pointers, bit_width, block_size, numel, torch.get_num_threads())
     return codes
@@ -181,7 +183,7 @@ def pack_mask(flat: Tensor) -> Tensor:
     Returns:
         uint8 tensor.
     """
-    packed = torch.empty(packed_bytes(flat.numel(), 1, DEFAULT_BLOCK), dtype=torch.uint8)
+    packed = flat.new_empty(packed_bytes(flat.numel(), 1, DEFAULT_BLOCK), dtype=torch.uint8)
     pointers = flat.data_ptr(), _KINDS[flat.dtype], packed.data_ptr()
     cpu_kernels.pack_mask(*pointers, flat.numel(), torch.get_num_threads())
     return packed
@@ -197,7 +199,7 @@ def unpack_mask(packed: Tensor, numel: int) -> Tensor:
     Returns:
         (numel,) bool tensor.
     """
-    mask = torch.empty(numel, dtype=torch.bool)
+    mask = packed.new_empty(numel, dtype=torch.bool)
     cpu_kernels.unpack_mask(packed.data_ptr(), mask.data_ptr(), numel, torch.get_num_threads())
     return mask
 

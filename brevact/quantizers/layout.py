@@ -41,7 +41,6 @@ class Layout:
     """Whether the distinct elements fill one run of memory."""
     result_stride: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Strides of a restored tensor: `stride`, unless elements of the original overlapped."""
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Derive the memory order."""
@@ -59,7 +58,7 @@ class Layout:
             running *= shape[d]
         overlaps = overlaps and numel > 0
         result_stride = tuple(dense_stride.get(d, 0) for d in range(len(shape))) if overlaps else stride
-        derived = {
+        derived: dict[str, object] = {
             "shape": shape,
             "stride": stride,
             "dims": dims,
@@ -74,7 +73,8 @@ class Layout:
 
     def __hash__(self) -> int:
         """Hash of shape, strides and dtype, computed once."""
-        return self._hash
+        known: int = self.__dict__["_hash"]
+        return known
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the three defining fields: hashes do not outlive the process."""

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from brevact.quantizers.layout import Layout
+
+
+class ActivationQuantizer(Protocol):
+    """What a region asks of a quantizer, whatever its format; `UniformQuantizer` is one.
+
+    It is hashable: quantizers that are equal share what they packed. `quantize` returns a `PackedActivation`, whose
+    `spec` (a `Decoder`, often the quantizer itself, and the layout) and `tensors` are what autograd keeps and what
+    `dequantize` and `dequantize_multiply` decode.
+    """
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed: if not, none is drawn."""
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        """Quantize and pack a floating-point tensor of any shape and strides, with random bits of this seed."""
 
 
 class Decoder(Protocol):
@@ -155,10 +172,12 @@ class PackedActivation:
             `out`, or a new tensor of the product's dtype, with the strides of `other` where those are dense.
 
         Raises:
-            ValueError: If the shape or device of `other` or `out` does not fit.
+            ValueError: If the shape or device of `other` or `out`, or the dtype of `out`, does not fit.
         """
         quantizer, layout = self.spec
         self._check("other", other)
+        if out is not None:
+            self._check("out", out, torch.promote_types(layout.dtype, other.dtype))
         if other.dtype != layout.dtype or not layout.matches(other):
             product = self.dequantize() * other
             return product if out is None else out.copy_(product)
@@ -166,7 +185,6 @@ class PackedActivation:
             out = Layout.of(other).empty(other.device)
             quantizer.decode_multiply(self.tensors, layout, other, out)
             return out
-        self._check("out", out, layout.dtype)
         if layout.matches(out):
             quantizer.decode_multiply(self.tensors, layout, other, out)
             return _written(out)
@@ -192,7 +210,7 @@ class PackedActivation:
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}; the packed activation is on {device}; move it")
         if dtype is not None and tensor.dtype != dtype:
-            raise ValueError(f"{name}: got {tensor.dtype}; the packed activation decodes to {dtype}; pass that dtype")
+            raise ValueError(f"{name}: got {tensor.dtype}; the result is {dtype}; pass a tensor of that dtype")
 
 
 def _written(out: Tensor) -> Tensor:

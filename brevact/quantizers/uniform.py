@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -77,10 +77,9 @@ class UniformQuantizer:
     channel_dim: int = 1
     scale_dtype: torch.dtype = torch.bfloat16
     minimum_dtype: torch.dtype = torch.float32
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Validate, turn strings into enums and fix the hash."""
+        """Validate, and turn strings into enums."""
         _check_int("bit_width", self.bit_width)
         if self.bit_width not in BIT_WIDTHS:
             raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}")
@@ -99,17 +98,18 @@ class UniformQuantizer:
                     f"{name}: got {getattr(self, name)}; accepted are torch.bfloat16 and torch.float32 (torch.float16 "
                     "overflows at 65504)"
                 )
-        values = (getattr(self, name) for name in self.__dataclass_fields__ if name != "_hash")
-        object.__setattr__(self, "_hash", hash(tuple(values)))
 
     def __hash__(self) -> int:
-        """Hash of the fields, computed once."""
-        return self._hash
+        """Hash of the fields, computed once: it is part of the key of every cache."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+            object.__setattr__(self, "_hash", known)
+        return known
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the fields: hashes do not outlive the process."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_hash"}
-        return functools.partial(UniformQuantizer, **fields), ()
+    def __getstate__(self) -> dict[str, object]:
+        """What is pickled and copied: hashes do not outlive the process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property
     def is_stochastic(self) -> bool:
@@ -154,11 +154,8 @@ class UniformQuantizer:
         Raises:
             TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
         """
-        if x.dtype not in _DTYPES or x.layout != torch.strided:
-            raise TypeError(
-                f"x: got a {x.dtype} tensor of layout {x.layout}; accepted are strided tensors of "
-                f"{', '.join(map(str, _DTYPES))}; convert it, or leave it unquantized"
-            )
+        if type(x) is not Tensor or x.is_nested or x.dtype not in _DTYPES or x.layout is not torch.strided:
+            _check_input(x)
         layout = Layout.of(x)
         spec = PackedSpec(self, layout)
         if self.bit_width == 32:
@@ -224,6 +221,26 @@ def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
         groups=groups if n else 0,
         one_run=inner * groups >= n,
     )
+
+
+def _check_input(x: Tensor) -> None:
+    accepted = f"accepted are strided tensors of {', '.join(map(str, _DTYPES))}"
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x: got a {type(x).__name__}; {accepted}; pass torch.as_tensor(x), or the .value of a QuantTensor"
+        )
+    if x.is_nested:
+        raise TypeError(f"x: got a nested tensor; {accepted}; quantize each of its x.unbind()")
+    if x.dtype not in _DTYPES or x.layout is not torch.strided:
+        raise TypeError(
+            f"x: got a {x.dtype} tensor of layout {x.layout}; {accepted}; convert it, or leave it unquantized"
+        )
+    try:
+        x.detach().as_strided((0,), (1,))
+    except RuntimeError as error:  # NotImplementedError is one
+        raise TypeError(
+            f"x: got a {type(x).__name__}, which gives no access to its storage; {accepted}; pass the tensor it wraps"
+        ) from error
 
 
 def _check_int(name: str, value: object) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from _thread import interrupt_main
 
 import pytest
 import torch
@@ -39,6 +41,54 @@ def test_share_raises_what_a_piece_raised():
 
     with pytest.raises(ArithmeticError, match="block"):
         share(fail, 64, SMALLEST_SHARE, 3)
+
+
+class _Pieces:
+    """Counts the threads that are in a piece, and lets the caller wait until another one is."""
+
+    def __init__(self, in_helper, in_caller) -> None:
+        self.in_helper, self.in_caller = in_helper, in_caller
+        self.caller = threading.get_ident()
+        self.helper_came = threading.Event()
+        self.lock = threading.Lock()
+        self.running = self.calls = 0
+
+    def __call__(self, start: int, stop: int) -> None:
+        if threading.get_ident() == self.caller:
+            assert self.helper_came.wait(timeout=30)
+            self.in_caller()
+            return
+        with self.lock:
+            self.running, self.calls = self.running + 1, self.calls + 1
+        self.helper_came.set()
+        self.in_helper()
+        time.sleep(0.05)
+        with self.lock:
+            self.running -= 1
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param(lambda: _Pieces(lambda: None, _interrupt), id="in a piece of the caller"),
+        pytest.param(lambda: _Pieces(interrupt_main, lambda: time.sleep(1)), id="while the caller sleeps"),
+        pytest.param(lambda: _Pieces(interrupt_main, lambda: None), id="while the caller waits"),
+    ],
+)
+def test_share_interrupted_leaves_nobody_at_work(pieces):
+    work = pieces()
+    with pytest.raises(KeyboardInterrupt):
+        share(work, 1000, SMALLEST_SHARE, 3)
+        time.sleep(5)  # an interrupt of the main thread is raised at the latest here
+    assert work.running == 0
+    calls = work.calls
+    time.sleep(0.1)
+    assert work.calls == calls <= 12  # three threads by four pieces
+    share(lambda start, stop: None, 64, SMALLEST_SHARE, 3)
 
 
 def test_quantize_from_many_threads_at_once_gives_the_same_bytes():

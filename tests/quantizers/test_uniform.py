@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
-from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer, unpack_codes
+from brevact.quantizers import (
+    Granularity,
+    Layout,
+    Rounding,
+    UniformQuantizer,
+    mask_multiply,
+    pack_codes,
+    pack_mask,
+    unpack_codes,
+    unpack_mask,
+)
 from brevact.quantizers.geometry import block_size_for
 
 NEAREST = Rounding.NEAREST
@@ -47,6 +59,70 @@ def test_quantize_refuses_other_dtypes(dtype: torch.dtype):
         UniformQuantizer().quantize(torch.zeros(4).to(dtype))
 
 
+class _Wrapper(torch.Tensor):
+    """A tensor subclass without storage of its own, which knows no operation but to be detached."""
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+
+    def __init__(self, wrapped: torch.Tensor) -> None:
+        self.wrapped = wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].wrapped)
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: [1.0, 2.0], "x: got a list; accepted are strided tensors of torch.float32"),
+        (lambda: np.ones(4, dtype=np.float32), "x: got a ndarray; .*pass torch.as_tensor"),
+        (lambda: 1.0, "x: got a float;"),
+        (lambda: torch.ones(4).to_sparse(), "x: got a torch.float32 tensor of layout torch.sparse_coo"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
+        (lambda: _Wrapper(torch.ones(4)), "x: got a _Wrapper, which gives no access to its storage"),
+    ],
+)
+@pytest.mark.parametrize("bit_width", [2, 32])
+def test_quantize_refuses_what_is_no_strided_tensor(make, message, bit_width: int):
+    with pytest.raises(TypeError, match=message):
+        UniformQuantizer(bit_width=bit_width).quantize(make(), seed=0)
+
+
+class _Own(torch.Tensor):
+    """A tensor subclass with storage."""
+
+
+def test_quantize_takes_subclasses_with_storage():
+    x, quantizer = torch.randn(1000), UniformQuantizer()
+    packed = quantizer.quantize(x.as_subclass(_Own), seed=3)
+    assert all(map(torch.equal, packed.tensors, quantizer.quantize(x, seed=3).tensors))
+
+
+def test_everything_stays_on_the_cpu_under_another_default_device():
+    x, quantizer = torch.randn(40, 100), UniformQuantizer()
+    with torch.device("meta"):  # results made on the default device would have no memory
+        packed = quantizer.quantize(x, seed=3)
+        decoded = packed.dequantize()
+        product = packed.dequantize_multiply(x)
+        drawn = quantizer.quantize(x)
+        mask = pack_mask(x)
+        masked = mask_multiply(mask, Layout.of(x), x)
+        bools = unpack_mask(mask, Layout.of(x))
+        codes = pack_codes(packed.codes, 8)
+        integers = unpack_codes(codes, 8, packed.codes.numel())
+    assert all(map(torch.equal, packed.tensors, quantizer.quantize(x, seed=3).tensors))
+    assert torch.equal(decoded, quantizer.quantize(x, seed=3).dequantize())
+    assert torch.equal(product, decoded * x)
+    assert drawn.dequantize().device == x.device
+    assert torch.equal(bools, x > 0) and torch.equal(masked, torch.where(x > 0, x, 0.0))
+    assert torch.equal(integers, packed.codes.to(torch.int32))
+
+
 @pytest.mark.parametrize(
     "seed", [1.5, "1", True, torch.tensor(1.0), torch.tensor([1]), torch.tensor(1, dtype=torch.int32)]
 )
@@ -65,6 +141,18 @@ def test_dequantize_refuses_buffers_that_do_not_fit():
         packed.dequantize_multiply(torch.zeros(2, 3, device="meta"))
 
 
+@pytest.mark.parametrize("other", [torch.zeros(2, 3), torch.zeros(3, 2).t(), torch.zeros(2, 3).double()])
+def test_dequantize_multiply_refuses_buffers_that_do_not_fit(other: torch.Tensor):
+    packed = UniformQuantizer().quantize(torch.zeros(2, 3))
+    for shape in ((3, 2), (1, 2, 3), (6,)):
+        with pytest.raises(ValueError, match=r"out: got shape"):
+            packed.dequantize_multiply(other, out=torch.empty(shape, dtype=other.dtype))
+    with pytest.raises(ValueError, match=f"out: got torch.float16; the result is {other.dtype}"):
+        packed.dequantize_multiply(other, out=torch.empty(2, 3, dtype=torch.float16))
+    with pytest.raises(ValueError, match="out: got a tensor on meta"):
+        packed.dequantize_multiply(other, out=torch.empty(2, 3, dtype=other.dtype, device="meta"))
+
+
 def test_uniform_quantizer_is_a_value():
     quantizer = UniformQuantizer(bit_width=4, rounding="nearest", granularity="channel")
     same = UniformQuantizer(bit_width=4, rounding=NEAREST, granularity=Granularity.CHANNEL)
@@ -76,6 +164,28 @@ def test_uniform_quantizer_is_a_value():
         quantizer.bit_width = 3
     with pytest.raises(TypeError):
         UniformQuantizer(4)
+
+
+class _Named(UniformQuantizer):
+    """A quantizer derived by a plain class."""
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_uniform_quantizer_is_copied_as_the_class_it_is(copied):
+    quantizer = _Named(bit_width=3)
+    assert hash(quantizer) == hash(_Named(bit_width=3))
+    twin = copied(quantizer)
+    assert type(twin) is _Named
+    assert twin == quantizer and hash(twin) == hash(quantizer)
+
+
+def test_cached_hash_is_no_field():
+    for value in (UniformQuantizer(), Layout.of(torch.zeros(3))):
+        shown, length = repr(value), len(pickle.dumps(value))
+        hash(value)
+        assert repr(value) == shown and "hash" not in shown
+        assert len(pickle.dumps(value)) == length  # hashes differ from process to process
+        assert "_hash" not in {field.name for field in dataclasses.fields(value)}
 
 
 def test_quantize_rounds_half_to_even():
