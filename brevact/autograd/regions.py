@@ -106,7 +106,11 @@ class Region:
 
     def note(self, func: Callable, result: Any, arguments: Any) -> None:
         """Note whether what a function returned is a weight or an activation."""
-        if isinstance(result, Tensor | tuple | list):
+        if isinstance(result, Tensor):
+            is_noted = result.is_floating_point() or result.dtype is torch.bool
+        else:
+            is_noted = isinstance(result, tuple | list)
+        if is_noted:
             self.state.note(result, weight=func not in kinds.LAYERS and self.are_weights(arguments))
 
     def packs_layer_input(self, x: Any) -> bool:

@@ -102,3 +102,13 @@ def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     """Return one number a spatial dimension, as torch's layers accept them."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dims if len(values) == 1 else values
+
+
+def expanded_one(x: Tensor) -> Tensor:
+    """Return a gradient of ones for ``x``: with it ATen's backward kernels give a derivative or a mask."""
+    return _one(x.dtype, x.device).expand(x.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=dtype, device=device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.functions.base import Saving, expanded_one, load, save
 from brevact.autograd.keeping import keep_mask
 
 if TYPE_CHECKING:
@@ -49,17 +49,12 @@ class _PiecewiseLinear(Saving):
         return None, None, None, grad_input if ctx.inside == 1.0 else grad_input.mul_(ctx.inside)
 
 
-def _one(x: Tensor) -> Tensor:
-    """A gradient of ones: ATen's backward kernels turn it into the mask, bounds compared in their precision."""
-    return torch.ones((), dtype=x.dtype, device=x.device).expand(x.shape)
-
-
 def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
     return _Pieces(lambda x: x, inplace)  # pack_mask reads a floating-point tensor as ~(x <= 0)
 
 
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
-    return _Pieces(lambda x: aten.hardtanh_backward(_one(x), x, min_val, max_val).bool(), inplace)
+    return _Pieces(lambda x: aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool(), inplace)
 
 
 def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
@@ -75,7 +70,7 @@ def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fal
 
 
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
-    return _Pieces(lambda x: aten.threshold_backward(_one(x), x, threshold).bool(), inplace)
+    return _Pieces(lambda x: aten.threshold_backward(expanded_one(x), x, threshold).bool(), inplace)
 
 
 def _clamp(input: Tensor, min: float | None = None, max: float | None = None) -> _Pieces:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.functions.base import Saving, expanded_one, load, save
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -30,8 +30,7 @@ class _Smooth(Saving):
     def forward(
         ctx: Any, region: Region, call: Callable[[Tensor], Tensor], derivative: Derivative, input: Tensor, inplace: bool
     ) -> Tensor:
-        one = torch.ones((), dtype=input.dtype, device=input.device).expand(input.shape)
-        save(ctx, region.keep(derivative(one, input), share=False))
+        save(ctx, region.keep(derivative(expanded_one(input), input), share=False))
         out = call(input)
         if inplace:
             ctx.mark_dirty(input)
