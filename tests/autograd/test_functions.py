@@ -193,8 +193,9 @@ def test_channels_last_strides_and_gradients(op):
     expected_out, expected = run(op, copy.deepcopy(function), x, None)
     out, grads = run(op, function, x, EXACT_VALUES)
     assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()
+    tolerance = 64 * torch.finfo(torch.float32).eps  # sums of some hundred products in another order
     for grad, reference in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grad, reference, rtol=tolerance, atol=tolerance * reference.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

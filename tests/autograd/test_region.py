@@ -129,15 +129,12 @@ def test_sharing_ends_when_the_tensor_changes():
 def test_views_are_not_taken_for_each_other():
     layer = nn.Linear(32, 32, bias=False)
     x = torch.randn(64, 32)
-    chosen = settings(bit_width=8, rounding=Rounding.NEAREST)
-    with region(chosen):
-        out = layer(x[:32]), layer(x[32:]), layer(x[:32].t())
-    (out[0].sum() + out[1].sum() + (out[2] ** 2).sum()).backward()
-    reference = layer.weight.grad.clone()
-    layer.zero_grad()
-    out = layer(x[:32]), layer(x[32:]), layer(x[:32].t())
-    (out[0].sum() + out[1].sum() + (out[2] ** 2).sum()).backward()
-    torch.testing.assert_close(reference, layer.weight.grad, rtol=0.05, atol=0.05 * reference.abs().max().item())
+    grads = []
+    for chosen in (None, settings(bit_width=32)):  # exact, so that a wrong view shows
+        with region(chosen):
+            out = layer(x[:32]), layer(x[32:]), layer(x[:32].t())
+        grads.append(torch.autograd.grad(out[0].sum() + out[1].sum() + (out[2] ** 2).sum(), layer.weight)[0])
+    torch.testing.assert_close(*grads)
 
 
 def test_an_address_used_again_is_another_tensor():
@@ -272,7 +269,8 @@ def test_gradient_accumulation_adds_up():
     model.zero_grad()
     model(x).sum().backward()
     for grad, p in zip(total, model.parameters(), strict=True):
-        torch.testing.assert_close(grad, p.grad, rtol=1e-4, atol=1e-4)
+        # sums of some ten thousand float32 terms of order one, split in another place
+        torch.testing.assert_close(grad, p.grad, rtol=1e4 * torch.finfo(torch.float32).eps, atol=1e-4)
 
 
 @pytest.mark.parametrize("op", [F.silu, torch.exp, lambda x: F.linear(x, torch.ones(4, 32, requires_grad=True))])
@@ -488,7 +486,9 @@ def test_autocast_forward_is_bit_equal_and_packs_the_input_once(dtype):
     exact = torch.autograd.grad(expected.float().square().sum(), parameters)
     for grad, reference in zip(grads, exact, strict=True):
         assert grad.dtype is torch.float32
-        assert (grad - reference).norm() <= 0.1 * reference.norm()
+        # 8 bits: half a step of noise an element, 1/510 of a bucket's range (about 6 deviations), and roundings to the
+        # low precision (2^-8); the derivative of SiLU and the product carry them on a few times
+        assert (grad - reference).norm() <= 4 * (6 / 510 + 2**-8) * reference.norm()
 
 
 def test_autocast_weights_get_gradients_from_every_use():
@@ -504,7 +504,8 @@ def test_autocast_weights_get_gradients_from_every_use():
             y = conv(y)
         y.float().sum().backward()
         grads.append(conv.weight.grad.clone())
-    torch.testing.assert_close(grads[1], grads[0], rtol=0.02, atol=0.02 * grads[0].abs().max().item())
+    # two bfloat16 roundings of 2^-8 each; a use that is cut off would take away half of the gradient
+    torch.testing.assert_close(grads[1], grads[0], rtol=2**-7, atol=2**-7 * grads[0].abs().max().item())
 
 
 def test_non_reentrant_checkpoint_around_a_region():
