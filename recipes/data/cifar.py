@@ -152,7 +152,10 @@ def _read_pickle(path: Path, layout: _Format, classes: int) -> tuple[np.ndarray,
         raise _damaged(path, f"'data' is not an array of N x {_PIXELS} bytes")
     if not isinstance(labels, list) or len(labels) != len(data) or not all(type(label) is int for label in labels):
         raise _damaged(path, f"'{layout.label}' is not a list of {len(data)} integers")
-    return data, _check_labels(path, np.array(labels, np.int64), classes)
+    try:
+        return data, _check_labels(path, np.array(labels, np.int64), classes)
+    except OverflowError as error:
+        raise _damaged(path, f"labels are not all in 0 .. {classes - 1}") from error
 
 
 def _check_labels(path: Path, labels: np.ndarray, classes: int) -> np.ndarray:

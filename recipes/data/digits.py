@@ -30,7 +30,7 @@ def load_digits(data_dir: Path, train_size: int | None = None, test_size: int | 
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise RecipeError("the digits data set needs scikit-learn: pip install 'brevact[recipes]'") from error
+        raise RecipeError("the digits data set needs scikit-learn: pip install '.[recipes]' in the checkout") from error
     bunch = datasets.load_digits()
     pixels = torch.from_numpy(bunch.images).mul(255 / 16).round().to(torch.uint8)  # N x 8 x 8, 0..16 before
     images = pixels.repeat_interleave(_ZOOM, 1).repeat_interleave(_ZOOM, 2).unsqueeze(1)

@@ -13,6 +13,7 @@ from recipes.data.dataset import ImageDataset, Normalization, Split, subset_indi
 from recipes.errors import RecipeError
 
 _SIZE = 64
+_SUFFIXES = (".jpeg", ".jpg")
 _FOLDER = "tiny-imagenet-200"
 _ARCHIVE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 
@@ -32,9 +33,11 @@ def load_tiny_imagenet(data_dir: Path, train_size: int | None = None, test_size:
         RecipeError: Pillow is missing, files are missing or damaged, or a size is larger than the set.
     """
     root = _find(data_dir)
-    wnids = sorted(folder.name for folder in (root / "train").iterdir() if folder.is_dir())
+    wnids = sorted(folder.name for folder in _visible(root / "train") if folder.is_dir())
+    if not wnids:
+        raise RecipeError(f"{root / 'train'} is damaged: it holds no class folders; unzip {_ARCHIVE} again")
     classes = {wnid: index for index, wnid in enumerate(wnids)}
-    train = [(path, classes[wnid]) for wnid in wnids for path in sorted((root / "train" / wnid / "images").iterdir())]
+    train = [(path, classes[wnid]) for wnid in wnids for path in _images(root / "train" / wnid / "images")]
     return ImageDataset(
         name="tiny-imagenet",
         train=_decode(train, train_size, "--train-size"),
@@ -55,10 +58,28 @@ def _find(data_dir: Path) -> Path:
     )
 
 
+def _visible(folder: Path) -> list[Path]:
+    """What is in a folder, without what other programs hide there, such as .ipynb_checkpoints."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def _images(folder: Path) -> list[Path]:
+    found = [path for path in _visible(folder) if path.suffix.lower() in _SUFFIXES] if folder.is_dir() else []
+    if not found:
+        raise RecipeError(f"{folder} is missing or holds no JPEG images; unzip {_ARCHIVE} again")
+    return found
+
+
 def _validation(folder: Path, classes: dict[str, int]) -> list[tuple[Path, int]]:
     annotations = folder / "val_annotations.txt"
     items = []
-    for number, line in enumerate(annotations.read_text().splitlines(), start=1):
+    try:
+        lines = annotations.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{annotations} is damaged ({error}); unzip {_ARCHIVE} again") from error
+    if not lines:
+        raise RecipeError(f"{annotations} is damaged: it is empty; unzip {_ARCHIVE} again")
+    for number, line in enumerate(lines, start=1):
         fields = line.split("\t")
         if len(fields) < 2 or fields[1] not in classes:
             raise RecipeError(
@@ -81,7 +102,7 @@ def _read_jpeg(path: Path) -> np.ndarray:
     try:
         from PIL import Image
     except ImportError as error:
-        raise RecipeError("Tiny ImageNet needs Pillow: pip install 'brevact[recipes]'") from error
+        raise RecipeError("Tiny ImageNet needs Pillow: pip install '.[recipes]' in the checkout") from error
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))

@@ -143,6 +143,7 @@ GOOD = {b"data": images(4, 0), b"labels": [1, 2, 3, 4]}
         pickle.dumps({b"labels": [1, 2, 3, 4]}),
         pickle.dumps(GOOD | {b"labels": [1, 2, 3]}),
         pickle.dumps(GOOD | {b"labels": [1, 2, 3, 10]}),
+        pickle.dumps(GOOD | {b"labels": [1, 2, 3, 10**30]}),
         pickle.dumps(GOOD | {b"labels": [1, 2, 3, "4"]}),
         pickle.dumps(GOOD | {b"data": images(4, 0)[:, :-1]}),
         pickle.dumps(GOOD | {b"data": images(4, 0).astype(np.float32)}),

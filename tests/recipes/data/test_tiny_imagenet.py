@@ -1,3 +1,5 @@
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -71,4 +73,33 @@ def test_load_tiny_imagenet_names_damaged_files(root):
     path.unlink()
     (root / "val/images/val_1.JPEG").unlink()
     with pytest.raises(RecipeError, match=r"val_1.JPEG is missing or damaged"):
+        LOADERS["tiny-imagenet"](root, None, None)
+
+
+def test_load_tiny_imagenet_leaves_out_what_is_no_part_of_it(root):
+    for folder in (root / "train", root / "train/n02/images"):
+        (folder / ".ipynb_checkpoints").mkdir()
+    (root / "train/n02/images/Thumbs.db").write_bytes(b"")
+    data = LOADERS["tiny-imagenet"](root, None, None)
+    assert (data.classes, len(data.train)) == (3, 6)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\n"])
+def test_load_tiny_imagenet_refuses_annotations_that_are_no_text(root, content):
+    (root / "val/val_annotations.txt").write_bytes(content)
+    with pytest.raises(RecipeError, match=r"val_annotations.txt is damaged.*unzip"):
+        LOADERS["tiny-imagenet"](root, None, None)
+
+
+def test_load_tiny_imagenet_refuses_classes_without_images(root):
+    for path in (root / "train/n02/images").iterdir():
+        path.unlink()
+    with pytest.raises(RecipeError, match=r"train/n02/images is missing or holds no JPEG images; unzip"):
+        LOADERS["tiny-imagenet"](root, None, None)
+    (root / "train/n02/images").rmdir()
+    with pytest.raises(RecipeError, match=r"train/n02/images is missing or holds no JPEG images; unzip"):
+        LOADERS["tiny-imagenet"](root, None, None)
+    shutil.rmtree(root / "train")
+    (root / "train").mkdir()
+    with pytest.raises(RecipeError, match=r"train is damaged: it holds no class folders; unzip"):
         LOADERS["tiny-imagenet"](root, None, None)
