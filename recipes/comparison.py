@@ -1,13 +1,59 @@
 """Full precision against backward quantizers: one table, one picture."""
 
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from recipes import files, plots
 from recipes.data import ImageDataset
-from recipes.runs import CHECKPOINT, MIB, Result, train
+from recipes.errors import RecipeError
+from recipes.runs import CHECKPOINT, COMPARISON, MIB, Result, clear_results, train
 from recipes.settings import Settings
 
+FULL_PRECISION = "full-precision"
 COLUMNS = ("run", "test_accuracy", "best_test_accuracy", "saved_mib", "times_less", "seconds_per_epoch")
+
+
+def make_cases(settings: Settings, quantizers: Sequence[str]) -> dict[str, Settings]:
+    """Settings at full precision and with each backward quantizer, by the name of the case's folder.
+
+    Args:
+        settings: of all cases; their overrides go to every quantizer.
+        quantizers: names of backward quantizers of brevact.
+    """
+    reference = replace(settings, act_quant=None, act_override=())
+    return {FULL_PRECISION: reference} | {name: replace(settings, act_quant=name) for name in quantizers}
+
+
+def begin(settings: Settings, quantizers: Sequence[str], folder: Path) -> None:
+    """Removes an earlier comparison of the same cases and writes down which comparison `folder` holds from now on.
+
+    Args:
+        settings: as for `make_cases`.
+        quantizers: as for `make_cases`.
+        folder: of the comparison; made if it is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder, *(folder / name for name in make_cases(settings, quantizers))):
+        clear_results(place)
+    files.write_json(folder / COMPARISON, {"quantizers": list(quantizers), "settings": asdict(settings)})
+
+
+def begun(folder: Path) -> tuple[Settings, tuple[str, ...]]:
+    """What `begin` wrote down: the settings and the quantizers.
+
+    Args:
+        folder: of the comparison.
+
+    Raises:
+        RecipeError: the file is damaged.
+    """
+    path = folder / COMPARISON
+    content = files.read_json(path)
+    quantizers = content.get("quantizers") if isinstance(content, dict) else None
+    if not isinstance(quantizers, list) or not all(isinstance(name, str) for name in quantizers):
+        raise RecipeError(f"{path} does not name the quantizers of a comparison; start a new one")
+    return Settings.restored(content.get("settings"), path), tuple(quantizers)
 
 
 def compare(cases: dict[str, Settings], data: ImageDataset, folder: Path, *, resume: bool = False) -> str:
@@ -17,7 +63,7 @@ def compare(cases: dict[str, Settings], data: ImageDataset, folder: Path, *, res
         cases: settings by the name of the case's folder; the first one is what the others are compared with.
         data: the images, the same for all.
         folder: receives the cases' folders, comparison.csv and comparison.png.
-        resume: continue each case that has a checkpoint; otherwise runs that are in the folder are replaced.
+        resume: continue each case that has a checkpoint; otherwise runs that are in these folders are replaced.
 
     Returns:
         The table, to be printed.

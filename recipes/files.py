@@ -3,8 +3,9 @@
 import csv
 import json
 import os
-import pickle
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -20,21 +21,71 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         path: the file; its folder exists.
         write: writes the content to the binary file it is given.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+
+    def write_file(temporary: Path) -> None:
         with temporary.open("wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+
+    write_path_atomically(path, write_file)
+
+
+def write_path_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Like `write_atomically`, for a function that takes a path; the one it is given has the suffix of `path`.
+
+    Args:
+        path: the file; its folder exists.
+        write: writes the file whose path it is given.
+    """
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        write(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Finds out whether files can be written to a folder, which need not exist yet, and leaves nothing there.
+
+    Args:
+        folder: made for the moment if it is missing.
+
+    Raises:
+        RecipeError: it is a file, or nothing can be written to it.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RecipeError(
+            f"cannot write to {folder} ({error.strerror or error}); name another folder with --out-dir"
+        ) from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def write_json(path: Path, content: object) -> None:
     """Writes `content` as indented JSON."""
     text = json.dumps(content, indent=2) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def read_json(path: Path) -> object:
+    """Reads what `write_json` wrote.
+
+    Raises:
+        RecipeError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path} is not readable ({error}); start a new run") from error
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
@@ -65,18 +116,21 @@ def read_checkpoint(path: Path) -> dict[str, object]:
         path: of the file.
 
     Returns:
-        Its content, with every tensor on the CPU.
+        Its content, a dictionary, with every tensor on the CPU.
 
     Raises:
         RecipeError: there is none, or it is damaged.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise RecipeError(f"no run to resume: there is no {path}; --resume takes the folder of a run") from error
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged stream of opcodes can raise nearly anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise RecipeError(f"{path} is not a readable checkpoint ({reason}); start a new run") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} is not a checkpoint: it holds a {type(content).__name__}; start a new run")
+    return content
 
 
 def _cell(value: object) -> str:

@@ -6,12 +6,16 @@ import re
 from collections.abc import Sequence
 
 import brevitas.quant
+import torch
 from brevitas.inject import ExtendedInjector
 from brevitas.proxy.parameter_quant import WeightQuantProxyFromInjectorBase
 from brevitas.proxy.runtime_quant import ActQuantProxyFromInjectorBase
+from dependencies.exceptions import DependencyError
+from torch import nn
 
 from brevact import SaveMode, injectors
 from recipes.errors import RecipeError
+from recipes.models import Layers
 from recipes.settings import Settings
 
 _LEAF = r"[A-Z]\w*Backward(\d\w*)?"  # Stoch-Backward-2bit, L4-Backward
@@ -24,14 +28,34 @@ def find_quantizers(settings: Settings) -> tuple[type | None, type | None, type 
     Raises:
         RecipeError: one is not known, or a setting of the backward quantizer is not possible.
     """
-    weight_quant, input_quant, act_quant = settings.weight_quant, settings.input_quant, settings.act_quant
-    if act_quant is None and settings.act_override:
+    weight_name, input_name, act_name = settings.weight_quant, settings.input_quant, settings.act_quant
+    if act_name is None and settings.act_override:
         raise RecipeError("--act-override needs a backward quantizer to change: add --act-quant NAME")
-    return (
-        weight_quant and forward_quantizer(weight_quant, WeightQuantProxyFromInjectorBase, "--weight-quant"),
-        input_quant and forward_quantizer(input_quant, ActQuantProxyFromInjectorBase, "--input-quant"),
-        act_quant and backward_quantizer(act_quant, settings.act_override, settings.save_mode),
-    )
+    act_quant = act_name and backward_quantizer(act_name, settings.act_override, settings.save_mode)
+    weight_quant = weight_name and forward_quantizer(weight_name, WeightQuantProxyFromInjectorBase, "--weight-quant")
+    input_quant = input_name and forward_quantizer(input_name, ActQuantProxyFromInjectorBase, "--input-quant")
+    if input_quant is not None:
+        _try_out(Layers(None, input_quant), f"--input-quant {input_name}")
+    if weight_quant is not None:
+        _try_out(Layers(weight_quant, input_quant), f"--weight-quant {weight_name}")
+    return weight_quant, input_quant, act_quant
+
+
+def _try_out(layers: Layers, words: str) -> None:
+    """Runs one layer of each kind: many quantizers of Brevitas are for one kind only, or need settings of their own."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = nn.Sequential(
+                layers.conv(4, 8, 3), layers.conv(8, 8, 3, groups=8), nn.Flatten(), layers.linear(8 * 16, 2)
+            )
+            model(torch.randn(2, 4, 4, 4)).sum().backward()
+            model.eval()(torch.randn(2, 4, 4, 4))
+    except Exception as error:  # whatever Brevitas raises, the quantizer does not serve here
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise RecipeError(
+            f"{words} does not work in the layers of this model as it is ({reason}); "
+            "Int8WeightPerTensorFloat and Int8ActPerTensorFloat do"
+        ) from error
 
 
 def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> type:
@@ -53,13 +77,13 @@ def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> t
     values: dict[str, object] = {"save_mode": SaveMode(save_mode)}
     for override in overrides:
         key, separator, value = override.partition("=")
-        if not separator or not key.isidentifier():
+        if not separator or not key.isidentifier() or key.startswith("__"):
             raise RecipeError(f"--act-override {override!r} is not of the form setting=value, such as bucket_size=256")
         values[key] = _literal(value)
     try:
         injector = leaf.let(**values)
         injectors.backward_settings_from(injector)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, DependencyError) as error:
         raise RecipeError(f"backward quantizer {' '.join([name, *overrides])}: {error}") from error
     return injector
 
@@ -95,6 +119,10 @@ def _look_up(name: str, known: dict[str, type], option: str, what: str) -> type:
 
 
 def _literal(text: str) -> object:
+    """The value of a Python literal or of a dtype such as torch.float32; any other text stands for itself."""
+    module, _, name = text.partition(".")
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

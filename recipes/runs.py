@@ -23,12 +23,27 @@ from tqdm import tqdm
 import brevact
 from recipes import files, plots
 from recipes.data import LOADERS, Batches, ImageDataset
+from recipes.errors import RecipeError
 from recipes.models import Layers, efficientnetv2
 from recipes.quantizers import find_quantizers
 from recipes.settings import Settings
 from recipes.training import Trainer
 
 CHECKPOINT = "checkpoint.pt"
+HISTORY = "history.csv"
+SUMMARY = "summary.json"
+COMPARISON = "comparison.json"
+_RESULTS = (
+    CHECKPOINT,
+    HISTORY,
+    SUMMARY,
+    "accuracy.png",
+    "memory.csv",
+    "memory.png",
+    COMPARISON,
+    "comparison.csv",
+    "comparison.png",
+)
 COLUMNS = ("epoch", "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds", "saved_mib")
 MIB = 2**20
 
@@ -75,7 +90,7 @@ def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool 
     """Trains with `settings` and leaves all results in `folder`, complete after every epoch.
 
     Args:
-        settings: of the run. For a resumed run those of its checkpoint.
+        settings: of the run; those of its checkpoint when it is resumed.
         data: what `load_data` returns for them.
         folder: made if it is missing.
         resume: continue from the checkpoint in `folder`; otherwise a run that is in it is replaced.
@@ -86,24 +101,26 @@ def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool 
     Raises:
         RecipeError: something that the user can put right.
     """
+    if resume:
+        saved_settings(folder).resumed(asdict(settings))  # refuses a checkpoint of other settings
     device = settings.torch_device()
     torch.manual_seed(settings.seed)
     model = build_model(settings, data).to(device)
     train_batches, test_batches = make_batches(settings, data, device)
     trainer = Trainer(model, settings, device, len(train_batches))
     folder.mkdir(parents=True, exist_ok=True)
-    report = _report_memory(model, trainer, train_batches, folder)
+    report = _measure_memory(model, trainer, train_batches)
     result = Result(settings.label, [], report.saved_bytes, report.plain_bytes)
+    if resume:
+        result.history.extend(_restore(trainer, folder / CHECKPOINT))
+        _write_results(folder, settings, result, device)
+    else:
+        clear_results(folder)
+    files.write_path_atomically(folder / "memory.csv", report.to_csv)
+    files.write_path_atomically(folder / "memory.png", report.plot)
     tqdm.write(
         f"{settings.label}: {report.saved_bytes / MIB:.2f} of {report.plain_bytes / MIB:.2f} MiB stored for backward"
     )
-    if resume:
-        state = files.read_checkpoint(folder / CHECKPOINT)
-        trainer.load_state_dict(state["trainer"])
-        result.history.extend(state["history"])
-        _write_results(folder, settings, result, device)
-    else:
-        (folder / CHECKPOINT).unlink(missing_ok=True)
     steps = len(train_batches)
     bar = tqdm(total=settings.epochs * steps, initial=len(result.history) * steps, desc=settings.label, disable=None)
     with bar:
@@ -148,16 +165,39 @@ def make_batches(settings: Settings, data: ImageDataset, device: torch.device) -
 
 def saved_settings(folder: Path) -> Settings:
     """The settings of the run in `folder`."""
-    return Settings(**files.read_checkpoint(folder / CHECKPOINT)["settings"])
+    path = folder / CHECKPOINT
+    return Settings.restored(files.read_checkpoint(path).get("settings"), path)
 
 
-def _report_memory(model: nn.Module, trainer: Trainer, batches: Batches, folder: Path) -> brevact.MemoryReport:
+def holds_results(folder: Path) -> bool:
+    """Whether `folder` holds what a run or a comparison has found, were it only a part."""
+    return any((folder / name).exists() for name in (CHECKPOINT, HISTORY, SUMMARY, COMPARISON))
+
+
+def clear_results(folder: Path) -> None:
+    """Removes the files of an earlier run or comparison from `folder`, and no others."""
+    for name in _RESULTS:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _measure_memory(model: nn.Module, trainer: Trainer, batches: Batches) -> brevact.MemoryReport:
     images, _ = next(batches.epoch())
     with trainer.autocast():
-        report = brevact.memory_report(model, images)
-    report.to_csv(folder / "memory.csv")
-    report.plot(folder / "memory.png")
-    return report
+        return brevact.memory_report(model, images)
+
+
+def _restore(trainer: Trainer, path: Path) -> list[dict[str, float]]:
+    """Puts the state of a checkpoint into `trainer` and returns the history."""
+    state = files.read_checkpoint(path)
+    try:
+        history = [{column: row[column] for column in COLUMNS} for row in state["history"]]
+        if not history:
+            raise ValueError("it holds no epoch")
+        trainer.load_state_dict(state["trainer"])
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RecipeError(f"{path} does not fit this run: {type(error).__name__} {reason}; start a new run") from error
+    return history
 
 
 def _run_epoch(
@@ -180,9 +220,9 @@ def _run_epoch(
 
 
 def _write_results(folder: Path, settings: Settings, result: Result, device: torch.device) -> None:
-    files.write_rows(folder / "history.csv", COLUMNS, result.history)
+    files.write_rows(folder / HISTORY, COLUMNS, result.history)
     files.write_json(
-        folder / "summary.json",
+        folder / SUMMARY,
         {
             "finished": len(result.history) == settings.epochs,
             "epochs": len(result.history),

@@ -70,7 +70,36 @@ class Settings:
     @property
     def label(self) -> str:
         """How tables and plots call a run with these settings."""
-        return self.act_quant or "full precision"
+        return " ".join([self.act_quant, *self.quantizer_changes]) if self.act_quant else "full precision"
+
+    @property
+    def quantizer_changes(self) -> tuple[str, ...]:
+        """What differs from the backward quantizer as its name stands for it."""
+        mode = self.save_mode
+        return (*self.act_override, *((mode,) if mode != Settings.save_mode else ()))
+
+    @classmethod
+    def restored(cls, content: object, path: Path) -> "Settings":
+        """Settings from the dictionary that `dataclasses.asdict` made of them.
+
+        Args:
+            content: what a file holds.
+            path: of that file, for the error.
+
+        Raises:
+            RecipeError: these are no settings, or those of another version.
+        """
+        names = {item.name for item in fields(cls)}
+        if not isinstance(content, dict) or content.keys() != names:
+            differing = sorted(map(str, content.keys() ^ names)) if isinstance(content, dict) else ["all"]
+            raise RecipeError(
+                f"{path} does not hold the settings of a run of this version (different: {', '.join(differing)}); "
+                "start a new run"
+            )
+        try:
+            return cls(**content | {"act_override": tuple(content["act_override"])})
+        except TypeError as error:
+            raise RecipeError(f"{path} holds settings of a wrong type ({error}); start a new run") from error
 
     def torch_device(self) -> torch.device:
         """The device to train on.
@@ -82,8 +111,8 @@ class Settings:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
-            torch.empty(1, device=device)
-        except (RuntimeError, AssertionError) as error:
+            torch.zeros(1, device=device).item()  # the meta device allocates but does not compute
+        except (RuntimeError, AssertionError, ImportError) as error:
             raise RecipeError(f"--device {self.device} cannot be used here: {str(error).splitlines()[0]}") from error
         return device
 

@@ -1,15 +1,19 @@
 import itertools
 import json
+import shutil
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from recipes.efficientnetv2 import main
-from recipes.files import read_checkpoint, read_rows
+from recipes.efficientnetv2 import default_folder, main
+from recipes.files import read_checkpoint, read_rows, write_checkpoint
 from recipes.models import EfficientNetV2
 from recipes.runs import COLUMNS
+from recipes.settings import Settings
 
 #: Command line of the smallest run: two steps an epoch.
 TINY = "--train-size 16 --test-size 8 --batch-size 8 --epochs 2 --warmup-epochs 0.5".split()
@@ -130,9 +134,74 @@ def test_main_resumes_a_comparison_in_the_run_that_was_interrupted(tmp_path):
         assert main([*ONE_EPOCH, *compare, "--out-dir", str(tmp_path)]) == 130
     finished = (tmp_path / "full-precision/checkpoint.pt").read_bytes()
     assert not (tmp_path / "StochBackward2bit/checkpoint.pt").exists()
-    assert main([*compare, "--resume", str(tmp_path)]) == 0
+    assert main(["--resume", str(tmp_path)]) == 0
     assert (tmp_path / "full-precision/checkpoint.pt").read_bytes() == finished
     assert [row["run"] for row in read_rows(tmp_path / "comparison.csv")] == ["full precision", "StochBackward2bit"]
+
+
+OVERRIDDEN = ["--compare", "StochBackward2bit", "--act-override", "bit_width=4"]
+
+
+@pytest.fixture(scope="module")
+def stopped_comparison(tmp_path_factory):
+    """A comparison of a changed quantizer, interrupted after the first epoch of its second case."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with interrupted_at_forward(15):  # 2 + 2 * 3 for the first case, 2 + 3 for an epoch of the second
+        assert main([*TINY, *OVERRIDDEN, "--out-dir", str(folder)]) == 130
+    assert len(read_rows(folder / "StochBackward2bit/history.csv")) == 1
+    return folder
+
+
+@pytest.mark.parametrize("words", [[], ["--compare", "StochBackward2bit"]])
+def test_main_resumes_a_comparison_with_the_quantizer_it_was_started_with(stopped_comparison, tmp_path, words):
+    folder = shutil.copytree(stopped_comparison, tmp_path / "copy")
+    assert main([*words, "--resume", str(folder)]) == 0
+    summary = json.loads((folder / "StochBackward2bit/summary.json").read_text())
+    assert summary["finished"] is True and summary["settings"]["act_override"] == ["bit_width=4"]
+    rows = read_rows(folder / "comparison.csv")
+    assert [row["run"] for row in rows] == ["full precision", "StochBackward2bit bit_width=4"]
+    assert 5 < float(rows[1]["times_less"]) < 8  # 4 bits of 32 and the buckets' scales
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--act-override", "bit_width=3"], "was started with --act-override"),
+        (
+            ["--compare", "NearestBackward2bit"],
+            "was started with --compare StochBackward2bit (now NearestBackward2bit)",
+        ),
+    ],
+)
+def test_main_refuses_to_resume_a_comparison_as_another(stopped_comparison, capsys, words, message):
+    assert main([*words, "--resume", str(stopped_comparison)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_main_refuses_to_resume_a_comparison_whose_case_has_other_settings(stopped_comparison, tmp_path, capsys):
+    folder = shutil.copytree(stopped_comparison, tmp_path / "copy")
+    plan = json.loads((folder / "comparison.json").read_text())
+    plan["settings"]["act_override"] = []
+    (folder / "comparison.json").write_text(json.dumps(plan))
+    assert main(["--resume", str(folder)]) == 2
+    assert "was started with --act-override ('bit_width=4',) (now ())" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"quantizers": ["StochBackward2bit"]}', '{"quantizers": 3}'])
+def test_main_refuses_a_damaged_plan_of_a_comparison(tmp_path, capsys, content):
+    (tmp_path / "comparison.json").write_text(content)
+    assert main(["--resume", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "comparison.json" in error and error.count("\n") == 1
+
+
+def test_default_folder_tells_the_changed_quantizer():
+    changed = Settings(act_quant="StochBackward2bit", act_override=("bit_width=4", "name=../x"))
+    assert default_folder(changed, None) == Path("runs/digits-nano-StochBackward2bit-bit_width=4-name=.._x")
+    cases = replace(changed, act_quant=None, save_mode="quantize_on_backward", act_override=("bit_width=4",))
+    expected = Path("runs/digits-nano-comparison-bit_width=4-quantize_on_backward")
+    assert default_folder(cases, ("StochBackward2bit",)) == expected
+    assert default_folder(Settings(), None) == Path("runs/digits-nano-full-precision")
 
 
 def test_main_resumes_a_finished_run_without_training(tmp_path):
@@ -167,6 +236,10 @@ def test_main_keeps_a_run_unless_told_to_overwrite(tmp_path, capsys):
         (["--device", "cuda:99"], "--device cuda:99 cannot be used here"),
         (["--warmup-epochs", "99"], "--warmup-epochs 99 leaves nothing"),
         (["--resume", "nowhere"], "there is no nowhere/checkpoint.pt"),
+        (["--resume", "nowhere", "--compare", "StochBackward2bit"], "nowhere holds no comparison"),
+        (["--device", "meta"], "--device meta cannot be used here"),
+        (["--out-dir", "/dev/null/run", "--dataset", "cifar10"], "cannot write to /dev/null/run"),
+        (["--weight-quant", "FpOCPWeight"], "--weight-quant FpOCPWeight does not work in the layers of this model"),
     ],
 )
 def test_main_says_what_to_do_and_exits_with_2(tmp_path, monkeypatch, capsys, arguments, message):
@@ -181,3 +254,75 @@ def test_main_refuses_to_resume_with_other_settings(tmp_path, capsys):
     assert main([*ONE_EPOCH, "--out-dir", str(tmp_path)]) == 0
     assert main(["--resume", str(tmp_path), "--lr", "0.5"]) == 2
     assert "was started with --lr 0.003 (now 0.5); leave the option out" in capsys.readouterr().err
+
+
+def test_main_leaves_nothing_of_the_old_run_when_its_replacement_is_interrupted(tmp_path, capsys):
+    assert main([*ONE_EPOCH, "--out-dir", str(tmp_path)]) == 0
+    with interrupted_at_forward(4):
+        assert main([*ONE_EPOCH, "--out-dir", str(tmp_path), "--overwrite"]) == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"memory.csv", "memory.png"}
+
+
+def test_main_leaves_nothing_of_an_old_comparison_when_its_replacement_is_interrupted(tmp_path):
+    arguments = [*ONE_EPOCH, "--compare", "StochBackward2bit", "--out-dir", str(tmp_path)]
+    assert main(arguments) == 0
+    with interrupted_at_forward(4):
+        assert main([*arguments, "--seed", "1", "--overwrite"]) == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"comparison.json", "full-precision", "StochBackward2bit"}
+    assert not list((tmp_path / "StochBackward2bit").iterdir())
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "history.csv", "summary.json", "comparison.json"])
+def test_main_keeps_whatever_is_left_of_a_run(tmp_path, capsys, name):
+    (tmp_path / name).write_text("kept")
+    assert main([*ONE_EPOCH, "--out-dir", str(tmp_path)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "kept"
+
+
+def lacking(*keys):
+    """A change of a checkpoint: the entry at the end of the keys goes missing."""
+
+    def change(content):
+        inner = content
+        for key in keys[:-1]:
+            inner = inner[key]
+        del inner[keys[-1]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.clear(),
+        lambda content: content["settings"].update(colour="red"),
+        lambda content: content["settings"].update(lr="fast"),
+        lambda content: content.update(history=[]),
+        lambda content: content.update(history=[{"epoch": 1}]),
+        lambda content: content.update(trainer=3),
+        lacking("settings"),
+        lacking("settings", "lr"),
+        lacking("history"),
+        lacking("trainer"),
+        lacking("trainer", "optimizer"),
+        lacking("trainer", "model", "classifier.weight"),
+        lacking("trainer", "statistics"),
+    ],
+)
+def test_main_refuses_a_checkpoint_that_lacks_something(whole_run, tmp_path, capsys, change):
+    content = read_checkpoint(whole_run / "checkpoint.pt")
+    change(content)
+    write_checkpoint(tmp_path / "checkpoint.pt", content)
+    assert main(["--resume", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and "checkpoint.pt" in error and "start a new run" in error
+
+
+def test_main_compares_backward_quantizers_beside_forward_ones(tmp_path):
+    forward = ["--weight-quant", "Int8WeightPerTensorFloat", "--input-quant", "Int8ActPerTensorFloat"]
+    compare = ["--compare", "StochBackward2bit", "StochBackward4bit"]
+    assert main([*ONE_EPOCH, *forward, *compare, "--out-dir", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path / "comparison.csv")
+    stored = {row["run"]: float(row["saved_mib"]) for row in rows}
+    assert stored["full precision"] > stored["StochBackward4bit"] > stored["StochBackward2bit"]

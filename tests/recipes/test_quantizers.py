@@ -1,5 +1,6 @@
 import brevitas.quant
 import pytest
+import torch
 
 import brevact
 from recipes.errors import RecipeError
@@ -16,6 +17,11 @@ def test_backward_quantizer_applies_typed_overrides():
         brevact.quantizer(backward_quantizer("StochBackward2bit", ["bucket_size=None"], "save_quantized")).bucket_size
         is None
     )
+
+
+def test_backward_quantizer_takes_a_dtype():
+    injector = backward_quantizer("StochBackward2bit", ["scale_dtype=torch.float32"], "save_quantized")
+    assert brevact.quantizer(injector).scale_dtype is torch.float32
 
 
 def test_backward_quantizer_knows_every_leaf_of_the_package():
@@ -38,6 +44,9 @@ def test_backward_quantizer_knows_every_leaf_of_the_package():
         ("StochBackward2bit", ["bucket_size=-1"], r"bucket_size.*-1"),
         ("StochBackward2bit", ["bit_width=9"], r"bit_width.*9"),
         ("StochBackward2bit", ["bucket_size"], r"'bucket_size' is not of the form setting=value"),
+        ("StochBackward2bit", ["__class__=3"], r"'__class__=3' is not of the form setting=value"),
+        ("StochBackward2bit", ["let=3"], r"backward quantizer StochBackward2bit let=3: "),
+        ("StochBackward2bit", ["scale_dtype=torch.nn"], r"scale_dtype"),
     ],
 )
 def test_backward_quantizer_refuses(name, overrides, message):
@@ -48,7 +57,9 @@ def test_backward_quantizer_refuses(name, overrides, message):
 def test_find_quantizers_takes_forward_ones_from_brevitas():
     settings = Settings(weight_quant="Int8WeightPerTensorFloat", input_quant="Int8ActPerTensorFloat")
     expected = (brevitas.quant.Int8WeightPerTensorFloat, brevitas.quant.Int8ActPerTensorFloat, None)
+    state = torch.get_rng_state()
     assert find_quantizers(settings) == expected
+    assert torch.equal(torch.get_rng_state(), state)
     assert find_quantizers(Settings()) == (None, None, None)
 
 
@@ -60,6 +71,10 @@ def test_find_quantizers_takes_forward_ones_from_brevitas():
         ({"input_quant": "Int8WeightPerTensorFloat"}, "--input-quant Int8WeightPerTensorFloat is not"),
         ({"input_quant": "MSESymmetricScale"}, "--input-quant MSESymmetricScale is not"),
         ({"act_override": ("bucket_size=64",)}, "add --act-quant NAME"),
+        ({"weight_quant": "FpOCPWeightPerTensorFloat"}, "--weight-quant FpOCPWeightPerTensorFloat does not work in"),
+        ({"weight_quant": "Int8AccumulatorAwareWeightQuant"}, "Int8AccumulatorAwareWeightQuant does not work in"),
+        ({"input_quant": "Fp8e4m3ActPerChannelFloat2d"}, "--input-quant Fp8e4m3ActPerChannelFloat2d does not work in"),
+        ({"input_quant": "Int8ActPerTensorFloatMinMaxInit"}, "MinMaxInit does not work in .*max_val"),
     ],
 )
 def test_find_quantizers_refuses(settings, message):

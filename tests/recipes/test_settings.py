@@ -1,3 +1,7 @@
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 
 from recipes.errors import RecipeError
@@ -70,7 +74,27 @@ def test_resumed_settings_keep_everything_but_place_and_device():
         settings.resumed({"lr": 0.2, "epochs": 3})
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense", "meta"])
 def test_torch_device_refuses_what_is_not_there(device):
     with pytest.raises(RecipeError, match=f"--device {device} cannot be used here"):
         Settings(device=device).torch_device()
+
+
+def test_label_tells_a_changed_quantizer():
+    changed = Settings(act_quant="StochBackward2bit", act_override=("bit_width=4",), save_mode="quantize_on_backward")
+    assert changed.label == "StochBackward2bit bit_width=4 quantize_on_backward"
+    assert Settings(act_quant="StochBackward2bit").label == "StochBackward2bit"
+    assert Settings(save_mode="quantize_on_backward").label == "full precision"
+
+
+def test_restored_settings_are_those_that_were_written():
+    settings = Settings(lr=0.1, act_quant="StochBackward2bit", act_override=("bit_width=4",))
+    assert Settings.restored(json.loads(json.dumps(asdict(settings))), Path("file")) == settings
+
+
+@pytest.mark.parametrize(
+    "content", [None, [1], {}, asdict(Settings()) | {"colour": 3}, asdict(Settings()) | {"lr": "x"}]
+)
+def test_restored_refuses_what_are_no_settings(content):
+    with pytest.raises(RecipeError, match=r"file .*; start a new run"):
+        Settings.restored(content, Path("file"))
