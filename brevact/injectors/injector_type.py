@@ -30,11 +30,14 @@ class BackwardInjectorType(BrevitasInjectorType):
     It checks what a class statement, ``.let()`` or ``&`` adds, when it is added; ``.let()`` keeps the docstring.
 
     Raises:
-        TypeError: a name is not a setting of the quantizer; the message names the nearest one and all of them.
+        TypeError: a name is not a setting of the quantizer, where the message names the nearest one and all of them;
+            a name in the class body is annotated; or ``proxy_class``, ``act_impl`` or ``backward_settings`` is of a
+            type that they cannot have.
     """
 
     def __new__(mcs, class_name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> BackwardInjectorType:
         origin = next((base for base in bases if isinstance(base, mcs)), None)
+        _refuse_annotations(class_name, namespace)
         if origin is not None:
             namespace = {"__module__": origin.__module__, "__doc__": origin.__doc__, **namespace}
         written = {name: given for name, given in namespace.items() if not name.startswith("__")}
@@ -43,6 +46,7 @@ class BackwardInjectorType(BrevitasInjectorType):
             if not isinstance(fragment, mcs):
                 written = {**dict(written_values(fragment)), **written}
         _check_names(cls, written)
+        _check_structure(cls, written)
         return cls
 
 
@@ -82,6 +86,31 @@ def _check_names(injector: type, written: dict[str, Any]) -> None:
             continue
         accepted = known - {"backward_settings", "proxy_class", *FROM_LAYER}
         raise unknown_setting(name, given, injector.__name__, accepted)
+
+
+def _check_structure(injector: type, written: dict[str, Any]) -> None:
+    """Raise for values that Brevitas would call or build a layer from, and that are no such thing."""
+    accepted = {
+        "proxy_class": "a class or function of (layer, injector), as BackwardQuantSolver has it",
+        "act_impl": "a torch.nn.Module class, which the layer states itself, or None",
+        "backward_settings": "a brevitas.inject.value function or brevact.autograd.BackwardSettings",
+    }
+    for name, kinds in accepted.items():
+        given = written.get(name)
+        plain = isinstance(given, (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset))
+        if plain or (given is None and name in written and name != "act_impl"):
+            raise TypeError(f"{name}={given!r} of {injector.__name__}; accepted: {kinds}; leave it out")
+
+
+def _refuse_annotations(class_name: str, namespace: dict[str, Any]) -> None:
+    """Raise for ``bucket_size: int = 128``, which Brevitas takes for a magic method."""
+    # Python 3.14 puts a function there in place of the dictionary.
+    if "__annotations__" in namespace or "__annotate_func__" in namespace or "__annotate__" in namespace:
+        names = ", ".join(namespace.get("__annotations__", ())) or "a name"
+        raise TypeError(
+            f"{names} of {class_name} is annotated, which the body of an injector cannot be: drop the annotation "
+            "(bucket_size = 128)"
+        )
 
 
 def unknown_setting(name: str, given: Any, owner: str, accepted: Iterable[str]) -> TypeError:

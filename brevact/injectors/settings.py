@@ -15,7 +15,8 @@ from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType
 
 ACCEPTED = (
     "a backward quantizer (StochBackward2bit, NearestBackward4bit, ..., or a class derived from one), "
-    "an activation quantizer object, or BackwardSettings"
+    "an activation quantizer object (quantize and is_stochastic: brevact.quantizers.ActivationQuantizer), or "
+    "BackwardSettings"
 )
 
 
@@ -49,12 +50,18 @@ def backward_settings_from(source: Any, **overrides: Any) -> BackwardSettings:
 def resolve(injector: BackwardInjectorType) -> BackwardSettings:
     """Return ``injector.backward_settings``, or say which setting the injector does not state."""
     try:
-        return injector.backward_settings
+        settings = injector.backward_settings
     except DependencyError as error:
         raise TypeError(
             f"the backward quantizer {injector.__name__} is incomplete: {error}. State the missing setting "
             "(bit_width = 2), or add the fragment that does (StochasticRounding, UniformBuckets, SaveQuantized)"
         ) from error
+    if not isinstance(settings, BackwardSettings):
+        raise TypeError(
+            f"backward_settings={settings!r} of {injector.__name__} is no brevact.autograd.BackwardSettings; leave it "
+            "out, and state quantizer, save_mode and min_numel, from which the solver makes it"
+        )
+    return settings
 
 
 def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
@@ -93,14 +100,26 @@ def _description(source: Any) -> str:
 
 def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> BackwardSettings:
     quantizer = settings.quantizer
-    of_settings = {field.name for field in dataclasses.fields(settings)} - {"quantizer"}
-    of_quantizer = {field.name for field in dataclasses.fields(quantizer)}
+    of_settings = _settable(settings) - {"quantizer"}
+    of_quantizer = _settable(quantizer)
     for name, value in overrides.items():
         if name not in of_settings | of_quantizer:
+            if not dataclasses.is_dataclass(quantizer):
+                raise TypeError(
+                    f"{name}={value!r} cannot change a {type(quantizer).__name__}, which is no dataclass; accepted "
+                    f"beside it: {', '.join(sorted(of_settings))}; build the quantizer with this setting"
+                )
             raise unknown_setting(name, value, type(quantizer).__name__, of_settings | of_quantizer)
     changed = {name: value for name, value in overrides.items() if name in of_quantizer}
     return dataclasses.replace(
         settings,
-        quantizer=dataclasses.replace(quantizer, **changed),
+        quantizer=dataclasses.replace(quantizer, **changed) if changed else quantizer,
         **{name: value for name, value in overrides.items() if name in of_settings},
+    )
+
+
+def _settable(value: Any) -> set[str]:
+    """Return the names that ``dataclasses.replace`` takes; none for an object of another kind."""
+    return (
+        {field.name for field in dataclasses.fields(value) if field.init} if dataclasses.is_dataclass(value) else set()
     )

@@ -6,14 +6,16 @@ import dataclasses
 import enum
 import functools
 import inspect
+import warnings
 from typing import Any
 
+from brevitas.nn import QuantIdentity, QuantMultiheadAttention
 from brevitas.nn.mixin.base import QuantRecurrentLayerMixin
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings, attach_region
 from brevact.injectors.forward_side import forward_injector_of
-from brevact.injectors.injector_type import BackwardInjectorType
+from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType, written_values
 from brevact.injectors.settings import resolve
 
 
@@ -59,7 +61,8 @@ class BackwardQuantProxy(nn.Module):
 
 
 def _field_defaults(value: Any) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {field.name: field.default for field in fields if field.repr}
 
 
 def _plain(value: Any) -> Any:
@@ -72,17 +75,19 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
     The result is the proxy that Brevitas itself builds for ``forward_quant``, or for no quantizer at all, so that the
     forward pass, the ``state_dict`` and the export of the layer are Brevitas' own. Beside it, ``proxy.backward_quant``
     makes the whole forward of each layer that uses the proxy a region; which slot of the layer it sits in
-    (``input_quant``, ``act_quant``, ``output_quant``) makes no difference.
+    (``input_quant``, ``act_quant``, ``output_quant``) makes no difference. A ``QuantIdentity`` keeps nothing for
+    backward by itself, so that a backward quantizer there warns, unless it has a ``forward_quant`` beside it.
 
     Args:
         layer: the Brevitas layer that is being built.
         injector: backward quantizer, with the layer's keywords for this slot.
 
     Raises:
-        TypeError: the slot belongs to a part of a recurrent layer, or ``forward_quant`` is no forward quantizer.
+        TypeError: the slot is one for weights or a bias, or belongs to a part of a recurrent layer or of an attention
+            whose operations it does not cover; or ``forward_quant`` is no forward quantizer.
         ValueError: settings are out of range or contradict another slot.
     """
-    _refuse_recurrent_part(injector)
+    _refuse_parts_and_parameters(injector, layer)
     settings = resolve(injector)
     forward_injector = forward_injector_of(injector)
     proxy = forward_injector.proxy_class(layer, forward_injector)
@@ -98,18 +103,44 @@ def _add_tracked_module(proxy: nn.Module, layer: nn.Module) -> None:
     proxy.backward_quant.add_tracked_module(layer)
 
 
-def _refuse_recurrent_part(injector: BackwardInjectorType) -> None:
-    """Raise where Brevitas builds a slot for a part of a recurrent layer.
+def _refuse_parts_and_parameters(injector: BackwardInjectorType, layer: nn.Module) -> None:
+    """Raise for slots in which nothing would be packed, and warn where that may be meant.
 
-    Brevitas throws the layer around such a slot away and runs the cell without it: nothing would be packed. The
-    recurrent layer is not an argument of anything called here, hence the look at the frames.
+    Brevitas throws the layer around an inner slot of a recurrent layer away and runs the cell without it. Those of an
+    attention are identities: the products that follow them run outside of their forward.
     """
+    written = dict(written_values(injector))
+    if _is_built_by(QuantRecurrentLayerMixin):
+        raise TypeError(
+            f"{injector.__name__} in a slot of a recurrent layer (io_quant, gate_acc_quant, sigmoid_quant, ...) "
+            "would store nothing packed; pass it as act_quant= of brevact.nn.QuantLSTM or brevact.nn.QuantRNN, "
+            "where it covers the whole layer"
+        )
+    if not all(name in written for name in FROM_LAYER):  # Brevitas passes them to the slots of activations alone
+        raise TypeError(
+            f"{injector.__name__} quantizes activations for backward and cannot quantize a weight or a bias; pass it "
+            f"as input_quant= of {type(layer).__name__}, or as act_quant= of its namesake in brevact.nn"
+        )
+    if not isinstance(layer, QuantIdentity) or written["forward_quant"] is not None:
+        return
+    if _is_built_by(QuantMultiheadAttention):
+        raise TypeError(
+            f"{injector.__name__} in an inner slot of an attention (q_scaled_quant, v_quant, softmax_input_quant, ...) "
+            "would store nothing packed; pass it as act_quant= of brevact.nn.QuantMultiheadAttention, where it covers "
+            "the whole layer, or as in_proj_input_quant= and out_proj_input_quant= for the projections alone"
+        )
+    warnings.warn(
+        f"{injector.__name__} in a {type(layer).__name__} packs nothing: an identity keeps nothing for backward. Put "
+        "it into the layer that follows (input_quant= of brevitas.nn.QuantConv2d, act_quant= of brevact.nn)",
+        stacklevel=3,
+    )
+
+
+def _is_built_by(kind: type) -> bool:
+    """Whether a layer of this kind is being built around the slot; it is no argument of anything called here."""
     frame = inspect.currentframe()
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), QuantRecurrentLayerMixin):
-            raise TypeError(
-                f"{injector.__name__} in a slot of a recurrent layer (io_quant, gate_acc_quant, sigmoid_quant, ...) "
-                "would store nothing packed; pass it as act_quant= of brevact.nn.QuantLSTM or brevact.nn.QuantRNN, "
-                "where it covers the whole layer"
-            )
+        if isinstance(frame.f_locals.get("self"), kind):
+            return True
         frame = frame.f_back
+    return False

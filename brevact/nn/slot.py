@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch import nn
 
-from brevact.injectors import BackwardQuantProxy, backward_settings_from
+from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver, backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType, known_names
 
 ACT_PREFIX = "act_"
@@ -24,7 +24,8 @@ class BackwardSlot:
     that quantizer while the layer trains; forward, parameters and ``state_dict`` keys stay those of the base class.
 
     ``act_quant`` is a backward injector class, an activation quantizer, the ``act_quant`` of another layer (to share
-    its settings), or None for a plain layer, whose ``act_`` settings are then ignored, as Brevitas does.
+    its settings), or None for a plain layer, whose ``act_`` settings are then ignored, as Brevitas does; a name that no
+    backward quantizer has as a setting raises nevertheless.
     """
 
     act_quant: BackwardQuantProxy | None
@@ -42,12 +43,17 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
     """Return an ``__init__`` that calls ``initialize`` and fills the slot; it has its signature and ``act_quant``."""
     parameters = _parameters(initialize)
     named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    names = [parameter.name for parameter in named]
     takes_any_keyword = len(named) < len(parameters) and initialize is not cls.__dict__.get("__init__")
 
     def __init__(self: nn.Module, *args: Any, act_quant: Any = None, **kwargs: Any) -> None:
-        overrides = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX)}
+        overrides = {
+            name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX) and name not in names
+        }
+        if act_quant is None:
+            _check_unused_settings(cls, names, overrides)
         if takes_any_keyword:
-            _check_keywords(cls, [parameter.name for parameter in named], kwargs, act_quant)
+            _check_keywords(cls, names, kwargs, act_quant)
         initialize(self, *args, **kwargs)
         self.act_quant = None if act_quant is None else _proxy(act_quant, overrides)
         if self.act_quant is not None:
@@ -84,6 +90,31 @@ def _check_keywords(cls: type[BackwardSlot], names: list[str], kwargs: dict[str,
             f"{name}={value!r} is not an argument of {cls.__name__}; {hint}Accepted: {', '.join(names)}, act_quant, "
             f"and settings of a quantizer with the prefix of its slot: {', '.join((ACT_PREFIX, *prefixes))}"
         )
+
+
+def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides: dict[str, Any]) -> None:
+    """Raise for a name that is a setting of no backward quantizer, such as ``act_qaunt``, beside ``act_quant=None``."""
+    if not overrides:
+        return
+    settings = {ACT_PREFIX + name for injector in _backward_injectors() for name in known_names(injector)}
+    for name, value in overrides.items():
+        if name in settings:
+            continue
+        nearest = difflib.get_close_matches(name, ["act_quant", *names, *sorted(settings)], n=1)
+        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        raise TypeError(
+            f"{name}={value!r} is not an argument of {cls.__name__}; {hint}Accepted: "
+            f"{', '.join([*names, 'act_quant'])}, and settings of a backward quantizer with the prefix {ACT_PREFIX}"
+        )
+
+
+def _backward_injectors() -> Iterator[BackwardInjectorType]:
+    """Yield every class of backward quantizers that exists."""
+    classes = [BackwardQuantSolver]
+    while classes:
+        injector = classes.pop()
+        yield injector
+        classes.extend(type.__subclasses__(injector))
 
 
 def _proxy(source: Any, overrides: dict[str, Any]) -> BackwardQuantProxy:

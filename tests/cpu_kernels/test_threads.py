@@ -60,8 +60,10 @@ class _Pieces:
             return
         with self.lock:
             self.running, self.calls = self.running + 1, self.calls + 1
+            is_first = self.calls == 1
         self.helper_came.set()
-        self.in_helper()
+        if is_first:
+            self.in_helper()
         time.sleep(0.05)
         with self.lock:
             self.running -= 1

@@ -1,22 +1,17 @@
-"""Fixtures of the injectors' tests."""
+"""Fixtures of the injectors' tests, and of the layers'."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
+
+from tests.autograd.measuring import watch_saved
 
 
 def _saved_bytes(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    storages = {}
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        storages[x.untyped_storage().data_ptr()] = (x, x.untyped_storage().nbytes())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    with watch_saved() as saved:
         result = function(*args)
-    return result, sum(nbytes for _, nbytes in storages.values())
+    return result, saved.nbytes
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_saved_model_loads_in_a_process_that_imports_only_torch(tmp_path):
 def test_copied_layer_packs_and_is_tracked_by_its_own_proxy(copied, saved_bytes):
     layer = qnn.QuantConv2d(3, 8, 3, input_quant=StochBackward2bit)
     twin = copied(layer)
-    x = torch.randn(4, 3, 16, 16)
+    x = torch.randn(8, 3, 16, 16)
     assert saved_bytes(twin, x)[1] == saved_bytes(layer, x)[1] < x.nbytes
     assert twin.input_quant.tracked_module_list == [twin]
     another = qnn.QuantConv2d(3, 8, 3, input_quant=twin.input_quant)

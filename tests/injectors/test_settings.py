@@ -50,8 +50,19 @@ def test_backward_settings_from_proxy_takes_its_settings():
 
 
 def test_backward_settings_from_settings_refuses_a_typo():
-    with pytest.raises(TypeError, match="buket_size=3 is not a setting of UniformQuantizer; did you mean bucket_size"):
-        backward_settings_from(StochBackward2bit.backward_settings, buket_size=3)
+    settings = StochBackward2bit.backward_settings
+    assert isinstance(hash(settings), int)  # cached from here on
+    with pytest.raises(TypeError, match="did you mean bucket_size") as raised:
+        backward_settings_from(settings, buket_size=3)
+    assert str(raised.value).startswith("buket_size=3 is not a setting of UniformQuantizer")
+    assert "hash" not in str(raised.value)
+    with pytest.raises(TypeError, match="_hash=3 is not a setting"):
+        backward_settings_from(settings, _hash=3)
+
+
+def test_backward_settings_from_refuses_settings_of_another_type():
+    with pytest.raises(TypeError, match=r"backward_settings=.*UniformQuantizer.* is no brevact\.autograd"):
+        backward_settings_from(StochBackward2bit.let(backward_settings=UniformQuantizer()))
 
 
 @pytest.mark.parametrize(

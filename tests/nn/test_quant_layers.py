@@ -47,11 +47,11 @@ CASES = {
     "QuantConvTranspose3d": ((8, 6, 3), {}, (4, 8, 6, 6, 6)),
     "QuantLinear": ((64, 32), {}, (5, 16, 64)),
     "QuantScaleBias": ((8, True), {}, (4, 8, 12, 12)),
-    "BatchNorm1dToQuantScaleBias": ((8,), {}, (4, 8, 100)),
+    "BatchNorm1dToQuantScaleBias": ((8,), {}, (4, 8, 200)),
     "BatchNorm2dToQuantScaleBias": ((8,), {}, (4, 8, 12, 12)),
     "QuantMultiheadAttention": ((64, 4), ATTENTION, (16, 4, 64)),
-    "QuantRNN": ((64, 32), RECURRENT, (12, 32, 64)),
-    "QuantLSTM": ((64, 32), RECURRENT | GATES, (12, 32, 64)),
+    "QuantRNN": ((64, 32), RECURRENT, (12, 128, 64)),
+    "QuantLSTM": ((64, 32), RECURRENT | GATES, (12, 128, 64)),
 }
 WEIGHT_QUANTIZERS = [
     Int8WeightPerTensorFloat,
@@ -231,7 +231,7 @@ def test_recurrent_layer_works_with_forward_quantizers(saved_bytes):
     stock = qnn.QuantLSTM(32, 32)
     torch.manual_seed(0)
     layer = bnn.QuantLSTM(32, 32, act_quant=StochBackward2bit)
-    x = torch.randn(6, 64, 32)
+    x = torch.randn(6, 128, 32)  # each step has as many elements as the smallest tensor that is packed
     expected, stock_bytes = saved_bytes(lambda: stock(x)[0])
     result, packed_bytes = saved_bytes(lambda: layer(x)[0])
     assert torch.equal(result, expected)

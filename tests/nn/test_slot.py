@@ -126,6 +126,62 @@ def test_unknown_keyword_raises(build, message):
         build()
 
 
+@pytest.mark.parametrize("typo", ["act_qaunt", "act_quat", "act_qunt"])
+@pytest.mark.parametrize("build", [bnn.ReLU, lambda **kwargs: bnn.QuantLinear(8, 8, True, **kwargs)])
+def test_misspelt_slot_raises(build, typo):
+    with pytest.raises(TypeError, match=f"{typo}=.* is not an argument of .*did you mean act_quant"):
+        build(**{typo: StochBackward2bit})
+
+
+@pytest.mark.parametrize("build", [bnn.ReLU, lambda **kwargs: bnn.QuantLinear(8, 8, True, **kwargs)])
+def test_misspelt_setting_raises_beside_no_quantizer(build):
+    with pytest.raises(TypeError, match="did you mean act_bucket_size"):
+        build(act_quant=None, act_buket_size=64)
+
+
+def test_act_prefix_leaves_named_arguments_of_the_base_alone():
+    class Base(nn.Module):
+        def __init__(self, act_gain: float = 1.0):
+            super().__init__()
+            self.act_gain = act_gain
+
+    class Slotted(BackwardSlot, Base):
+        """A layer whose own argument begins like a setting."""
+
+    assert Slotted(act_gain=2.0).act_gain == 2.0
+    layer = Slotted(act_gain=3.0, act_quant=StochBackward2bit, act_bit_width=4)
+    assert layer.act_gain == 3.0
+    assert layer.act_quant.settings.quantizer.bit_width == 4
+
+
+class OwnQuantizer:
+    """As little as a region asks of a quantizer: nearest codes of an inner one."""
+
+    is_stochastic = False
+
+    def quantize(self, x, seed=None):
+        return UniformQuantizer(bit_width=3, rounding="nearest").quantize(x)
+
+
+def test_slot_takes_a_quantizer_of_ones_own(saved_bytes):
+    layer = bnn.SiLU(act_quant=OwnQuantizer(), act_min_numel=0)
+    expected = bnn.SiLU(act_quant=UniformQuantizer(bit_width=3, rounding="nearest"), act_min_numel=0)
+    x = torch.randn(1024, requires_grad=True)
+    grads, kept = [], []
+    for each in (layer, expected):
+        y, nbytes = saved_bytes(each, x * 1.0)
+        kept.append(nbytes)
+        grads.append(torch.autograd.grad(y.sum(), x)[0])
+    assert kept[0] == kept[1] < x.nbytes / 5
+    assert torch.equal(*grads)
+    assert "OwnQuantizer" in repr(layer)
+
+
+def test_setting_of_a_quantizer_that_is_no_dataclass_raises():
+    with pytest.raises(TypeError, match="bucket_size=3 cannot change a OwnQuantizer"):
+        bnn.ReLU(act_quant=OwnQuantizer(), act_bucket_size=3)
+
+
 def test_settings_out_of_range_name_the_argument():
     with pytest.raises(ValueError, match="bucket_size: got -1"):
         bnn.SiLU(act_quant=StochBackward2bit, act_bucket_size=-1)
