@@ -10,9 +10,7 @@ is the growth of the resident set during a call, less the result, relative to th
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.process_memory import return_free_memory
 from benchmarks.records import write_rows
 from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer
 
@@ -55,7 +54,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Row]:
             times: dict[str, list[float]] = {operation: [] for operation in operations}
             for _ in range(options.repeats + 1):
                 for operation, call in operations.items():
-                    _return_free_memory()
+                    return_free_memory()  # every new tensor costs its page faults
                     start = time.perf_counter()
                     result = call()
                     times[operation].append(1e3 * (time.perf_counter() - start))
@@ -109,20 +108,13 @@ def _peak_extra(call: Callable[[], object], x: Tensor, operation: str) -> float 
     def kibibytes(field: str) -> int:
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(field))
 
-    _return_free_memory()
+    return_free_memory()
     reset.write_text("5")  # the peak starts again from the present resident set
     before = kibibytes("VmHWM:")
     result = call()
     grown = 1024 * (kibibytes("VmHWM:") - before)
     fresh = result.nbytes if isinstance(result, PackedActivation) or operation in ("clone", "dequantize") else 0
     return (grown - fresh) / (x.numel() * x.element_size())
-
-
-def _return_free_memory() -> None:
-    """Hand freed memory back to the system, so that every new tensor costs its page faults and counts as growth."""
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
 
 
 def _numba_version() -> str:

@@ -38,6 +38,9 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | None = None) -> No
     Args:
         rows: what was measured.
         path: CSV file, made with a header if it is new; None for the table alone.
+
+    Raises:
+        ValueError: the file is there with other columns; nothing is written to it.
     """
     names = list(rows[0])
     cells = [names, *([str(row[name]) for name in names] for row in rows)]
@@ -47,9 +50,21 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | None = None) -> No
     if path is None:
         return
     extended = [{**row, **environment()} for row in rows]
-    new = not os.path.exists(path)
+    columns = list(extended[0])
+    found = _header(path)
+    if found not in ([], columns):
+        raise ValueError(
+            f"path={path!r} has the columns {', '.join(found)}; these rows have {', '.join(columns)}; name another file"
+        )
     with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(extended[0]))
-        if new:
+        writer = csv.DictWriter(file, columns)
+        if not found:
             writer.writeheader()
         writer.writerows(extended)
+
+
+def _header(path: str) -> list[str]:
+    if not os.path.exists(path):
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])

@@ -4,45 +4,38 @@
     python -m benchmarks.training_step --size nano --batch-size 128 --quantizers StochBackward2bit NearestBackward2bit
 
 Bytes are measured twice: the distinct storages that autograd keeps (`brevact.memory_report`), and the growth of the
-process's resident memory between the start of a step and the start of its backward pass, after `malloc_trim`. The steps
+process's resident memory between the start of a step and the start of its backward pass, known on Linux only. The steps
 of all variants alternate in one process; each ratio is the median of the ratios to the plain step of the same round.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
+import difflib
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import brevact
+from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
 from recipes.models.efficientnetv2 import SIZES, efficientnetv2
 
 _MIB = 2**20
 
 
-def resident_bytes() -> int:
-    """Resident set of this process, after returning free heap memory to the system."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-def kept_resident_bytes(model: nn.Module, images: Tensor, labels: Tensor) -> int:
-    """Growth of the resident memory between the start of a step and the start of its backward pass."""
+def kept_resident_bytes(model: nn.Module, images: Tensor, labels: Tensor) -> int | None:
+    """Growth of the resident memory between the start of a step and the start of its backward pass, where known."""
     loss_of(model, images, labels).backward()  # gradients, scratch buffers and code are there after a first step
     before = resident_bytes()
     loss = loss_of(model, images, labels)
-    kept = resident_bytes() - before
+    after = resident_bytes()
     loss.backward()
-    return kept
+    return None if before is None or after is None else after - before
 
 
 def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -63,28 +56,44 @@ def step_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, l
     return times
 
 
-def main() -> None:
+def backward_quantizer(name: str) -> type:
+    """The backward quantizer of brevact with this name, for argparse."""
+    known = [item for item in brevact.__all__ if re.fullmatch(r"[A-Z]\w*Backward(\d\w*)?", item)]
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]
+        raise argparse.ArgumentTypeError(
+            f"{name} is not a backward quantizer of brevact; nearest: {', '.join(nearest)}"
+        )
+    return getattr(brevact, name)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="s")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--image-size", type=int, default=32)
-    parser.add_argument("--quantizers", nargs="+", default=["StochBackward2bit"], metavar="NAME")
+    parser.add_argument(
+        "--quantizers", nargs="+", type=backward_quantizer, default=[brevact.StochBackward2bit], metavar="NAME"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", help="append the rows to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     torch.manual_seed(0)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
     labels = torch.randint(0, 10, (args.batch_size,))
     models = {"plain": efficientnetv2(args.size, image_size=args.image_size, classes=10)}
-    for name in args.quantizers:
+    for quantizer in args.quantizers:
         model = efficientnetv2(args.size, image_size=args.image_size, classes=10)
-        models[name] = brevact.quantize_backward(model, getattr(brevact, name))
+        models[quantizer.__name__] = brevact.quantize_backward(model, quantizer)
     parameters = sum(p.numel() for p in models["plain"].parameters())
     print(
-        f"EfficientNetV2-{args.size}, {parameters / 1e6:.1f} M parameters, batch {args.batch_size}, {args.image_size}x"
+        f"EfficientNetV2-{args.size}, {parameters / 1e6:.1f} M parameters, batch {args.batch_size}, "
+        f"{args.image_size}x{args.image_size}"
     )
+    if resident_bytes() is None:
+        print("resident memory is left out: it is known on Linux only")
 
     kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in models.items()}
     resident = {name: kept_resident_bytes(model, images, labels) for name, model in models.items()}
@@ -104,14 +113,19 @@ def main() -> None:
             "stored": name,
             "kept_mib": round(kept[name] / _MIB, 2),
             "kept_ratio": round(kept["plain"] / kept[name], 2),
-            "resident_mib": round(resident[name] / _MIB, 2),
-            "resident_ratio": round(resident["plain"] / resident[name], 2),
+            "resident_mib": "" if resident[name] is None else round(resident[name] / _MIB, 2),
+            "resident_ratio": _ratio(resident["plain"], resident[name]),
             "step_s": round(statistics.median(times[name]), 4),
             "step_ratio": round(statistics.median(a / b for a, b in zip(times[name], times["plain"], strict=True)), 3),
         }
         for name in models
     ]
     write_rows(rows, args.csv)
+
+
+def _ratio(plain: int | None, kept: int | None) -> float | str:
+    """How often `kept` goes into `plain`; empty where either is not known or nothing grew."""
+    return round(plain / kept, 2) if plain is not None and kept else ""
 
 
 if __name__ == "__main__":
