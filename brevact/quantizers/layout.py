@@ -90,7 +90,7 @@ class Layout:
         Returns:
             Its layout; equal layouts are one shared object.
         """
-        return layout_of(tuple(x.shape), x.stride(), x.dtype)
+        return layout_of(x.shape, x.stride(), x.dtype)
 
     @property
     def is_result_dense(self) -> bool:
@@ -149,10 +149,12 @@ class Layout:
         Returns:
             True if `x` has this shape and as many distinct elements, and they are dense and in the same order.
         """
-        if tuple(x.shape) != self.shape or x.is_neg():
+        if x.is_neg():
             return False
         other = Layout.of(x)
-        return other.is_dense and other.dims == self.dims
+        if other is self:
+            return self.is_dense
+        return other.shape == self.shape and other.is_dense and other.dims == self.dims
 
     def groups_along(self, dim: int) -> tuple[int, int]:
         """How the indices of one dimension divide the memory order: group of element e is `e // inner % count`.

@@ -205,7 +205,7 @@ class PackedActivation:
 
     def _check(self, name: str, tensor: Tensor, dtype: object = None) -> None:
         layout, device = self.layout, self.codes.device
-        if tuple(tensor.shape) != layout.shape:
+        if tensor.shape != layout.shape:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; the packed activation has {layout.shape}")
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}; the packed activation is on {device}; move it")
