@@ -122,9 +122,9 @@ def check_settings(settings: Settings) -> None:
 
 def check_folder(folder: Path, command: Command) -> None:
     """Finds out before any training whether results can be written to a folder, and whether they may."""
+    check_writable(folder)
     if command.resume is None and not command.overwrite and holds_results(folder):
         raise RecipeError(f"{folder} already holds a run; continue it with --resume, or replace it with --overwrite")
-    check_writable(folder)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def check_writable(folder: Path) -> None:
     Raises:
         RecipeError: it is a file, or nothing can be written to it.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
