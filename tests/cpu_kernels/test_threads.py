@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
 import time
-from _thread import interrupt_main
 
 import pytest
 import torch
@@ -73,12 +73,21 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def _interrupt_caller() -> None:
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # unlike interrupt_main, it ends a wait
+
+
+def _interrupt_later() -> None:
+    time.sleep(0.3)  # by then the caller has nothing left to do but to wait
+    _interrupt_caller()
+
+
 @pytest.mark.parametrize(
     "pieces",
     [
         pytest.param(lambda: _Pieces(lambda: None, _interrupt), id="in a piece of the caller"),
-        pytest.param(lambda: _Pieces(interrupt_main, lambda: time.sleep(1)), id="while the caller sleeps"),
-        pytest.param(lambda: _Pieces(interrupt_main, lambda: None), id="while the caller waits"),
+        pytest.param(lambda: _Pieces(_interrupt_caller, lambda: time.sleep(1)), id="while the caller sleeps"),
+        pytest.param(lambda: _Pieces(_interrupt_later, lambda: None), id="while the caller waits"),
     ],
 )
 def test_share_interrupted_leaves_nobody_at_work(pieces):
