@@ -171,6 +171,7 @@ class _RegionMode(TorchFunctionMode):
             region.hooks.cast_shapes = _frozen_weight_shapes(region, (args, kwargs))
             region.hooks.packed_numel = args[0].numel() if func in kinds.NORMALIZATIONS and args else None
             result = func(*args, **kwargs)
+            region.hooks.packed_numel = None
         region.note(func, result, (args, kwargs))
         return result
 
