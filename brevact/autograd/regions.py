@@ -34,7 +34,7 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
-        # Running forwards of modules with an attached region: the module, what it entered, its frame.
+        # Running forwards that entered a region (and calls of the same modules inside): module, region, frame.
         self.calls: list[tuple[nn.Module, Region | None, FrameType]] = []
         self.disabled = 0
 
@@ -224,8 +224,10 @@ class _EnterRegion:
     def __call__(self, module: nn.Module, args: Any) -> None:
         frame = sys._getframe(1)
         _leave_abandoned(frame)
-        entered = Region(self.settings, module).__enter__() if self._is_needed(module) else None
-        _active.calls.append((module, entered, frame))
+        if self._is_needed(module):
+            _active.calls.append((module, Region(self.settings, module).__enter__(), frame))
+        elif any(call[0] is module for call in _active.calls):  # it calls itself: each exit must find its own call
+            _active.calls.append((module, None, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
         if _active.disabled or not torch.is_grad_enabled():
@@ -233,7 +235,8 @@ class _EnterRegion:
         enclosing = current_region()
         if enclosing is None:
             return module.training and self.settings is not None
-        return enclosing.settings != self.settings or not enclosing.hooks.are_innermost()
+        same = enclosing.settings is self.settings or enclosing.settings == self.settings
+        return not same or not enclosing.hooks.are_innermost()
 
 
 class _ExitRegion:
@@ -243,10 +246,11 @@ class _ExitRegion:
         self.origin = origin
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not any(call[0] is module for call in reversed(_active.calls)):
-            return  # another pre-hook raised before ours ran
-        while _leave_last_call() is not module:
-            pass
+        for call in _active.calls:
+            if call[0] is module:
+                while _leave_last_call() is not module:
+                    pass
+                return
 
 
 def _leave_last_call() -> nn.Module:

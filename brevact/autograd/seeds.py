@@ -13,6 +13,7 @@ there the generator does not move, and the regions of one backward pass are told
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -21,6 +22,8 @@ from torch import Tensor
 
 _BLOCK = 256
 _LOW, _HIGH = -(2**63), 2**63 - 1
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: SplitMix64's increment
 
 
 _lock = threading.Lock()
@@ -80,12 +83,22 @@ def _claim_base() -> int:
 
 
 def _mix(base: int, count: int) -> int:
-    """A 64-bit seed of its own for each count (0 keeps the base); the multiplier is 2^64 over the golden ratio."""
-    return (base + count * 0x9E3779B97F4A7C15) % 2**64
+    """A 64-bit seed of its own for each count; 0 keeps the base."""
+    return _split_mix(base + count * _GOLDEN) % 2**64 if count else base
 
 
 def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:
+    if device.type == "cpu":
+        yield from map(_split_mix, itertools.count(base, _GOLDEN))
     generator = torch.Generator(device).manual_seed(base)
     while True:
-        block = torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator)
-        yield from block.tolist() if device.type == "cpu" else block.unbind()
+        yield from torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator).unbind()
+
+
+def _split_mix(state: int) -> int:
+    """SplitMix64's output for a state, as a signed 64-bit integer. Source: Steele, Lea and Flood, OOPSLA 2014."""
+    z = state & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    z ^= z >> 31
+    return z - 2**64 if z >> 63 else z

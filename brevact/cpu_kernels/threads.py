@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-SMALLEST_SHARE = 1 << 16
+SMALLEST_SHARE = 1 << 18
 """Elements below which waking another thread costs more than it brings."""
 
 _PIECES_PER_THREAD = 4  # so that uneven threads finish together

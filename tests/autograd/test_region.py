@@ -422,6 +422,26 @@ def test_recursive_modules_leave_every_region():
     assert current_region() is None
 
 
+def test_a_module_that_calls_itself_without_gradients_stays_in_its_region():
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor, student: bool = True) -> Tensor:
+            if student:
+                with torch.no_grad():
+                    self(x, student=False)
+                assert current_region() is not None
+            return self.layer(x)
+
+    model = Teacher()
+    attach_region(model, settings())
+    with watch_saved() as saved:
+        model(torch.randn(64, 64))
+    assert packs(saved) == 1 and current_region() is None
+
+
 # with the rest of PyTorch
 
 
