@@ -13,9 +13,8 @@ from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, st
 
 
 @triton.jit
-def _finish(
-    low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr
-):
+def _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr):
+    """Store what groups with these ranges of keys need."""
     base_G, scale_G, inverse_G = calibrate(
         low_G, high_G, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
     )
@@ -63,7 +62,7 @@ def range_of_part(
     return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1)
 
 
-@triton.jit(do_not_specialize=["numel", "repeats"])
+@triton.jit(do_not_specialize=["repeats"])
 def calibrate_kernel(
     x_ptr, scale_ptr, minimum_ptr, inverse_ptr, numel, inner, groups, repeats,
     BIT_WIDTH: tl.constexpr,
@@ -78,7 +77,7 @@ def calibrate_kernel(
     _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
 
 
-@triton.jit(do_not_specialize=["numel", "repeats"])
+@triton.jit(do_not_specialize=["repeats"])
 def ranges_kernel(
     x_ptr, keys_ptr, numel, inner, groups, repeats,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,

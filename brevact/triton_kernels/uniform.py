@@ -106,7 +106,8 @@ def quantize_uniform(
         return
     inverse = x.new_empty(plan.groups, dtype=torch.float32)
     yield from _calibrate(x, scale, minimum, inverse, plan)
-    tiles = tiling(plan.numel, plan.block_size, x.itemsize)
+    itemsize = x.itemsize if plan.rows_in_groups else max(x.itemsize, 4)  # more elements' groups than 32 would spill
+    tiles = tiling(plan.numel, plan.block_size, itemsize)
     constants = {"BLOCK": plan.block_size, "ROWS": tiles.rows, "ALIGNED": plan.rows_in_groups}
     arguments = (x, codes, minimum, inverse, seed, plan.numel, plan.run, plan.groups)
     yield Launch(quantize_calibrated_kernel, (tiles.programs,), arguments, rounding | constants, tiles.threads)

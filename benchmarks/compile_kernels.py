@@ -1,0 +1,255 @@
+"""Compile the Triton kernels without a GPU, and print what each needs: registers, spills, shared memory, barriers.
+
+    python -m benchmarks.compile_kernels --targets sm_90 --bit-widths 2 4
+
+Launches are built for tensors on the meta device, so what is compiled is what is launched. The exit status is 1 if a
+kernel spills registers, or if one whose tensors are aligned moves a plane of elements in other than 128-bit accesses.
+Columns `loads` and `stores` count the instructions on global memory by width in bits; they include those of the ragged
+last block, which are narrow. `spills` counts accesses to local memory (NVIDIA) or spilled registers (AMD).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from benchmarks.records import write_rows
+from brevact import triton_kernels
+from brevact.quantizers import Granularity, Layout, UniformQuantizer
+from brevact.quantizers.gpu import plan_of
+from brevact.triton_kernels import Launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
+OPERATIONS = ("nearest", "stochastic", "dequantize", "dequantize_multiply", "masks", "codes")
+BUCKETS = ("512", "64", "16", "100", "4096", "8192", "tensor", "channel", "channels_last", "huge")
+"""Bucket sizes, other granularities, and "huge": the default bucket size in a tensor of 2^31 elements."""
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+ALIGNMENT = 16  # of allocations, in bytes, that Triton compiles for
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of the table.
+
+    Args:
+        target: Key of TARGETS.
+        operation: One of OPERATIONS.
+        dtype: Key of DTYPES.
+        bit_width: Bits a code.
+        bucket: One of BUCKETS.
+    """
+
+    target: str
+    operation: str
+    dtype: str
+    bit_width: int
+    bucket: str
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile all variants, print the table, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", choices=TARGETS, nargs="+", default=list(TARGETS))
+    parser.add_argument("--operations", choices=OPERATIONS, nargs="+", default=list(OPERATIONS))
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
+    parser.add_argument("--bit-widths", type=int, choices=BIT_WIDTHS, nargs="+", default=list(BIT_WIDTHS))
+    parser.add_argument("--buckets", choices=BUCKETS, nargs="+", default=list(BUCKETS))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
+    parser.add_argument("--csv", help="append the rows to this file")
+    options = parser.parse_args(arguments)
+    grid = (options.targets, options.operations, options.dtypes, options.bit_widths, options.buckets)
+    variants = [Variant(*values) for values in itertools.product(*grid)]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        found = [row for rows in pool.map(_rows, variants) for row in rows]
+    rows = list({tuple(row.items()): row for row in found}.values())  # masks, say, do not depend on the bucket size
+    write_rows(rows, options.csv)
+    failures = sum(row["problem"] != "" for row in rows)
+    print(f"{len(rows)} kernels with Triton {triton.__version__}, {failures} with a problem")
+    return int(failures > 0)
+
+
+def _rows(variant: Variant) -> list[Row]:
+    """What the kernels of a variant need."""
+    target, rows = TARGETS[variant.target], []
+    for launch, loads, stores in _launches(variant):
+        needs = _needs(_compile(launch, target), target)
+        problems = ["spills"] * (needs["spills"] != 0)
+        problems += ["narrow loads"] * (needs["loads"][128] < loads)
+        problems += ["narrow stores"] * (needs["stores"][128] < stores)
+        rows.append(
+            {
+                "target": variant.target,
+                "kernel": launch.kernel.__name__,
+                "dtype": variant.dtype,
+                "threads": launch.threads,
+                "constants": ",".join(f"{name}={int(value)}" for name, value in launch.constants.items()),
+                "multiplies": int("other_ptr" in launch.kernel.arg_names and launch.arguments[3] is not None),
+                "int64": int(any(isinstance(value, int) and value >= 2**31 for value in launch.arguments)),
+                **{name: value for name, value in needs.items() if name not in ("loads", "stores")},
+                "loads": _widths(needs["loads"]),
+                "stores": _widths(needs["stores"]),
+                "problem": " and ".join(problems),
+            }
+        )
+    return rows
+
+
+def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
+    """Launches of a variant, and how many 128-bit loads and stores each must have at least."""
+    dtype, operation = DTYPES[variant.dtype], variant.operation
+    if operation == "masks":
+        x, packed = _meta(1 << 20, dtype), _meta(1 << 17, torch.uint8)
+        bools = _meta(1 << 20, torch.uint8)
+        for source in (x, bools):
+            yield triton_kernels.pack_mask(source, packed), 8, 0
+        yield triton_kernels.unpack_mask(packed, bools), 0, 8
+        for slope in (0.0, 0.1):
+            yield triton_kernels.mask_multiply(packed, x, x, slope, x.numel()), 8, 8
+        return
+    if operation == "codes":
+        packed = _meta((1 << 17) * variant.bit_width, torch.uint8)
+        for kind in (torch.uint8, torch.int32, torch.int64):
+            codes = _meta(1 << 20, kind)
+            yield triton_kernels.pack_codes(codes, packed, variant.bit_width, 512), 8, 0
+            if kind != torch.uint8:
+                yield triton_kernels.unpack_codes(packed, codes, variant.bit_width, 512), 0, 8
+        return
+    quantizer, x = _subject(variant)
+    layout = Layout.of(x)
+    plan = plan_of(quantizer, layout)
+    stored = tuple(_meta(length, kind) for length, kind in quantizer.tensor_shapes(layout))
+    if operation.startswith("dequantize"):
+        other = x if operation == "dequantize_multiply" else None
+        launch = triton_kernels.dequantize_uniform(*stored, other, x, plan)
+        aligned = launch.constants["ROWS"] > 0
+        yield launch, 8 * aligned * (other is not None), 8 * aligned
+        return
+    seed = _meta((), torch.int64) if quantizer.is_stochastic else None
+    for launch in triton_kernels.quantize_uniform(x, *stored, seed, plan):
+        constants = launch.constants
+        in_runs = constants.get("INNER_TILE", 1) > 1 and plan.inner % ALIGNMENT == 0
+        in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
+        yield launch, 8 * in_tiles or int(in_runs), 0
+
+
+def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:
+    """Quantizer and tensor of a variant."""
+    settings = {"bit_width": variant.bit_width, "rounding": "nearest" if variant.operation == "nearest" else "stochastic"}
+    x = _meta((64, 64, 56, 56), DTYPES[variant.dtype])
+    if variant.bucket == "tensor":
+        return UniformQuantizer(granularity=Granularity.TENSOR, **settings), x
+    if variant.bucket.startswith("channel"):
+        memory_format = torch.channels_last if variant.bucket == "channels_last" else torch.contiguous_format
+        return UniformQuantizer(granularity=Granularity.CHANNEL, **settings), x.to(memory_format=memory_format)
+    if variant.bucket == "huge":
+        return UniformQuantizer(**settings), _meta(1 << 31, x.dtype)
+    return UniformQuantizer(bucket_size=int(variant.bucket), **settings), _meta(1 << 24, x.dtype)
+
+
+def _meta(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _compile(launch: Launch, target: GPUTarget):
+    """Compile a launch as Triton does when its tensors are aligned."""
+    signature, constants, attributes = {}, {}, {}
+    values = iter(launch.arguments)
+    for index, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
+        value = launch.constants[name] if parameter.is_constexpr else next(values)
+        if isinstance(value, Tensor):
+            signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", ALIGNMENT]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
+            signature[name], constants[(index,)] = "constexpr", value
+        else:
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % ALIGNMENT == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.threads // target.warp_size, "enable_fp_fusion": False}
+    return triton.compile(source, target=target, options=options)
+
+
+def _needs(kernel, target: GPUTarget) -> Row:
+    """Resources of a compiled kernel; `loads` and `stores` as counts by width."""
+    shared = {"shared": kernel.metadata.shared}
+    if target.backend == "hip":
+        assembly = kernel.asm["amdgcn"]
+        fields = {name: int(count) for name, count in re.findall(r"\.(\w+_count):\s+(\d+)", assembly)}
+        width = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
+        sizes = {kind: collections.Counter() for kind in ("load", "store")}
+        for kind, size in re.findall(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", assembly, re.MULTILINE):
+            sizes[kind][width.get(size, 8 if "byte" in size else 16)] += 1
+        spills = fields["vgpr_spill_count"] + fields["sgpr_spill_count"]
+        barriers = len(re.findall(r"^\s+s_barrier", assembly, re.MULTILINE))
+        return {"registers": fields["vgpr_count"], "spills": spills, **shared, "barriers": barriers} | {
+            "loads": sizes["load"],
+            "stores": sizes["store"],
+        }
+    resources, listing = _dump(kernel.asm["cubin"])
+    sizes = {kind: collections.Counter() for kind in ("LDG", "STG")}
+    for kind, modifiers in re.findall(r"\b(LDG|STG)((?:\.\w+)*)", listing):
+        width = re.search(r"\.[US]?(8|16|64|128)\b", modifiers)
+        sizes[kind][int(width.group(1)) if width else 32] += 1
+    return {
+        "registers": int(re.search(r"REG:(\d+)", resources).group(1)),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", listing)),
+        **shared,
+        "barriers": len(re.findall(r"\bBAR\.", listing)),
+        "loads": sizes["LDG"],
+        "stores": sizes["STG"],
+    }
+
+
+def _dump(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and machine code of a cubin, by the cuobjdump in Triton's wheel."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(cubin)
+        commands = ([tool, flag, path] for flag in ("--dump-resource-usage", "--dump-sass"))
+        usage, listing = (subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands)
+    return usage, listing
+
+
+def _widths(counts: collections.Counter) -> str:
+    return " ".join(f"{count}x{width}" for width, count in sorted(counts.items(), reverse=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
