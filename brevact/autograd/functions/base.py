@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-class Loaded(NamedTuple):
+class Loaded:
     """A kept tensor on its way back: decoded when it is asked for."""
 
-    tensors: tuple[Tensor, ...]
-    decoder: Decoder
+    __slots__ = ("decoder", "tensors")
+
+    def __init__(self, tensors: tuple[Tensor, ...], decoder: Decoder) -> None:
+        self.tensors = tensors
+        self.decoder = decoder
 
     def decode(self) -> Tensor:
         return self.decoder.decode(self.tensors)
@@ -35,13 +38,16 @@ class Loaded(NamedTuple):
 def save(ctx: Any, *items: Kept | Tensor | None) -> None:
     """Hand the tensors of ``items`` to autograd and their decoders to ``ctx``; plain tensors are kept as they are."""
     tensors: list[Tensor] = []
-    recipe = []
+    recipe: list[tuple[int, Decoder] | None] = []
     for item in items:
-        if isinstance(item, Tensor):
-            item = Kept((item,), AS_IT_IS)
-        kept, decoder = ((), None) if item is None else item
-        tensors.extend(kept)
-        recipe.append((len(kept), decoder))
+        if item is None:
+            recipe.append(None)
+        elif type(item) is tuple:
+            tensors += item[0]
+            recipe.append((len(item[0]), item[1]))
+        else:
+            tensors.append(item)
+            recipe.append((1, AS_IT_IS))
     ctx.save_for_backward(*tensors)
     ctx.recipe = recipe
 
@@ -51,20 +57,28 @@ def load(ctx: Any) -> list[Any]:
     tensors = ctx.saved_tensors
     loaded: list[Any] = []
     start = 0
-    for count, decoder in ctx.recipe:
-        part = tensors[start : start + count]
-        start += count
-        loaded.append(None if decoder is None else Loaded(part, decoder))
+    for entry in ctx.recipe:
+        if entry is None:
+            loaded.append(None)
+        else:
+            count, decoder = entry
+            loaded.append(Loaded(tensors[start : start + count], decoder))
+            start += count
     return loaded
 
 
 class Saving(torch.autograd.Function):
-    """A Function that saves packed activations; its ``backward`` is differentiable once."""
+    """A Function that saves packed activations; its ``backward`` is differentiable once.
+
+    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs.
+    """
 
     is_brevact = True
+    record: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.record = super(torch.autograd.Function, cls).apply
         if "backward" in cls.__dict__:
             cls.backward = staticmethod(_once_differentiable(cls.__dict__["backward"].__func__))
 
@@ -79,10 +93,14 @@ def _once_differentiable(backward: Callable) -> Callable:
     return wrapper
 
 
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
 def is_plain(x: Any) -> bool:
     """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
     return (
-        type(x) in (Tensor, torch.nn.Parameter)
+        type(x) in _PLAIN_TYPES
         and x.layout is torch.strided
         and not (x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x))
     )
@@ -90,12 +108,15 @@ def is_plain(x: Any) -> bool:
 
 def is_activation(x: Any) -> bool:
     """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
-    return is_plain(x) and x.is_floating_point() and x.element_size() >= 2
+    return is_plain(x) and x.dtype in _ACTIVATION_DTYPES
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Return whether any of the tensors requires a gradient."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:

@@ -49,8 +49,9 @@ def _unaliased(kept: Kept | None, overwritten: Tensor) -> Kept | None:
     """Copy the tensors that ``kept`` shares with the tensor that the op is about to overwrite."""
     if kept is None:
         return None
+    tensors, decoder = kept
     address = storage_address(overwritten)
-    return kept._replace(tensors=tuple(x.clone() if storage_address(x) == address else x for x in kept.tensors))
+    return tuple(x.clone() if storage_address(x) == address else x for x in tensors), decoder
 
 
 def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
