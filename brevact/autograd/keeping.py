@@ -45,10 +45,10 @@ class _Packed:
         self._spec = spec
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return PackedActivation(self._spec, tensors).dequantize()
+        return PackedActivation(self._spec, tensors[0]).dequantize()
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return PackedActivation(self._spec, tensors).dequantize_multiply(grad)
+        return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
 
 
 class _PackedOnBackward(NamedTuple):
@@ -122,7 +122,7 @@ def _pack(x: Tensor, settings: BackwardSettings, seeds: SeedStream) -> Kept:
     seed = seeds.next(x.device) if quantizer.is_stochastic else 0
     if settings.save_mode is SaveMode.SAVE_QUANTIZED:
         packed = quantizer.quantize(_without_gaps(x), seed=seed)
-        return packed.tensors, _Packed(packed.spec)
+        return (packed.buffer,), _Packed(packed.spec)
     if isinstance(seed, int):
         return (x,), _PackedOnBackward(quantizer, seed)
     return (x, seed), _PackedOnBackward(quantizer, None)

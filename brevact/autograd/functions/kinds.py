@@ -87,8 +87,8 @@ NORMALIZATIONS = frozenset(_everywhere("layer_norm", "group_norm", "instance_nor
 METADATA = frozenset(
     getattr(Tensor, name)
     for name in (
-        *("data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement"),
-        *("numel", "size", "storage_offset", "stride", "untyped_storage"),
+        *("data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
+        *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
     )
 )
 LAYERS = frozenset(
