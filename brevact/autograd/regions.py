@@ -158,9 +158,10 @@ class _RegionMode(TorchFunctionMode):
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
-        region = current_region()
-        if region is None:
+        regions = _active.regions
+        if not regions:
             return func(*args, **kwargs)
+        region = regions[-1]
         if not region.packs_now():
             result = func(*args, **kwargs)
             region.note(func, result, args, kwargs)
@@ -237,9 +238,10 @@ class _EnterRegion:
     def _is_needed(self, module: nn.Module) -> bool:
         if _active.disabled or not _is_grad_enabled():
             return False
-        enclosing = current_region()
-        if enclosing is None:
+        regions = _active.regions
+        if not regions:
             return module.training and self.settings is not None
+        enclosing = regions[-1]
         same = enclosing.settings is self.settings or enclosing.settings == self.settings
         return not same or not enclosing.hooks.are_innermost()
 
