@@ -19,8 +19,8 @@ from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -72,7 +72,7 @@ class SavedTensorHooks:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._hooks = (self._pack, _unpack)
+        self.pair = (self._pack, _unpack)
         self._replaced: SavedTensorHooks | None = None
         self._outer: tuple[Callable, Callable] | None = None
         self.suspended = _Suspended(self)
@@ -99,16 +99,16 @@ class SavedTensorHooks:
 
     def push(self) -> None:
         """Activate the hooks."""
-        _push_hooks(*self._hooks)
+        push_hooks(*self.pair)
 
     def pop(self) -> None:
         """Deactivate the hooks, which must be the innermost ones."""
-        _pop_hooks()
+        pop_hooks()
 
     def are_innermost(self) -> bool:
         """Return whether no other saved-tensor hooks were entered inside the region."""
         top = _top_hooks(True)
-        return top is not None and top[0] is self._hooks[0]
+        return top is not None and top[0] is self.pair[0]
 
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)

@@ -107,7 +107,7 @@ def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, sha
         return (x,), AS_IT_IS
     if not share:
         return _pack(x.detach(), settings, seeds)
-    slot = _shared.slot(x, settings)
+    slot = _shared.slot(x, settings.key)
     if slot is None:
         return _pack(x.detach(), settings, seeds)
     found = slot.find()

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from brevact.autograd.storages import WeakStorage, storage_address
 
 #: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
 _WEIGHT_NUMEL = "brevact.weight_numel"
@@ -25,14 +26,6 @@ _LAYER_NODES = (
 )
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
 _MAX_NODES = 128
-
-
-def storage_address(x: Tensor) -> int:
-    """Return the address of the storage object of ``x``; 0 for tensors without storage."""
-    try:
-        return x.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return 0
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -67,7 +60,7 @@ class ModelState:
         self._owner = owner
         self._modules: dict[nn.Module, None] = {}
         self._addresses: frozenset[int] | None = None
-        self._derived: dict[int, StorageWeakRef] = {}
+        self._derived: dict[int, WeakStorage] = {}
         self._handle = None if owner is not None else register_module_forward_pre_hook(self._see)
 
     def _see(self, module: nn.Module, args: Any) -> None:
@@ -98,7 +91,7 @@ class ModelState:
                 node.metadata[_WEIGHT_NUMEL] = x.numel() if weight else 0
             elif weight and x.layout is torch.strided:
                 storage = x.untyped_storage()
-                self._derived[storage._cdata] = StorageWeakRef(storage)
+                self._derived[storage._cdata] = WeakStorage(storage)
             elif self._derived:
                 self._derived.pop(storage_address(x), None)
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.fallback import SavedTensorHooks, sizes_of
+from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of
 from brevact.autograd.functions import HANDLERS, kinds
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
-from brevact.autograd.provenance import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
+from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 
@@ -83,14 +83,6 @@ class Region:
             self.state.close()
             self.seeds.close()
 
-    def packs_now(self) -> bool:
-        """Return whether an op that runs now should pack.
-
-        Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
-        region (a checkpointed function: it stores nothing, and its recomputation runs outside the region).
-        """
-        return self.settings is not None and _is_grad_enabled() and self.hooks.are_innermost()
-
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
         return is_weight(x, self.state)
@@ -117,20 +109,19 @@ class Region:
 
     def packs_layer_input(self, x: Any) -> bool:
         """Return whether the input of a layer with weights can be packed: an activation by its place."""
-        return is_activation(x) and not is_parameter(x)
+        return type(x) is Tensor and is_activation(x)
 
     def packs_input(self, x: Any) -> bool:
         """Return whether the input of a function can be packed: floating point and no weight."""
-        return self.packs_layer_input(x) and (x.grad_fn is None or not self.is_weight(x))
+        return type(x) is Tensor and is_activation(x) and (x.grad_fn is None or not is_weight(x, self.state))
 
     def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Apply one of our Functions, whose saved tensors are packed already."""
-        hooks = self.hooks
-        hooks.pop()
+        pop_hooks()
         try:
             return function.record(self, *args)
         finally:
-            hooks.push()
+            push_hooks(*self.hooks.pair)
 
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         """Keep a floating-point activation for backward as the settings say."""
@@ -162,7 +153,9 @@ class _RegionMode(TorchFunctionMode):
         if not regions:
             return func(*args, **kwargs)
         region = regions[-1]
-        if not region.packs_now():
+        # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
+        # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
+        if region.settings is None or not _is_grad_enabled() or not region.hooks.are_innermost():
             result = func(*args, **kwargs)
             region.note(func, result, args, kwargs)
             return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -77,6 +77,8 @@ class UniformQuantizer:
     channel_dim: int = 1
     scale_dtype: torch.dtype = torch.bfloat16
     minimum_dtype: torch.dtype = torch.float32
+    is_stochastic: bool = field(init=False, repr=False, compare=False)
+    """Whether the codes depend on the seed."""
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
@@ -92,6 +94,8 @@ class UniformQuantizer:
         _check_int("channel_dim", self.channel_dim)
         object.__setattr__(self, "rounding", _member("rounding", Rounding, self.rounding))
         object.__setattr__(self, "granularity", _member("granularity", Granularity, self.granularity))
+        is_stochastic = self.rounding is Rounding.STOCHASTIC and self.bit_width < 32
+        object.__setattr__(self, "is_stochastic", is_stochastic)
         for name in ("scale_dtype", "minimum_dtype"):
             if getattr(self, name) not in _METADATA_DTYPES:
                 raise ValueError(
@@ -110,11 +114,6 @@ class UniformQuantizer:
     def __getstate__(self) -> dict[str, object]:
         """What is pickled and copied: hashes do not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
-        return self.rounding is Rounding.STOCHASTIC and self.bit_width < 32
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """What is stored for a tensor, known before quantizing.

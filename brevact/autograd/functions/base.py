@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeping import AS_IT_IS, Decoder, Kept
+from brevact.autograd.keeping import Decoder, Kept
+
+_is_grad_enabled = torch.is_grad_enabled
 
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations is not supported: the "
@@ -35,35 +37,34 @@ class Loaded:
         return self.decoder.multiply(self.tensors, grad)
 
 
-def save(ctx: Any, *items: Kept | Tensor | None) -> None:
-    """Hand the tensors of ``items`` to autograd and their decoders to ``ctx``; plain tensors are kept as they are."""
-    tensors: list[Tensor] = []
-    recipe: list[tuple[int, Decoder] | None] = []
+def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -> None:
+    """Hand tensors to autograd, and the decoders of kept items to ``ctx``.
+
+    Args:
+        ctx: context of the Function.
+        *items: what keeps an activation, or None.
+        exact: tensors that are kept as they are.
+    """
+    tensors: list[Tensor | None] = []
+    recipe: list[tuple[int, int, Decoder] | None] = []
+    stop = 0
     for item in items:
         if item is None:
             recipe.append(None)
-        elif type(item) is tuple:
-            tensors += item[0]
-            recipe.append((len(item[0]), item[1]))
         else:
-            tensors.append(item)
-            recipe.append((1, AS_IT_IS))
-    ctx.save_for_backward(*tensors)
-    ctx.recipe = recipe
+            kept, decoder = item
+            start, stop = stop, stop + len(kept)
+            tensors += kept
+            recipe.append((start, stop, decoder))
+    ctx.save_for_backward(*tensors, *exact)
+    ctx.recipe, ctx.kept_count = recipe, stop
 
 
 def load(ctx: Any) -> list[Any]:
-    """Return what :func:`save` was given, as :class:`Loaded`; None for None."""
+    """Return what :func:`save` was given: :class:`Loaded` for kept items, exact tensors, and None for None."""
     tensors = ctx.saved_tensors
-    loaded: list[Any] = []
-    start = 0
-    for entry in ctx.recipe:
-        if entry is None:
-            loaded.append(None)
-        else:
-            count, decoder = entry
-            loaded.append(Loaded(tensors[start : start + count], decoder))
-            start += count
+    loaded: list[Any] = [entry and Loaded(tensors[entry[0] : entry[1]], entry[2]) for entry in ctx.recipe]
+    loaded += tensors[ctx.kept_count :]
     return loaded
 
 
@@ -86,7 +87,7 @@ class Saving(torch.autograd.Function):
 def _once_differentiable(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
+        if _is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         return backward(ctx, *grads)
 
@@ -94,21 +95,24 @@ def _once_differentiable(backward: Callable) -> Callable:
 
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_STRIDED = torch.strided
+_is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 _ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def is_plain(x: Any) -> bool:
     """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
-    return (
-        type(x) in _PLAIN_TYPES
-        and x.layout is torch.strided
-        and not (x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x))
-    )
+    return type(x) in _PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
 
 
 def is_activation(x: Any) -> bool:
     """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
-    return is_plain(x) and x.dtype in _ACTIVATION_DTYPES
+    return (
+        type(x) in _PLAIN_TYPES
+        and x.dtype in _ACTIVATION_DTYPES
+        and x.layout is _STRIDED
+        and not (x.is_nested or _is_functorch(x))
+    )
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
@@ -121,6 +125,8 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     """Return one number a spatial dimension, as torch's layers accept them."""
+    if type(value) is tuple and len(value) == dims:
+        return value
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dims if len(values) == 1 else values
 
