@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.records import write_rows
 from brevact import triton_kernels
-from brevact.quantizers import Granularity, Layout, UniformQuantizer
+from brevact.quantizers import Granularity, Layout, PackedSpec, UniformQuantizer
 from brevact.quantizers.gpu import plan_of
 from brevact.triton_kernels import Launch
 
@@ -147,17 +147,16 @@ def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
                 yield triton_kernels.unpack_codes(packed, codes, variant.bit_width, 512), 0, 8
         return
     quantizer, x = _subject(variant)
-    layout = Layout.of(x)
-    plan = plan_of(quantizer, layout)
-    stored = tuple(_meta(length, kind) for length, kind in quantizer.tensor_shapes(layout))
+    spec = PackedSpec.of(quantizer, Layout.of(x))
+    plan, (codes, minimum, scale) = plan_of(spec), spec.split(spec.empty(x))
     if operation.startswith("dequantize"):
         other = x if operation == "dequantize_multiply" else None
-        launch = triton_kernels.dequantize_uniform(*stored, other, x, plan)
+        launch = triton_kernels.dequantize_uniform(codes, scale, minimum, other, x, plan)
         aligned = launch.constants["ROWS"] > 0
         yield launch, 8 * aligned * (other is not None), 8 * aligned
         return
     seed = _meta((), torch.int64) if quantizer.is_stochastic else None
-    for launch in triton_kernels.quantize_uniform(x, *stored, seed, plan):
+    for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, seed, plan):
         constants = launch.constants
         in_runs = constants.get("INNER_TILE", 1) > 1 and plan.inner % ALIGNMENT == 0
         in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
@@ -190,7 +189,9 @@ def _compile(launch: Launch, target: GPUTarget):
         name = parameter.name
         value = launch.constants[name] if parameter.is_constexpr else next(values)
         if isinstance(value, Tensor):
-            signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", ALIGNMENT]]
+            signature[name] = POINTERS[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):

@@ -19,7 +19,9 @@ from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
-_graph = torch._C._autograd
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _Stored:
@@ -70,7 +72,7 @@ class SavedTensorHooks:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._hooks = (self._pack, _unpack)
+        self.pair = (self._pack, _unpack)
         self._replaced: SavedTensorHooks | None = None
         self._outer: tuple[Callable, Callable] | None = None
         self.suspended = _Suspended(self)
@@ -82,7 +84,7 @@ class SavedTensorHooks:
         if parent is not None and parent.hooks.are_innermost():
             self._replaced = parent.hooks
             self._replaced.pop()
-        self._outer = _graph._top_saved_tensors_default_hooks(True)
+        self._outer = _top_hooks(True)
         try:
             self.push()
         except RuntimeError:
@@ -97,20 +99,20 @@ class SavedTensorHooks:
 
     def push(self) -> None:
         """Activate the hooks."""
-        _graph._push_saved_tensors_default_hooks(*self._hooks)
+        push_hooks(*self.pair)
 
     def pop(self) -> None:
         """Deactivate the hooks, which must be the innermost ones."""
-        _graph._pop_saved_tensors_default_hooks()
+        pop_hooks()
 
     def are_innermost(self) -> bool:
         """Return whether no other saved-tensor hooks were entered inside the region."""
-        top = _graph._top_saved_tensors_default_hooks(True)
-        return top is not None and top[0] is self._hooks[0]
+        top = _top_hooks(True)
+        return top is not None and top[0] is self.pair[0]
 
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)
-        if kept.decoder is AS_IT_IS and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
+        if kept[1] is AS_IT_IS and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
             kept = keep_as_it_is(x.detach())
         return _Stored(kept, self._outer)
 

@@ -1,6 +1,6 @@
 """How one tensor is kept for backward: as it is, packed, or in full precision until backward starts.
 
-A :class:`Kept` is a tuple of tensors, which the caller hands to autograd, and a decoder, a small object without
+A :data:`Kept` is a tuple of tensors, which the caller hands to autograd, and a decoder, a small object without
 tensors that turns them back into an activation. Keeping the two apart lets every tensor travel through
 ``ctx.save_for_backward``: a node then frees its tensors as soon as it has run, and hooks around the region
 (``save_on_cpu``, checkpoint) see them.
@@ -15,7 +15,7 @@ from torch import Tensor
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
-from brevact.quantizers import Layout, PackedActivation, mask_multiply, pack_mask, unpack_mask
+from brevact.quantizers import Layout, PackedActivation, PackedSpec, mask_multiply, pack_mask, unpack_mask
 
 
 class Decoder(Protocol):
@@ -26,11 +26,8 @@ class Decoder(Protocol):
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor: ...
 
 
-class Kept(NamedTuple):
-    """Tensors for autograd to save, and the decoder that reads them."""
-
-    tensors: tuple[Tensor, ...]
-    decoder: Decoder
+#: Tensors for autograd to save, and the decoder that reads them.
+Kept = tuple[tuple[Tensor, ...], Decoder]
 
 
 class _AsItIs:
@@ -41,14 +38,17 @@ class _AsItIs:
         return tensors[0] * grad
 
 
-class _Packed(NamedTuple):
-    spec: Any
+class _Packed:
+    __slots__ = ("_spec",)
+
+    def __init__(self, spec: PackedSpec) -> None:
+        self._spec = spec
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return PackedActivation.from_tensors(self.spec, tensors).dequantize()
+        return PackedActivation(self._spec, tensors[0]).dequantize()
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return PackedActivation.from_tensors(self.spec, tensors).dequantize_multiply(grad)
+        return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
 
 
 class _PackedOnBackward(NamedTuple):
@@ -83,12 +83,12 @@ _shared = SharedPacks()
 
 def keep_as_it_is(x: Tensor) -> Kept:
     """Keep ``x`` itself."""
-    return Kept((x,), AS_IT_IS)
+    return (x,), AS_IT_IS
 
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
-    return Kept((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope))
+    return (pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)
 
 
 def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, share: bool = True) -> Kept:
@@ -104,15 +104,17 @@ def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, sha
         The packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements.
     """
     if x.numel() < settings.min_numel:
-        return keep_as_it_is(x)
-    slot = _shared.slot(x, settings) if share else None
-    found = slot.find() if slot is not None else None
-    if found is not None:
-        return Kept(*found)
-    kept = _pack(x.detach(), settings, seeds)
-    if slot is not None:
-        slot.fill(*kept)
-    return kept
+        return (x,), AS_IT_IS
+    if not share:
+        return _pack(x.detach(), settings, seeds)
+    slot = _shared.slot(x, settings.key)
+    if slot is None:
+        return _pack(x.detach(), settings, seeds)
+    found = slot.find()
+    if found is None:
+        found = _pack(x.detach(), settings, seeds)
+        slot.fill(*found)
+    return found
 
 
 def _pack(x: Tensor, settings: BackwardSettings, seeds: SeedStream) -> Kept:
@@ -120,10 +122,10 @@ def _pack(x: Tensor, settings: BackwardSettings, seeds: SeedStream) -> Kept:
     seed = seeds.next(x.device) if quantizer.is_stochastic else 0
     if settings.save_mode is SaveMode.SAVE_QUANTIZED:
         packed = quantizer.quantize(_without_gaps(x), seed=seed)
-        return Kept(packed.tensors, _Packed(packed.spec))
+        return (packed.buffer,), _Packed(packed.spec)
     if isinstance(seed, int):
-        return Kept((x,), _PackedOnBackward(quantizer, seed))
-    return Kept((x, seed), _PackedOnBackward(quantizer, None))
+        return (x,), _PackedOnBackward(quantizer, seed)
+    return (x, seed), _PackedOnBackward(quantizer, None)
 
 
 def _without_gaps(x: Tensor) -> Tensor:

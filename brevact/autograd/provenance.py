@@ -7,13 +7,14 @@ own know which argument is the weight; this module answers for the tensors that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from brevact.autograd.storages import WeakStorage, storage_address
 
 #: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
 _WEIGHT_NUMEL = "brevact.weight_numel"
@@ -27,23 +28,23 @@ _LAYER_NODES = (
 _MAX_NODES = 128
 
 
-def storage_address(x: Tensor) -> int:
-    """Return the address of the storage object of ``x``; 0 for tensors without storage."""
-    try:
-        return x.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return 0
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors among nested arguments or results."""
+    found, pending = [], [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            pending += reversed(value)
+        elif isinstance(value, dict):
+            pending += value.values()
+    return found
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among nested arguments or results."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
+def is_parameter(x: Tensor) -> bool:
+    """Return whether ``x`` is a parameter, or a tensor of another class that is marked as one."""
+    return type(x) is not Tensor and isinstance(x, nn.Parameter)  # its own instance check is slow
 
 
 class ModelState:
@@ -59,7 +60,7 @@ class ModelState:
         self._owner = owner
         self._modules: dict[nn.Module, None] = {}
         self._addresses: frozenset[int] | None = None
-        self._derived: dict[int, StorageWeakRef] = {}
+        self._derived: dict[int, WeakStorage] = {}
         self._handle = None if owner is not None else register_module_forward_pre_hook(self._see)
 
     def _see(self, module: nn.Module, args: Any) -> None:
@@ -85,11 +86,12 @@ class ModelState:
     def note(self, output: Any, *, weight: bool) -> None:
         """Note whether what an op returned is a weight: on its graph node, or by its storage if it has none."""
         for x in tensors_in(output):
-            if x.grad_fn is not None:
-                x.grad_fn.metadata[_WEIGHT_NUMEL] = x.numel() if weight else 0
+            node = x.grad_fn
+            if node is not None:
+                node.metadata[_WEIGHT_NUMEL] = x.numel() if weight else 0
             elif weight and x.layout is torch.strided:
                 storage = x.untyped_storage()
-                self._derived[storage._cdata] = StorageWeakRef(storage)
+                self._derived[storage._cdata] = WeakStorage(storage)
             elif self._derived:
                 self._derived.pop(storage_address(x), None)
 
@@ -106,7 +108,7 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
         x: any tensor.
         state: what the region knows of its model.
     """
-    if isinstance(x, nn.Parameter):
+    if is_parameter(x):
         return True
     node = x.grad_fn
     if node is not None:
@@ -147,5 +149,13 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
     return 0 < numel <= largest
 
 
+def is_known_activation(x: Any) -> bool:
+    """Return whether ``x`` is an activation by its graph node alone, without a walk through the graph."""
+    if type(x) is not Tensor:
+        return False
+    node = x.grad_fn
+    return node is not None and (_is_own(node) or node.metadata.get(_WEIGHT_NUMEL) == 0)
+
+
 def _is_own(node: torch.autograd.graph.Node) -> bool:
-    return getattr(getattr(node, "_forward_cls", None), "is_brevact", False)
+    return isinstance(node, BackwardCFunction) and getattr(node._forward_cls, "is_brevact", False)

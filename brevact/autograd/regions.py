@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.fallback import SavedTensorHooks, sizes_of
+from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of
 from brevact.autograd.functions import HANDLERS, kinds
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
-from brevact.autograd.provenance import ModelState, is_weight, tensors_in
+from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 
@@ -34,12 +34,13 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
-        # Running forwards that entered a region (and calls of the same modules inside): module, region, frame.
-        self.calls: list[tuple[nn.Module, Region | None, FrameType]] = []
+        # Running forwards that entered a region: module, region, and the frame that called the pre-hook.
+        self.calls: list[tuple[nn.Module, Region, FrameType]] = []
         self.disabled = 0
 
 
 _active = _Active()
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def current_region() -> Region | None:
@@ -82,14 +83,6 @@ class Region:
             self.state.close()
             self.seeds.close()
 
-    def packs_now(self) -> bool:
-        """Return whether an op that runs now should pack.
-
-        Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
-        region (a checkpointed function: it stores nothing, and its recomputation runs outside the region).
-        """
-        return self.settings is not None and torch.is_grad_enabled() and self.hooks.are_innermost()
-
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
         return is_weight(x, self.state)
@@ -98,33 +91,37 @@ class Region:
         """Return whether the tensors among nested arguments are weights, apart from masks and single constants."""
         found = False
         for x in tensors_in(arguments):
-            if self.is_weight(x):
+            if is_weight(x, self.state):
                 found = True
             elif x.requires_grad or (x.numel() != 1 and x.dtype is not torch.bool):
                 return False
         return found
 
-    def note(self, func: Callable, result: Any, arguments: Any) -> None:
+    def note(self, func: Callable, result: Any, args: tuple, kwargs: dict) -> None:
         """Note whether what a function returned is a weight or an activation."""
         if isinstance(result, Tensor):
             is_noted = result.is_floating_point() or result.dtype is torch.bool
         else:
             is_noted = isinstance(result, tuple | list)
         if is_noted:
-            self.state.note(result, weight=func not in kinds.LAYERS and self.are_weights(arguments))
+            is_layer = func in kinds.LAYERS or (args and is_known_activation(args[0]))
+            self.state.note(result, weight=not is_layer and self.are_weights((args, kwargs)))
 
     def packs_layer_input(self, x: Any) -> bool:
         """Return whether the input of a layer with weights can be packed: an activation by its place."""
-        return is_activation(x) and not isinstance(x, nn.Parameter)
+        return type(x) is Tensor and is_activation(x)
 
     def packs_input(self, x: Any) -> bool:
         """Return whether the input of a function can be packed: floating point and no weight."""
-        return self.packs_layer_input(x) and (x.grad_fn is None or not self.is_weight(x))
+        return type(x) is Tensor and is_activation(x) and (x.grad_fn is None or not is_weight(x, self.state))
 
     def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Apply one of our Functions, whose saved tensors are packed already."""
-        with self.hooks.suspended:
-            return function.apply(self, *args)
+        pop_hooks()
+        try:
+            return function.record(self, *args)
+        finally:
+            push_hooks(*self.hooks.pair)
 
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         """Keep a floating-point activation for backward as the settings say."""
@@ -146,18 +143,21 @@ class _RegionMode(TorchFunctionMode):
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is MethodWrapperType:  # x.shape and other properties
+        if type(func) is MethodWrapperType or func in kinds.METADATA:  # x.shape, x.dim()
             return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
-        region = current_region()
-        if region is None:
+        regions = _active.regions
+        if not regions:
             return func(*args, **kwargs)
-        if not region.packs_now():
+        region = regions[-1]
+        # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
+        # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
+        if region.settings is None or not _is_grad_enabled() or not region.hooks.are_innermost():
             result = func(*args, **kwargs)
-            region.note(func, result, (args, kwargs))
+            region.note(func, result, args, kwargs)
             return result
         handler = HANDLERS.get(func)
         if handler is not None:
@@ -172,7 +172,7 @@ class _RegionMode(TorchFunctionMode):
             region.hooks.packed_numel = args[0].numel() if func in kinds.NORMALIZATIONS and args else None
             result = func(*args, **kwargs)
             region.hooks.packed_numel = None
-        region.note(func, result, (args, kwargs))
+        region.note(func, result, args, kwargs)
         return result
 
 
@@ -223,18 +223,18 @@ class _EnterRegion:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         frame = sys._getframe(1)
-        _leave_abandoned(frame)
+        if _active.calls:
+            _leave_abandoned(frame)
         if self._is_needed(module):
             _active.calls.append((module, Region(self.settings, module).__enter__(), frame))
-        elif any(call[0] is module for call in _active.calls):  # it calls itself: each exit must find its own call
-            _active.calls.append((module, None, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
-        if _active.disabled or not torch.is_grad_enabled():
+        if _active.disabled or not _is_grad_enabled():
             return False
-        enclosing = current_region()
-        if enclosing is None:
+        regions = _active.regions
+        if not regions:
             return module.training and self.settings is not None
+        enclosing = regions[-1]
         same = enclosing.settings is self.settings or enclosing.settings == self.settings
         return not same or not enclosing.hooks.are_innermost()
 
@@ -247,17 +247,21 @@ class _ExitRegion:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         for call in _active.calls:
-            if call[0] is module:
-                while _leave_last_call() is not module:
+            if call[0] is module and _runs_in(call[2], sys._getframe(1)):
+                while _leave_last_call() is not call[2]:
                     pass
                 return
 
 
-def _leave_last_call() -> nn.Module:
-    module, entered, _ = _active.calls.pop()
-    if entered is not None:
-        entered.__exit__(None, None, None)
-    return module
+def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
+    """Whether a forward hook's caller is the frame that called the pre-hook, or the one around it after an error."""
+    return caller is frame or caller is frame.f_back
+
+
+def _leave_last_call() -> FrameType:
+    _, entered, frame = _active.calls.pop()
+    entered.__exit__(None, None, None)
+    return frame
 
 
 def _leave_abandoned(frame: FrameType | None) -> None:

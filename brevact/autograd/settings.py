@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ class SaveMode(str, enum.Enum):
     SAVE_QUANTIZED = "save_quantized"
     QUANTIZE_ON_BACKWARD = "quantize_on_backward"
 
+
+_keys: dict[tuple[Any, ...], int] = {}
+_numbers = itertools.count()
 
 #: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
 DEFAULT_MIN_NUMEL = 4096
@@ -43,6 +47,8 @@ class BackwardSettings:
     quantizer: Any
     save_mode: SaveMode = field(default=SaveMode.SAVE_QUANTIZED)
     min_numel: int = field(default=DEFAULT_MIN_NUMEL)
+    key: int = field(init=False, repr=False, compare=False)
+    """Number that equal settings share in this process: quick to hash."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
@@ -60,12 +66,9 @@ class BackwardSettings:
                 f"min_numel={self.min_numel!r} must be an integer of at least 0 (0 packs every tensor; "
                 f"the default is {DEFAULT_MIN_NUMEL})"
             )
-        object.__setattr__(self, "_hash", hash((self.quantizer, self.save_mode, self.min_numel)))
-
-    def __hash__(self) -> int:
-        """Hash of the fields, computed once: settings are part of every key of the table of shared tensors."""
-        return self._hash
+        fields = (self.quantizer, self.save_mode, self.min_numel)
+        object.__setattr__(self, "key", _keys.setdefault(fields, next(_numbers)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the fields: hashes do not outlive the process."""
+        """Pickle the fields: keys do not outlive the process."""
         return BackwardSettings, (self.quantizer, self.save_mode, self.min_numel)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from brevact.autograd.storages import WeakStorage
 
 _SWEEP_FLOOR = 256
 
@@ -33,7 +34,7 @@ class _WeakTensor:
         if storage._cdata == source:  # an alias of the source lives as long as the source, kept by a node or not
             self._tensor, self._storage = weakref.ref(tensor), None
         else:
-            self._storage, self._dtype = StorageWeakRef(storage), tensor.dtype
+            self._storage, self._dtype = WeakStorage(storage), tensor.dtype
 
     def __call__(self) -> Tensor | None:
         if self._storage is None:
@@ -41,9 +42,7 @@ class _WeakTensor:
             if tensor is not None:
                 tensor._fix_weakref()
             return tensor
-        if self._storage.expired():
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        storage = self._storage()
         return None if storage is None else torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage)
 
 
@@ -51,11 +50,14 @@ class SharedPacks:
     """Weak table from (tensor, settings) to the tensors and the decoder that keep it."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, tuple[StorageWeakRef, dict[Hashable, tuple[list[_WeakTensor], Any]]]] = {}
+        self._by_storage: dict[int, tuple[WeakStorage, dict[Hashable, tuple[list[_WeakTensor], Any]]]] = {}
         self._sweep_at = _SWEEP_FLOOR
 
     def slot(self, x: Tensor, settings: Hashable) -> Slot | None:
-        """Return the place in the table for what keeps ``x``; None for inference tensors, which have no version."""
+        """Return the place in the table for what keeps ``x`` under settings with this key.
+
+        None for inference tensors, which have no version.
+        """
         if x.is_inference():
             return None
         storage = x.untyped_storage()
@@ -64,7 +66,7 @@ class SharedPacks:
         if found is None or found[0].expired():
             if len(self._by_storage) >= self._sweep_at:
                 self._sweep()
-            found = self._by_storage[address] = (StorageWeakRef(storage), {})
+            found = self._by_storage[address] = (WeakStorage(storage), {})
         key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
         return Slot(found[1], key, address)
 
@@ -87,8 +89,14 @@ class Slot:
         found = self._kept.get(self._key)
         if found is None:
             return None
-        tensors = tuple(reference() for reference in found[0])
-        return None if any(tensor is None for tensor in tensors) else (tensors, found[1])
+        references, decoder = found
+        tensors = []
+        for reference in references:
+            tensor = reference()
+            if tensor is None:
+                return None
+            tensors.append(tensor)
+        return tuple(tensors), decoder
 
     def fill(self, tensors: tuple[Tensor, ...], decoder: Any) -> None:
         """Remember what keeps the tensor."""

@@ -2,7 +2,7 @@
 
 from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec
+from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.uniform import Granularity, Rounding, UniformQuantizer
 
@@ -13,6 +13,7 @@ __all__ = [
     "Layout",
     "PackedActivation",
     "PackedSpec",
+    "Part",
     "Rounding",
     "UniformQuantizer",
     "draw_seed",

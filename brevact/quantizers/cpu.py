@@ -7,7 +7,6 @@ The functions have the names and arguments of `dispatch`, which imports this mod
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from brevact import cpu_kernels
 from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
-from brevact.quantizers.layout import Layout
 
 if TYPE_CHECKING:
-    from brevact.quantizers.uniform import UniformQuantizer
+    from brevact.quantizers.packed import PackedSpec
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KINDS = {
@@ -42,60 +40,43 @@ def takes(x: Tensor) -> bool:
     return x.is_cpu and type(x) in _PLAIN_TYPES
 
 
-def quantize_uniform(
-    x: Tensor, quantizer: UniformQuantizer, layout: Layout, seed: int | Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor) -> Tensor:
     """See `dispatch.quantize_uniform`.
 
     Args:
-        x: Tensor of the layout.
-        quantizer: Its settings.
-        layout: The tensor's layout.
+        x: Tensor of the spec's layout.
+        spec: Spec of a `UniformQuantizer`.
         seed: Signed 64-bit int or 0-d int64 tensor.
 
     Returns:
-        `(codes, scale, minimum)`.
+        The bytes.
     """
-    if not layout.is_dense or x.is_neg():
-        x = layout.flatten(x.detach())
-    plan, code_bytes = _plan(quantizer, layout)
-    codes = x.new_empty(code_bytes, dtype=torch.uint8)
-    scale = x.new_empty(plan.groups, dtype=quantizer.scale_dtype)
-    minimum = x.new_empty(plan.groups, dtype=quantizer.minimum_dtype)
-    cpu_kernels.quantize_uniform(
-        x.data_ptr(),
-        codes.data_ptr(),
-        scale.data_ptr(),
-        minimum.data_ptr(),
-        int(seed),
-        plan,
-        torch.get_num_threads(),
-    )
-    return codes, scale, minimum
+    if not spec.layout.is_dense or x.is_neg():
+        x = spec.layout.flatten(x.detach())
+    buffer = spec.empty(x)
+    codes = buffer.data_ptr()
+    _, minimum, scale = spec.offsets
+    plan = spec.cpu_plan or _plan(spec)
+    threads = torch.get_num_threads()
+    cpu_kernels.quantize_uniform(x.data_ptr(), codes, codes + scale, codes + minimum, int(seed), plan, threads)
+    return buffer
 
 
-def dequantize_uniform(
-    tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, other: Tensor | None, target: Tensor
-) -> None:
+def dequantize_uniform(buffer: Tensor, spec: PackedSpec, other: Tensor | None, target: Tensor) -> None:
     """See `dispatch.dequantize_uniform` and `dispatch.dequantize_multiply_uniform`.
 
     Args:
-        tensors: `(codes, scale, minimum)`.
-        quantizer: Settings that made them.
-        layout: Layout of the quantized tensor.
+        buffer: Bytes of the spec.
+        spec: Spec of a `UniformQuantizer`.
         other: Dense factor, or None.
         target: Dense result; may be `other`.
     """
-    codes, scale, minimum = tensors
-    cpu_kernels.dequantize_uniform(
-        codes.data_ptr(),
-        scale.data_ptr(),
-        minimum.data_ptr(),
-        0 if other is None else other.data_ptr(),
-        target.data_ptr(),
-        _plan(quantizer, layout)[0],
-        torch.get_num_threads(),
-    )
+    codes = buffer.data_ptr()
+    _, minimum, scale = spec.offsets
+    factor = 0 if other is None else other.data_ptr()
+    plan = spec.cpu_plan or _plan(spec)
+    threads = torch.get_num_threads()
+    cpu_kernels.dequantize_uniform(codes, codes + scale, codes + minimum, factor, target.data_ptr(), plan, threads)
 
 
 def can_pack(codes: Tensor, bit_width: int, block_size: int) -> bool:
@@ -218,11 +199,11 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
     cpu_kernels.mask_multiply(*pointers, negative_slope, numel, torch.get_num_threads())
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(quantizer: UniformQuantizer, layout: Layout) -> tuple[cpu_kernels.UniformPlan, int]:
-    """What the kernels need to know of a tensor, and the bytes of its codes."""
-    geometry = quantizer.geometry(layout)
-    plan = cpu_kernels.UniformPlan(
+def _plan(spec: PackedSpec) -> cpu_kernels.UniformPlan:
+    """What the kernels need to know of a tensor, kept with the spec."""
+    quantizer = spec.quantizer
+    geometry = quantizer.geometry(spec.layout)
+    plan = spec.cpu_plan = cpu_kernels.UniformPlan(
         numel=geometry.numel,
         bit_width=geometry.bit_width,
         block_size=geometry.block_size,
@@ -232,6 +213,6 @@ def _plan(quantizer: UniformQuantizer, layout: Layout) -> tuple[cpu_kernels.Unif
         stochastic=quantizer.is_stochastic,
         scale_kind=_KINDS[quantizer.scale_dtype],
         minimum_kind=_KINDS[quantizer.minimum_dtype],
-        kind=_KINDS[layout.dtype],
+        kind=_KINDS[spec.layout.dtype],
     )
-    return plan, geometry.code_bytes
+    return plan

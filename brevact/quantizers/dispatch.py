@@ -16,7 +16,7 @@ from brevact.quantizers.layout import Layout
 from brevact.quantizers.philox import seed_value
 
 if TYPE_CHECKING:
-    from brevact.quantizers.uniform import UniformQuantizer
+    from brevact.quantizers.packed import PackedSpec
 
 
 @functools.cache
@@ -48,76 +48,72 @@ def _kernels(x: Tensor) -> ModuleType | None:
     return _cpu() if _has_numba() else None
 
 
-def quantize_uniform(
-    x: Tensor, quantizer: UniformQuantizer, layout: Layout, seed: int | Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor | None) -> Tensor:
     """Quantize a tensor; see `reference.quantize_uniform`.
 
     Args:
-        x: Tensor of the layout.
-        quantizer: Its settings.
-        layout: The tensor's layout.
+        x: Tensor of the spec's layout.
+        spec: Spec of a `UniformQuantizer`.
         seed: Seed of stochastic rounding, None to draw one; ignored for nearest.
 
     Returns:
-        `(codes, scale, minimum)`.
+        The bytes, as the spec arranges them.
     """
+    quantizer, layout = spec.quantizer, spec.layout
     key = seed_value(seed, x.device) if quantizer.is_stochastic else 0
     kernels = _kernels(x)
     if kernels is not None and kernels.takes(x):
-        return kernels.quantize_uniform(x, quantizer, layout, key)
+        return kernels.quantize_uniform(x, spec, key)
     with torch.no_grad():
-        return reference.quantize_uniform(
+        codes, scale, minimum = reference.quantize_uniform(
             layout.flatten(x),
             quantizer.geometry(layout),
             torch.as_tensor(key, device=x.device) if quantizer.is_stochastic else None,
             quantizer.scale_dtype,
             quantizer.minimum_dtype,
         )
+        buffer = spec.empty(codes)
+        for part, values in zip(spec.split(buffer), (codes, minimum, scale), strict=True):
+            part.copy_(values)
+        return buffer
 
 
-def dequantize_uniform(
-    tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, target: Tensor
-) -> None:
+def dequantize_uniform(buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
     """Decode; see `reference.dequantize_uniform`.
 
     Args:
-        tensors: `(codes, scale, minimum)`.
-        quantizer: Settings that made them.
-        layout: Layout of the quantized tensor.
+        buffer: Bytes of the spec.
+        spec: Spec of a `UniformQuantizer`.
         target: Tensor whose memory holds the elements densely in memory order.
     """
     kernels = _kernels(target)
     if kernels is not None and kernels.takes(target):
-        kernels.dequantize_uniform(tensors, quantizer, layout, None, target)
+        kernels.dequantize_uniform(buffer, spec, None, target)
         return
-    codes, scale, minimum = tensors
+    codes, minimum, scale = spec.split(buffer)
     with torch.no_grad():
-        flat = _flat(target, layout.numel)
-        reference.dequantize_uniform(codes, scale, minimum, quantizer.geometry(layout), flat)
+        flat = _flat(target, spec.layout.numel)
+        reference.dequantize_uniform(codes, scale, minimum, spec.quantizer.geometry(spec.layout), flat)
 
 
-def dequantize_multiply_uniform(
-    tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, other: Tensor, target: Tensor
-) -> None:
+def dequantize_multiply_uniform(buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
     """Decode and multiply by a tensor of the same dtype and memory order.
 
     Args:
-        tensors: `(codes, scale, minimum)`.
-        quantizer: Settings that made them.
-        layout: Layout of the quantized tensor.
+        buffer: Bytes of the spec.
+        spec: Spec of a `UniformQuantizer`.
         other: Dense factor.
         target: Dense result; may be `other`.
     """
     kernels = _kernels(target)
     if kernels is not None and kernels.takes(target) and kernels.takes(other):
-        kernels.dequantize_uniform(tensors, quantizer, layout, other, target)
+        kernels.dequantize_uniform(buffer, spec, other, target)
         return
-    codes, scale, minimum = tensors
+    codes, minimum, scale = spec.split(buffer)
     with torch.no_grad():
-        target, other = _flat(target, layout.numel), _flat(other, layout.numel)
+        target, other = _flat(target, spec.layout.numel), _flat(other, spec.layout.numel)
         decoded = torch.empty_like(target)
-        reference.dequantize_uniform(codes, scale, minimum, quantizer.geometry(layout), decoded)
+        reference.dequantize_uniform(codes, scale, minimum, spec.quantizer.geometry(spec.layout), decoded)
         torch.mul(decoded, other, out=target)
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from brevact import triton_kernels
 from brevact.quantizers.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, packed_bytes
-from brevact.quantizers.layout import Layout
 
 if TYPE_CHECKING:
-    from brevact.quantizers.uniform import UniformQuantizer
+    from brevact.quantizers.packed import PackedSpec
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,45 +34,41 @@ def takes(x: Tensor) -> bool:
     return x.is_cuda and type(x) in _PLAIN_TYPES and x.dtype != torch.float64
 
 
-def quantize_uniform(
-    x: Tensor, quantizer: UniformQuantizer, layout: Layout, seed: int | Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor) -> Tensor:
     """See `dispatch.quantize_uniform`. The kernel reads the seed from device memory.
 
     Args:
-        x: Tensor of the layout.
-        quantizer: Its settings.
-        layout: The tensor's layout.
+        x: Tensor of the spec's layout.
+        spec: Spec of a `UniformQuantizer`.
         seed: Signed 64-bit int or 0-d int64 tensor.
 
     Returns:
-        `(codes, scale, minimum)`.
+        The bytes.
     """
     x = x.detach()
-    if not layout.is_dense or x.is_neg():
-        x = layout.flatten(x)
-    codes, scale, minimum = (x.new_empty(n, dtype=dtype) for n, dtype in quantizer.tensor_shapes(layout))
+    if not spec.layout.is_dense or x.is_neg():
+        x = spec.layout.flatten(x)
+    buffer, plan = spec.empty(x), plan_of(spec)
+    codes, minimum, scale = spec.split(buffer)
     key = None
-    if quantizer.is_stochastic:
+    if plan.stochastic:
         key = seed.to(x.device) if isinstance(seed, Tensor) else x.new_full((), seed, dtype=torch.int64)
-    for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, key, plan_of(quantizer, layout)):
+    for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, key, plan):
         launch.run()
-    return codes, scale, minimum
+    return buffer
 
 
-def dequantize_uniform(
-    tensors: tuple[Tensor, ...], quantizer: UniformQuantizer, layout: Layout, other: Tensor | None, target: Tensor
-) -> None:
+def dequantize_uniform(buffer: Tensor, spec: PackedSpec, other: Tensor | None, target: Tensor) -> None:
     """See `dispatch.dequantize_uniform` and `dispatch.dequantize_multiply_uniform`.
 
     Args:
-        tensors: `(codes, scale, minimum)`.
-        quantizer: Settings that made them.
-        layout: Layout of the quantized tensor.
+        buffer: Bytes of the spec.
+        spec: Spec of a `UniformQuantizer`.
         other: Dense factor, or None.
         target: Dense result; may be `other`.
     """
-    triton_kernels.dequantize_uniform(*tensors, other, target, plan_of(quantizer, layout)).run()
+    codes, minimum, scale = spec.split(buffer)
+    triton_kernels.dequantize_uniform(codes, scale, minimum, other, target, plan_of(spec)).run()
 
 
 def can_pack(codes: Tensor, bit_width: int, block_size: int) -> bool:
@@ -193,17 +188,16 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(quantizer: UniformQuantizer, layout: Layout) -> triton_kernels.UniformPlan:
+def plan_of(spec: PackedSpec) -> triton_kernels.UniformPlan:
     """What the kernels need to know of a tensor.
 
     Args:
-        quantizer: A uniform quantizer.
-        layout: Layout of the tensor.
+        spec: Spec of a `UniformQuantizer`.
 
     Returns:
         Its plan.
     """
-    geometry = quantizer.geometry(layout)
+    geometry = spec.quantizer.geometry(spec.layout)
     return triton_kernels.UniformPlan(
         numel=geometry.numel,
         bit_width=geometry.bit_width,
@@ -211,5 +205,5 @@ def plan_of(quantizer: UniformQuantizer, layout: Layout) -> triton_kernels.Unifo
         inner=geometry.inner,
         groups=geometry.groups,
         one_run=geometry.one_run,
-        stochastic=quantizer.is_stochastic,
+        stochastic=spec.quantizer.is_stochastic,
     )

@@ -41,6 +41,8 @@ class Layout:
     """Whether the distinct elements fill one run of memory."""
     result_stride: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Strides of a restored tensor: `stride`, unless elements of the original overlapped."""
+    is_result_dense: bool = field(init=False, repr=False, compare=False)
+    """Whether a restored tensor fills one run of memory (in memory order)."""
 
     def __post_init__(self) -> None:
         """Derive the memory order."""
@@ -58,14 +60,16 @@ class Layout:
             running *= shape[d]
         overlaps = overlaps and numel > 0
         result_stride = tuple(dense_stride.get(d, 0) for d in range(len(shape))) if overlaps else stride
+        is_dense = numel == 0 or all(stride[d] == dense_stride[d] for d in dims)
         derived: dict[str, object] = {
             "shape": shape,
             "stride": stride,
             "dims": dims,
             "sizes": tuple(shape[d] for d in dims),
             "numel": numel,
-            "is_dense": numel == 0 or all(stride[d] == dense_stride[d] for d in dims),
+            "is_dense": is_dense,
             "result_stride": result_stride,
+            "is_result_dense": is_dense or overlaps,
             "_hash": hash((shape, stride, self.dtype)),
         }
         for name, value in derived.items():
@@ -91,11 +95,6 @@ class Layout:
             Its layout; equal layouts are one shared object.
         """
         return layout_of(x.shape, x.stride(), x.dtype)
-
-    @property
-    def is_result_dense(self) -> bool:
-        """Whether a restored tensor fills one run of memory (in memory order)."""
-        return self.is_dense or self.result_stride is not self.stride
 
     def flatten(self, x: Tensor) -> Tensor:
         """The distinct elements of a tensor of this layout in memory order; a view if they are dense.

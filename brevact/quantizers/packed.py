@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,8 +16,8 @@ class ActivationQuantizer(Protocol):
     """What a region asks of a quantizer, whatever its format; `UniformQuantizer` is one.
 
     It is hashable: quantizers that are equal share what they packed. `quantize` returns a `PackedActivation`, whose
-    `spec` (a `Decoder`, often the quantizer itself, and the layout) and `tensors` are what autograd keeps and what
-    `dequantize` and `dequantize_multiply` decode.
+    `buffer` is what autograd keeps and whose `spec` (a `Decoder`, often the quantizer itself, and the layout) is what
+    `dequantize` and `dequantize_multiply` decode it with.
     """
 
     @property
@@ -30,22 +31,94 @@ class ActivationQuantizer(Protocol):
 class Decoder(Protocol):
     """What a `PackedActivation` asks of the quantizer that made it."""
 
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of the stored tensors, codes first."""
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        """What is stored for a tensor of this layout, codes first."""
 
-    def decode(self, tensors: tuple[Tensor, ...], layout: Layout, target: Tensor) -> None:
-        """Decode into `target`, whose memory holds `layout.numel` elements densely in memory order."""
+    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
+        """Decode into `target`, whose memory holds the elements densely in memory order."""
 
-    def decode_multiply(self, tensors: tuple[Tensor, ...], layout: Layout, other: Tensor, target: Tensor) -> None:
+    def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
         """Decode, multiply by `other` and write to `target`; both dense in memory order and of the layout's dtype."""
 
 
-class PackedSpec(NamedTuple):
-    """Everything about a `PackedActivation` but its tensors; hashable and picklable."""
+class Part(NamedTuple):
+    """One of the arrays that are stored: its name, dtype and number of elements."""
 
-    quantizer: Decoder
-    layout: Layout
+    name: str
+    dtype: torch.dtype
+    numel: int
+
+
+class PackedSpec:
+    """Everything about a `PackedActivation` but its bytes; hashable and picklable.
+
+    Args:
+        quantizer: Decodes the bytes.
+        layout: Shape, strides and dtype to restore.
+    """
+
+    __slots__ = ("cpu_plan", "has_padding", "layout", "nbytes", "offsets", "parts", "quantizer")
+
+    def __init__(self, quantizer: Decoder, layout: Layout) -> None:
+        self.quantizer = quantizer
+        self.layout = layout
+        self.parts = quantizer.parts(layout)
+        offsets, end, used = [], 0, 0
+        for part in self.parts:
+            start = -(-end // part.dtype.itemsize) * part.dtype.itemsize
+            size = part.numel * part.dtype.itemsize
+            offsets.append(start)
+            end, used = start + size, used + size
+        self.offsets = tuple(offsets)
+        self.nbytes = end
+        self.has_padding = used < end
+        self.cpu_plan: object = None  # what the launcher of the CPU kernels derives from it
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(quantizer: Decoder, layout: Layout) -> PackedSpec:
+        """The spec with these fields; equal specs are one shared object."""
+        return PackedSpec(quantizer, layout)
+
+    def empty(self, like: Tensor) -> Tensor:
+        """Memory for the bytes, uninitialised but for padding.
+
+        Args:
+            like: Tensor on the device to allocate on.
+
+        Returns:
+            (nbytes,) uint8 tensor.
+        """
+        make = like.new_zeros if self.has_padding else like.new_empty
+        return make(self.nbytes, dtype=torch.uint8)
+
+    def split(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """Views of the parts.
+
+        Args:
+            buffer: (nbytes,) uint8 tensor.
+
+        Returns:
+            One 1-D tensor a part.
+        """
+        return tuple(
+            buffer[start : start + part.numel * part.dtype.itemsize].view(part.dtype)
+            for part, start in zip(self.parts, self.offsets, strict=True)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the fields are equal."""
+        if not isinstance(other, PackedSpec):
+            return NotImplemented
+        return (self.quantizer, self.layout) == (other.quantizer, other.layout)
+
+    def __hash__(self) -> int:
+        """Hash of the fields."""
+        return hash((self.quantizer, self.layout))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the fields."""
+        return PackedSpec.of, (self.quantizer, self.layout)
 
 
 class PackedActivation:
@@ -69,36 +142,24 @@ class PackedActivation:
     8 elements. P is the smallest multiple of bucket_size and 8 that is at least 512, if it is at most 4096; otherwise,
     and where groups are not buckets, 512.
 
-    *Metadata* are 1-D tensors of one value a group, for uniform quantizers `scale` s and `minimum` m; code q stands
-    for m + s * q, computed in float32 and clamped to the finite range of the dtype. The group of element e is
-    e // inner % groups: bucket e // bucket_size, one for the whole tensor, or the index of a dimension. NaN metadata
-    mark a group that held NaN or an infinity; all of it decodes to NaN.
+    *Metadata* follow the codes in the same storage, each aligned to its type with zero bytes between: one value a
+    group, for uniform quantizers `minimum` m, then `scale` s; code q stands for m + s * q, computed in float32 and
+    clamped to the finite range of the dtype. The group of element e is e // inner % groups: bucket e // bucket_size,
+    one for the whole tensor, or the index of a dimension. NaN metadata mark a group that held NaN or an infinity; all
+    of it decodes to NaN.
 
     *32 bits*: `codes` are the bytes of the elements as they are, without metadata.
 
     Args:
         spec: Quantizer and layout.
-        tensors: Codes, then metadata, in the order of the quantizer's `tensor_names`.
+        buffer: (spec.nbytes,) uint8 tensor of all the bytes, at the start of its storage.
     """
 
-    __slots__ = ("spec", "tensors")
+    __slots__ = ("buffer", "spec")
 
-    def __init__(self, spec: PackedSpec, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, spec: PackedSpec, buffer: Tensor) -> None:
         self.spec = spec
-        self.tensors = tensors
-
-    @classmethod
-    def from_tensors(cls, spec: PackedSpec, tensors: tuple[Tensor, ...]) -> PackedActivation:
-        """Rebuild a packed activation from its parts.
-
-        Args:
-            spec: `packed.spec`.
-            tensors: `packed.tensors`, or tensors of the same content.
-
-        Returns:
-            The packed activation.
-        """
-        return cls(spec, tuple(tensors))
+        self.buffer = buffer
 
     @property
     def quantizer(self) -> Decoder:
@@ -109,6 +170,11 @@ class PackedActivation:
     def layout(self) -> Layout:
         """Shape, strides and dtype to restore."""
         return self.spec.layout
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Codes, then metadata: views of `buffer`."""
+        return self.spec.split(self.buffer)
 
     @property
     def codes(self) -> Tensor:
@@ -127,8 +193,8 @@ class PackedActivation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of `tensors`: all that is kept."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+        """Bytes of the storage of `buffer`: all that is kept."""
+        return self.buffer.untyped_storage().nbytes()
 
     def dequantize(self, out: Tensor | None = None) -> Tensor:
         """Decode the activation.
@@ -144,19 +210,19 @@ class PackedActivation:
         Raises:
             ValueError: If `out` has another shape, dtype or device.
         """
-        quantizer, layout = self.spec
-        codes = self.tensors[0]
+        spec, buffer = self.spec, self.buffer
+        layout = spec.layout
         if out is None:
             if layout.is_result_dense:
-                out = layout.empty(codes.device)
-                quantizer.decode(self.tensors, layout, out)
+                out = layout.empty(buffer.device)
+                spec.quantizer.decode(buffer, spec, out)
                 return out
-            flat = codes.new_empty(layout.numel, dtype=layout.dtype)
-            quantizer.decode(self.tensors, layout, flat)
+            flat = buffer.new_empty(layout.numel, dtype=layout.dtype)
+            spec.quantizer.decode(buffer, spec, flat)
             return layout.restore(flat)
         self._check("out", out, layout.dtype)
         if layout.matches(out):
-            quantizer.decode(self.tensors, layout, out)
+            spec.quantizer.decode(buffer, spec, out)
             return _written(out)
         return out.copy_(self.dequantize())
 
@@ -174,7 +240,7 @@ class PackedActivation:
         Raises:
             ValueError: If the shape or device of `other` or `out`, or the dtype of `out`, does not fit.
         """
-        quantizer, layout = self.spec
+        spec, layout = self.spec, self.spec.layout
         self._check("other", other)
         if out is not None:
             self._check("out", out, torch.promote_types(layout.dtype, other.dtype))
@@ -183,10 +249,10 @@ class PackedActivation:
             return product if out is None else out.copy_(product)
         if out is None:
             out = Layout.of(other).empty(other.device)
-            quantizer.decode_multiply(self.tensors, layout, other, out)
+            spec.quantizer.decode_multiply(self.buffer, spec, other, out)
             return out
         if layout.matches(out):
-            quantizer.decode_multiply(self.tensors, layout, other, out)
+            spec.quantizer.decode_multiply(self.buffer, spec, other, out)
             return _written(out)
         return out.copy_(self.dequantize_multiply(other))
 
@@ -196,15 +262,15 @@ class PackedActivation:
         return f"PackedActivation(shape={shape}, stride={stride}, nbytes={self.nbytes}, quantizer={self.quantizer})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle spec and tensors."""
-        return PackedActivation, (self.spec, self.tensors)
+        """Pickle spec and bytes."""
+        return PackedActivation, (self.spec, self.buffer)
 
     def _named(self, name: str) -> Tensor | None:
-        names = self.quantizer.tensor_names
+        names = [part.name for part in self.spec.parts]
         return self.tensors[names.index(name)] if name in names else None
 
     def _check(self, name: str, tensor: Tensor, dtype: object = None) -> None:
-        layout, device = self.layout, self.codes.device
+        layout, device = self.spec.layout, self.buffer.device
         if tensor.shape != layout.shape:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; the packed activation has {layout.shape}")
         if tensor.device != device:

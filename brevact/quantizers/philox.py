@@ -38,6 +38,8 @@ def seed_value(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
     Raises:
         TypeError: If the seed is anything else.
     """
+    if type(seed) is int and -(2**63) <= seed < 2**63:
+        return seed
     if seed is None:
         return draw_seed(device)
     if isinstance(seed, Tensor):

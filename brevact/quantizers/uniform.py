@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from brevact.quantizers import dispatch
 from brevact.quantizers.geometry import Geometry, block_size_for
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import PackedActivation, PackedSpec
+from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -77,6 +77,8 @@ class UniformQuantizer:
     channel_dim: int = 1
     scale_dtype: torch.dtype = torch.bfloat16
     minimum_dtype: torch.dtype = torch.float32
+    is_stochastic: bool = field(init=False, repr=False, compare=False)
+    """Whether the codes depend on the seed."""
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
@@ -92,6 +94,8 @@ class UniformQuantizer:
         _check_int("channel_dim", self.channel_dim)
         object.__setattr__(self, "rounding", _member("rounding", Rounding, self.rounding))
         object.__setattr__(self, "granularity", _member("granularity", Granularity, self.granularity))
+        is_stochastic = self.rounding is Rounding.STOCHASTIC and self.bit_width < 32
+        object.__setattr__(self, "is_stochastic", is_stochastic)
         for name in ("scale_dtype", "minimum_dtype"):
             if getattr(self, name) not in _METADATA_DTYPES:
                 raise ValueError(
@@ -111,32 +115,22 @@ class UniformQuantizer:
         """What is pickled and copied: hashes do not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
-        return self.rounding is Rounding.STOCHASTIC and self.bit_width < 32
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of the tensors that a packed activation holds, in order."""
-        return ("codes",) if self.bit_width == 32 else ("codes", "scale", "minimum")
-
-    def tensor_shapes(self, layout: Layout) -> tuple[tuple[int, torch.dtype], ...]:
-        """Length and dtype of each stored tensor, known before quantizing.
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        """What is stored for a tensor, known before quantizing.
 
         Args:
             layout: Layout of the tensor to quantize.
 
         Returns:
-            `(length, dtype)` of each 1-D tensor, in the order of `tensor_names`.
+            Codes, minimum and scale; at 32 bits the elements' bytes as codes alone.
         """
         if self.bit_width == 32:
-            return ((layout.numel * layout.dtype.itemsize, torch.uint8),)
+            return (Part("codes", torch.uint8, layout.numel * layout.dtype.itemsize),)
         geometry = self.geometry(layout)
         return (
-            (geometry.code_bytes, torch.uint8),
-            (geometry.groups, self.scale_dtype),
-            (geometry.groups, self.minimum_dtype),
+            Part("codes", torch.uint8, geometry.code_bytes),
+            Part("minimum", self.minimum_dtype, geometry.groups),
+            Part("scale", self.scale_dtype, geometry.groups),
         )
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
@@ -156,11 +150,10 @@ class UniformQuantizer:
         """
         if type(x) is not Tensor or x.is_nested or x.dtype not in _DTYPES or x.layout is not torch.strided:
             _check_input(x)
-        layout = Layout.of(x)
-        spec = PackedSpec(self, layout)
+        spec = PackedSpec.of(self, Layout.of(x))
         if self.bit_width == 32:
-            return PackedActivation(spec, (layout.flatten(x.detach()).clone().view(torch.uint8),))
-        return PackedActivation(spec, dispatch.quantize_uniform(x, self, layout, seed))
+            return PackedActivation(spec, spec.layout.flatten(x.detach()).clone().view(torch.uint8))
+        return PackedActivation(spec, dispatch.quantize_uniform(x, spec, seed))
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks and groups of a tensor.
@@ -173,33 +166,33 @@ class UniformQuantizer:
         """
         return _geometry(self, layout)
 
-    def decode(self, tensors: tuple[Tensor, ...], layout: Layout, target: Tensor) -> None:
+    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
         """Decode into memory that is dense in the layout's memory order.
 
         Args:
-            tensors: Stored tensors.
-            layout: Layout of the quantized tensor.
-            target: Tensor of the layout's dtype whose memory holds `layout.numel` elements in that order.
+            buffer: Stored bytes.
+            spec: Their spec.
+            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
         """
         if self.bit_width == 32:
-            target.as_strided((layout.numel,), (1,)).copy_(tensors[0].view(layout.dtype))
+            target.as_strided((spec.layout.numel,), (1,)).copy_(buffer.view(spec.layout.dtype))
         else:
-            dispatch.dequantize_uniform(tensors, self, layout, target)
+            dispatch.dequantize_uniform(buffer, spec, target)
 
-    def decode_multiply(self, tensors: tuple[Tensor, ...], layout: Layout, other: Tensor, target: Tensor) -> None:
+    def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
         """Decode, multiply and write to memory that is dense in the layout's memory order.
 
         Args:
-            tensors: Stored tensors.
-            layout: Layout of the quantized tensor.
+            buffer: Stored bytes.
+            spec: Their spec.
             other: Factor of the layout's dtype, dense in the layout's memory order.
             target: Tensor of the layout's dtype, dense in that order; may be `other`.
         """
         if self.bit_width == 32:
-            flat = (layout.numel,), (1,)
-            torch.mul(tensors[0].view(layout.dtype), other.as_strided(*flat), out=target.as_strided(*flat))
+            flat = (spec.layout.numel,), (1,)
+            torch.mul(buffer.view(spec.layout.dtype), other.as_strided(*flat), out=target.as_strided(*flat))
         else:
-            dispatch.dequantize_multiply_uniform(tensors, self, layout, other, target)
+            dispatch.dequantize_multiply_uniform(buffer, spec, other, target)
 
 
 @functools.lru_cache(maxsize=4096)

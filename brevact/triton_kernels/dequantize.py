@@ -39,7 +39,7 @@ def dequantize_tile(
         tl.store(target_ptr + pointers, y, mask=valid)
 
 
-@triton.jit(do_not_specialize=["numel", "inner", "groups"])
+@triton.jit(do_not_specialize=["numel", "inner", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
 def dequantize_kernel(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, inner, groups, largest,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,

@@ -143,7 +143,7 @@ def quantize_ragged_block(
     store_codes(out_ptr, codes, row, column, columns, count, BLOCK, BIT_WIDTH, RAGGED=True)
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr"])
 def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -187,7 +187,7 @@ def quantize_calibrated_tile(
     store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
 
 
-@triton.jit(do_not_specialize=["numel", "inner", "groups"])
+@triton.jit(do_not_specialize=["numel", "inner", "groups"], do_not_specialize_on_alignment=["minimum_ptr", "seed_ptr"])
 def quantize_calibrated_kernel(
     x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, numel, inner, groups,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,

@@ -62,7 +62,7 @@ def range_of_part(
     return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1)
 
 
-@triton.jit(do_not_specialize=["repeats"])
+@triton.jit(do_not_specialize=["repeats"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
 def calibrate_kernel(
     x_ptr, scale_ptr, minimum_ptr, inverse_ptr, numel, inner, groups, repeats,
     BIT_WIDTH: tl.constexpr,
@@ -94,7 +94,7 @@ def ranges_kernel(
     tl.store(row_ptr + groups + group, high_G, mask=group < groups)
 
 
-@triton.jit(do_not_specialize=["parts", "groups"])
+@triton.jit(do_not_specialize=["parts", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
 def join_ranges_kernel(
     keys_ptr, scale_ptr, minimum_ptr, inverse_ptr, parts, groups,
     BIT_WIDTH: tl.constexpr, PARTS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,

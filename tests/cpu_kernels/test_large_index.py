@@ -55,10 +55,10 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
 
 
 @pytest.mark.parametrize("rounding", Rounding)
-def test_tensor_shapes_beyond_two_to_the_31_elements(rounding: Rounding):
+def test_parts_beyond_two_to_the_31_elements(rounding: Rounding):
     n = 2**33 + 11
     layout = Layout.of(torch.empty(n, device="meta"))
     for granularity, groups in ((Granularity.BUCKET, 2**24 + 1), (Granularity.TENSOR, 1)):
         quantizer = UniformQuantizer(bit_width=3, rounding=rounding, granularity=granularity)
-        (codes, _), (scale, _), (minimum, _) = quantizer.tensor_shapes(layout)
+        codes, minimum, scale = (part.numel for part in quantizer.parts(layout))
         assert (codes, scale, minimum) == (2**33 // 8 * 3 + 2 * 3, groups, groups)

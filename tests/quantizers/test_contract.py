@@ -57,12 +57,23 @@ def test_dequantize_overlapping_windows_gives_a_dense_tensor(subject: Subject):
 def test_nbytes_is_what_the_storages_hold(subject: Subject):
     for name, make in TENSORS.items():
         packed = subject.quantizer.quantize(make(), seed=3)
-        shapes = subject.quantizer.tensor_shapes(packed.layout)
-        assert tuple((t.numel(), t.dtype) for t in packed.tensors) == shapes, name
-        assert packed.nbytes == sum(length * dtype.itemsize for length, dtype in shapes)
-        assert packed.codes.dtype == torch.uint8
-        assert all(t.dim() == 1 and t.storage_offset() == 0 for t in packed.tensors)
+        parts = subject.quantizer.parts(packed.layout)
+        assert tuple((t.dtype, t.numel()) for t in packed.tensors) == tuple((p.dtype, p.numel) for p in parts), name
+        needed = sum(part.numel * part.dtype.itemsize for part in parts)
+        aligning = sum(part.dtype.itemsize - 1 for part in parts)
+        assert needed <= packed.nbytes == packed.buffer.numel() <= needed + aligning
+        assert packed.codes.dtype == packed.buffer.dtype == torch.uint8
         assert packed.layout.numel or packed.nbytes == 0
+
+
+@every_subject
+def test_bytes_between_parts_are_zero(subject: Subject):
+    for name, make in TENSORS.items():
+        packed = subject.quantizer.quantize(make(), seed=3)
+        rebuilt = torch.zeros_like(packed.buffer)
+        for part, values in zip(packed.spec.split(rebuilt), packed.tensors, strict=True):
+            part.copy_(values)
+        assert torch.equal(rebuilt, packed.buffer), name
 
 
 @every_subject
@@ -186,7 +197,7 @@ def test_packed_activation_survives_pickle_copy_and_rebuilding(subject: Subject)
     assert torch.equal(copy.deepcopy(packed).dequantize(), y)
     spec = pickle.loads(pickle.dumps(packed.spec))
     assert spec == packed.spec and hash(spec) == hash(packed.spec)
-    assert torch.equal(PackedActivation.from_tensors(spec, packed.tensors).dequantize(), y)
+    assert torch.equal(PackedActivation(spec, packed.buffer).dequantize(), y)
 
 
 @stochastic_subject

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeping import AS_IT_IS, Decoder, Kept
+from brevact.autograd.keeping import Decoder, Kept
+
+_is_grad_enabled = torch.is_grad_enabled
 
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations is not supported: the "
@@ -18,11 +20,14 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-class Loaded(NamedTuple):
+class Loaded:
     """A kept tensor on its way back: decoded when it is asked for."""
 
-    tensors: tuple[Tensor, ...]
-    decoder: Decoder
+    __slots__ = ("decoder", "tensors")
+
+    def __init__(self, tensors: tuple[Tensor, ...], decoder: Decoder) -> None:
+        self.tensors = tensors
+        self.decoder = decoder
 
     def decode(self) -> Tensor:
         return self.decoder.decode(self.tensors)
@@ -32,39 +37,49 @@ class Loaded(NamedTuple):
         return self.decoder.multiply(self.tensors, grad)
 
 
-def save(ctx: Any, *items: Kept | Tensor | None) -> None:
-    """Hand the tensors of ``items`` to autograd and their decoders to ``ctx``; plain tensors are kept as they are."""
-    tensors: list[Tensor] = []
-    recipe = []
+def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -> None:
+    """Hand tensors to autograd, and the decoders of kept items to ``ctx``.
+
+    Args:
+        ctx: context of the Function.
+        *items: what keeps an activation, or None.
+        exact: tensors that are kept as they are.
+    """
+    tensors: list[Tensor | None] = []
+    recipe: list[tuple[int, int, Decoder] | None] = []
+    stop = 0
     for item in items:
-        if isinstance(item, Tensor):
-            item = Kept((item,), AS_IT_IS)
-        kept, decoder = ((), None) if item is None else item
-        tensors.extend(kept)
-        recipe.append((len(kept), decoder))
-    ctx.save_for_backward(*tensors)
-    ctx.recipe = recipe
+        if item is None:
+            recipe.append(None)
+        else:
+            kept, decoder = item
+            start, stop = stop, stop + len(kept)
+            tensors += kept
+            recipe.append((start, stop, decoder))
+    ctx.save_for_backward(*tensors, *exact)
+    ctx.recipe, ctx.kept_count = recipe, stop
 
 
 def load(ctx: Any) -> list[Any]:
-    """Return what :func:`save` was given, as :class:`Loaded`; None for None."""
+    """Return what :func:`save` was given: :class:`Loaded` for kept items, exact tensors, and None for None."""
     tensors = ctx.saved_tensors
-    loaded: list[Any] = []
-    start = 0
-    for count, decoder in ctx.recipe:
-        part = tensors[start : start + count]
-        start += count
-        loaded.append(None if decoder is None else Loaded(part, decoder))
+    loaded: list[Any] = [entry and Loaded(tensors[entry[0] : entry[1]], entry[2]) for entry in ctx.recipe]
+    loaded += tensors[ctx.kept_count :]
     return loaded
 
 
 class Saving(torch.autograd.Function):
-    """A Function that saves packed activations; its ``backward`` is differentiable once."""
+    """A Function that saves packed activations; its ``backward`` is differentiable once.
+
+    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs.
+    """
 
     is_brevact = True
+    record: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls.record = super(torch.autograd.Function, cls).apply
         if "backward" in cls.__dict__:
             cls.backward = staticmethod(_once_differentiable(cls.__dict__["backward"].__func__))
 
@@ -72,34 +87,46 @@ class Saving(torch.autograd.Function):
 def _once_differentiable(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
+        if _is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         return backward(ctx, *grads)
 
     return wrapper
 
 
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_STRIDED = torch.strided
+_is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+_ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
 def is_plain(x: Any) -> bool:
     """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
-    return (
-        type(x) in (Tensor, torch.nn.Parameter)
-        and x.layout is torch.strided
-        and not (x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x))
-    )
+    return type(x) in _PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
 
 
 def is_activation(x: Any) -> bool:
     """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
-    return is_plain(x) and x.is_floating_point() and x.element_size() >= 2
+    return (
+        type(x) in _PLAIN_TYPES
+        and x.dtype in _ACTIVATION_DTYPES
+        and x.layout is _STRIDED
+        and not (x.is_nested or _is_functorch(x))
+    )
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Return whether any of the tensors requires a gradient."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     """Return one number a spatial dimension, as torch's layers accept them."""
+    if type(value) is tuple and len(value) == dims:
+        return value
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dims if len(values) == 1 else values
 

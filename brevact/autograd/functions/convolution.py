@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
+
 def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast as autocast does for matrix products, if it is on: float32 and float16 tensors, never float64.
 
@@ -49,7 +52,7 @@ class _Convolution(Saving):
         x, w, b = to_autocast(input, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[2:4]
         kept = region.keep(input) if needs_weight else None
-        save(ctx, kept, weight if needs_input or needs_weight else None)
+        save(ctx, kept, exact=(weight if needs_input or needs_weight else None,))
         ctx.geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
         ctx.input_like = (input.shape, input.stride(), w.dtype)
         ctx.bias_sizes = None if bias is None else list(bias.shape)
@@ -66,9 +69,8 @@ class _Convolution(Saving):
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
             x = kept.decode().to(dtype)
-        w = weight.decode().to(dtype)
-        grads = torch.ops.aten.convolution_backward(grad.to(dtype), x, w, ctx.bias_sizes, *ctx.geometry, mask)
-        return (None, None, *(g if needed else None for g, needed in zip(grads, mask, strict=True)), *[None] * 4)
+        grads = _convolution_backward(grad.to(dtype), x, weight.to(dtype), ctx.bias_sizes, *ctx.geometry, mask)
+        return None, None, *grads, None, None, None, None
 
 
 def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:

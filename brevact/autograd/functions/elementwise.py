@@ -15,7 +15,7 @@ from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, is_activation, load, save
 from brevact.autograd.keeping import Kept
-from brevact.autograd.provenance import storage_address
+from brevact.autograd.storages import storage_address
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -40,7 +40,7 @@ class _Multiply(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = [
             None if kept is None else _product(kept, other, grad).sum_to_size(shape).to(dtype)
-            for kept, shape, other, dtype in zip(load(ctx), ctx.shapes, reversed(ctx.shapes), ctx.dtypes, strict=True)
+            for kept, shape, other, dtype in zip(load(ctx), ctx.shapes, ctx.shapes[::-1], ctx.dtypes, strict=True)
         ]
         return None, None, *grads, None
 
@@ -49,8 +49,9 @@ def _unaliased(kept: Kept | None, overwritten: Tensor) -> Kept | None:
     """Copy the tensors that ``kept`` shares with the tensor that the op is about to overwrite."""
     if kept is None:
         return None
+    tensors, decoder = kept
     address = storage_address(overwritten)
-    return kept._replace(tensors=tuple(x.clone() if storage_address(x) == address else x for x in kept.tensors))
+    return tuple(x.clone() if storage_address(x) == address else x for x in tensors), decoder
 
 
 def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:

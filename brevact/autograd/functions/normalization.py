@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+
+
 class _BatchNorm(Saving):
     @staticmethod
     def forward(
@@ -41,23 +44,20 @@ class _BatchNorm(Saving):
         needs_input, needs_weight = ctx.needs_input_grad[1:3]
         needs_x = needs_weight or (training and needs_input)
         statistics = (mean, invstd) if training else (running_mean, running_var)
-        save(ctx, region.keep(input) if needs_x else None, weight, *statistics)
+        save(ctx, region.keep(input) if needs_x else None, exact=(weight, *statistics))
         ctx.training, ctx.eps, ctx.dtype = training, eps, input.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, *others = load(ctx)
-        weight, mean, spread = (None if item is None else item.decode() for item in others)
+        kept, weight, mean, spread = load(ctx)
         mask = list(ctx.needs_input_grad[1:4])
         if kept is None:  # statistics are constants and the weight does not train
             grads = _frozen_backward(grad, weight, spread, ctx.eps, mask)
         else:
             saved = (None, None, mean, spread) if ctx.training else (mean, spread, None, None)
-            grads = torch.ops.aten.native_batch_norm_backward(
-                grad, kept.decode(), weight, *saved, ctx.training, ctx.eps, mask
-            )
-        return (None, *(g if needed else None for g, needed in zip(grads, mask, strict=True)), *[None] * 6)
+            grads = _batch_norm_backward(grad, kept.decode(), weight, *saved, ctx.training, ctx.eps, mask)
+        return None, *grads, None, None, None, None, None, None
 
 
 def _frozen_backward(
