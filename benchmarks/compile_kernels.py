@@ -165,7 +165,10 @@ def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
 
 def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:
     """Quantizer and tensor of a variant."""
-    settings = {"bit_width": variant.bit_width, "rounding": "nearest" if variant.operation == "nearest" else "stochastic"}
+    settings = {
+        "bit_width": variant.bit_width,
+        "rounding": "nearest" if variant.operation == "nearest" else "stochastic",
+    }
     x = _meta((64, 64, 56, 56), DTYPES[variant.dtype])
     if variant.bucket == "tensor":
         return UniformQuantizer(granularity=Granularity.TENSOR, **settings), x

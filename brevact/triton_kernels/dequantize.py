@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum
+from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, widen
 from brevact.triton_kernels.groups import group_of
 from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
 
@@ -24,18 +24,18 @@ def dequantize_tile(
         offset = row * BLOCK + i * stride
         if RAGGED or not ALIGNED:
             group = group_of(first, offset + column, inner, groups, INNER)
-            scale = tl.load(scale_ptr + group, mask=valid).to(tl.float32)
-            base = tl.load(minimum_ptr + group, mask=valid).to(tl.float32)
+            scale = widen(tl.load(scale_ptr + group, mask=valid))
+            base = widen(tl.load(minimum_ptr + group, mask=valid))
         elif i % PLANES == 0:
             group = group_of(first, offset, inner, groups, INNER)
-            scale = tl.load(scale_ptr + group, mask=valid).to(tl.float32)
-            base = tl.load(minimum_ptr + group, mask=valid).to(tl.float32)
+            scale = widen(tl.load(scale_ptr + group, mask=valid))
+            base = widen(tl.load(minimum_ptr + group, mask=valid))
         y = base + scale * float_of_code(unpack_code(packed, i, BIT_WIDTH), BIT_WIDTH)
         y = cast(maximum(minimum(y, largest), -largest), target_ptr.dtype.element_ty)
         pointers = first + (offset + column)
         if other_ptr is not None:
-            factor = tl.load(other_ptr + pointers, mask=valid).to(tl.float32)
-            y = cast(y.to(tl.float32) * factor, target_ptr.dtype.element_ty)
+            factor = widen(tl.load(other_ptr + pointers, mask=valid))
+            y = cast(widen(y) * factor, target_ptr.dtype.element_ty)
         tl.store(target_ptr + pointers, y, mask=valid)
 
 

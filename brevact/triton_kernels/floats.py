@@ -106,6 +106,16 @@ _INTERPRETED = tl.constexpr(isinstance(key_of, InterpretedFunction))
 
 
 @triton.jit
+def widen(x):
+    """A floating-point type of at most 32 bits to float32, exact."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:  # the interpreter gets subnormal numbers wrong
+        y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
 def cast(x, dtype: tl.constexpr):
     """Float32 to a floating-point type, half to even."""
     if _INTERPRETED and dtype == tl.bfloat16:  # GPUs round; the interpreter cuts the low bits off

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from brevact.triton_kernels.floats import cast
+from brevact.triton_kernels.floats import cast, widen
 from brevact.triton_kernels.tiles import (
     element_mask,
     load_bytes,
@@ -25,9 +25,7 @@ def pack_mask_tile(x_ptr, packed_ptr, first, row, column, stride, limit, RAGGED:
     for i in tl.static_range(8):
         x = planes[i]
         if x.dtype.is_floating():
-            if x.dtype != tl.float64:
-                x = x.to(tl.float32)
-            bit = tl.where(x <= 0.0, 0, 1)
+            bit = tl.where(widen(x) <= 0.0, 0, 1)
         else:
             bit = (x != 0).to(tl.int32)
         bits += (tl.where(element_mask(i, row, column, stride, limit, RAGGED), bit, 0),)
@@ -55,7 +53,7 @@ def mask_multiply_tile(
     for i in tl.static_range(8):
         grad = planes[i]
         if HAS_SLOPE:
-            other = cast(grad.to(tl.float32) * slope, grad.dtype)
+            other = cast(widen(grad) * slope, grad.dtype)
         else:
             other = tl.zeros_like(grad)
         pointers = target_ptr + first + (row * BLOCK + i * stride + column)
@@ -84,9 +82,7 @@ def unpack_mask_kernel(packed_ptr, target_ptr, numel, ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["numel"])
-def mask_multiply_kernel(
-    packed_ptr, grad_ptr, target_ptr, slope, numel, ROWS: tl.constexpr, HAS_SLOPE: tl.constexpr
-):
+def mask_multiply_kernel(packed_ptr, grad_ptr, target_ptr, slope, numel, ROWS: tl.constexpr, HAS_SLOPE: tl.constexpr):
     """Multiply a gradient by a mask."""
     first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
     mask_multiply_tile(

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from brevact.triton_kernels.floats import key_of, maximum, minimum, round_nearest, round_stochastic
+from brevact.triton_kernels.floats import key_of, maximum, minimum, round_nearest, round_stochastic, widen
 from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, group_of, store_metadata
 from brevact.triton_kernels.philox import column_words, element_bits
 from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
@@ -25,11 +25,9 @@ def _seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: t
 
 
 @triton.jit
-def _codes_of_plane(
-    x, base, inverse, words, i: tl.constexpr, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr
-):
+def _codes_of_plane(x, base, inverse, words, i: tl.constexpr, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes (int32) of plane i: round(clip((x - m) / s)), 0 for constant and broken groups and where not valid."""
-    t = tl.minimum((x.to(tl.float32) - base) * inverse, (1 << BIT_WIDTH) - 1.0)  # x >= m: no lower clip
+    t = tl.minimum((widen(x) - base) * inverse, (1 << BIT_WIDTH) - 1.0)  # x >= m: no lower clip
     t = tl.where(valid & (inverse > 0.0), t, 0.0)
     if STOCHASTIC:
         q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
@@ -73,10 +71,10 @@ def quantize_whole_blocks(
     q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
     codes = ()
     for start in tl.static_range(0, 8, PLANES):
-        low = planes[start].to(tl.float32)
+        low = widen(planes[start])
         high = low
         for i in tl.static_range(start + 1, start + PLANES):
-            x = planes[i].to(tl.float32)
+            x = widen(planes[i])
             low, high = minimum(low, x), maximum(high, x)
         low_Q = tl.min(tl.reshape(key_of(low), (GROUPS, LANES)), axis=1)
         high_Q = tl.max(tl.reshape(key_of(high), (GROUPS, LANES)), axis=1)
@@ -120,7 +118,7 @@ def quantize_ragged_block(
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
     valid = (lane < INNER) & (element < count)
-    key_GI = key_of(tl.load(x_ptr + first + element, mask=valid).to(tl.float32))
+    key_GI = key_of(widen(tl.load(x_ptr + first + element, mask=valid)))
     low_G = tl.min(tl.where(valid, key_GI, HIGHEST_KEY), axis=1)
     high_G = tl.max(tl.where(valid, key_GI, LOWEST_KEY), axis=1)
     base_G, scale_G, inverse_G = calibrate(
@@ -180,7 +178,7 @@ def quantize_calibrated_tile(
         if RAGGED or not ALIGNED:
             offset += column
         group = group_of(first, offset, inner, groups, INNER=0)
-        base = tl.load(minimum_ptr + group, mask=valid).to(tl.float32)
+        base = widen(tl.load(minimum_ptr + group, mask=valid))
         inverse = tl.load(inverse_ptr + group, mask=valid, other=0.0)
         codes += (_codes_of_plane(planes[i], base, inverse, words, i, valid, BIT_WIDTH, STOCHASTIC),)
     out_ptr = codes_ptr + first // 8 * BIT_WIDTH

@@ -8,7 +8,7 @@ joined in any order.
 import triton
 import triton.language as tl
 
-from brevact.triton_kernels.floats import key_of, maximum, minimum
+from brevact.triton_kernels.floats import key_of, maximum, minimum, widen
 from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, store_metadata
 
 
@@ -56,7 +56,7 @@ def range_of_part(
         start = (o0 * groups + first_group) * inner + e0
         offset = (o * groups + g) * inner + e
         valid = (o < repeats - o0) & (g < groups - first_group) & (e < inner - e0) & (offset < numel - start)
-        x = tl.load(x_ptr + start + offset, mask=valid).to(tl.float32)
+        x = widen(tl.load(x_ptr + start + offset, mask=valid))
         low, high = minimum(low, tl.where(valid, x, low)), maximum(high, tl.where(valid, x, high))
     low_GE, high_GE = tl.min(key_of(low), axis=0), tl.max(key_of(high), axis=0)
     return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1)

@@ -95,7 +95,10 @@ def _byte(codes, k: tl.constexpr, BIT_WIDTH: tl.constexpr):
     byte = tl.zeros_like(codes[0])
     for i in tl.static_range(8):
         if i * BIT_WIDTH < 8 * k + 8 and (i + 1) * BIT_WIDTH > 8 * k:
-            byte |= _shift_left(codes[i], i * BIT_WIDTH - 8 * k)
+            if i * BIT_WIDTH >= 8 * k:
+                byte |= codes[i] << (i * BIT_WIDTH - 8 * k)
+            else:
+                byte |= codes[i] >> (8 * k - i * BIT_WIDTH)
     return byte.to(tl.uint8)
 
 
@@ -105,15 +108,8 @@ def unpack_code(packed, i: tl.constexpr, BIT_WIDTH: tl.constexpr):
     code = tl.zeros_like(packed[0])
     for k in tl.static_range(BIT_WIDTH):
         if i * BIT_WIDTH < 8 * k + 8 and (i + 1) * BIT_WIDTH > 8 * k:
-            code |= _shift_left(packed[k], 8 * k - i * BIT_WIDTH)
+            if i * BIT_WIDTH >= 8 * k:
+                code |= packed[k] >> (i * BIT_WIDTH - 8 * k)
+            else:
+                code |= packed[k] << (8 * k - i * BIT_WIDTH)
     return code & ((1 << BIT_WIDTH) - 1)
-
-
-@triton.jit
-def _shift_left(x, COUNT: tl.constexpr):
-    """Shift left by COUNT bits, right if that is negative."""
-    if COUNT >= 0:
-        y = x << COUNT
-    else:
-        y = x >> -COUNT
-    return y
