@@ -24,7 +24,9 @@ def pack_codes_tile(
     codes = ()
     for i in tl.static_range(8):
         code = planes[i].to(tl.uint32) & ((1 << BIT_WIDTH) - 1)
-        codes += (tl.where(element_mask(i, row, column, stride, limit, RAGGED), code, 0),)
+        if RAGGED:
+            code = tl.where(element_mask(i, row, column, stride, limit, RAGGED), code, 0)
+        codes += (code,)
     out_ptr = packed_ptr + first // 8 * BIT_WIDTH
     store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
 

@@ -23,12 +23,13 @@ def pack_mask_tile(x_ptr, packed_ptr, first, row, column, stride, limit, RAGGED:
     planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
     bits = ()
     for i in tl.static_range(8):
-        x = planes[i]
-        if x.dtype.is_floating():
-            bit = tl.where(widen(x) <= 0.0, 0, 1)
+        if planes[i].dtype.is_floating():
+            bit = tl.where(widen(planes[i]) <= 0.0, 0, 1)
         else:
-            bit = (x != 0).to(tl.int32)
-        bits += (tl.where(element_mask(i, row, column, stride, limit, RAGGED), bit, 0),)
+            bit = tl.minimum(planes[i].to(tl.int32), 1)
+        if RAGGED:
+            bit = tl.where(element_mask(i, row, column, stride, limit, RAGGED), bit, 0)
+        bits += (bit,)
     store_codes(packed_ptr + first // 8, bits, row, column, stride, limit, BLOCK, 1, RAGGED)
 
 

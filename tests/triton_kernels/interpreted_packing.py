@@ -25,7 +25,7 @@ def test_pack_codes_bytes_for_every_bit_width(bit_width: int):
     check_codes(torch.randint(-(2**31), 2**31, (1024 + 71,)), bit_width, BLOCK)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     blocks=st.floats(0, 2.5),
     dtype=st.sampled_from(INTEGERS),
@@ -42,7 +42,7 @@ def test_pack_codes_bytes_of_any_integers(blocks: float, dtype: torch.dtype, blo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("length", "slope"), [(0, 0.0), (1, 0.1), (513, 0.0), (1100, -0.3), (9000, 0.01)])
+@pytest.mark.parametrize(("length", "slope"), [(0, 0.0), (513, 0.0), (1100, -0.3)])
 def test_masks_equal_torch(dtype: torch.dtype, length: int, slope: float):
     torch.manual_seed(length)
     info = torch.finfo(dtype)
@@ -54,17 +54,27 @@ def test_masks_equal_torch(dtype: torch.dtype, length: int, slope: float):
 
 
 @pytest.mark.parametrize(
-    "x", [torch.randn(7, 90), torch.randn(40, 60)[:, 5:40], torch.randn(9, 1).expand(9, 60)], ids=str
+    "x",
+    [
+        torch.linspace(-1, 2, 630).view(7, 90),
+        torch.arange(2400.0).view(40, 60)[:, 5:40],
+        torch.ones(9, 1).expand(9, 60),
+    ],
+    ids=["dense", "with gaps", "expanded"],
 )
-def test_launchers_give_the_bytes_of_the_dispatched_functions(x: torch.Tensor):
+def test_launchers_give_the_bytes_of_the_reference(x: torch.Tensor):
     quantizer = UniformQuantizer(bit_width=3, bucket_size=64)
     spec = PackedSpec.of(quantizer, Layout.of(x))
-    packed = quantizer.quantize(x, seed=5)
+    flat, geometry = spec.layout.flatten(x), quantizer.geometry(spec.layout)
+    codes, scale, minimum = reference.quantize_uniform(flat, geometry, torch.tensor(5), torch.bfloat16, torch.float32)
     for seed in (5, torch.tensor(5)):
-        assert torch.equal(gpu.quantize_uniform(x, spec, seed), packed.buffer)
-    target = torch.full((spec.layout.numel,), float("nan"))
-    gpu.dequantize_uniform(packed.buffer, spec, None, target)
-    assert torch.equal(target, spec.layout.flatten(packed.dequantize()))
+        buffer = gpu.quantize_uniform(x, spec, seed)
+        for got, want in zip(spec.split(buffer), (codes, minimum, scale), strict=True):
+            assert torch.equal(got, want)
+    target = torch.full_like(flat, float("nan"))
+    gpu.dequantize_uniform(buffer, spec, None, target)
+    expected = reference.dequantize_uniform(codes, scale, minimum, geometry, torch.empty_like(flat))
+    assert torch.equal(target, expected)
 
 
 def test_launchers_of_codes_and_masks_give_the_bytes_of_the_reference():

@@ -41,9 +41,7 @@ def test_quantize_rounds_halves_to_even(bit_width: int):
     ("bucket_size", "length"),
     [
         (1, 520),
-        (8, 1100),
         (64, 1095),
-        (128, 520),
         (256, 1000),
         (1024, 1500),
         (4096, 4097),
@@ -52,7 +50,6 @@ def test_quantize_rounds_halves_to_even(bit_width: int):
         (7, 600),
         (100, 1291),
         (600, 1201),
-        (1000, 999),
         (5000, 5003),
         (None, 1095),
         (None, 32 * 1024 + 3),  # several programs a group
@@ -74,12 +71,10 @@ def test_quantize_bytes_for_every_way_to_divide_a_tensor(bucket_size: int | None
     [
         ((3, 6, 9, 11), torch.contiguous_format),
         ((3, 6, 9, 11), torch.channels_last),
-        ((4, 70, 3, 5), torch.contiguous_format),
         ((4, 70, 3, 5), torch.channels_last),
         ((600, 3), torch.contiguous_format),
         ((2, 1024), torch.contiguous_format),
         ((300, 10), torch.contiguous_format),
-        ((5, 2, 1, 1), torch.contiguous_format),
     ],
     ids=str,
 )
@@ -127,7 +122,7 @@ def test_quantize_bytes_of_extreme_values(scale_dtype: torch.dtype, minimum_dtyp
     check_quantizer(UniformQuantizer(bit_width=8, bucket_size=None, **metadata), x[:256])
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_quantize_bytes_of_any_tensor(data: st.DataObject):
     bucket_sizes = st.one_of(st.none(), st.sampled_from([32, 64, 256, 512]), st.integers(1, 1300))
