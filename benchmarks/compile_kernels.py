@@ -16,10 +16,7 @@ import concurrent.futures
 import itertools
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,8 +24,8 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from benchmarks.offline_compiler import compile_launch, resources
 from benchmarks.records import write_rows
 from brevact import triton_kernels
 from brevact.quantizers import Granularity, Layout, PackedSpec, UniformQuantizer
@@ -45,15 +42,7 @@ BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 OPERATIONS = ("nearest", "stochastic", "dequantize", "dequantize_multiply", "masks", "codes")
 BUCKETS = ("512", "64", "16", "100", "4096", "8192", "tensor", "channel", "channels_last", "huge")
 """Bucket sizes, other granularities, and "huge": the default bucket size in a tensor of 2^31 elements."""
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-ALIGNMENT = 16  # of allocations, in bytes, that Triton compiles for
+ALIGNED_RUN = 16  # elements: a multiple lets Triton see that the runs of groups are aligned
 
 Row = dict[str, object]
 
@@ -104,7 +93,7 @@ def _rows(variant: Variant) -> list[Row]:
     """What the kernels of a variant need."""
     target, rows = TARGETS[variant.target], []
     for launch, loads, stores in _launches(variant):
-        needs = _needs(_compile(launch, target), target)
+        needs = resources(compile_launch(launch, target), target)
         problems = ["spills"] * (needs["spills"] != 0)
         problems += ["narrow loads"] * (needs["loads"][128] < loads)
         problems += ["narrow stores"] * (needs["stores"][128] < stores)
@@ -117,7 +106,7 @@ def _rows(variant: Variant) -> list[Row]:
                 "constants": ",".join(f"{name}={int(value)}" for name, value in launch.constants.items()),
                 "multiplies": int("other_ptr" in launch.kernel.arg_names and launch.arguments[3] is not None),
                 "int64": int(any(isinstance(value, int) and value >= 2**31 for value in launch.arguments)),
-                **{name: value for name, value in needs.items() if name not in ("loads", "stores")},
+                **{name: needs[name] for name in ("registers", "spills", "shared", "barriers")},
                 "loads": _widths(needs["loads"]),
                 "stores": _widths(needs["stores"]),
                 "problem": " and ".join(problems),
@@ -158,7 +147,7 @@ def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     seed = _meta((), torch.int64) if quantizer.is_stochastic else None
     for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, seed, plan):
         constants = launch.constants
-        in_runs = constants.get("INNER_TILE", 1) > 1 and plan.inner % ALIGNMENT == 0
+        in_runs = constants.get("INNER_TILE", 1) > 1 and plan.inner % ALIGNED_RUN == 0
         in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
         yield launch, 8 * in_tiles or int(in_runs), 0
 
@@ -182,73 +171,6 @@ def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:
 
 def _meta(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _compile(launch: Launch, target: GPUTarget):
-    """Compile a launch as Triton does when its tensors are aligned."""
-    signature, constants, attributes = {}, {}, {}
-    values = iter(launch.arguments)
-    for index, parameter in enumerate(launch.kernel.params):
-        name = parameter.name
-        value = launch.constants[name] if parameter.is_constexpr else next(values)
-        if isinstance(value, Tensor):
-            signature[name] = POINTERS[value.dtype]
-            if not parameter.do_not_specialize_on_alignment:
-                attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
-            signature[name], constants[(index,)] = "constexpr", value
-        else:
-            signature[name] = "i32" if value < 2**31 else "i64"
-            if value % ALIGNMENT == 0 and not parameter.do_not_specialize:
-                attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.threads // target.warp_size, "enable_fp_fusion": False}
-    return triton.compile(source, target=target, options=options)
-
-
-def _needs(kernel, target: GPUTarget) -> Row:
-    """Resources of a compiled kernel; `loads` and `stores` as counts by width."""
-    shared = {"shared": kernel.metadata.shared}
-    if target.backend == "hip":
-        assembly = kernel.asm["amdgcn"]
-        fields = {name: int(count) for name, count in re.findall(r"\.(\w+_count):\s+(\d+)", assembly)}
-        width = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
-        sizes = {kind: collections.Counter() for kind in ("load", "store")}
-        for kind, size in re.findall(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", assembly, re.MULTILINE):
-            sizes[kind][width.get(size, 8 if "byte" in size else 16)] += 1
-        spills = fields["vgpr_spill_count"] + fields["sgpr_spill_count"]
-        barriers = len(re.findall(r"^\s+s_barrier", assembly, re.MULTILINE))
-        return {"registers": fields["vgpr_count"], "spills": spills, **shared, "barriers": barriers} | {
-            "loads": sizes["load"],
-            "stores": sizes["store"],
-        }
-    resources, listing = _dump(kernel.asm["cubin"])
-    sizes = {kind: collections.Counter() for kind in ("LDG", "STG")}
-    for kind, modifiers in re.findall(r"\b(LDG|STG)((?:\.\w+)*)", listing):
-        width = re.search(r"\.[US]?(8|16|64|128)\b", modifiers)
-        sizes[kind][int(width.group(1)) if width else 32] += 1
-    return {
-        "registers": int(re.search(r"REG:(\d+)", resources).group(1)),
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", listing)),
-        **shared,
-        "barriers": len(re.findall(r"\bBAR\.", listing)),
-        "loads": sizes["LDG"],
-        "stores": sizes["STG"],
-    }
-
-
-def _dump(cubin: bytes) -> tuple[str, str]:
-    """Resource usage and machine code of a cubin, by the cuobjdump in Triton's wheel."""
-    tool = triton.knobs.nvidia.cuobjdump.path
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "kernel.cubin")
-        with open(path, "wb") as file:
-            file.write(cubin)
-        commands = ([tool, flag, path] for flag in ("--dump-resource-usage", "--dump-sass"))
-        usage, listing = (subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands)
-    return usage, listing
 
 
 def _widths(counts: collections.Counter) -> str:

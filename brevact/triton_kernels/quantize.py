@@ -97,7 +97,7 @@ def quantize_ragged_block(
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr,
 ):  # fmt: skip
-    """Range, round and pack one block of whole groups, of any size and number of elements. Reads x twice, at once.
+    """Range, round and pack one block of whole groups, of any size. The second read of x comes from the cache.
 
     Args:
         x_ptr: Elements.

@@ -26,8 +26,8 @@ def test_main_compiles_kernels_of_two_passes_and_odd_buckets():
 
 
 def test_rows_name_narrow_loads(monkeypatch: pytest.MonkeyPatch):
-    from benchmarks import compile_kernels
+    from benchmarks import compile_kernels, offline_compiler
 
-    monkeypatch.setattr(compile_kernels, "ALIGNMENT", 4)
+    monkeypatch.setattr(offline_compiler, "ALIGNMENT", 4)
     (row,) = compile_kernels._rows(compile_kernels.Variant("sm_90", "dequantize", "float32", 2, "512"))
     assert row["problem"] == "narrow stores"
