@@ -30,6 +30,8 @@ _MAX_NODES = 128
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors among nested arguments or results."""
+    if isinstance(value, Tensor):
+        return [value]
     found, pending = [], [value]
     while pending:
         value = pending.pop()
@@ -44,7 +46,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def is_parameter(x: Tensor) -> bool:
     """Return whether ``x`` is a parameter, or a tensor of another class that is marked as one."""
-    return type(x) is not Tensor and isinstance(x, nn.Parameter)  # its own instance check is slow
+    kind = type(x)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter))  # whose own check is slow
 
 
 class ModelState:

@@ -94,22 +94,10 @@ def inverse_of(scale):
     return np.float32(1.0) / scale if scale > np.float32(0.0) else np.float32(0.0)
 
 
-@kernel
-def extend_ranges(source, keys_at, table_at, start, stop):
-    """Widen the key ranges of all groups by the elements of blocks start to stop.
-
-    Args:
-        source: Address of the elements.
-        keys_at: Address of int32 keys: the lowest of every group, then the highest.
-        table_at: Address of the table.
-        start: First block.
-        stop: One past the last block.
-    """
-    table = i64_at(table_at)
+@inlined
+def _extend_ranges(source, lows, highs, table, start, stop, scratch):
+    """Widen the key ranges of all groups by the elements of blocks start to stop."""
     numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
-    lows = i32_at(keys_at)
-    highs = advance(lows, groups)
-    scratch = f32_block()
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
@@ -129,6 +117,28 @@ def extend_ranges(source, keys_at, table_at, start, stop):
                 store(lows, group, low_key)
                 store(highs, group, high_key)
             e += run
+
+
+@kernel
+def extend_ranges(source, keys_at, table_at, blocks, parts, start, stop):
+    """Widen the key ranges of parts start to stop by the elements of each part.
+
+    Args:
+        source: Address of the elements.
+        keys_at: Address of int32 keys: for each part the lowest of every group, then the highest.
+        table_at: Address of the table.
+        blocks: Number of blocks.
+        parts: Number of parts, each a run of blocks.
+        start: First part.
+        stop: One past the last part.
+    """
+    table = i64_at(table_at)
+    scratch = f32_block()
+    for part in range(start, stop):
+        lows = advance(i32_at(keys_at), 2 * part * load(table, GROUPS))
+        highs = advance(lows, load(table, GROUPS))
+        first, last = blocks * part // parts, blocks * (part + 1) // parts
+        _extend_ranges(source, lows, highs, table, first, last, scratch)
 
 
 @kernel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import struct
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ from brevact.cpu_kernels import codes as code_kernels
 from brevact.cpu_kernels import groups, masks
 from brevact.cpu_kernels.dequantize import dequantize_blocks
 from brevact.cpu_kernels.quantize import quantize_blocks
-from brevact.cpu_kernels.threads import share
+from brevact.cpu_kernels.teams import share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ def quantize_uniform(
     """
     if not plan.fused:
         _calibrate(source, scale, minimum, plan, threads)
-    quantize = functools.partial(quantize_blocks, source, codes, scale, minimum, seed, plan.address)
-    share(quantize, plan.blocks, plan.block_size, threads)
+    arguments = (source, codes, scale, minimum, seed, plan.address)
+    share(quantize_blocks, arguments, plan.blocks, plan.block_size, threads)
 
 
 def _calibrate(source: int, scale: int, minimum: int, plan: UniformPlan, threads: int) -> None:
@@ -93,13 +93,8 @@ def _calibrate(source: int, scale: int, minimum: int, plan: UniformPlan, threads
     keys = np.empty((parts, 2, plan.groups), dtype=np.int32)
     keys[:, 0] = np.iinfo(np.int32).max
     keys[:, 1] = np.iinfo(np.int32).min
-    bounds = [plan.blocks * part // parts for part in range(parts + 1)]
-
-    def extend(first: int, last: int) -> None:
-        for part in range(first, last):
-            groups.extend_ranges(source, keys[part].ctypes.data, plan.address, bounds[part], bounds[part + 1])
-
-    share(extend, parts, -(-plan.numel // parts), parts)
+    arguments = (source, keys.ctypes.data, plan.address, plan.blocks, parts)
+    share(groups.extend_ranges, arguments, parts, -(-plan.numel // parts), threads)
     groups.calibrate_groups(keys.ctypes.data, parts, scale, minimum, plan.address)
 
 
@@ -117,8 +112,8 @@ def dequantize_uniform(
         plan: The tensor's plan.
         threads: Most threads to use.
     """
-    dequantize = functools.partial(dequantize_blocks, codes, scale, minimum, other, target, plan.address)
-    share(dequantize, plan.blocks, plan.block_size, threads)
+    arguments = (codes, scale, minimum, other, target, plan.address)
+    share(dequantize_blocks, arguments, plan.blocks, plan.block_size, threads)
 
 
 def pack_codes(
@@ -135,8 +130,8 @@ def pack_codes(
         numel: Number of codes.
         threads: Most threads to use.
     """
-    pack = functools.partial(code_kernels.pack_blocks, source, item_size, packed, bit_width, block_size, numel)
-    share(pack, -(-numel // block_size), block_size, threads)
+    arguments = (source, item_size, packed, bit_width, block_size, numel)
+    share(code_kernels.pack_blocks, arguments, -(-numel // block_size), block_size, threads)
 
 
 def unpack_codes(
@@ -153,8 +148,8 @@ def unpack_codes(
         numel: Number of codes.
         threads: Most threads to use.
     """
-    unpack = functools.partial(code_kernels.unpack_blocks, packed, target, item_size, bit_width, block_size, numel)
-    share(unpack, -(-numel // block_size), block_size, threads)
+    arguments = (packed, target, item_size, bit_width, block_size, numel)
+    share(code_kernels.unpack_blocks, arguments, -(-numel // block_size), block_size, threads)
 
 
 def pack_mask(source: int, kind: int, packed: int, numel: int, threads: int) -> None:
@@ -167,8 +162,7 @@ def pack_mask(source: int, kind: int, packed: int, numel: int, threads: int) -> 
         numel: Number of elements.
         threads: Most threads to use.
     """
-    pack = functools.partial(masks.pack_mask_blocks, source, kind, packed, numel)
-    share(pack, -(-numel // masks.BLOCK), masks.BLOCK, threads)
+    share(masks.pack_mask_blocks, (source, kind, packed, numel), -(-numel // masks.BLOCK), masks.BLOCK, threads)
 
 
 def unpack_mask(packed: int, target: int, numel: int, threads: int) -> None:
@@ -180,8 +174,7 @@ def unpack_mask(packed: int, target: int, numel: int, threads: int) -> None:
         numel: Number of elements.
         threads: Most threads to use.
     """
-    unpack = functools.partial(masks.unpack_mask_blocks, packed, target, numel)
-    share(unpack, -(-numel // masks.BLOCK), masks.BLOCK, threads)
+    share(masks.unpack_mask_blocks, (packed, target, numel), -(-numel // masks.BLOCK), masks.BLOCK, threads)
 
 
 def mask_multiply(packed: int, grad: int, target: int, kind: int, slope: float, numel: int, threads: int) -> None:
@@ -196,5 +189,6 @@ def mask_multiply(packed: int, grad: int, target: int, kind: int, slope: float, 
         numel: Number of elements.
         threads: Most threads to use.
     """
-    multiply = functools.partial(masks.mask_multiply_blocks, packed, grad, target, kind, float(slope), numel)
-    share(multiply, -(-numel // masks.BLOCK), masks.BLOCK, threads)
+    (slope_bits,) = struct.unpack("q", struct.pack("d", slope))
+    arguments = (packed, grad, target, kind, slope_bits, numel)
+    share(masks.mask_multiply_blocks, arguments, -(-numel // masks.BLOCK), masks.BLOCK, threads)

@@ -19,6 +19,7 @@ from brevact.cpu_kernels.memory import (
     f32_at,
     f32_block,
     f64_at,
+    float64_of,
     i32_at,
     i64_at,
     inlined,
@@ -155,7 +156,7 @@ def _keep_or_scale(grad, target, kind, first, count, bits, slope):
 
 
 @kernel
-def mask_multiply_blocks(packed, grad, target, kind, slope, numel, start, stop):
+def mask_multiply_blocks(packed, grad, target, kind, slope_bits, numel, start, stop):
     """where(mask, grad, slope * grad) of blocks start to stop.
 
     Args:
@@ -163,12 +164,13 @@ def mask_multiply_blocks(packed, grad, target, kind, slope, numel, start, stop):
         grad: Address of the gradients.
         target: Address of the result; may be `grad`.
         kind: Code of the type of both.
-        slope: Factor (float64) where the mask is unset; 0 gives +0.
+        slope_bits: Bits of the factor (float64) where the mask is unset; 0.0 gives +0.
         numel: Number of elements.
         start: First block.
         stop: One past the last block.
     """
     bits = u8_block()
+    slope = float64_of(slope_bits)
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numba
@@ -143,6 +144,42 @@ def rint(typing_context, value):
     return types.float32(types.float32), codegen
 
 
+@intrinsic
+def float64_of(typing_context, bits):
+    """The float64 with these 64 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), codegen
+
+
+@intrinsic
+def take(typing_context, pointer, count):
+    """pointer[0], to which `count` is added in one step that no other thread can part."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", args[0], args[1], "monotonic")
+
+    return pointer.dtype(pointer, types.int64), codegen
+
+
+def words(count: int):
+    """An intrinsic that loads the first `count` elements behind a pointer as a tuple."""
+
+    @intrinsic
+    def load_words(typing_context, pointer):
+        result = types.UniTuple(pointer.dtype, count)
+
+        def codegen(context, builder, signature, args):
+            places = (builder.gep(args[0], [ir.Constant(ir.IntType(64), index)]) for index in range(count))
+            return context.make_tuple(builder, result, [builder.load(place) for place in places])
+
+        return result(pointer), codegen
+
+    return load_words
+
+
 @functools.cache
 def _digest() -> str:
     """Hash of this package's sources."""
@@ -150,11 +187,27 @@ def _digest() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-class _PackageCache(FunctionCache):
+class PackageCache(FunctionCache):
     """Numba's cache on disk, which looks at a kernel's own file only, made to notice changes to what it inlines."""
 
+    def __init__(self, function: Callable, name: str = "") -> None:
+        super().__init__(function)
+        self._function_name = name
+
     def _index_key(self, sig, codegen):
-        return (*super()._index_key(sig, codegen), _digest())
+        return (sig, codegen.magic_tuple(), self._function_name, _digest())
+
+    @classmethod
+    def attach(cls, compiled: object, function: Callable, name: str = "") -> None:
+        """Let a compiled function use the cache, where some folder is writable.
+
+        Args:
+            compiled: Numba's dispatcher or C function.
+            function: What it compiles.
+            name: Tells functions of one definition apart.
+        """
+        with contextlib.suppress(RuntimeError):  # no folder to cache in
+            compiled._cache = cls(function, name)
 
 
 def kernel(function):
@@ -167,8 +220,7 @@ def kernel(function):
         The kernel, compiled when first called.
     """
     dispatcher = numba.njit(function, nogil=True, error_model="numpy")
-    with contextlib.suppress(RuntimeError):  # no folder to cache in
-        dispatcher._cache = _PackageCache(function)
+    PackageCache.attach(dispatcher, function)
     return dispatcher
 
 
