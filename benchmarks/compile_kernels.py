@@ -5,7 +5,8 @@
 Launches are built for tensors on the meta device, so what is compiled is what is launched. The exit status is 1 if a
 kernel spills registers, or if one whose tensors are aligned moves a plane of elements in other than 128-bit accesses.
 Columns `loads` and `stores` count the instructions on global memory by width in bits; they include those of the ragged
-last block, which are narrow. `spills` counts accesses to local memory (NVIDIA) or spilled registers (AMD).
+last block, which are narrow. `spills` counts accesses to local memory (NVIDIA) or spilled registers (AMD). For gfx942
+all of it comes from the assembly and its metadata: nothing needs the device.
 """
 
 from __future__ import annotations
@@ -116,30 +117,39 @@ def _rows(variant: Variant) -> list[Row]:
 
 
 def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
-    """Launches of a variant, and how many 128-bit loads and stores each must have at least."""
-    dtype, operation = DTYPES[variant.dtype], variant.operation
-    if operation == "masks":
-        x, packed = _meta(1 << 20, dtype), _meta(1 << 17, torch.uint8)
-        bools = _meta(1 << 20, torch.uint8)
-        for source in (x, bools):
-            yield triton_kernels.pack_mask(source, packed), 8, 0
-        yield triton_kernels.unpack_mask(packed, bools), 0, 8
-        for slope in (0.0, 0.1):
-            yield triton_kernels.mask_multiply(packed, x, x, slope, x.numel()), 8, 8
-        return
-    if operation == "codes":
-        packed = _meta((1 << 17) * variant.bit_width, torch.uint8)
-        for kind in (torch.uint8, torch.int32, torch.int64):
-            codes = _meta(1 << 20, kind)
-            yield triton_kernels.pack_codes(codes, packed, variant.bit_width, 512), 8, 0
-            if kind != torch.uint8:
-                yield triton_kernels.unpack_codes(packed, codes, variant.bit_width, 512), 0, 8
-        return
+    """Launches of a variant, and how many 128-bit loads and stores each must have at least: one a plane."""
+    if variant.operation == "masks":
+        yield from _mask_launches(DTYPES[variant.dtype])
+    elif variant.operation == "codes":
+        yield from _code_launches(variant.bit_width)
+    else:
+        yield from _uniform_launches(variant)
+
+
+def _mask_launches(dtype: torch.dtype) -> Iterator[tuple[Launch, int, int]]:
+    x, bools, packed = _meta(1 << 20, dtype), _meta(1 << 20, torch.uint8), _meta(1 << 17, torch.uint8)
+    for source in (x, bools):
+        yield triton_kernels.pack_mask(source, packed), 8, 0
+    yield triton_kernels.unpack_mask(packed, bools), 0, 8
+    for slope in (0.0, 0.1):
+        yield triton_kernels.mask_multiply(packed, x, x, slope, x.numel()), 8, 8
+
+
+def _code_launches(bit_width: int) -> Iterator[tuple[Launch, int, int]]:
+    packed = _meta((1 << 17) * bit_width, torch.uint8)
+    for dtype in (torch.uint8, torch.int32, torch.int64):
+        codes = _meta(1 << 20, dtype)
+        yield triton_kernels.pack_codes(codes, packed, bit_width, 512), 8, 0
+        if dtype != torch.uint8:
+            yield triton_kernels.unpack_codes(packed, codes, bit_width, 512), 0, 8
+
+
+def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     quantizer, x = _subject(variant)
     spec = PackedSpec.of(quantizer, Layout.of(x))
     plan, (codes, minimum, scale) = plan_of(spec), spec.split(spec.empty(x))
-    if operation.startswith("dequantize"):
-        other = x if operation == "dequantize_multiply" else None
+    if variant.operation.startswith("dequantize"):
+        other = x if variant.operation == "dequantize_multiply" else None
         launch = triton_kernels.dequantize_uniform(codes, scale, minimum, other, x, plan)
         aligned = launch.constants["ROWS"] > 0
         yield launch, 8 * aligned * (other is not None), 8 * aligned

@@ -7,7 +7,7 @@ tensor on such a device comes.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from brevact.quantizers.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, packed_byt
 
 if TYPE_CHECKING:
     from brevact.quantizers.packed import PackedSpec
+    from brevact.quantizers.uniform import UniformQuantizer
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -197,7 +198,8 @@ def plan_of(spec: PackedSpec) -> triton_kernels.UniformPlan:
     Returns:
         Its plan.
     """
-    geometry = spec.quantizer.geometry(spec.layout)
+    quantizer = cast("UniformQuantizer", spec.quantizer)
+    geometry = quantizer.geometry(spec.layout)
     return triton_kernels.UniformPlan(
         numel=geometry.numel,
         bit_width=geometry.bit_width,
@@ -205,5 +207,5 @@ def plan_of(spec: PackedSpec) -> triton_kernels.UniformPlan:
         inner=geometry.inner,
         groups=geometry.groups,
         one_run=geometry.one_run,
-        stochastic=spec.quantizer.is_stochastic,
+        stochastic=quantizer.is_stochastic,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MODULES = ("interpreted_uniform.py", "interpreted_packing.py")
+MODULES = ("interpreted_packing.py", "interpreted_groups.py", "interpreted_bit_widths.py")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def runs() -> Iterator[dict[str, subprocess.Popen]]:
         process.wait()
 
 
-@pytest.mark.parametrize("module", reversed(MODULES))
+@pytest.mark.parametrize("module", MODULES)
 def test_interpreted_kernels_pass(module: str, runs: dict[str, subprocess.Popen]):
     output, _ = runs[module].communicate(timeout=600)
     assert runs[module].returncode == 0, output
