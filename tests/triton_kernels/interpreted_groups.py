@@ -1,4 +1,4 @@
-"""Interpreted kernels of the uniform quantizer: every way to divide a tensor, extreme values, any tensor; started by `test_interpreted`.
+"""Interpreted kernels of the uniform quantizer: every way to divide a tensor, extreme values; see `test_interpreted`.
 
 Tensors are as small as lets one program see whole blocks and a ragged one: a program costs the interpreter the same
 half a second however large its tiles.
