@@ -17,6 +17,7 @@ from brevact.quantizers.philox import seed_value
 
 if TYPE_CHECKING:
     from brevact.quantizers.packed import PackedSpec
+    from brevact.quantizers.uniform import UniformQuantizer
 
 
 @functools.cache
@@ -30,7 +31,7 @@ def _cpu() -> ModuleType:
     return importlib.import_module("brevact.quantizers.cpu")
 
 
-def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor | None) -> Tensor:
+def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor | None) -> Tensor:
     """Quantize a tensor; see `reference.quantize_uniform`.
 
     Args:
@@ -59,7 +60,7 @@ def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor | None) -> 
         return buffer
 
 
-def dequantize_uniform(buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
+def dequantize_uniform(buffer: Tensor, spec: PackedSpec[UniformQuantizer], target: Tensor) -> None:
     """Decode; see `reference.dequantize_uniform`.
 
     Args:
@@ -76,7 +77,9 @@ def dequantize_uniform(buffer: Tensor, spec: PackedSpec, target: Tensor) -> None
         reference.dequantize_uniform(codes, scale, minimum, spec.quantizer.geometry(spec.layout), flat)
 
 
-def dequantize_multiply_uniform(buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
+def dequantize_multiply_uniform(
+    buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor, target: Tensor
+) -> None:
     """Decode and multiply by a tensor of the same dtype and memory order.
 
     Args:
