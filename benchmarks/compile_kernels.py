@@ -80,14 +80,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     grid = (options.targets, options.operations, options.dtypes, options.bit_widths, options.buckets)
     variants = [Variant(*values) for values in itertools.product(*grid)]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        found = [row for rows in pool.map(_rows, variants) for row in rows]
+    found = itertools.chain.from_iterable(_in_processes(variants, options.jobs))
     rows = list({tuple(row.items()): row for row in found}.values())  # masks, say, do not depend on the bucket size
     write_rows(rows, options.csv)
     failures = sum(row["problem"] != "" for row in rows)
     print(f"{len(rows)} kernels with Triton {triton.__version__}, {failures} with a problem")
     return int(failures > 0)
+
+
+def _in_processes(variants: list[Variant], jobs: int) -> Iterator[list[Row]]:
+    """The rows of each variant, compiled by several processes, or by this one."""
+    if jobs == 1:
+        yield from map(_rows, variants)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        yield from pool.map(_rows, variants)
 
 
 def _rows(variant: Variant) -> list[Row]:

@@ -17,6 +17,7 @@ from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 
 if TYPE_CHECKING:
     from brevact.quantizers.packed import PackedSpec
+    from brevact.quantizers.uniform import UniformQuantizer
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _KINDS = {
@@ -40,7 +41,7 @@ def takes(x: Tensor) -> bool:
     return x.is_cpu and type(x) in _PLAIN_TYPES
 
 
-def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor) -> Tensor:
+def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor) -> Tensor:
     """See `dispatch.quantize_uniform`.
 
     Args:
@@ -62,7 +63,9 @@ def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor) -> Tensor:
     return buffer
 
 
-def dequantize_uniform(buffer: Tensor, spec: PackedSpec, other: Tensor | None, target: Tensor) -> None:
+def dequantize_uniform(
+    buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor | None, target: Tensor
+) -> None:
     """See `dispatch.dequantize_uniform` and `dispatch.dequantize_multiply_uniform`.
 
     Args:
@@ -199,7 +202,7 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
     cpu_kernels.mask_multiply(*pointers, negative_slope, numel, torch.get_num_threads())
 
 
-def _plan(spec: PackedSpec) -> cpu_kernels.UniformPlan:
+def _plan(spec: PackedSpec[UniformQuantizer]) -> cpu_kernels.UniformPlan:
     """What the kernels need to know of a tensor, kept with the spec."""
     quantizer = spec.quantizer
     geometry = quantizer.geometry(spec.layout)

@@ -17,6 +17,7 @@ from brevact.quantizers.philox import seed_value
 
 if TYPE_CHECKING:
     from brevact.quantizers.packed import PackedSpec
+    from brevact.quantizers.uniform import UniformQuantizer
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def _kernels(x: Tensor) -> ModuleType | None:
     return _cpu() if _has_numba() else None
 
 
-def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor | None) -> Tensor:
+def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor | None) -> Tensor:
     """Quantize a tensor; see `reference.quantize_uniform`.
 
     Args:
@@ -78,7 +79,7 @@ def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor | None) -> 
         return buffer
 
 
-def dequantize_uniform(buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
+def dequantize_uniform(buffer: Tensor, spec: PackedSpec[UniformQuantizer], target: Tensor) -> None:
     """Decode; see `reference.dequantize_uniform`.
 
     Args:
@@ -96,7 +97,9 @@ def dequantize_uniform(buffer: Tensor, spec: PackedSpec, target: Tensor) -> None
         reference.dequantize_uniform(codes, scale, minimum, spec.quantizer.geometry(spec.layout), flat)
 
 
-def dequantize_multiply_uniform(buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
+def dequantize_multiply_uniform(
+    buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor, target: Tensor
+) -> None:
     """Decode and multiply by a tensor of the same dtype and memory order.
 
     Args:

@@ -7,7 +7,7 @@ tensor on such a device comes.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def takes(x: Tensor) -> bool:
     return x.is_cuda and type(x) in _PLAIN_TYPES and x.dtype != torch.float64
 
 
-def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor) -> Tensor:
+def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor) -> Tensor:
     """See `dispatch.quantize_uniform`. The kernel reads the seed from device memory.
 
     Args:
@@ -59,7 +59,9 @@ def quantize_uniform(x: Tensor, spec: PackedSpec, seed: int | Tensor) -> Tensor:
     return buffer
 
 
-def dequantize_uniform(buffer: Tensor, spec: PackedSpec, other: Tensor | None, target: Tensor) -> None:
+def dequantize_uniform(
+    buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor | None, target: Tensor
+) -> None:
     """See `dispatch.dequantize_uniform` and `dispatch.dequantize_multiply_uniform`.
 
     Args:
@@ -189,7 +191,7 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(spec: PackedSpec) -> triton_kernels.UniformPlan:
+def plan_of(spec: PackedSpec[UniformQuantizer]) -> triton_kernels.UniformPlan:
     """What the kernels need to know of a tensor.
 
     Args:
@@ -198,8 +200,7 @@ def plan_of(spec: PackedSpec) -> triton_kernels.UniformPlan:
     Returns:
         Its plan.
     """
-    quantizer = cast("UniformQuantizer", spec.quantizer)
-    geometry = quantizer.geometry(spec.layout)
+    geometry = spec.quantizer.geometry(spec.layout)
     return triton_kernels.UniformPlan(
         numel=geometry.numel,
         bit_width=geometry.bit_width,
@@ -207,5 +208,5 @@ def plan_of(spec: PackedSpec) -> triton_kernels.UniformPlan:
         inner=geometry.inner,
         groups=geometry.groups,
         one_run=geometry.one_run,
-        stochastic=quantizer.is_stochastic,
+        stochastic=spec.quantizer.is_stochastic,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,10 +34,10 @@ class Decoder(Protocol):
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """What is stored for a tensor of this layout, codes first."""
 
-    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
         """Decode into `target`, whose memory holds the elements densely in memory order."""
 
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
+    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
         """Decode, multiply by `other` and write to `target`; both dense in memory order and of the layout's dtype."""
 
 
@@ -49,7 +49,10 @@ class Part(NamedTuple):
     numel: int
 
 
-class PackedSpec:
+D = TypeVar("D", bound=Decoder)
+
+
+class PackedSpec(Generic[D]):
     """Everything about a `PackedActivation` but its bytes; hashable and picklable.
 
     Args:
@@ -59,7 +62,7 @@ class PackedSpec:
 
     __slots__ = ("cpu_plan", "has_padding", "layout", "nbytes", "offsets", "parts", "quantizer")
 
-    def __init__(self, quantizer: Decoder, layout: Layout) -> None:
+    def __init__(self, quantizer: D, layout: Layout) -> None:
         self.quantizer = quantizer
         self.layout = layout
         self.parts = quantizer.parts(layout)
@@ -72,11 +75,11 @@ class PackedSpec:
         self.offsets = tuple(offsets)
         self.nbytes = end
         self.has_padding = used < end
-        self.cpu_plan: object = None  # what the launcher of the CPU kernels derives from it
+        self.cpu_plan: Any = None  # what the launcher of the CPU kernels derives from it
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
-    def of(quantizer: Decoder, layout: Layout) -> PackedSpec:
+    def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
         """The spec with these fields; equal specs are one shared object."""
         return PackedSpec(quantizer, layout)
 
@@ -157,7 +160,7 @@ class PackedActivation:
 
     __slots__ = ("buffer", "spec")
 
-    def __init__(self, spec: PackedSpec, buffer: Tensor) -> None:
+    def __init__(self, spec: PackedSpec[Any], buffer: Tensor) -> None:
         self.spec = spec
         self.buffer = buffer
 

@@ -166,7 +166,7 @@ class UniformQuantizer:
         """
         return _geometry(self, layout)
 
-    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
+    def decode(self, buffer: Tensor, spec: PackedSpec[UniformQuantizer], target: Tensor) -> None:
         """Decode into memory that is dense in the layout's memory order.
 
         Args:
@@ -179,7 +179,9 @@ class UniformQuantizer:
         else:
             dispatch.dequantize_uniform(buffer, spec, target)
 
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
+    def decode_multiply(
+        self, buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor, target: Tensor
+    ) -> None:
         """Decode, multiply and write to memory that is dense in the layout's memory order.
 
         Args:
