@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -82,6 +83,14 @@ def _interrupt_later() -> None:
     _interrupt_caller()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises KeyboardInterrupt, also where the process was started in the background of a shell."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -90,7 +99,7 @@ def _interrupt_later() -> None:
         pytest.param(lambda: _Pieces(_interrupt_later, lambda: None), id="while the caller waits"),
     ],
 )
-def test_share_interrupted_leaves_nobody_at_work(pieces):
+def test_share_interrupted_leaves_nobody_at_work(pieces, interruptible):
     work = pieces()
     with pytest.raises(KeyboardInterrupt):
         share(work, 1000, SMALLEST_SHARE, 3)
