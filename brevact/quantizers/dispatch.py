@@ -31,6 +31,24 @@ def _cpu() -> ModuleType:
     return importlib.import_module("brevact.quantizers.cpu")
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _gpu() -> ModuleType:
+    """Launchers of the Triton kernels, imported when first needed."""
+    return importlib.import_module("brevact.quantizers.gpu")
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """Launchers of compiled kernels for a tensor's device (ROCm devices are "cuda" too), if there are any."""
+    if x.is_cuda:
+        return _gpu() if _has_triton() else None
+    return _cpu() if _has_numba() else None
+
+
 def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor | None) -> Tensor:
     """Quantize a tensor; see `reference.quantize_uniform`.
 
@@ -44,8 +62,9 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
     """
     quantizer, layout = spec.quantizer, spec.layout
     key = seed_value(seed, x.device) if quantizer.is_stochastic else 0
-    if _has_numba() and _cpu().takes(x):
-        return _cpu().quantize_uniform(x, spec, key)
+    kernels = _kernels(x)
+    if kernels is not None and kernels.takes(x):
+        return kernels.quantize_uniform(x, spec, key)
     with torch.no_grad():
         codes, scale, minimum = reference.quantize_uniform(
             layout.flatten(x),
@@ -68,8 +87,9 @@ def dequantize_uniform(buffer: Tensor, spec: PackedSpec[UniformQuantizer], targe
         spec: Spec of a `UniformQuantizer`.
         target: Tensor whose memory holds the elements densely in memory order.
     """
-    if _has_numba() and _cpu().takes(target):
-        _cpu().dequantize_uniform(buffer, spec, None, target)
+    kernels = _kernels(target)
+    if kernels is not None and kernels.takes(target):
+        kernels.dequantize_uniform(buffer, spec, None, target)
         return
     codes, minimum, scale = spec.split(buffer)
     with torch.no_grad():
@@ -88,8 +108,9 @@ def dequantize_multiply_uniform(
         other: Dense factor.
         target: Dense result; may be `other`.
     """
-    if _has_numba() and _cpu().takes(target) and _cpu().takes(other):
-        _cpu().dequantize_uniform(buffer, spec, other, target)
+    kernels = _kernels(target)
+    if kernels is not None and kernels.takes(target) and kernels.takes(other):
+        kernels.dequantize_uniform(buffer, spec, other, target)
         return
     codes, minimum, scale = spec.split(buffer)
     with torch.no_grad():
@@ -110,8 +131,9 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
     Returns:
         uint8 tensor.
     """
-    if _has_numba() and _cpu().can_pack(codes, bit_width, block_size):
-        return _cpu().pack(codes, bit_width, block_size)
+    kernels = _kernels(codes)
+    if kernels is not None and kernels.can_pack(codes, bit_width, block_size):
+        return kernels.pack(codes, bit_width, block_size)
     return reference.pack(codes, bit_width, block_size)
 
 
@@ -127,8 +149,9 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
     Returns:
         (numel,) int32 tensor, int64 at 32 bits.
     """
-    if _has_numba() and _cpu().can_unpack(packed, block_size):
-        return _cpu().unpack(packed, bit_width, numel, block_size)
+    kernels = _kernels(packed)
+    if kernels is not None and kernels.can_unpack(packed, block_size):
+        return kernels.unpack(packed, bit_width, numel, block_size)
     return reference.unpack(packed, bit_width, numel, block_size)
 
 
@@ -143,8 +166,9 @@ def pack_mask(mask: Tensor, layout: Layout) -> Tensor:
         uint8 tensor.
     """
     flat = layout.flatten(mask)
-    if _has_numba() and _cpu().takes_float(flat):
-        return _cpu().pack_mask(flat)
+    kernels = _kernels(flat)
+    if kernels is not None and kernels.takes_float(flat):
+        return kernels.pack_mask(flat)
     flat = flat if flat.dtype == torch.bool else ~(flat <= 0)
     return reference.pack(flat.to(torch.uint8), 1, DEFAULT_BLOCK)
 
@@ -159,8 +183,9 @@ def unpack_mask(packed: Tensor, numel: int) -> Tensor:
     Returns:
         (numel,) bool tensor.
     """
-    if _has_numba() and _cpu().takes(packed):
-        return _cpu().unpack_mask(packed, numel)
+    kernels = _kernels(packed)
+    if kernels is not None and kernels.takes(packed):
+        return kernels.unpack_mask(packed, numel)
     return reference.unpack(packed, 1, numel, DEFAULT_BLOCK).to(torch.bool)
 
 
@@ -174,8 +199,9 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
         target: Dense result of its dtype; may be `grad`.
         negative_slope: Factor where the mask is unset; 0 gives +0.
     """
-    if _has_numba() and _cpu().takes_float(grad) and _cpu().takes(target):
-        _cpu().mask_multiply(packed, numel, grad, target, negative_slope)
+    kernels = _kernels(grad)
+    if kernels is not None and kernels.takes_float(grad) and kernels.takes(target):
+        kernels.mask_multiply(packed, numel, grad, target, negative_slope)
         return
     flat = _flat(grad, numel)
     other = flat * negative_slope if negative_slope else torch.zeros_like(flat)

@@ -1,0 +1,199 @@
+"""Compile the Triton kernels without a GPU, and print what each needs: registers, spills, shared memory, barriers.
+
+    python -m benchmarks.compile_kernels --targets sm_90 --bit-widths 2 4
+
+Launches are built for tensors on the meta device, so what is compiled is what is launched. The exit status is 1 if a
+kernel spills registers, or if one whose tensors are aligned moves a plane of elements in other than 128-bit accesses.
+Columns `loads` and `stores` count the instructions on global memory by width in bits; they include those of the ragged
+last block, which are narrow. `spills` counts accesses to local memory (NVIDIA) or spilled registers (AMD). For gfx942
+all of it comes from the assembly and its metadata: nothing needs the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.offline_compiler import compile_launch, resources
+from benchmarks.records import write_rows
+from brevact import triton_kernels
+from brevact.quantizers import Granularity, Layout, PackedSpec, UniformQuantizer
+from brevact.quantizers.gpu import plan_of
+from brevact.triton_kernels import Launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
+OPERATIONS = ("nearest", "stochastic", "dequantize", "dequantize_multiply", "masks", "codes")
+BUCKETS = ("512", "64", "16", "100", "4096", "8192", "tensor", "channel", "channels_last", "huge")
+"""Bucket sizes, other granularities, and "huge": the default bucket size in a tensor of 2^31 elements."""
+ALIGNED_RUN = 16  # elements: a multiple lets Triton see that the runs of groups are aligned
+
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of the table.
+
+    Args:
+        target: Key of TARGETS.
+        operation: One of OPERATIONS.
+        dtype: Key of DTYPES.
+        bit_width: Bits a code.
+        bucket: One of BUCKETS.
+    """
+
+    target: str
+    operation: str
+    dtype: str
+    bit_width: int
+    bucket: str
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile all variants, print the table, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", choices=TARGETS, nargs="+", default=list(TARGETS))
+    parser.add_argument("--operations", choices=OPERATIONS, nargs="+", default=list(OPERATIONS))
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES))
+    parser.add_argument("--bit-widths", type=int, choices=BIT_WIDTHS, nargs="+", default=list(BIT_WIDTHS))
+    parser.add_argument("--buckets", choices=BUCKETS, nargs="+", default=list(BUCKETS))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: %(default)s)")
+    parser.add_argument("--csv", help="append the rows to this file")
+    options = parser.parse_args(arguments)
+    grid = (options.targets, options.operations, options.dtypes, options.bit_widths, options.buckets)
+    variants = [Variant(*values) for values in itertools.product(*grid)]
+    found = itertools.chain.from_iterable(_in_processes(variants, options.jobs))
+    rows = list({tuple(row.items()): row for row in found}.values())  # masks, say, do not depend on the bucket size
+    write_rows(rows, options.csv)
+    failures = sum(row["problem"] != "" for row in rows)
+    print(f"{len(rows)} kernels with Triton {triton.__version__}, {failures} with a problem")
+    return int(failures > 0)
+
+
+def _in_processes(variants: list[Variant], jobs: int) -> Iterator[list[Row]]:
+    """The rows of each variant, compiled by several processes, or by this one."""
+    if jobs == 1:
+        yield from map(_rows, variants)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        yield from pool.map(_rows, variants)
+
+
+def _rows(variant: Variant) -> list[Row]:
+    """What the kernels of a variant need."""
+    target, rows = TARGETS[variant.target], []
+    for launch, loads, stores in _launches(variant):
+        needs = resources(compile_launch(launch, target), target)
+        problems = ["spills"] * (needs["spills"] != 0)
+        problems += ["narrow loads"] * (needs["loads"][128] < loads)
+        problems += ["narrow stores"] * (needs["stores"][128] < stores)
+        rows.append(
+            {
+                "target": variant.target,
+                "kernel": launch.kernel.__name__,
+                "dtype": variant.dtype,
+                "threads": launch.threads,
+                "constants": ",".join(f"{name}={int(value)}" for name, value in launch.constants.items()),
+                "multiplies": int("other_ptr" in launch.kernel.arg_names and launch.arguments[3] is not None),
+                "int64": int(any(isinstance(value, int) and value >= 2**31 for value in launch.arguments)),
+                **{name: needs[name] for name in ("registers", "spills", "shared", "barriers")},
+                "loads": _widths(needs["loads"]),
+                "stores": _widths(needs["stores"]),
+                "problem": " and ".join(problems),
+            }
+        )
+    return rows
+
+
+def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
+    """Launches of a variant, and how many 128-bit loads and stores each must have at least: one a plane."""
+    if variant.operation == "masks":
+        yield from _mask_launches(DTYPES[variant.dtype])
+    elif variant.operation == "codes":
+        yield from _code_launches(variant.bit_width)
+    else:
+        yield from _uniform_launches(variant)
+
+
+def _mask_launches(dtype: torch.dtype) -> Iterator[tuple[Launch, int, int]]:
+    x, bools, packed = _meta(1 << 20, dtype), _meta(1 << 20, torch.uint8), _meta(1 << 17, torch.uint8)
+    for source in (x, bools):
+        yield triton_kernels.pack_mask(source, packed), 8, 0
+    yield triton_kernels.unpack_mask(packed, bools), 0, 8
+    for slope in (0.0, 0.1):
+        yield triton_kernels.mask_multiply(packed, x, x, slope, x.numel()), 8, 8
+
+
+def _code_launches(bit_width: int) -> Iterator[tuple[Launch, int, int]]:
+    packed = _meta((1 << 17) * bit_width, torch.uint8)
+    for dtype in (torch.uint8, torch.int32, torch.int64):
+        codes = _meta(1 << 20, dtype)
+        yield triton_kernels.pack_codes(codes, packed, bit_width, 512), 8, 0
+        if dtype != torch.uint8:
+            yield triton_kernels.unpack_codes(packed, codes, bit_width, 512), 0, 8
+
+
+def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
+    quantizer, x = _subject(variant)
+    spec = PackedSpec.of(quantizer, Layout.of(x))
+    plan, (codes, minimum, scale) = plan_of(spec), spec.split(spec.empty(x))
+    if variant.operation.startswith("dequantize"):
+        other = x if variant.operation == "dequantize_multiply" else None
+        launch = triton_kernels.dequantize_uniform(codes, scale, minimum, other, x, plan)
+        aligned = launch.constants["ROWS"] > 0
+        yield launch, 8 * aligned * (other is not None), 8 * aligned
+        return
+    seed = _meta((), torch.int64) if quantizer.is_stochastic else None
+    for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, seed, plan):
+        constants = launch.constants
+        in_runs = constants.get("INNER_TILE", 1) > 1 and plan.inner % ALIGNED_RUN == 0
+        in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
+        yield launch, 8 * in_tiles or int(in_runs), 0
+
+
+def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:
+    """Quantizer and tensor of a variant."""
+    settings = {
+        "bit_width": variant.bit_width,
+        "rounding": "nearest" if variant.operation == "nearest" else "stochastic",
+    }
+    x = _meta((64, 64, 56, 56), DTYPES[variant.dtype])
+    if variant.bucket == "tensor":
+        return UniformQuantizer(granularity=Granularity.TENSOR, **settings), x
+    if variant.bucket.startswith("channel"):
+        memory_format = torch.channels_last if variant.bucket == "channels_last" else torch.contiguous_format
+        return UniformQuantizer(granularity=Granularity.CHANNEL, **settings), x.to(memory_format=memory_format)
+    if variant.bucket == "huge":
+        return UniformQuantizer(**settings), _meta(1 << 31, x.dtype)
+    return UniformQuantizer(bucket_size=int(variant.bucket), **settings), _meta(1 << 24, x.dtype)
+
+
+def _meta(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _widths(counts: collections.Counter) -> str:
+    return " ".join(f"{count}x{width}" for width, count in sorted(counts.items(), reverse=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

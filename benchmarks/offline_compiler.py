@@ -1,0 +1,117 @@
+"""Triton launches compiled for a GPU that is not there, and what the machine code needs."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from brevact.triton_kernels import Launch
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+ALIGNMENT = 16  # of allocations, in bytes, that Triton compiles for
+
+
+def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
+    """Compile a launch as Triton does when its tensors are aligned.
+
+    Args:
+        launch: Launch of tensors on any device.
+        target: GPU to compile for.
+
+    Returns:
+        The compiled kernel.
+    """
+    signature, constants, attributes = {}, {}, {}
+    values = iter(launch.arguments)
+    for index, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
+        value = launch.constants[name] if parameter.is_constexpr else next(values)
+        if isinstance(value, Tensor):
+            signature[name] = _POINTERS[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
+            signature[name], constants[(index,)] = "constexpr", value
+        else:
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % ALIGNMENT == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", ALIGNMENT]]
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.threads // target.warp_size, "enable_fp_fusion": False}
+    return triton.compile(source, target=target, options=options)
+
+
+def resources(kernel: CompiledKernel, target: GPUTarget) -> dict[str, Any]:
+    """What a compiled kernel needs, from its machine code.
+
+    Args:
+        kernel: Result of `compile_launch`.
+        target: GPU that it is for.
+
+    Returns:
+        Registers of a thread, spills, bytes of shared memory, barriers; loads and stores of global memory as counts by
+        width in bits.
+    """
+    found = _of_assembly(kernel.asm["amdgcn"]) if target.backend == "hip" else _of_cubin(kernel.asm["cubin"])
+    return {**found, "shared": kernel.metadata.shared}
+
+
+def _of_assembly(assembly: str) -> dict[str, Any]:
+    fields = {name: int(count) for name, count in re.findall(r"\.(\w+_count):\s+(\d+)", assembly)}
+    bits = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
+    accesses = {"load": collections.Counter(), "store": collections.Counter()}
+    for kind, size in re.findall(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", assembly, re.MULTILINE):
+        accesses[kind][bits.get(size, 8 if "byte" in size else 16)] += 1
+    return {
+        "registers": fields["vgpr_count"],
+        "spills": fields["vgpr_spill_count"] + fields["sgpr_spill_count"],
+        "barriers": len(re.findall(r"^\s+s_barrier", assembly, re.MULTILINE)),
+        "loads": accesses["load"],
+        "stores": accesses["store"],
+    }
+
+
+def _of_cubin(cubin: bytes) -> dict[str, Any]:
+    usage, listing = _dump(cubin)
+    accesses = {"LDG": collections.Counter(), "STG": collections.Counter()}
+    for kind, modifiers in re.findall(r"\b(LDG|STG)((?:\.\w+)*)", listing):
+        bits = re.search(r"\.[US]?(8|16|64|128)\b", modifiers)
+        accesses[kind][int(bits.group(1)) if bits else 32] += 1
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", listing)),
+        "barriers": len(re.findall(r"\bBAR\.", listing)),
+        "loads": accesses["LDG"],
+        "stores": accesses["STG"],
+    }
+
+
+def _dump(cubin: bytes) -> tuple[str, str]:
+    """Resource usage and machine code of a cubin, by the cuobjdump in Triton's wheel."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        with open(path, "wb") as file:
+            file.write(cubin)
+        commands = ([tool, flag, path] for flag in ("--dump-resource-usage", "--dump-sass"))
+        usage, listing = (subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands)
+    return usage, listing

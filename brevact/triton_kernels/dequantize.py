@@ -1,0 +1,60 @@
+"""Kernel that decodes, and multiplies by the way; `reference.dequantize_uniform`'s values."""
+
+import triton
+import triton.language as tl
+
+from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, widen
+from brevact.triton_kernels.groups import group_of
+from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
+
+
+@triton.jit
+def dequantize_tile(
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Decode a tile, x = m + s * q clamped to +-largest, and multiply by `other` unless that is None.
+
+    ALIGNED: a row of a whole block's plane lies in one group.
+    """
+    PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
+    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+    for i in tl.static_range(8):
+        valid = element_mask(i, row, column, stride, limit, RAGGED)
+        offset = row * BLOCK + i * stride
+        if RAGGED or not ALIGNED:
+            group = group_of(first, offset + column, inner, groups, INNER)
+            scale = widen(tl.load(scale_ptr + group, mask=valid))
+            base = widen(tl.load(minimum_ptr + group, mask=valid))
+        elif i % PLANES == 0:
+            group = group_of(first, offset, inner, groups, INNER)
+            scale = widen(tl.load(scale_ptr + group, mask=valid))
+            base = widen(tl.load(minimum_ptr + group, mask=valid))
+        y = base + scale * float_of_code(unpack_code(packed, i, BIT_WIDTH), BIT_WIDTH)
+        y = cast(maximum(minimum(y, largest), -largest), target_ptr.dtype.element_ty)
+        pointers = first + (offset + column)
+        if other_ptr is not None:
+            factor = widen(tl.load(other_ptr + pointers, mask=valid))
+            y = cast(widen(y) * factor, target_ptr.dtype.element_ty)
+        tl.store(target_ptr + pointers, y, mask=valid)
+
+
+@triton.jit(do_not_specialize=["numel", "inner", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
+def dequantize_kernel(
+    codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, inner, groups, largest,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
+    INNER: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Decode: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
+    if ROWS > 0:
+        first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
+        dequantize_tile(
+            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, rows,
+            inner, groups, largest, BIT_WIDTH, BLOCK, INNER, ALIGNED, RAGGED=False,
+        )  # fmt: skip
+    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
+    if count > 0:
+        dequantize_tile(
+            codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, count,
+            inner, groups, largest, BIT_WIDTH, BLOCK, INNER, ALIGNED, RAGGED=True,
+        )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Float arithmetic that is bit for bit torch's, compiled and interpreted.
+
+Kernels are launched without contraction to fused multiply-adds; those written out here are exact. Divisions are
+`div_rn`: the `/` operator is approximate.
+"""
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+_MAGIC = tl.constexpr(12582912.0)
+"""1.5 * 2^23: adding it rounds |x| < 2^22 half to even and leaves the integer in the low bits of the sum."""
+_MAGIC_BITS = tl.constexpr(0x4B400000)
+_UNIT_2_23, _UNIT_2_23_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)
+"""2^23, whose bits plus a smaller integer are those of the sum: an int-to-float conversion at full rate."""
+
+
+@triton.jit
+def key_of(x):
+    """Float32 to an int32 of the same order. NaNs lie beyond the infinities, so integer reductions keep them."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def float_of_key(key):
+    """The inverse of `key_of`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def minimum(x, y):
+    """Smaller of two values; NaN wins."""
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def maximum(x, y):
+    """Larger of two values; NaN wins."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def nearest_int(x):
+    """Float32 with |x| < 2^22 to int32, half to even."""
+    return (x + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
+
+
+@triton.jit
+def _nearest_65536th(x):
+    """65536 x, |x| <= 2^6, to int32, half to even. The product is exact, so the fused multiply-add rounds once."""
+    return tl.fma(x, 65536.0, _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
+
+
+@triton.jit
+def round_nearest(t, BIT_WIDTH: tl.constexpr):
+    """Positions t in [0, 2^b - 1] to codes, half to even."""
+    if BIT_WIDTH <= 16:
+        q = nearest_int(t)
+    else:
+        floor = tl.floor(t)
+        fraction, q = t - floor, floor.to(tl.int32)
+        q += ((fraction > 0.5) | ((fraction == 0.5) & (q % 2 == 1))).to(tl.int32)
+    return q
+
+
+@triton.jit
+def round_stochastic(t, bits, BIT_WIDTH: tl.constexpr):
+    """floor(t) + ((rint(65536 (t - floor(t))) + bits) >> 16): up with the probability of the fraction."""
+    if BIT_WIDTH <= 6:  # in one piece: 65536 t is below 2^22, and rint keeps its even part
+        q = (_nearest_65536th(t) + bits) >> 16
+    elif BIT_WIDTH <= 16:  # from the nearest integer instead of the floor: both shift by multiples of 65536
+        whole = nearest_int(t)
+        q = whole + ((_nearest_65536th(t - ((t + _MAGIC) - _MAGIC)) + bits) >> 16)
+    else:
+        floor = tl.floor(t)
+        q = floor.to(tl.int32) + ((_nearest_65536th(t - floor) + bits) >> 16)
+    return q
+
+
+@triton.jit
+def float_of_code(q, BIT_WIDTH: tl.constexpr):
+    """Codes (uint32) to float32, exact."""
+    if BIT_WIDTH <= 16:
+        value = (q | _UNIT_2_23_BITS).to(tl.float32, bitcast=True) - _UNIT_2_23
+    else:
+        value = q.to(tl.float32)
+    return value
+
+
+@triton.jit
+def round_down_bfloat16(x):
+    """Float32 down to a value that bfloat16 holds."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits + 0xFFFF, bits) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_up_bfloat16(x):
+    """Non-negative float32 up to a value that bfloat16 holds."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+
+
+_INTERPRETED = tl.constexpr(isinstance(key_of, InterpretedFunction))
+
+
+@triton.jit
+def widen(x):
+    """A floating-point type of at most 32 bits to float32, exact."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:  # the interpreter gets subnormal numbers wrong
+        y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """Float32 to a floating-point type, half to even."""
+    if _INTERPRETED and dtype == tl.bfloat16:  # GPUs round; the interpreter cuts the low bits off
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+        y = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(dtype)
+    return y

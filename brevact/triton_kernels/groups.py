@@ -1,0 +1,89 @@
+"""Groups of elements that share metadata: ranges, stored minima and scales, and which group an element is in."""
+
+import triton
+import triton.language as tl
+
+from brevact.triton_kernels.floats import (
+    float_of_key,
+    round_down_bfloat16,
+    round_up_bfloat16,
+)
+
+LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+"""Keys of an empty range; see `floats.key_of`."""
+_MINUS_INFINITY_KEY, _INFINITY_KEY = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000)
+_SMALLEST_SCALE = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def calibrate(low_key, high_key, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr):
+    """Minimum, scale and inverse scale of groups from their ranges of keys, see `reference.calibrate`.
+
+    Minimum and scale are float32 values that their types hold exactly. The inverse is 0 for constant groups and for
+    broken ones, whose minimum and scale are NaN.
+    """
+    finite = (low_key > _MINUS_INFINITY_KEY) & (high_key < _INFINITY_KEY)
+    low = tl.where(finite, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
+    high = tl.where(finite, float_of_key(high_key), 0.0)
+    if minimum_dtype == tl.bfloat16:
+        low = round_down_bfloat16(low)
+    width = high - low
+    levels = (1 << BIT_WIDTH) - 1.0
+    scale = tl.div_rn(width, tl.full(width.shape, levels, tl.float32))
+    if scale_dtype == tl.bfloat16:
+        scale = round_up_bfloat16(scale)
+    scale = tl.where(width > 0.0, tl.maximum(scale, _SMALLEST_SCALE), 0.0)
+    good = finite & (scale * levels < float("inf"))
+    low, scale = tl.where(good, low, float("nan")), tl.where(good, scale, float("nan"))
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0.0, scale, 1.0))
+    return low, scale, tl.where(scale > 0.0, inverse, 0.0)
+
+
+@triton.jit
+def store_metadata(pointer, value, mask):
+    """Store values that the pointer's type holds exactly, NaNs with torch's bits."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        bits = value.to(tl.uint32, bitcast=True) >> 16
+        tl.store(pointer, bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+    else:
+        tl.store(pointer, value, mask=mask)
+
+
+@triton.jit
+def quotient(x, inner):
+    """x // inner for 0 <= x < 2^14 and inner >= 1, by one multiplication.
+
+    M = ceil(2^31 / inner) is off by less than 1, so x * M / 2^31 by less than 2^-17 <= 1 / inner, which is what it may
+    be off where inner < 2^17. Where inner is larger, M <= 2^14 and x * M < 2^28.
+    """
+    magic = (0x7FFFFFFF // tl.minimum(inner, 1 << 30).to(tl.int32)).to(tl.uint32) + 1
+    return ((x.to(tl.uint64) * magic.to(tl.uint64)) >> 31).to(tl.int32)
+
+
+@triton.jit
+def group_of(first, offset, inner, groups, INNER: tl.constexpr):
+    """Group of element first + offset: (first + offset) // inner % groups.
+
+    Args:
+        first: Scalar int64, first element of a tile.
+        offset: int32 tensor of values in [0, 2^14).
+        inner: Consecutive elements of one group; unused where INNER is given.
+        groups: Number of groups; unused where INNER is given.
+        INNER: inner where every group is one run of known length, else 0.
+    """
+    if INNER > 0:
+        group = first // INNER + ((first % INNER).to(tl.uint32) + offset.to(tl.uint32)) // INNER
+    else:
+        first_group = first // inner % groups
+        beyond = offset - _within_tile(inner - first % inner)  # elements after the first group's end
+        runs = tl.where(beyond < 0, 0, 1 + quotient(tl.maximum(beyond, 0), inner))
+        beyond = runs - _within_tile(groups - first_group)  # groups after the last
+        wrapped = beyond - quotient(tl.maximum(beyond, 0), groups) * groups.to(tl.int32)
+        group = tl.where(beyond < 0, first_group + runs, wrapped.to(tl.int64))
+    return group
+
+
+@triton.jit
+def _within_tile(distance):
+    """A distance (int64) as int32; what lies beyond every tile may become nearer."""
+    return tl.minimum(distance, 1 << 20).to(tl.int32)

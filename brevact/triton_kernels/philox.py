@@ -1,0 +1,39 @@
+"""Counter-based random bits: one Philox4x32 call gives the eight elements of a packing column 16 bits each."""
+
+import triton
+import triton.language as tl
+
+ROUNDS = tl.constexpr(7)
+"""The fewest rounds that pass BigCrush (Random123)."""
+
+_MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_KEY_STEP_0, _KEY_STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def column_words(columns, seed):
+    """philox4x32((c lo, c hi, 0, 0), seed, ROUNDS) for int64 columns c and an int64 seed: four uint32 tensors.
+
+    `tl.philox` gives the same words; here one 64-bit product replaces its high and its low multiplication.
+    """
+    c0, c1 = columns.to(tl.uint32), (columns >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        product0, product1 = c0.to(tl.uint64) * _MULTIPLIER_0, c2.to(tl.uint64) * _MULTIPLIER_1
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = product1.to(tl.uint32), product0.to(tl.uint32)
+        k0, k1 = k0 + _KEY_STEP_0, k1 + _KEY_STEP_1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def element_bits(words, i: tl.constexpr):
+    """The 16 random bits of a column's element i, as int32."""
+    word = words[i % 4]
+    if i < 4:
+        bits = word & 0xFFFF
+    else:
+        bits = word >> 16
+    return bits.to(tl.int32)

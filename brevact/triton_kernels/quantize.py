@@ -1,0 +1,204 @@
+"""Kernels that quantize and pack; `reference.quantize_uniform`'s bytes. R blocks, W columns, Q or G groups."""
+
+import triton
+import triton.language as tl
+
+from brevact.triton_kernels.floats import key_of, maximum, minimum, round_nearest, round_stochastic, widen
+from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, group_of, store_metadata
+from brevact.triton_kernels.philox import column_words, element_bits
+from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
+
+
+@triton.jit
+def _seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Random words of a tile's columns; column 0 of a block is its first element / 8. Unused for nearest.
+
+    The seed is loaded as a tensor: tensors derived from loads have the loads' layout, whereas those from indices alone
+    would be computed in another and go through shared memory. A thread still loads the one address once.
+    """
+    if STOCHASTIC:
+        seed = tl.load(seed_ptr + (row * 0 + column * 0))
+        words = column_words(first // 8 + (row * (BLOCK // 8) + column), seed)
+    else:
+        words = (0, 0, 0, 0)
+    return words
+
+
+@triton.jit
+def _codes_of_plane(x, base, inverse, words, i: tl.constexpr, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes (int32) of plane i: round(clip((x - m) / s)), 0 for constant and broken groups and where not valid."""
+    t = tl.minimum((widen(x) - base) * inverse, (1 << BIT_WIDTH) - 1.0)  # x >= m: no lower clip
+    t = tl.where(valid & (inverse > 0.0), t, 0.0)
+    if STOCHASTIC:
+        q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
+    else:
+        q = round_nearest(t, BIT_WIDTH)
+    return q
+
+
+@triton.jit
+def quantize_whole_blocks(
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, rows,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
+
+    Args:
+        x_ptr: Elements.
+        codes_ptr: Packed codes, written.
+        scale_ptr: Scales, written.
+        minimum_ptr: Minima, written.
+        seed_ptr: Seed, int64.
+        first: First element of the tile (int64), a multiple of BLOCK, and of INNER.
+        rows: Blocks of the tile that exist; where groups are longer than blocks, whole groups.
+        BIT_WIDTH: Bits a code.
+        STOCHASTIC: Rounding.
+        INNER: Elements of a group, at most ROWS * BLOCK.
+        BLOCK: Elements of a block.
+        ROWS: Blocks of a tile.
+    """
+    W: tl.constexpr = BLOCK // 8
+    if INNER >= W:
+        PLANES: tl.constexpr = INNER // W if INNER < BLOCK else 8  # in which a group lies
+        LANES: tl.constexpr = INNER // PLANES  # elements of one of these planes that are in one group
+    else:
+        PLANES: tl.constexpr = 1
+        LANES: tl.constexpr = INNER
+    GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, W)[None, :]
+    planes = load_planes(x_ptr + first, row, column, W, rows, BLOCK, RAGGED=False)
+    words = _seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+    q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
+    codes = ()
+    for start in tl.static_range(0, 8, PLANES):
+        low = widen(planes[start])
+        high = low
+        for i in tl.static_range(start + 1, start + PLANES):
+            x = widen(planes[i])
+            low, high = minimum(low, x), maximum(high, x)
+        low_Q = tl.min(tl.reshape(key_of(low), (GROUPS, LANES)), axis=1)
+        high_Q = tl.max(tl.reshape(key_of(high), (GROUPS, LANES)), axis=1)
+        base_Q, scale_Q, inverse_Q = calibrate(
+            low_Q, high_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+        )
+        group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
+        store_metadata(scale_ptr + group, scale_Q, q_row < rows)
+        store_metadata(minimum_ptr + group, base_Q, q_row < rows)
+        base = tl.reshape(tl.broadcast_to(base_Q[:, None], (GROUPS, LANES)), (ROWS, W))
+        inverse = tl.reshape(tl.broadcast_to(inverse_Q[:, None], (GROUPS, LANES)), (ROWS, W))
+        for i in tl.static_range(start, start + PLANES):
+            codes += (_codes_of_plane(planes[i], base, inverse, words, i, True, BIT_WIDTH, STOCHASTIC),)
+    store_codes(codes_ptr + first // 8 * BIT_WIDTH, codes, row, column, W, rows, BLOCK, BIT_WIDTH, RAGGED=False)
+
+
+@triton.jit
+def quantize_ragged_block(
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, count,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr,
+):  # fmt: skip
+    """Range, round and pack one block of whole groups, of any size. The second read of x comes from the cache.
+
+    Args:
+        x_ptr: Elements.
+        codes_ptr: Packed codes, written.
+        scale_ptr: Scales, written.
+        minimum_ptr: Minima, written.
+        seed_ptr: Seed, int64.
+        first: First element of the block (int64).
+        count: Elements of the block (int32), at most BLOCK.
+        BIT_WIDTH: Bits a code.
+        STOCHASTIC: Rounding.
+        INNER: Elements of a group, a divisor of BLOCK.
+        BLOCK: Elements of a block.
+        GROUPS_2: BLOCK // INNER rounded up to a power of two.
+        INNER_2: INNER rounded up to a power of two.
+        COLUMNS_2: BLOCK // 8 rounded up to a power of two.
+    """
+    lane = tl.arange(0, INNER_2)[None, :]
+    element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
+    valid = (lane < INNER) & (element < count)
+    key_GI = key_of(widen(tl.load(x_ptr + first + element, mask=valid)))
+    low_G = tl.min(tl.where(valid, key_GI, HIGHEST_KEY), axis=1)
+    high_G = tl.max(tl.where(valid, key_GI, LOWEST_KEY), axis=1)
+    base_G, scale_G, inverse_G = calibrate(
+        low_G, high_G, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+    )
+    group = tl.arange(0, GROUPS_2)
+    store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
+    store_metadata(minimum_ptr + first // INNER + group, base_G, group * INNER < count)
+    row, index = tl.zeros((1, 1), tl.int32), tl.arange(0, COLUMNS_2)
+    column, columns = index[None, :], (count + 7) // 8
+    planes = load_planes(x_ptr + first, row, column, columns, count, BLOCK, RAGGED=True)
+    words = _seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+    codes = ()
+    for i in tl.static_range(8):
+        group = tl.minimum((i * columns + index) // INNER, GROUPS_2 - 1)
+        base, inverse = tl.gather(base_G, group, 0)[None, :], tl.gather(inverse_G, group, 0)[None, :]
+        valid = element_mask(i, row, column, columns, count, RAGGED=True)
+        codes += (_codes_of_plane(planes[i], base, inverse, words, i, valid, BIT_WIDTH, STOCHASTIC),)
+    out_ptr = codes_ptr + first // 8 * BIT_WIDTH
+    store_codes(out_ptr, codes, row, column, columns, count, BLOCK, BIT_WIDTH, RAGGED=True)
+
+
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr"])
+def quantize_kernel(
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr,
+):  # fmt: skip
+    """Quantize in one pass: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
+    if ROWS > 0:
+        first, _, _, _, rows = whole_blocks(numel, BLOCK, ROWS)
+        quantize_whole_blocks(
+            x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, rows,
+            BIT_WIDTH, STOCHASTIC, INNER, BLOCK, ROWS,
+        )  # fmt: skip
+    if INNER <= BLOCK:  # longer groups come in whole blocks
+        first, _, _, _, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
+        if count > 0:
+            quantize_ragged_block(
+                x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, count,
+                BIT_WIDTH, STOCHASTIC, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2,
+            )  # fmt: skip
+
+
+@triton.jit
+def quantize_calibrated_tile(
+    x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, first, row, column, stride, limit, inner, groups,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Round and pack a tile whose groups have been calibrated. ALIGNED: a row of a whole block's plane is in one."""
+    planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
+    words = _seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+    codes = ()
+    for i in tl.static_range(8):
+        valid = element_mask(i, row, column, stride, limit, RAGGED)
+        offset = row * BLOCK + i * stride
+        if RAGGED or not ALIGNED:
+            offset += column
+        group = group_of(first, offset, inner, groups, INNER=0)
+        base = widen(tl.load(minimum_ptr + group, mask=valid))
+        inverse = tl.load(inverse_ptr + group, mask=valid, other=0.0)
+        codes += (_codes_of_plane(planes[i], base, inverse, words, i, valid, BIT_WIDTH, STOCHASTIC),)
+    out_ptr = codes_ptr + first // 8 * BIT_WIDTH
+    store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+
+
+@triton.jit(do_not_specialize=["numel", "inner", "groups"], do_not_specialize_on_alignment=["minimum_ptr", "seed_ptr"])
+def quantize_calibrated_kernel(
+    x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, numel, inner, groups,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Quantize with minima and inverse scales that `ranges` left; BLOCK is a power of two."""
+    first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
+    quantize_calibrated_tile(
+        x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, first, row, column, stride, rows, inner, groups,
+        BIT_WIDTH, STOCHASTIC, BLOCK, ALIGNED, RAGGED=False,
+    )  # fmt: skip
+    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, BLOCK // 8)
+    if count > 0:
+        quantize_calibrated_tile(
+            x_ptr, codes_ptr, minimum_ptr, inverse_ptr, seed_ptr, first, row, column, stride, count, inner, groups,
+            BIT_WIDTH, STOCHASTIC, BLOCK, ALIGNED, RAGGED=True,
+        )  # fmt: skip

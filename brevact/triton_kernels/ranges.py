@@ -1,0 +1,113 @@
+"""Kernels that calibrate groups which do not lie inside tiles: the first of two passes over x.
+
+A flat tensor of n elements is [O, G, I]: O repetitions of G groups of I = inner consecutive elements; where every group
+is one run, O = 1 and the last group is short. Ranges are int32 keys (`floats.key_of`), so parts of a group may be
+joined in any order.
+"""
+
+import triton
+import triton.language as tl
+
+from brevact.triton_kernels.floats import key_of, maximum, minimum, widen
+from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, store_metadata
+
+
+@triton.jit
+def _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr):
+    """Store what groups with these ranges of keys need."""
+    base_G, scale_G, inverse_G = calibrate(
+        low_G, high_G, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+    )
+    store_metadata(scale_ptr + group, scale_G, group < groups)
+    store_metadata(minimum_ptr + group, base_G, group < groups)
+    tl.store(inverse_ptr + group, inverse_G, mask=group < groups)
+
+
+@triton.jit
+def range_of_part(
+    x_ptr, first_group, part, numel, inner, groups, repeats, parts,
+    REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
+):  # fmt: skip
+    """Lowest and highest key of GROUPS_TILE groups over one of `parts` equal shares of their tiles.
+
+    Args:
+        x_ptr: Elements.
+        first_group: First of the groups (int64).
+        part: Which share.
+        numel: Number of elements.
+        inner: Consecutive elements of one group.
+        groups: Number of groups.
+        repeats: Number of runs of one group.
+        parts: Number of shares.
+        REPEATS_TILE: Runs of a group in a tile; 1 unless all groups, and whole runs, are in one tile.
+        GROUPS_TILE: Groups of a tile; 1 unless runs are whole in a tile.
+        INNER_TILE: Elements of a run in a tile.
+    """
+    o = tl.arange(0, REPEATS_TILE)[:, None, None]
+    g = tl.arange(0, GROUPS_TILE)[None, :, None]
+    e = tl.arange(0, INNER_TILE)[None, None, :]
+    along = tl.cdiv(inner, INNER_TILE)  # tiles
+    tiles = tl.cdiv(repeats, REPEATS_TILE).to(tl.int64) * along
+    share = tl.cdiv(tiles, parts)
+    low = tl.full((REPEATS_TILE, GROUPS_TILE, INNER_TILE), float("inf"), tl.float32)
+    high = -low
+    for tile in range(part * share, tl.minimum((part + 1) * share, tiles)):
+        o0, e0 = tile // along * REPEATS_TILE, tile % along * INNER_TILE
+        start = (o0 * groups + first_group) * inner + e0
+        offset = (o * groups + g) * inner + e
+        valid = (o < repeats - o0) & (g < groups - first_group) & (e < inner - e0) & (offset < numel - start)
+        x = widen(tl.load(x_ptr + start + offset, mask=valid))
+        low, high = minimum(low, tl.where(valid, x, low)), maximum(high, tl.where(valid, x, high))
+    low_GE, high_GE = tl.min(key_of(low), axis=0), tl.max(key_of(high), axis=0)
+    return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1)
+
+
+@triton.jit(do_not_specialize=["repeats"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
+def calibrate_kernel(
+    x_ptr, scale_ptr, minimum_ptr, inverse_ptr, numel, inner, groups, repeats,
+    BIT_WIDTH: tl.constexpr,
+    REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
+):  # fmt: skip
+    """Minimum, scale and inverse scale of groups, each read by one program."""
+    first_group = tl.program_id(0).to(tl.int64) * GROUPS_TILE
+    low_G, high_G = range_of_part(
+        x_ptr, first_group, 0, numel, inner, groups, repeats, 1, REPEATS_TILE, GROUPS_TILE, INNER_TILE
+    )
+    group = first_group + tl.arange(0, GROUPS_TILE)
+    _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
+
+
+@triton.jit(do_not_specialize=["repeats"])
+def ranges_kernel(
+    x_ptr, keys_ptr, numel, inner, groups, repeats,
+    REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
+):  # fmt: skip
+    """Ranges of groups, each read by several programs: keys [parts, 2, groups], the lowest and the highest."""
+    first_group, part = tl.program_id(0).to(tl.int64) * GROUPS_TILE, tl.program_id(1)
+    low_G, high_G = range_of_part(
+        x_ptr, first_group, part, numel, inner, groups, repeats, tl.num_programs(1),
+        REPEATS_TILE, GROUPS_TILE, INNER_TILE,
+    )  # fmt: skip
+    group = first_group + tl.arange(0, GROUPS_TILE)
+    row_ptr = keys_ptr + part.to(tl.int64) * 2 * groups
+    tl.store(row_ptr + group, low_G, mask=group < groups)
+    tl.store(row_ptr + groups + group, high_G, mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["parts", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
+def join_ranges_kernel(
+    keys_ptr, scale_ptr, minimum_ptr, inverse_ptr, parts, groups,
+    BIT_WIDTH: tl.constexpr, PARTS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
+):  # fmt: skip
+    """Minimum, scale and inverse scale of groups from the keys of `ranges_kernel`."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS_TILE + tl.arange(0, GROUPS_TILE)
+    part = tl.arange(0, PARTS_TILE)[:, None]
+    low = tl.full((PARTS_TILE, GROUPS_TILE), HIGHEST_KEY, tl.int32)
+    high = tl.full((PARTS_TILE, GROUPS_TILE), LOWEST_KEY, tl.int32)
+    for start in range(0, parts, PARTS_TILE):
+        valid = (start + part < parts) & (group < groups)[None, :]
+        offset = (start + part).to(tl.int64) * 2 * groups + group[None, :]
+        low = tl.minimum(low, tl.load(keys_ptr + offset, mask=valid, other=HIGHEST_KEY))
+        high = tl.maximum(high, tl.load(keys_ptr + offset + groups, mask=valid, other=LOWEST_KEY))
+    low_G, high_G = tl.min(low, axis=0), tl.max(high, axis=0)
+    _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)

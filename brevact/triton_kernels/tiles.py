@@ -1,0 +1,115 @@
+"""Tiles: the eight planes of a few packing blocks, in device memory and in registers.
+
+A plane of R blocks is one [R, W] tensor, so a thread that holds a column holds it in every plane: a column's eight
+codes, its bytes and its random bits meet in one thread, and packing moves nothing between threads.
+
+A tile is described by five values. `row` [R, 1] and `column` [1, W] are indices. Whole blocks: planes are `stride` = W
+columns apart and `limit` is the number of rows that exist. One ragged block (RAGGED, R = 1): planes are `stride` =
+ceil(limit / 8) columns apart, `limit` is its number of elements, and W is a power of two of at least `stride`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def whole_blocks(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """A program's tile of whole blocks: first element (int64), row, column, stride and limit."""
+    block = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.minimum(numel // BLOCK - block, ROWS).to(tl.int32)
+    return block * BLOCK, tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK // 8)[None, :], BLOCK // 8, rows
+
+
+@triton.jit
+def single_block(numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The block that a program treats as ragged: the last one, if it is, or, ROWS = 0, its only one, of any size.
+
+    Returns the same as `whole_blocks`; a limit of 0 for no such block. COLUMNS is a power of two >= BLOCK / 8.
+    """
+    if ROWS > 0:
+        blocks = numel // BLOCK
+        first = (blocks * BLOCK).to(tl.int64)
+        is_last = blocks - tl.program_id(0).to(tl.int64) * ROWS < ROWS
+        count = tl.where(is_last, numel - first, 0).to(tl.int32)
+    else:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        count = tl.minimum(numel - first, BLOCK).to(tl.int32)
+    return first, tl.zeros((1, 1), tl.int32), tl.arange(0, COLUMNS)[None, :], (count + 7) // 8, count
+
+
+@triton.jit
+def element_mask(i: tl.constexpr, row, column, stride, limit, RAGGED: tl.constexpr):
+    """Which elements of plane i exist."""
+    if RAGGED:
+        mask = (column < stride) & (i * stride + column < limit)
+    else:
+        mask = row < limit  # by row: a mask by element would turn wide loads into narrow ones
+    return mask
+
+
+@triton.jit
+def byte_mask(row, column, stride, limit, RAGGED: tl.constexpr):
+    """Which packed bytes of a plane of bytes exist."""
+    if RAGGED:
+        mask = column < stride
+    else:
+        mask = row < limit
+    return mask
+
+
+@triton.jit
+def load_planes(pointer, row, column, stride, limit, BLOCK: tl.constexpr, RAGGED: tl.constexpr):
+    """The eight planes of a tile, as they are stored. What does not exist is undefined."""
+    planes = ()
+    for i in tl.static_range(8):
+        mask = element_mask(i, row, column, stride, limit, RAGGED)
+        planes += (tl.load(pointer + (row * BLOCK + i * stride + column), mask=mask),)
+    return planes
+
+
+@triton.jit
+def load_bytes(pointer, row, column, stride, limit, BLOCK: tl.constexpr, BIT_WIDTH: tl.constexpr, RAGGED: tl.constexpr):
+    """The packed bytes of a tile's columns, least significant first, as uint32."""
+    packed = ()
+    mask = byte_mask(row, column, stride, limit, RAGGED)
+    for k in tl.static_range(BIT_WIDTH):
+        offset = row * (BLOCK // 8 * BIT_WIDTH) + k * stride + column
+        packed += (tl.load(pointer + offset, mask=mask, other=0).to(tl.uint32),)
+    return packed
+
+
+@triton.jit
+def store_codes(
+    pointer, codes, row, column, stride, limit, BLOCK: tl.constexpr, BIT_WIDTH: tl.constexpr, RAGGED: tl.constexpr
+):
+    """Pack the eight codes of every column and store their bytes. Bits above BIT_WIDTH must be 0."""
+    mask = byte_mask(row, column, stride, limit, RAGGED)
+    for k in tl.static_range(BIT_WIDTH):
+        offset = row * (BLOCK // 8 * BIT_WIDTH) + k * stride + column
+        tl.store(pointer + offset, _byte(codes, k, BIT_WIDTH), mask=mask)
+
+
+@triton.jit
+def _byte(codes, k: tl.constexpr, BIT_WIDTH: tl.constexpr):
+    """Byte k of the little-endian integer that eight codes make."""
+    byte = tl.zeros_like(codes[0])
+    for i in tl.static_range(8):
+        if i * BIT_WIDTH < 8 * k + 8 and (i + 1) * BIT_WIDTH > 8 * k:
+            if i * BIT_WIDTH >= 8 * k:
+                byte |= codes[i] << (i * BIT_WIDTH - 8 * k)
+            else:
+                byte |= codes[i] >> (8 * k - i * BIT_WIDTH)
+    return byte.to(tl.uint8)
+
+
+@triton.jit
+def unpack_code(packed, i: tl.constexpr, BIT_WIDTH: tl.constexpr):
+    """Code i of every column, as uint32."""
+    code = tl.zeros_like(packed[0])
+    for k in tl.static_range(BIT_WIDTH):
+        if i * BIT_WIDTH < 8 * k + 8 and (i + 1) * BIT_WIDTH > 8 * k:
+            if i * BIT_WIDTH >= 8 * k:
+                code |= packed[k] >> (i * BIT_WIDTH - 8 * k)
+            else:
+                code |= packed[k] << (8 * k - i * BIT_WIDTH)
+    return code & ((1 << BIT_WIDTH) - 1)

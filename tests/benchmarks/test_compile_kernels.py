@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux only")
+
+
+def test_main_compiles_kernels_for_every_target_without_spills_and_narrow_loads(capsys: pytest.CaptureFixture[str]):
+    from benchmarks.compile_kernels import TARGETS, main
+
+    options = ["--bit-widths", "3", "--dtypes", "bfloat16", "--buckets", "512"]
+    assert main([*options, "--operations", "stochastic", "dequantize_multiply"]) == 0
+    header, *rows, summary = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {row[header.index("target")] for row in rows} == set(TARGETS)
+    assert {row[header.index("spills")] for row in rows} == {"0"}
+    assert int(summary[0]) == len(rows) == 3 * 2
+
+
+def test_main_compiles_kernels_of_two_passes_and_odd_buckets():
+    from benchmarks.compile_kernels import main
+
+    options = ["--targets", "sm_90", "--bit-widths", "4", "--dtypes", "float16", "--jobs", "1"]
+    assert main([*options, "--buckets", "100", "tensor", "--operations", "nearest"]) == 0
+
+
+def test_rows_name_narrow_loads(monkeypatch: pytest.MonkeyPatch):
+    from benchmarks import compile_kernels, offline_compiler
+
+    monkeypatch.setattr(offline_compiler, "ALIGNMENT", 4)
+    (row,) = compile_kernels._rows(compile_kernels.Variant("sm_90", "dequantize", "float32", 2, "512"))
+    assert row["problem"] == "narrow stores"

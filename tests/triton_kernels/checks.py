@@ -1,0 +1,98 @@
+"""What every launch has to do, on any device: give the reference's bytes, and write every byte of its results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from brevact import triton_kernels
+from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, gpu, reference
+from brevact.quantizers.geometry import packed_bytes
+
+SEED = -0x123456789ABCDEF
+
+
+def filled(length: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A tensor whose unwritten bytes show: NaN in every floating-point type."""
+    return torch.full((length * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device).view(dtype)
+
+
+def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, multiply: bool = True) -> None:
+    """Quantize and decode, or decode times a factor, equal the reference.
+
+    Args:
+        quantizer: A uniform quantizer.
+        x: Tensor on the device to check.
+        seed: Key of the random bits.
+        multiply: Whether to decode times a factor, in place.
+    """
+    spec = PackedSpec.of(quantizer, Layout.of(x))
+    plan, geometry = gpu.plan_of(spec), quantizer.geometry(spec.layout)
+    flat = spec.layout.flatten(x).cpu()
+    key = torch.tensor(seed) if quantizer.is_stochastic else None
+    expected = reference.quantize_uniform(flat, geometry, key, quantizer.scale_dtype, quantizer.minimum_dtype)
+    values = reference.dequantize_uniform(*expected, geometry, torch.empty_like(flat))
+
+    codes, minimum, scale = (filled(part.numel, part.dtype, x.device) for part in spec.parts)
+    key = None if key is None else key.to(x.device)
+    for launch in triton_kernels.quantize_uniform(spec.layout.flatten(x), codes, scale, minimum, key, plan):
+        launch.run()
+    for name, got, want in zip(("codes", "scale", "minimum"), (codes, scale, minimum), expected, strict=True):
+        assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), (name, quantizer, spec.layout)
+    target = filled(flat.numel(), x.dtype, x.device)
+    if multiply:
+        target.copy_(torch.linspace(-3, 5, flat.numel()))
+        values = values * target.cpu()
+    triton_kernels.dequantize_uniform(codes, scale, minimum, target if multiply else None, target, plan).run()
+    assert_same_values(target, values)
+
+
+def assert_same_values(got: Tensor, want: Tensor) -> None:
+    """The same bytes but for those of NaNs, which are written in several ways."""
+    got = got.cpu()
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = (x.masked_fill(x.isnan(), 0.0) for x in (got, want))
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def check_codes(codes: Tensor, bit_width: int, block_size: int) -> None:
+    """Packing equals the reference, and unpacking inverts it.
+
+    Args:
+        codes: 1-D integer tensor on the device to check.
+        bit_width: Bits a code.
+        block_size: Codes in a block.
+    """
+    expected = reference.pack(codes.cpu(), bit_width, block_size)
+    packed = filled(packed_bytes(codes.numel(), bit_width, block_size), torch.uint8, codes.device)
+    triton_kernels.pack_codes(codes, packed, bit_width, block_size).run()
+    assert torch.equal(packed.cpu(), expected)
+    for dtype in (torch.int32, torch.int64)[bit_width == 32 :]:
+        unpacked = filled(codes.numel(), dtype, codes.device)
+        triton_kernels.unpack_codes(packed, unpacked, bit_width, block_size).run()
+        assert torch.equal(unpacked.cpu(), (codes.cpu().to(torch.int64) & ((1 << bit_width) - 1)).to(dtype))
+
+
+def check_mask(x: Tensor, grad: Tensor, negative_slope: float) -> None:
+    """Masks of a tensor, packed from it or from bools, unpacked and multiplied, equal torch.
+
+    Args:
+        x: 1-D floating-point tensor on the device to check.
+        grad: Gradient of the same shape.
+        negative_slope: Factor where x <= 0.
+    """
+    mask = ~(x <= 0)
+    expected = reference.pack(mask.cpu().to(torch.uint8), 1, triton_kernels.MASK_BLOCK)
+    for source in (x, mask.view(torch.uint8)):
+        packed = filled(expected.numel(), torch.uint8, x.device)
+        triton_kernels.pack_mask(source, packed).run()
+        assert torch.equal(packed.cpu(), expected)
+    unpacked = filled(x.numel(), torch.uint8, x.device)
+    triton_kernels.unpack_mask(packed, unpacked).run()
+    assert torch.equal(unpacked.cpu(), mask.cpu().to(torch.uint8))
+    result = filled(x.numel(), grad.dtype, x.device)
+    triton_kernels.mask_multiply(packed, grad, result, negative_slope, x.numel()).run()
+    other = grad * negative_slope if negative_slope else torch.zeros_like(grad)
+    assert_same_values(result, torch.where(mask, grad, other).cpu())
+    triton_kernels.mask_multiply(packed, result, result, negative_slope, x.numel()).run()
+    assert_same_values(result, torch.where(mask, grad, other * negative_slope if negative_slope else other).cpu())

@@ -1,0 +1,35 @@
+"""Interpreted kernels of the uniform quantizer: every bit width, rounding and type; see `test_interpreted`.
+
+Tensors are as small as lets one program see whole blocks and a ragged one: a program costs the interpreter the same
+half a second however large its tiles.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from brevact.quantizers import Rounding, UniformQuantizer
+from tests.triton_kernels.checks import check_quantizer
+
+BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("bit_width", BIT_WIDTHS)
+def test_quantize_bytes_for_every_bit_width(bit_width: int, rounding: Rounding, dtype: torch.dtype):
+    torch.manual_seed(bit_width)
+    x = (torch.randn(1024 + 71) * 3 + 1).to(dtype)
+    check_quantizer(UniformQuantizer(bit_width=bit_width, rounding=rounding), x, multiply=rounding is Rounding.NEAREST)
+
+
+@pytest.mark.parametrize("bit_width", [2, 24])
+def test_quantize_rounds_halves_to_even(bit_width: int):
+    """Every position is half of an integer, or one."""
+    x = torch.arange(512) / 2
+    x[-1] = 2**bit_width - 1
+    x = x.clamp(max=2**bit_width - 1)
+    quantizer = UniformQuantizer(bit_width=bit_width, rounding=Rounding.NEAREST, scale_dtype=torch.float32)
+    check_quantizer(quantizer, x, multiply=False)

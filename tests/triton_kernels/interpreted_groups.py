@@ -1,0 +1,124 @@
+"""Interpreted kernels of the uniform quantizer: every way to divide a tensor, extreme values; see `test_interpreted`.
+
+Tensors are as small as lets one program see whole blocks and a ragged one: a program costs the interpreter the same
+half a second however large its tiles.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from brevact.quantizers import Granularity, Rounding, UniformQuantizer
+from tests.triton_kernels.checks import check_quantizer
+
+BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("bucket_size", "length"),
+    [
+        (1, 520),
+        (64, 1095),
+        (256, 1000),
+        (1024, 1500),
+        (4096, 4097),
+        (16384, 32768),  # a tile a group
+        (8192, 8193),  # such a group, ragged: two passes
+        (7, 600),
+        (100, 1291),
+        (600, 1201),
+        (5000, 5003),
+        (None, 1095),
+        (None, 32 * 1024 + 3),  # several programs a group
+        (512, 0),
+        (None, 0),
+        (512, 1),
+        (512, 4096 + 512),  # a second tile of one block
+        (512, 4096 + 9),  # a second tile of a ragged block alone
+    ],
+)
+def test_quantize_bytes_for_every_way_to_divide_a_tensor(bucket_size: int | None, length: int):
+    torch.manual_seed(length)
+    check_quantizer(UniformQuantizer(bit_width=3, bucket_size=bucket_size), torch.randn(length))
+
+
+@pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.SAMPLE])
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [
+        ((3, 6, 9, 11), torch.contiguous_format),
+        ((3, 6, 9, 11), torch.channels_last),
+        ((4, 70, 3, 5), torch.channels_last),
+        ((600, 3), torch.contiguous_format),
+        ((2, 1024), torch.contiguous_format),
+        ((300, 10), torch.contiguous_format),
+    ],
+    ids=str,
+)
+def test_quantize_bytes_for_every_granularity(granularity: Granularity, shape, memory_format: torch.memory_format):
+    torch.manual_seed(0)
+    x = torch.randn(shape).contiguous(memory_format=memory_format)
+    check_quantizer(UniformQuantizer(bit_width=4, granularity=granularity), x.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("scale_dtype", "minimum_dtype", "dtype"),
+    [
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float16),
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_quantize_bytes_of_extreme_values(scale_dtype: torch.dtype, minimum_dtype: torch.dtype, dtype: torch.dtype):
+    """One bucket a row; the last is ragged."""
+    torch.manual_seed(0)
+    info = torch.finfo(dtype)
+    rows = [
+        -torch.zeros(64),
+        torch.tensor([0.0, -0.0]).repeat(32),
+        torch.tensor([info.max, -info.max]).repeat(32),
+        torch.tensor([info.max, 0.0]).repeat(32),
+        torch.linspace(0.4, 0.5, 64, dtype=torch.float64) * info.max,
+        torch.linspace(-1, 1, 64, dtype=torch.float64) * info.tiny,
+        torch.linspace(0, 1, 64, dtype=torch.float64) * info.tiny * info.eps,
+        torch.linspace(1, 1 + 1e-6, 64, dtype=torch.float64),
+        torch.linspace(-1000.01, -999.99, 64),
+        torch.tensor([1.0] * 63 + [float("nan")]),
+        torch.tensor([-float("nan")] + [-1.0] * 63),
+        torch.tensor([float("inf")] + [1.0] * 63),
+        torch.tensor([-float("inf")] * 64),
+        torch.tensor([float("nan")] * 5),
+    ]
+    x = torch.cat([row.to(dtype) for row in rows])
+    metadata = {"scale_dtype": scale_dtype, "minimum_dtype": minimum_dtype}
+    check_quantizer(UniformQuantizer(bit_width=2, bucket_size=64, **metadata), x)
+    check_quantizer(UniformQuantizer(bit_width=8, bucket_size=None, **metadata), x[:256])
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_quantize_bytes_of_any_tensor(data: st.DataObject):
+    bucket_sizes = st.one_of(st.none(), st.sampled_from([32, 64, 256, 512]), st.integers(1, 1300))
+    quantizer = UniformQuantizer(
+        bit_width=data.draw(st.sampled_from(BIT_WIDTHS)),
+        rounding=data.draw(st.sampled_from(Rounding)),
+        bucket_size=data.draw(bucket_sizes),
+        granularity=data.draw(st.sampled_from(Granularity)),
+        channel_dim=data.draw(st.integers(-2, 1)),
+        scale_dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        minimum_dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )
+    rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 60))
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
+    x = torch.randn(rows, columns) * data.draw(st.sampled_from([1.0, 1e-3, 1e4])) + data.draw(st.sampled_from([0, 9]))
+    x = data.draw(st.sampled_from([x, x.relu(), x.t()])).to(data.draw(st.sampled_from(DTYPES)))
+    seed = data.draw(st.integers(-(2**63), 2**63 - 1))
+    check_quantizer(quantizer, x, seed, multiply=data.draw(st.booleans()))

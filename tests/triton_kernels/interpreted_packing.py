@@ -1,0 +1,128 @@
+"""Interpreted kernels of masks and integer codes, launchers, and blocks far into a tensor; see `test_interpreted`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from brevact.quantizers import Layout, PackedSpec, Rounding, UniformQuantizer, gpu, reference
+from brevact.quantizers.philox import column_bits
+from brevact.triton_kernels.dequantize import dequantize_tile
+from brevact.triton_kernels.quantize import quantize_whole_blocks
+from tests.triton_kernels.checks import check_codes, check_mask, filled
+
+BLOCK = 512
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("bit_width", [1, 2, 3, 5, 8, 9, 13, 24, 31, 32])
+def test_pack_codes_bytes_for_every_bit_width(bit_width: int):
+    torch.manual_seed(bit_width)
+    check_codes(torch.randint(-(2**31), 2**31, (1024 + 71,)), bit_width, BLOCK)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    blocks=st.floats(0, 2.5),
+    dtype=st.sampled_from(INTEGERS),
+    block_size=st.sampled_from([8, 24, 512, 600, 1024, 4096]),
+    data=st.data(),
+)
+def test_pack_codes_bytes_of_any_integers(blocks: float, dtype: torch.dtype, block_size: int, data: st.DataObject):
+    length = int(blocks * block_size)
+    info = torch.iinfo(dtype)
+    bit_width = data.draw(st.integers(1, 32 if dtype == torch.uint8 else min(info.bits, 32)))
+    torch.manual_seed(length)
+    codes = torch.randint(info.min, info.max, (length,), dtype=dtype)
+    check_codes(codes, bit_width, block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("length", "slope"), [(0, 0.0), (513, 0.0), (1100, -0.3)])
+def test_masks_equal_torch(dtype: torch.dtype, length: int, slope: float):
+    torch.manual_seed(length)
+    info = torch.finfo(dtype)
+    special = [0.0, -0.0, info.tiny, -info.tiny, info.max, float("inf"), -float("inf"), float("nan")]
+    x, grad = torch.randn(length).to(dtype), torch.randn(length).to(dtype)
+    x[: len(special)] = torch.tensor(special, dtype=dtype)[:length]
+    grad[8 : 8 + len(special)] = torch.tensor(special, dtype=dtype)[: max(length - 8, 0)]
+    check_mask(x, grad, slope)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.linspace(-1, 2, 630).view(7, 90),
+        torch.arange(2400.0).view(40, 60)[:, 5:40],
+        torch.ones(9, 1).expand(9, 60),
+    ],
+    ids=["dense", "with gaps", "expanded"],
+)
+def test_launchers_give_the_bytes_of_the_reference(x: torch.Tensor):
+    quantizer = UniformQuantizer(bit_width=3, bucket_size=64)
+    spec = PackedSpec.of(quantizer, Layout.of(x))
+    flat, geometry = spec.layout.flatten(x), quantizer.geometry(spec.layout)
+    codes, scale, minimum = reference.quantize_uniform(flat, geometry, torch.tensor(5), torch.bfloat16, torch.float32)
+    for seed in (5, torch.tensor(5)):
+        buffer = gpu.quantize_uniform(x, spec, seed)
+        for got, want in zip(spec.split(buffer), (codes, minimum, scale), strict=True):
+            assert torch.equal(got, want)
+    target = torch.full_like(flat, float("nan"))
+    gpu.dequantize_uniform(buffer, spec, None, target)
+    expected = reference.dequantize_uniform(codes, scale, minimum, geometry, torch.empty_like(flat))
+    assert torch.equal(target, expected)
+
+
+def test_launchers_of_codes_and_masks_give_the_bytes_of_the_reference():
+    torch.manual_seed(0)
+    codes, x = torch.randint(0, 8, (700,), dtype=torch.uint8), torch.randn(700)
+    packed = gpu.pack(codes, 3, BLOCK)
+    assert torch.equal(packed, reference.pack(codes, 3, BLOCK))
+    assert torch.equal(gpu.unpack(packed, 3, 700, BLOCK), codes.to(torch.int32))
+    for mask in (x, x > 0):
+        packed = gpu.pack_mask(mask)
+        assert torch.equal(packed, reference.pack((x > 0).to(torch.uint8), 1, BLOCK))
+    assert torch.equal(gpu.unpack_mask(packed, 700), x > 0)
+    result = torch.empty_like(x)
+    gpu.mask_multiply(packed, 700, x, result, 0.5)
+    assert torch.equal(result, torch.where(x > 0, x, x * 0.5))
+
+
+@triton.jit
+def _block_far_away_kernel(
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, target_ptr, first_ptr, BITS: tl.constexpr
+):
+    """Quantize and decode the block at `first`, whose memory is the tensors'."""
+    first = tl.load(first_ptr)
+    codes_ptr, group = codes_ptr - first // 8 * BITS, first // 512
+    scale_ptr, minimum_ptr = scale_ptr - group, minimum_ptr - group
+    quantize_whole_blocks(
+        x_ptr - first, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, 1, BITS, True, INNER=512, BLOCK=512, ROWS=1
+    )
+    row, column = tl.zeros((1, 1), tl.int32), tl.arange(0, 64)[None, :]
+    dequantize_tile(
+        codes_ptr, scale_ptr, minimum_ptr, None, target_ptr - first, first, row, column, 64, 1, 512, group + 1, 3e38,
+        BITS, BLOCK=512, INNER=0, ALIGNED=True, RAGGED=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("first_block", [2**22, 2**23 + 5, 2**36])  # elements up to 2^45: columns beyond 2^32
+def test_quantize_blocks_far_into_a_tensor(first_block: int):
+    torch.manual_seed(0)
+    bit_width, seed, first = 5, torch.tensor(99), first_block * BLOCK
+    x = torch.randn(BLOCK)
+    codes = filled(BLOCK * bit_width // 8, torch.uint8, "cpu")
+    scale, minimum, target = filled(1, x.dtype, "cpu"), filled(1, x.dtype, "cpu"), filled(BLOCK, x.dtype, "cpu")
+    _block_far_away_kernel[(1,)](x, codes, scale, minimum, seed, target, torch.tensor(first), bit_width)
+
+    geometry = UniformQuantizer(bit_width=bit_width, rounding=Rounding.NEAREST).geometry(Layout.of(x))
+    m, s = reference.calibrate(x, geometry, torch.float32, torch.float32)
+    steps = ((x - m) * (torch.ones_like(s) / s)).clamp(0, 2**bit_width - 1)
+    q = reference.round_codes(steps, column_bits(torch.arange(first // 8, first // 8 + 64), seed).flatten())
+    assert torch.equal(scale, s) and torch.equal(minimum, m)
+    assert torch.equal(codes, reference.pack(q, bit_width, BLOCK))
+    assert torch.equal(target, m + s * q)

@@ -1,0 +1,138 @@
+"""Compiled kernels on a real device: the reference's bytes, and no synchronisation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from brevact.quantizers import (
+    Granularity,
+    Layout,
+    Rounding,
+    UniformQuantizer,
+    mask_multiply,
+    pack_codes,
+    pack_mask,
+    unpack_codes,
+    unpack_mask,
+)
+from tests.triton_kernels.checks import assert_same_values, check_codes, check_mask, check_quantizer
+
+pytestmark = pytest.mark.gpu
+
+BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (0, 1, 71, 513, 16384, 100_003)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("bit_width", BIT_WIDTHS)
+def test_quantize_bytes_for_every_bit_width(bit_width: int, rounding: Rounding, dtype: torch.dtype):
+    torch.manual_seed(bit_width)
+    for length in LENGTHS:
+        x = (torch.randn(length, device="cuda") * 3 + 1).to(dtype)
+        check_quantizer(UniformQuantizer(bit_width=bit_width, rounding=rounding), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bucket_size", [1, 8, 16, 64, 128, 256, 1024, 4096, 8192, 16384, 7, 100, 600, 5000, None])
+def test_quantize_bytes_for_every_bucket_size(bucket_size: int | None, dtype: torch.dtype):
+    torch.manual_seed(0)
+    for length in LENGTHS:
+        check_quantizer(UniformQuantizer(bit_width=3, bucket_size=bucket_size), torch.randn(length).to("cuda", dtype))
+
+
+@pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.SAMPLE, Granularity.TENSOR])
+@pytest.mark.parametrize("shape", [(8, 64, 56, 56), (8, 48, 7, 7), (3, 6, 9, 11), (500, 3, 1, 1)], ids=str)
+def test_quantize_bytes_for_every_granularity(granularity: Granularity, shape: tuple[int, ...]):
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda")
+    for dtype in DTYPES:
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            quantizer = UniformQuantizer(bit_width=4, granularity=granularity)
+            check_quantizer(quantizer, x.to(dtype).contiguous(memory_format=memory_format))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_bytes_of_extreme_values(dtype: torch.dtype):
+    info = torch.finfo(dtype)
+    rows = [
+        torch.tensor([0.0, -0.0]).repeat(32),
+        torch.tensor([info.max, -info.max]).repeat(32),
+        torch.linspace(-1, 1, 64, dtype=torch.float64) * info.tiny,
+        torch.linspace(0, 1, 64, dtype=torch.float64) * info.tiny * info.eps,
+        torch.linspace(1, 1 + 1e-6, 64, dtype=torch.float64),
+        torch.tensor([1.0] * 63 + [float("nan")]),
+        torch.tensor([-float("nan")] + [-1.0] * 63),
+        torch.tensor([float("inf")] + [1.0] * 63),
+    ]
+    x = torch.cat([row.to(dtype) for row in rows]).cuda()
+    for scale_dtype in (torch.float32, torch.bfloat16):
+        for minimum_dtype in (torch.float32, torch.bfloat16):
+            for bucket_size in (64, None):
+                metadata = {"scale_dtype": scale_dtype, "minimum_dtype": minimum_dtype}
+                check_quantizer(UniformQuantizer(bit_width=8, bucket_size=bucket_size, **metadata), x)
+
+
+def test_quantize_gives_the_bytes_of_the_cpu_for_every_memory_layout():
+    torch.manual_seed(0)
+    base = torch.randn(40, 61)
+    for x in (base, base.t(), base[:, 5:40], base[::2, ::3], base[:1].expand(9, 61), base.flatten()[3:], base.double()):
+        quantizer = UniformQuantizer(bit_width=3, bucket_size=64)
+        packed = quantizer.quantize(x, seed=7)
+        on_device = quantizer.quantize(x.cuda(), seed=torch.tensor(7, device="cuda"))
+        if x.cuda().stride() == x.stride():
+            assert torch.equal(on_device.buffer.cpu(), packed.buffer)
+            assert_same_values(on_device.dequantize(), packed.dequantize())
+
+
+def test_codes_and_masks_equal_the_reference():
+    torch.manual_seed(0)
+    for length in LENGTHS:
+        for bit_width in (1, 3, 8, 13, 31, 32):
+            for block_size in (8, 512, 600):
+                check_codes(torch.randint(-(2**31), 2**31, (length,), device="cuda"), bit_width, block_size)
+        for dtype in DTYPES:
+            for slope in (0.0, 0.01):
+                check_mask(torch.randn(length).to("cuda", dtype), torch.randn(length).to("cuda", dtype), slope)
+
+
+def test_quantize_and_decode_do_not_synchronise():
+    x, quantizer = torch.randn(100_003, device="cuda"), UniformQuantizer(bit_width=2)
+    quantizer.quantize(x).dequantize()  # compiles
+    unpack_codes(pack_codes(torch.zeros(9, dtype=torch.uint8, device="cuda"), 3), 3, 9)
+    packed = pack_mask(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for seed in (None, 5, torch.full((), 5, device="cuda")):
+            quantizer.quantize(x, seed).dequantize_multiply(x)
+        unpack_mask(pack_mask(x), Layout.of(x))
+        mask_multiply(packed, Layout.of(x), x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_quantize_reads_the_seed_when_a_graph_is_replayed():
+    x, quantizer = torch.randn(5000, device="cuda"), UniformQuantizer(bit_width=2)
+    seed = torch.full((), 1, device="cuda")
+    quantizer.quantize(x, seed)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        buffer = quantizer.quantize(x, seed).buffer
+    for value in (1, 2):
+        seed.fill_(value)
+        graph.replay()
+        assert torch.equal(buffer, quantizer.quantize(x, value).buffer)
+
+
+def test_quantize_more_than_two_to_the_31_elements():
+    """The last bucket, of other values than the rest, comes out as it does alone."""
+    n, quantizer = 2**31 + 512 + 9, UniformQuantizer(bit_width=2, rounding=Rounding.NEAREST)
+    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
+        pytest.fail("needs 12 GiB of device memory")
+    x = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+    x[-521:] = torch.linspace(-1, 1, 521, device="cuda")
+    packed, alone = quantizer.quantize(x), quantizer.quantize(x[-521:].clone())
+    assert torch.equal(packed.codes[-alone.codes.numel() :], alone.codes)
+    assert torch.equal(packed.dequantize()[-521:], alone.dequantize())
