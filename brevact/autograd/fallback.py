@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class _Stored:
@@ -84,7 +84,7 @@ class SavedTensorHooks:
         if parent is not None and parent.hooks.are_innermost():
             self._replaced = parent.hooks
             self._replaced.pop()
-        self._outer = _top_hooks(True)
+        self._outer = top_hooks(True)
         try:
             self.push()
         except RuntimeError:
@@ -107,8 +107,7 @@ class SavedTensorHooks:
 
     def are_innermost(self) -> bool:
         """Return whether no other saved-tensor hooks were entered inside the region."""
-        top = _top_hooks(True)
-        return top is not None and top[0] is self.pair[0]
+        return top_hooks(True) == self.pair
 
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of
+from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
 from brevact.autograd.functions import HANDLERS, kinds
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
@@ -143,7 +143,7 @@ class _RegionMode(TorchFunctionMode):
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if type(func) is MethodWrapperType or func in kinds.METADATA:  # x.shape, x.dim()
+        if type(func) is MethodWrapperType or func in kinds.UNSEEN:  # x.shape, x.dim(), x[0]
             return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
@@ -155,7 +155,7 @@ class _RegionMode(TorchFunctionMode):
         region = regions[-1]
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
-        if region.settings is None or not _is_grad_enabled() or not region.hooks.are_innermost():
+        if region.settings is None or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
             result = func(*args, **kwargs)
             region.note(func, result, args, kwargs)
             return result
@@ -222,9 +222,17 @@ class _EnterRegion:
         self.origin = origin
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        regions = _active.regions
+        if regions:
+            enclosing = regions[-1]
+            if (
+                enclosing.settings is self.settings
+                and enclosing.owner is not module  # it calls itself, or an interrupt ended its last forward
+                and top_hooks(True) == enclosing.hooks.pair
+            ):
+                return
         frame = sys._getframe(1)
-        if _active.calls:
-            _leave_abandoned(frame)
+        _leave_abandoned(frame)
         if self._is_needed(module):
             _active.calls.append((module, Region(self.settings, module).__enter__(), frame))
 

@@ -21,7 +21,7 @@ from numba.core.ccallback import CFunc
 from brevact.cpu_kernels import threads
 from brevact.cpu_kernels.memory import PackageCache, advance, i64_at, load, take, words
 
-SMALLEST_SHARE = 1 << 15
+SMALLEST_SHARE = 1 << 13
 """Elements a thread below which a team costs more than it brings."""
 
 _PIECES_PER_THREAD = 4  # so that uneven threads finish together

@@ -68,8 +68,9 @@ class _Convolution(Saving):
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
-            x = kept.decode().to(dtype)
-        grads = _convolution_backward(grad.to(dtype), x, weight.to(dtype), ctx.bias_sizes, *ctx.geometry, mask)
+            x = kept.decode()
+        grad, x, weight = (t if t.dtype is dtype else t.to(dtype) for t in (grad, x, weight))
+        grads = _convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry, mask)
         return None, None, *grads, None, None, None, None
 
 

@@ -83,12 +83,12 @@ _RECIPROCALS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))
 _POWERS = frozenset((*_everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
 
 NORMALIZATIONS = frozenset(_everywhere("layer_norm", "group_norm", "instance_norm", "rms_norm", "native_layer_norm"))
-#: Ask for what a tensor is, not for its values.
-METADATA = frozenset(
+#: Ask for what a tensor is, not for its values; and indexing, whose result is to its tensor what its graph node says.
+UNSEEN = frozenset(
     getattr(Tensor, name)
     for name in (
         *("data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
-        *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
+        *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage", "__getitem__"),
     )
 )
 LAYERS = frozenset(
