@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from brevact.quantizers.huge_pages import SMALLEST, prefer_huge_pages
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -122,7 +124,11 @@ class Layout:
         Returns:
             Tensor with `shape` and `result_stride`.
         """
-        return torch.empty_strided(self.shape, self.result_stride, dtype=dtype or self.dtype, device=device)
+        dtype = dtype or self.dtype
+        x = torch.empty_strided(self.shape, self.result_stride, dtype=dtype, device=device)
+        if self.numel * dtype.itemsize >= SMALLEST:
+            prefer_huge_pages(x)
+        return x
 
     def restore(self, flat: Tensor) -> Tensor:
         """Put elements in memory order back into place: the inverse of `flatten`.

@@ -1,0 +1,40 @@
+"""Huge pages for large results on the CPU: fresh memory costs a fault a page, more than decoding into it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+
+from torch import Tensor
+
+SMALLEST = 32 << 20
+"""Bytes from which glibc maps every allocation by itself, so that advice on it concerns no other memory."""
+
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """`madvise` of the C library, on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return madvise
+
+
+def prefer_huge_pages(x: Tensor) -> None:
+    """Ask the kernel to back a tensor's memory with huge pages as it is first written; no more than a hint.
+
+    Args:
+        x: Tensor that owns its storage and has not been written.
+    """
+    nbytes = x.untyped_storage().nbytes()
+    if nbytes < SMALLEST or not x.is_cpu or (madvise := _madvise()) is None:
+        return
+    start, stop = x.data_ptr(), x.data_ptr() + nbytes
+    first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
+    madvise(first, (stop - first) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
