@@ -15,7 +15,7 @@ from torch import Tensor
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
-from brevact.quantizers import Layout, PackedActivation, PackedSpec, mask_multiply, pack_mask, unpack_mask
+from brevact.quantizers import Layout, PackedActivation, PackedSpec, mask_multiply, pack_mask, quantize, unpack_mask
 
 
 class Decoder(Protocol):
@@ -57,7 +57,7 @@ class _PackedOnBackward(NamedTuple):
 
     def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
         seed = tensors[1] if self.seed is None else self.seed
-        return self.quantizer.quantize(_without_gaps(tensors[0]), seed=seed)
+        return quantize(self.quantizer, _without_gaps(tensors[0]), seed)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._pack(tensors).dequantize()
@@ -105,23 +105,21 @@ def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, sha
     """
     if x.numel() < settings.min_numel:
         return (x,), AS_IT_IS
-    if not share:
-        return _pack(x.detach(), settings, seeds)
-    slot = _shared.slot(x, settings.key)
-    if slot is None:
-        return _pack(x.detach(), settings, seeds)
-    found = slot.find()
+    slot = _shared.slot(x, settings.key) if share else None
+    found = None if slot is None else slot.find()
     if found is None:
-        found = _pack(x.detach(), settings, seeds)
-        slot.fill(*found)
+        seed = seeds.next(x.device) if settings.quantizer.is_stochastic else 0
+        found = pack(x.detach(), settings, seed)
+        if slot is not None:
+            slot.fill(*found)
     return found
 
 
-def _pack(x: Tensor, settings: BackwardSettings, seeds: SeedStream) -> Kept:
+def pack(x: Tensor, settings: BackwardSettings, seed: int | Tensor) -> Kept:
+    """Keep ``x`` packed, or to be packed with this seed when backward starts."""
     quantizer = settings.quantizer
-    seed = seeds.next(x.device) if quantizer.is_stochastic else 0
     if settings.save_mode is SaveMode.SAVE_QUANTIZED:
-        packed = quantizer.quantize(_without_gaps(x), seed=seed)
+        packed = quantize(quantizer, _without_gaps(x), seed)
         return (packed.buffer,), _Packed(packed.spec)
     if isinstance(seed, int):
         return (x,), _PackedOnBackward(quantizer, seed)

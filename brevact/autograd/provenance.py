@@ -19,9 +19,9 @@ from brevact.autograd.storages import WeakStorage, storage_address
 #: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
 _WEIGHT_NUMEL = "brevact.weight_numel"
 #: Nodes of layers, which ran where no region saw them: what they return is an activation.
+_PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
-    *("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward", "ConvolutionBackward", "EmbeddingBackward"),
-    *("NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "NativeLayerNormBackward"),
+    *("ConvolutionBackward", "EmbeddingBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "NativeLayerNormBackward"),
     *("NativeGroupNormBackward", "ScaledDotProduct", "MaxPool", "AvgPool", "IndexSelectBackward"),
 )
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
@@ -115,15 +115,21 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
         return True
     node = x.grad_fn
     if node is not None:
-        return _comes_from_weights_alone(node, x.numel())
+        return comes_from_weights_alone(node, x.numel())
     return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
 
 
-def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bool:
+def comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int, *, in_graph: bool = False) -> bool:
     """Walk the graph up to ops that were seen, and to leaves.
 
     What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
     no gradient: a result larger than all the weights it came from is one.
+
+    Args:
+        node: graph node of a tensor.
+        numel: number of its elements.
+        in_graph: the graph is that of a trace, where leaves may be weights whatever their type, and so may a matrix
+            product, which no region saw.
     """
     if _is_own(node):
         return False
@@ -138,14 +144,14 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
         marked = node.metadata.get(_WEIGHT_NUMEL)
         if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
             return False
-        if marked is None and node.name().startswith(_LAYER_NODES):
+        if marked is None and node.name().startswith(_LAYER_NODES if in_graph else (*_LAYER_NODES, *_PRODUCT_NODES)):
             return False
         if marked is not None:
             largest = max(largest, marked)
             continue
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            if not isinstance(variable, nn.Parameter):
+            if not (in_graph or isinstance(variable, nn.Parameter)):
                 return False
             largest = max(largest, variable.numel())
         pending.extend(parent for parent, _ in node.next_functions if parent is not None)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
 from brevact.autograd.functions import HANDLERS, kinds
@@ -27,6 +26,7 @@ from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
+from brevact.autograd import tracing
 
 
 class _Active(threading.local):
@@ -41,6 +41,7 @@ class _Active(threading.local):
 
 _active = _Active()
 _is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
 
 
 def current_region() -> Region | None:
@@ -68,20 +69,23 @@ class Region:
         if self.parent is None:
             self.seeds = SeedStream()
             self.state = ModelState(self.owner)
-            self._mode = _RegionMode()
-            self._mode.__enter__()
+            self.mode = _EagerMode()
+            self.mode.__enter__()
         else:
-            self.seeds, self.state = self.parent.seeds, self.parent.state
+            self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
         _active.regions.append(self)
+        self.mode.settings, self.mode.owner = self.settings, self.owner
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.hooks.__exit__(*exc_info)
         _active.regions.pop()
         if self.parent is None:
-            self._mode.__exit__(*exc_info)
+            self.mode.__exit__(*exc_info)
             self.state.close()
             self.seeds.close()
+        else:
+            self.mode.settings, self.mode.owner = self.parent.settings, self.parent.owner
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
@@ -136,13 +140,18 @@ class Region:
         return keep_as_it_is(x) if is_variable or self.is_weight(x) else self.keep(x)
 
 
-class _RegionMode(TorchFunctionMode):
+class _EagerMode(tracing.RegionMode):
     """Hands torch functions to their counterparts; runs the others and notes which results are activations."""
 
+    @tracing.skipped_by_dynamo
     def __torch_function__(
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _is_compiling():
+            return tracing.traced_call(self.settings, func, args, kwargs)
+        if tracing.runs_under_dynamo():
+            return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         if type(func) is MethodWrapperType or func in kinds.UNSEEN:  # x.shape, x.dim(), x[0]
             return func(*args, **kwargs)
         for kind in types:
@@ -194,11 +203,19 @@ class region(ContextDecorator):
         self.settings = settings
         self._entered: list[Region | None] = []
 
+    @tracing.skipped_by_dynamo
     def __enter__(self) -> None:
+        if _is_compiling():
+            tracing.TracingMode(self.settings, None).__enter__()
+            return
         _leave_abandoned(sys._getframe(1))
         self._entered.append(None if _active.disabled else Region(self.settings).__enter__())
 
+    @tracing.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:
+        if _is_compiling():
+            tracing.leave(None)
+            return
         entered = self._entered.pop()
         if entered is not None:
             entered.__exit__(*exc_info)
@@ -221,7 +238,11 @@ class _EnterRegion:
         self.settings = settings
         self.origin = origin
 
+    @tracing.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if _is_compiling():
+            tracing.enter(self.settings, module)
+            return
         regions = _active.regions
         if regions:
             enclosing = regions[-1]
@@ -232,6 +253,12 @@ class _EnterRegion:
             ):
                 return
         frame = sys._getframe(1)
+        if tracing.runs_under_dynamo():
+            tracing.out_of_dynamo(self._enter)(module, frame)
+        else:
+            self._enter(module, frame)
+
+    def _enter(self, module: nn.Module, frame: FrameType) -> None:
         _leave_abandoned(frame)
         if self._is_needed(module):
             _active.calls.append((module, Region(self.settings, module).__enter__(), frame))
@@ -253,12 +280,25 @@ class _ExitRegion:
     def __init__(self, origin: str) -> None:
         self.origin = origin
 
+    @tracing.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        for call in _active.calls:
-            if call[0] is module and _runs_in(call[2], sys._getframe(1)):
-                while _leave_last_call() is not call[2]:
-                    pass
-                return
+        if _is_compiling():
+            tracing.leave(module)
+        elif _active.calls:
+            caller = sys._getframe(1)
+            if tracing.runs_under_dynamo():
+                tracing.out_of_dynamo(_leave_calls_of)(module, caller)
+            else:
+                _leave_calls_of(module, caller)
+
+
+def _leave_calls_of(module: nn.Module, caller: FrameType) -> None:
+    """Leave the region of the forward of ``module`` that this frame called, and those abandoned inside it."""
+    for call in _active.calls:
+        if call[0] is module and _runs_in(call[2], caller):
+            while _leave_last_call() is not call[2]:
+                pass
+            return
 
 
 def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:

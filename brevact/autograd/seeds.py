@@ -64,6 +64,11 @@ class SeedStream:
             torch.randint(_LOW, _HIGH, (), device="cpu", generator=torch.default_generator)
 
 
+def draw_on_device(device: torch.device) -> Tensor:
+    """Return a seed drawn from the device's default generator: a 0-d int64 tensor, without synchronization."""
+    return torch.randint(_LOW, _HIGH, (), device=device)
+
+
 def _claim_base() -> int:
     """Return a seed for a region: what the default generator draws next, changed where another region has it."""
     global _recomputed

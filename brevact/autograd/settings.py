@@ -7,6 +7,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+from brevact.quantizers import spell
+
 
 class SaveMode(str, enum.Enum):
     """When a saved activation is quantized.
@@ -49,6 +51,8 @@ class BackwardSettings:
     min_numel: int = field(default=DEFAULT_MIN_NUMEL)
     key: int = field(init=False, repr=False, compare=False)
     """Number that equal settings share in this process: quick to hash."""
+    spelled: str | None = field(init=False, repr=False, compare=False)
+    """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
@@ -68,6 +72,10 @@ class BackwardSettings:
             )
         fields = (self.quantizer, self.save_mode, self.min_numel)
         object.__setattr__(self, "key", _keys.setdefault(fields, next(_numbers)))
+        try:
+            object.__setattr__(self, "spelled", spell(self))
+        except TypeError:
+            object.__setattr__(self, "spelled", None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields: keys do not outlive the process."""

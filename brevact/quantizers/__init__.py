@@ -1,9 +1,12 @@
 """Activation quantizers: a float tensor to a `PackedActivation` and back. Needs torch only."""
 
+from brevact.quantizers import ops as ops
 from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
+from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
+from brevact.quantizers.spelling import read, spell
+from brevact.quantizers.tracing import is_traced
 from brevact.quantizers.uniform import Granularity, Rounding, UniformQuantizer
 
 __all__ = [
@@ -17,9 +20,13 @@ __all__ = [
     "Rounding",
     "UniformQuantizer",
     "draw_seed",
+    "is_traced",
     "mask_multiply",
     "pack_codes",
     "pack_mask",
+    "quantize",
+    "read",
+    "spell",
     "unpack_codes",
     "unpack_mask",
 ]

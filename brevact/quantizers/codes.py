@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 from brevact.quantizers import dispatch
 from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout
+from brevact.quantizers.tracing import is_traced
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -36,6 +37,8 @@ def pack_codes(codes: Tensor, bit_width: int, block_size: int = DEFAULT_BLOCK) -
     if codes.dim() != 1:
         raise ValueError(f"codes: got shape {tuple(codes.shape)}; accepted is a 1-D tensor; flatten it")
     _check_widths(bit_width, block_size)
+    if is_traced(codes):
+        return torch.ops.brevact.pack_codes(codes, bit_width, block_size)
     return dispatch.pack(codes.contiguous(), bit_width, block_size)
 
 
@@ -56,6 +59,8 @@ def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = D
     """
     _check_widths(bit_width, block_size)
     _check_packed(packed, packed_bytes(numel, bit_width, block_size))
+    if is_traced(packed):
+        return torch.ops.brevact.unpack_codes(packed, bit_width, numel, block_size)
     return dispatch.unpack(packed.contiguous(), bit_width, numel, block_size)
 
 
@@ -74,6 +79,8 @@ def pack_mask(mask: Tensor) -> Tensor:
     """
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"mask: got {mask.dtype}; accepted are torch.bool and floating-point types; compare it first")
+    if is_traced(mask):
+        return torch.ops.brevact.pack_mask(mask)
     return dispatch.pack_mask(mask.detach(), Layout.of(mask))
 
 
@@ -91,6 +98,8 @@ def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:
         ValueError: If packed has another length.
     """
     _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
+    if is_traced(packed):
+        return torch.ops.brevact.unpack_mask(packed, layout.shape, layout.stride)
     return layout.restore(dispatch.unpack_mask(packed, layout.numel))
 
 
@@ -124,6 +133,8 @@ def mask_multiply(
     if not layout.matches(grad) or (out is not None and not layout.matches(out)):
         masked = torch.where(unpack_mask(packed, layout), grad, grad * negative_slope if negative_slope else 0.0)
         return masked if out is None else out.copy_(masked)
+    if is_traced(grad) and out is None:
+        return torch.ops.brevact.mask_multiply(packed, grad, layout.shape, layout.stride, negative_slope)
     target = Layout.of(grad).empty(grad.device) if out is None else out
     dispatch.mask_multiply(packed, layout.numel, grad, target, negative_slope)
     if out is not None and not out.is_inference():

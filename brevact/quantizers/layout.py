@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -72,14 +73,16 @@ class Layout:
             "is_dense": is_dense,
             "result_stride": result_stride,
             "is_result_dense": is_dense or overlaps,
-            "_hash": hash((shape, stride, self.dtype)),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
         """Hash of shape, strides and dtype, computed once."""
-        known: int = self.__dict__["_hash"]
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.shape, self.stride, self.dtype))
+            object.__setattr__(self, "_hash", known)
         return known
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -96,7 +99,27 @@ class Layout:
         Returns:
             Its layout; equal layouts are one shared object.
         """
-        return layout_of(x.shape, x.stride(), x.dtype)
+        try:
+            return layout_of(x.shape, x.stride(), x.dtype)
+        except TypeError:  # symbols have no hash
+            return Layout(x.shape, x.stride(), x.dtype)
+
+    @staticmethod
+    def of_sizes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Layout:
+        """Layout of a tensor of these sizes.
+
+        Args:
+            shape: Sizes; symbolic ones, of a traced graph with dynamic shapes, are as good.
+            stride: Strides in elements.
+            dtype: Data type.
+
+        Returns:
+            Its layout; equal layouts without symbols are one shared object.
+        """
+        try:
+            return layout_of(tuple(shape), tuple(stride), dtype)
+        except TypeError:  # symbols have no hash
+            return Layout(tuple(shape), tuple(stride), dtype)
 
     def flatten(self, x: Tensor) -> Tensor:
         """The distinct elements of a tensor of this layout in memory order; a view if they are dense.

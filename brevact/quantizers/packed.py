@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from brevact.quantizers.layout import Layout
+from brevact.quantizers.spelling import spell
+from brevact.quantizers.tracing import is_traced
 
 
 class ActivationQuantizer(Protocol):
@@ -78,10 +80,12 @@ class PackedSpec(Generic[D]):
         self.cpu_plan: Any = None  # what the launcher of the CPU kernels derives from it
 
     @staticmethod
-    @functools.lru_cache(maxsize=4096)
     def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
-        """The spec with these fields; equal specs are one shared object."""
-        return PackedSpec(quantizer, layout)
+        """The spec with these fields; equal specs are one shared object, but for those of symbolic layouts."""
+        try:
+            return _spec_of(quantizer, layout)
+        except TypeError:  # symbols have no hash
+            return PackedSpec(quantizer, layout)
 
     def empty(self, like: Tensor) -> Tensor:
         """Memory for the bytes, uninitialised but for padding.
@@ -109,6 +113,11 @@ class PackedSpec(Generic[D]):
             for part, start in zip(self.parts, self.offsets, strict=True)
         )
 
+    @property
+    def spelled(self) -> tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """Quantizer, sizes, strides and dtype as the ops of a traced graph take them."""
+        return spell(self.quantizer), self.layout.shape, self.layout.stride, self.layout.dtype
+
     def __eq__(self, other: object) -> bool:
         """Whether the fields are equal."""
         if not isinstance(other, PackedSpec):
@@ -122,6 +131,28 @@ class PackedSpec(Generic[D]):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the fields."""
         return PackedSpec.of, (self.quantizer, self.layout)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec_of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
+    return PackedSpec(quantizer, layout)
+
+
+def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | None) -> PackedActivation:
+    """Quantize a tensor, or let a traced graph do it.
+
+    Args:
+        quantizer: Any activation quantizer.
+        x: Floating-point tensor.
+        seed: Seed, None where the quantizer takes none or draws one; a tensor while a graph is traced.
+
+    Returns:
+        The packed activation.
+    """
+    if is_traced(x):
+        buffer = torch.ops.brevact.quantize(x, seed if isinstance(seed, Tensor) else None, spell(quantizer))
+        return PackedActivation(PackedSpec.of(cast(Decoder, quantizer), Layout.of(x)), buffer)
+    return quantizer.quantize(x, seed)
 
 
 class PackedActivation:
@@ -216,6 +247,8 @@ class PackedActivation:
         spec, buffer = self.spec, self.buffer
         layout = spec.layout
         if out is None:
+            if is_traced(buffer):
+                return torch.ops.brevact.dequantize(buffer, *spec.spelled)
             if layout.is_result_dense:
                 out = layout.empty(buffer.device)
                 spec.quantizer.decode(buffer, spec, out)
@@ -251,6 +284,8 @@ class PackedActivation:
             product = self.dequantize() * other
             return product if out is None else out.copy_(product)
         if out is None:
+            if is_traced(other):
+                return torch.ops.brevact.dequantize_multiply(self.buffer, other, *spec.spelled)
             out = Layout.of(other).empty(other.device)
             spec.quantizer.decode_multiply(self.buffer, spec, other, out)
             return out

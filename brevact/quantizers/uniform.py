@@ -164,7 +164,10 @@ class UniformQuantizer:
         Returns:
             Its packing grid; equal arguments share one object.
         """
-        return _geometry(self, layout)
+        try:
+            return _geometry(self, layout)
+        except TypeError:  # symbols have no hash
+            return _geometry.__wrapped__(self, layout)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[UniformQuantizer], target: Tensor) -> None:
         """Decode into memory that is dense in the layout's memory order.

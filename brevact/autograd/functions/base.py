@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeping import Decoder, Kept
+from brevact.quantizers import is_traced
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -100,15 +101,19 @@ _is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 _ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
+def _is_known_type(x: Any) -> bool:
+    return type(x) in _PLAIN_TYPES or is_traced(x)
+
+
 def is_plain(x: Any) -> bool:
     """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
-    return type(x) in _PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
+    return _is_known_type(x) and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
 
 
 def is_activation(x: Any) -> bool:
     """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
     return (
-        type(x) in _PLAIN_TYPES
+        _is_known_type(x)
         and x.dtype in _ACTIVATION_DTYPES
         and x.layout is _STRIDED
         and not (x.is_nested or _is_functorch(x))
@@ -133,7 +138,8 @@ def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 def expanded_one(x: Tensor) -> Tensor:
     """Return a gradient of ones for ``x``: with it ATen's backward kernels give a derivative or a mask."""
-    return _one(x.dtype, x.device).expand(x.shape)
+    one = x.new_ones(()) if is_traced(x) else _one(x.dtype, x.device)
+    return one.expand(x.shape)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,184 @@
+"""Regions in graphs that `torch.compile` traces.
+
+Two stages run this module. *Dynamo* follows Python code symbolically: it runs :func:`traced_call` for each torch
+function and :func:`enter` and :func:`leave` for each module, which therefore keep to what it understands and have no
+state but the stack of modes. :func:`_call_in_graph` becomes one node of the graph; *AOTAutograd* runs it with tensors
+that have no values, so that the same handlers and Functions as without a compiler record what is stored, kernels
+standing as ops of ``torch.ops.brevact``.
+
+What differs from a region without a compiler: a function without a counterpart is left to the compiler; seeds are drawn
+by the graph, on the tensor's device, anew in each run (of a CUDA graph too); a tensor is taken for an activation if its
+history in the graph says so; a tensor that several ops save is packed once by the compiler, which sees equal ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from brevact.autograd.functions import HANDLERS
+from brevact.autograd.functions.base import is_activation
+from brevact.autograd.keeping import Kept, keep_as_it_is, pack
+from brevact.autograd.provenance import comes_from_weights_alone, tensors_in
+from brevact.autograd.seeds import draw_on_device
+from brevact.autograd.settings import BackwardSettings
+from brevact.quantizers import is_traced, read
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+
+
+def skipped_by_dynamo(function: F) -> F:
+    """Let Dynamo run a function as it is where Python calls it, and trace it where it is called in traced code."""
+    skip_code(function.__code__)
+    return function
+
+
+def runs_under_dynamo() -> bool:
+    """Return whether Dynamo would compile the functions called here: code between the graphs of a compiled model."""
+    return _callback() is not None
+
+
+out_of_dynamo = torch.compiler.disable
+
+
+_NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(HANDLERS)}
+_FUNCTIONS: dict[str, Callable] = {name: func for func, name in _NAMES.items()}
+
+
+class RegionMode(TorchFunctionMode):
+    """A mode with the ``settings`` and the ``owner`` of the innermost region that it stands for."""
+
+    settings: BackwardSettings | None
+    owner: nn.Module | None
+
+
+class TracingMode(RegionMode):
+    """The region of a module that Dynamo inlines, or of a ``with`` block in traced code.
+
+    Args:
+        settings: what ops inside store; None for full precision.
+        owner: the module whose forward runs in the region; None for a ``with`` block.
+    """
+
+    def __init__(self, settings: BackwardSettings | None, owner: nn.Module | None) -> None:
+        super().__init__()
+        self.settings = settings
+        self.owner = owner
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return traced_call(self.settings, func, args, kwargs or {})
+
+
+def traced_call(settings: BackwardSettings | None, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a torch function, by its counterpart if it has one."""
+    name = _NAMES.get(func)
+    if name is None or not torch.is_grad_enabled():
+        return func(*args, **kwargs)
+    if settings is None:  # in the graph the function is out of reach of a region around this one
+        return _call_in_graph(name, None, (), args, kwargs)
+    if settings.spelled is None:
+        raise TypeError(
+            f"quantizer={settings.quantizer!r} cannot be compiled; make it a dataclass at the top level of a module, "
+            "with fields that are numbers, strings, None, enums or dtypes"
+        )
+    parameters = tuple(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter))
+    return _call_in_graph(name, settings.spelled, parameters, args, kwargs)
+
+
+@torch.compiler.allow_in_graph
+def _call_in_graph(
+    name: str, settings: str | None, parameters: tuple[int, ...], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Record the counterpart of a torch function; the settings travel as text, parameters as positions in ``args``."""
+    func = _FUNCTIONS[name]
+    if settings is not None:
+        region = _TracedRegion(read(settings), [args[i] for i in parameters])
+        result = HANDLERS[func](region, func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return func(*args, **kwargs)
+
+
+class _TracedRegion:
+    """What the handlers ask of a region, answered from one call alone."""
+
+    def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
+        self.settings = settings
+        self._parameters = parameters
+
+    def packs_layer_input(self, x: Any) -> bool:
+        return is_traced(x) and is_activation(x) and not any(x is parameter for parameter in self._parameters)
+
+    def packs_input(self, x: Any) -> bool:
+        return self.packs_layer_input(x) and not self.is_weight(x)
+
+    def is_weight(self, x: Tensor) -> bool:
+        if x.grad_fn is None:
+            return any(x is parameter for parameter in self._parameters)
+        return comes_from_weights_alone(x.grad_fn, x.numel(), in_graph=True)
+
+    def are_weights(self, arguments: Any) -> bool:
+        return all(self.is_weight(x) for x in tensors_in(arguments))
+
+    def apply(self, function: Any, *args: Any) -> Any:
+        return function.apply(self, *args)
+
+    def keep(self, x: Tensor, *, share: bool = True) -> Kept:
+        if x.numel() < self.settings.min_numel:
+            return keep_as_it_is(x)
+        return pack(x.detach(), self.settings, self._seed(x, share) if self.settings.quantizer.is_stochastic else 0)
+
+    def keep_activation(self, x: Tensor) -> Kept:
+        # What has no history in the graph came from outside, where somebody holds it anyway.
+        return keep_as_it_is(x) if x.grad_fn is None or self.is_weight(x) else self.keep(x)
+
+    def _seed(self, x: Tensor, share: bool) -> Tensor:
+        """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
+        if not share:
+            return draw_on_device(x.device)
+        seeds = _seeds.setdefault(x, {})
+        key = x._version, self.settings.key
+        if key not in seeds:
+            seeds[key] = draw_on_device(x.device)
+        return seeds[key]
+
+
+_seeds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
+    """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
+    around = _innermost()
+    if around is None:
+        if settings is None or not module.training:
+            return
+    elif around.settings is settings and around.owner is not module:
+        return
+    if torch.is_grad_enabled():
+        TracingMode(settings, module).__enter__()
+
+
+def leave(module: nn.Module) -> None:
+    """Leave the region that :func:`enter` entered for the module, if it did."""
+    around = _innermost()
+    if type(around) is TracingMode and around.owner is module:
+        around.__exit__(None, None, None)
+
+
+def _innermost() -> Any:
+    """The innermost mode that is a region's."""
+    for depth in reversed(range(torch._C._len_torch_function_stack())):
+        mode = torch._C._get_function_stack_at(depth)
+        if isinstance(mode, RegionMode):
+            return mode
+    return None
