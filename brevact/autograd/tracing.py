@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.variables.torch import get_overridable_functions
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS
-from brevact.autograd.functions.base import is_activation
+from brevact.autograd.functions.base import is_activation, is_inplace
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.provenance import comes_from_weights_alone, tensors_in
 from brevact.autograd.seeds import draw_on_device
@@ -48,6 +49,9 @@ def runs_under_dynamo() -> bool:
 
 out_of_dynamo = torch.compiler.disable
 
+
+# Dynamo shows modes the functions of this set only, which lacks some that modes see otherwise (F.hardswish, torch.relu_).
+get_overridable_functions().update(HANDLERS)
 
 _NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(HANDLERS)}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in _NAMES.items()}
@@ -103,9 +107,11 @@ def _call_in_graph(
     func = _FUNCTIONS[name]
     if settings is not None:
         region = _TracedRegion(read(settings), [args[i] for i in parameters])
-        result = HANDLERS[func](region, func, *args, **kwargs)
+        inplace = is_inplace(func, args, kwargs)
+        inputs = (args[0].clone(), *args[1:]) if inplace else args
+        result = HANDLERS[func](region, func, *inputs, **kwargs)
         if result is not NotImplemented:
-            return result
+            return args[0].copy_(result) if inplace else result
     return func(*args, **kwargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -118,6 +119,24 @@ def is_activation(x: Any) -> bool:
         and x.layout is _STRIDED
         and not (x.is_nested or _is_functorch(x))
     )
+
+
+def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of a torch function overwrites its first argument."""
+    name = func.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if name.startswith("__i") and name != "__invert__":
+        return True
+    position = _inplace_position(func)
+    return bool(kwargs.get("inplace", False) or (position is not None and position < len(args) and args[position]))
+
+
+@functools.cache
+def _inplace_position(func: Callable) -> int | None:
+    """Position of the parameter ``inplace`` of a Python function."""
+    names = func.__code__.co_varnames[: func.__code__.co_argcount] if isinstance(func, FunctionType) else ()
+    return names.index("inplace") if "inplace" in names else None
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
