@@ -115,21 +115,15 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
         return True
     node = x.grad_fn
     if node is not None:
-        return comes_from_weights_alone(node, x.numel())
+        return _comes_from_weights_alone(node, x.numel())
     return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
 
 
-def comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int, *, in_graph: bool = False) -> bool:
+def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bool:
     """Walk the graph up to ops that were seen, and to leaves.
 
     What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
     no gradient: a result larger than all the weights it came from is one.
-
-    Args:
-        node: graph node of a tensor.
-        numel: number of its elements.
-        in_graph: the graph is that of a trace, where leaves may be weights whatever their type, and so may a matrix
-            product, which no region saw.
     """
     if _is_own(node):
         return False
@@ -144,18 +138,31 @@ def comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int, *, in_
         marked = node.metadata.get(_WEIGHT_NUMEL)
         if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
             return False
-        if marked is None and node.name().startswith(_LAYER_NODES if in_graph else (*_LAYER_NODES, *_PRODUCT_NODES)):
+        if marked is None and node.name().startswith((*_LAYER_NODES, *_PRODUCT_NODES)):
             return False
         if marked is not None:
             largest = max(largest, marked)
             continue
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            if not (in_graph or isinstance(variable, nn.Parameter)):
+            if not isinstance(variable, nn.Parameter):
                 return False
             largest = max(largest, variable.numel())
         pending.extend(parent for parent, _ in node.next_functions if parent is not None)
     return 0 < numel <= largest
+
+
+def comes_from_layer(node: torch.autograd.graph.Node) -> bool:
+    """Return whether a layer has run on the way to a graph node; a matrix product may be one of weights and is none."""
+    pending: list[torch.autograd.graph.Node] = [node]
+    seen: set[torch.autograd.graph.Node] = set()
+    while pending and len(seen) < _MAX_NODES:
+        node = pending.pop()
+        if _is_own(node) or node.name().startswith(_LAYER_NODES):
+            return True
+        seen.add(node)
+        pending.extend(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)
+    return False
 
 
 def is_known_activation(x: Any) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from brevact.autograd.functions import HANDLERS
 from brevact.autograd.functions.base import is_activation, is_inplace
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
-from brevact.autograd.provenance import comes_from_weights_alone, tensors_in
+from brevact.autograd.provenance import comes_from_layer, tensors_in
 from brevact.autograd.seeds import draw_on_device
 from brevact.autograd.settings import BackwardSettings
 from brevact.quantizers import is_traced, read
@@ -107,11 +107,15 @@ def _call_in_graph(
     func = _FUNCTIONS[name]
     if settings is not None:
         region = _TracedRegion(read(settings), [args[i] for i in parameters])
-        inplace = is_inplace(func, args, kwargs)
-        inputs = (args[0].clone(), *args[1:]) if inplace else args
-        result = HANDLERS[func](region, func, *inputs, **kwargs)
+        if not is_inplace(func, args, kwargs):
+            result = HANDLERS[func](region, func, *args, **kwargs)
+        else:  # the compiler knows in-place changes by ops of its own, not by Functions
+            region.overwritten, region.copy = args[0], args[0].clone()
+            result = HANDLERS[func](region, func, region.copy, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                result = args[0].copy_(result)
         if result is not NotImplemented:
-            return args[0].copy_(result) if inplace else result
+            return result
     return func(*args, **kwargs)
 
 
@@ -121,6 +125,8 @@ class _TracedRegion:
     def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
         self.settings = settings
         self._parameters = parameters
+        self.overwritten: Tensor | None = None
+        self.copy: Tensor | None = None  # what is overwritten in its place
 
     def packs_layer_input(self, x: Any) -> bool:
         return is_traced(x) and is_activation(x) and not any(x is parameter for parameter in self._parameters)
@@ -129,9 +135,12 @@ class _TracedRegion:
         return self.packs_layer_input(x) and not self.is_weight(x)
 
     def is_weight(self, x: Tensor) -> bool:
-        if x.grad_fn is None:
+        """Whether ``x`` is a parameter, or was computed in the graph without a layer: from parameters, it may be."""
+        x = self.overwritten if self.overwritten is not None and x is self.copy else x
+        node = x.grad_fn
+        if node is None or not node.next_functions:  # an input of the graph
             return any(x is parameter for parameter in self._parameters)
-        return comes_from_weights_alone(x.grad_fn, x.numel(), in_graph=True)
+        return not comes_from_layer(node)
 
     def are_weights(self, arguments: Any) -> bool:
         return all(self.is_weight(x) for x in tensors_in(arguments))
@@ -145,8 +154,8 @@ class _TracedRegion:
         return pack(x.detach(), self.settings, self._seed(x, share) if self.settings.quantizer.is_stochastic else 0)
 
     def keep_activation(self, x: Tensor) -> Kept:
-        # What has no history in the graph came from outside, where somebody holds it anyway.
-        return keep_as_it_is(x) if x.grad_fn is None or self.is_weight(x) else self.keep(x)
+        # Without a gradient it is a mask or a buffer, which somebody holds anyway.
+        return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
 
     def _seed(self, x: Tensor, share: bool) -> Tensor:
         """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
