@@ -110,7 +110,7 @@ def _call_in_graph(
         if not is_inplace(func, args, kwargs):
             result = HANDLERS[func](region, func, *args, **kwargs)
         else:  # the compiler knows in-place changes by ops of its own, not by Functions
-            region.overwritten, region.copy = args[0], args[0].clone()
+            region.copy = args[0].clone()
             result = HANDLERS[func](region, func, region.copy, *args[1:], **kwargs)
             if result is not NotImplemented:
                 result = args[0].copy_(result)
@@ -125,8 +125,7 @@ class _TracedRegion:
     def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
         self.settings = settings
         self._parameters = parameters
-        self.overwritten: Tensor | None = None
-        self.copy: Tensor | None = None  # what is overwritten in its place
+        self.copy: Tensor | None = None  # of the argument that is overwritten
 
     def packs_layer_input(self, x: Any) -> bool:
         return is_traced(x) and is_activation(x) and not any(x is parameter for parameter in self._parameters)
@@ -136,8 +135,10 @@ class _TracedRegion:
 
     def is_weight(self, x: Tensor) -> bool:
         """Whether ``x`` is a parameter, or was computed in the graph without a layer: from parameters, it may be."""
-        x = self.overwritten if self.overwritten is not None and x is self.copy else x
         node = x.grad_fn
+        if self.copy is not None and x is self.copy:  # behind it, the compiler's own copy of an input it overwrites
+            while node is not None and node.name().startswith("CloneBackward"):
+                node = node.next_functions[0][0]
         if node is None or not node.next_functions:  # an input of the graph
             return any(x is parameter for parameter in self._parameters)
         return not comes_from_layer(node)
