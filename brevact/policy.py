@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
+from brevact.autograd.tracing import TracingMode, text_of
 from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import is_quant_proxy
 
@@ -40,7 +42,7 @@ def quantizer(source: Any, **overrides: Any) -> Any:
     return backward_settings_from(source, **overrides).quantizer
 
 
-def backward_quant(source: Any, **overrides: Any) -> region:
+def backward_quant(source: Any, **overrides: Any) -> Any:
     """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
 
     >>> import torch, brevact
@@ -60,7 +62,14 @@ def backward_quant(source: Any, **overrides: Any) -> region:
         TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
         ValueError: a value is out of range.
     """
+    if torch.compiler.is_compiling():
+        return TracingMode(_text_of(source, tuple(overrides.items())))
     return region(_settings(source, overrides))
+
+
+@torch.compiler.assume_constant_result
+def _text_of(source: Any, overrides: tuple[tuple[str, Any], ...]) -> str | None:
+    return text_of(_settings(source, dict(overrides)))
 
 
 def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Module:

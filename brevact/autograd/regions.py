@@ -74,7 +74,7 @@ class Region:
         else:
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
         _active.regions.append(self)
-        self.mode.settings, self.mode.owner = self.settings, self.owner
+        self.mode.spelled = tracing.text_of(self.settings)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -85,7 +85,7 @@ class Region:
             self.state.close()
             self.seeds.close()
         else:
-            self.mode.settings, self.mode.owner = self.parent.settings, self.parent.owner
+            self.mode.spelled = tracing.text_of(self.parent.settings)
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
@@ -149,7 +149,7 @@ class _EagerMode(tracing.RegionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
-            return tracing.traced_call(self.settings, func, args, kwargs)
+            return tracing.traced_call(self, func, types, args, kwargs)
         if tracing.runs_under_dynamo():
             return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         if type(func) is MethodWrapperType or func in kinds.UNSEEN:  # x.shape, x.dim(), x[0]
@@ -206,7 +206,7 @@ class region(ContextDecorator):
     @tracing.skipped_by_dynamo
     def __enter__(self) -> None:
         if _is_compiling():
-            tracing.TracingMode(self.settings, None).__enter__()
+            tracing.TracingMode(tracing.text_of(self.settings)).__enter__()
             return
         _leave_abandoned(sys._getframe(1))
         self._entered.append(None if _active.disabled else Region(self.settings).__enter__())

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.variables.torch import get_overridable_functions
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -53,60 +54,91 @@ out_of_dynamo = torch.compiler.disable
 # Dynamo shows modes the functions of this set only, which lacks some that modes see otherwise (F.hardswish, torch.relu_).
 get_overridable_functions().update(HANDLERS)
 
+FULL_PRECISION = ""
+
 _NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(HANDLERS)}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in _NAMES.items()}
 
 
 class RegionMode(TorchFunctionMode):
-    """A mode with the ``settings`` and the ``owner`` of the innermost region that it stands for."""
+    """A mode with the settings of the innermost region that it stands for, as text (:func:`text_of`)."""
 
-    settings: BackwardSettings | None
-    owner: nn.Module | None
+    spelled: str | None
 
 
 class TracingMode(RegionMode):
     """The region of a module that Dynamo inlines, or of a ``with`` block in traced code.
 
     Args:
-        settings: what ops inside store; None for full precision.
+        spelled: what ops inside store.
         owner: the module whose forward runs in the region; None for a ``with`` block.
     """
 
-    def __init__(self, settings: BackwardSettings | None, owner: nn.Module | None) -> None:
+    def __init__(self, spelled: str | None, owner: nn.Module | None = None) -> None:
         super().__init__()
-        self.settings = settings
+        self.spelled = spelled
         self.owner = owner
 
     def __torch_function__(
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return traced_call(self.settings, func, args, kwargs or {})
+        return traced_call(self, func, types, args, kwargs or {})
 
 
-def traced_call(settings: BackwardSettings | None, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a torch function, by its counterpart if it has one."""
+def text_of(settings: BackwardSettings | None) -> str | None:
+    """The settings of a region as text: empty for full precision, None if there is no text for the quantizer."""
+    return FULL_PRECISION if settings is None else settings.spelled
+
+
+def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that a mode has caught, by its counterpart if it has one."""
+    for kind in types:
+        if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
+            with mode:
+                return kind.__torch_function__(func, types, args, kwargs)
+    if isinstance(func, HigherOrderOperator):
+        return _call_higher_order(func, args, kwargs)
     name = _NAMES.get(func)
     if name is None or not torch.is_grad_enabled():
         return func(*args, **kwargs)
-    if settings is None:  # in the graph the function is out of reach of a region around this one
-        return _call_in_graph(name, None, (), args, kwargs)
-    if settings.spelled is None:
+    if mode.spelled is None:
         raise TypeError(
-            f"quantizer={settings.quantizer!r} cannot be compiled; make it a dataclass at the top level of a module, "
-            "with fields that are numbers, strings, None, enums or dtypes"
+            "the backward quantizer of this region cannot be compiled: it has no text form. Make it a dataclass at the "
+            "top level of a module, with fields that are numbers, strings, None, enums or dtypes"
         )
+    # At full precision, too: in the graph the function is out of reach of a region around this one.
     parameters = tuple(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter))
-    return _call_in_graph(name, settings.spelled, parameters, args, kwargs)
+    return _call_in_graph(name, mode.spelled, parameters, args, kwargs)
+
+
+def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an op that traces a function of its own, without regions: what a checkpoint recomputes is not stored."""
+    _inside.higher_order += 1
+    result = func(*args, **kwargs)
+    _inside.higher_order -= 1
+    return result
+
+
+class _Inside:
+    higher_order = 0
+
+
+_inside = _Inside()
 
 
 @torch.compiler.allow_in_graph
 def _call_in_graph(
-    name: str, settings: str | None, parameters: tuple[int, ...], args: tuple, kwargs: dict[str, Any]
+    name: str, spelled: str, parameters: tuple[int, ...], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Record the counterpart of a torch function; the settings travel as text, parameters as positions in ``args``."""
     func = _FUNCTIONS[name]
-    if settings is not None:
-        region = _TracedRegion(read(settings), [args[i] for i in parameters])
+    with torch._C.DisableTorchFunction():  # the mode that Dynamo followed may be active for real
+        return _call(func, spelled, parameters, args, kwargs)
+
+
+def _call(func: Callable, spelled: str, parameters: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+    if spelled != FULL_PRECISION:
+        region = _TracedRegion(read(spelled), [args[i] for i in parameters])
         if not is_inplace(func, args, kwargs):
             result = HANDLERS[func](region, func, *args, **kwargs)
         else:  # the compiler knows in-place changes by ops of its own, not by Functions
@@ -174,21 +206,26 @@ _seeds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
-    around = _innermost()
-    if around is None:
-        if settings is None or not module.training:
-            return
-    elif around.settings is settings and around.owner is not module:
+    if _inside.higher_order or not torch.is_grad_enabled():
         return
-    if torch.is_grad_enabled():
-        TracingMode(settings, module).__enter__()
+    around, spelled = _innermost(), text_of(settings)
+    if around is None:
+        if not module.training or spelled == FULL_PRECISION:
+            return
+    elif around.spelled == spelled and not _belongs_to(around, module):
+        return
+    TracingMode(spelled, module).__enter__()
 
 
-def leave(module: nn.Module) -> None:
+def leave(module: nn.Module | None) -> None:
     """Leave the region that :func:`enter` entered for the module, if it did."""
     around = _innermost()
-    if type(around) is TracingMode and around.owner is module:
+    if _belongs_to(around, module):
         around.__exit__(None, None, None)
+
+
+def _belongs_to(mode: Any, module: nn.Module | None) -> bool:
+    return type(mode) is TracingMode and mode.owner is module
 
 
 def _innermost() -> Any:

@@ -36,7 +36,7 @@ def packed_bytes(numel: int, bit_width: int, block_size: int) -> int:
     Returns:
         Number of bytes.
     """
-    blocks, tail = divmod(numel, block_size)
+    blocks, tail = numel // block_size, numel % block_size  # divmod takes no symbolic sizes
     return bit_width * (blocks * (block_size // 8) + -(-tail // 8))
 
 
