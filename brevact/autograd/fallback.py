@@ -7,6 +7,7 @@ active; the hooks do. Hooks that were active around the region see each tensor t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -125,7 +126,7 @@ class SavedTensorHooks:
         region = self._region
         settings = region.settings
         plain = settings is None or not is_plain(x)
-        if not plain and x.numel() >= settings.min_numel:
+        if not plain and x.numel() >= settings.min_numel and region.packs_for(sys._getframe(2)):
             if x.dtype is torch.bool:
                 return keep_mask(x)
             if is_activation(x) and not self._is_exact(x):

@@ -26,6 +26,7 @@ _LAYER_NODES = (
 )
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
 _MAX_NODES = 128
+_SWEEP_FLOOR = 64
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -64,10 +65,11 @@ class ModelState:
         self._modules: dict[nn.Module, None] = {}
         self._addresses: frozenset[int] | None = None
         self._derived: dict[int, WeakStorage] = {}
+        self._sweep_at = _SWEEP_FLOOR
         self._handle = None if owner is not None else register_module_forward_pre_hook(self._see)
 
     def _see(self, module: nn.Module, args: Any) -> None:
-        if module not in self._modules and (module._parameters or module._buffers):
+        if not torch.compiler.is_compiling() and module not in self._modules and (module._parameters or module._buffers):
             self._modules[module] = None
             self._addresses = None
 
@@ -94,6 +96,9 @@ class ModelState:
                 node.metadata[_WEIGHT_NUMEL] = x.numel() if weight else 0
             elif weight and x.layout is torch.strided:
                 storage = x.untyped_storage()
+                if len(self._derived) >= self._sweep_at:
+                    self._derived = {key: known for key, known in self._derived.items() if not known.expired()}
+                    self._sweep_at = max(_SWEEP_FLOOR, 2 * len(self._derived))
                 self._derived[storage._cdata] = WeakStorage(storage)
             elif self._derived:
                 self._derived.pop(storage_address(x), None)

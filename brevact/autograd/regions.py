@@ -49,6 +49,22 @@ def current_region() -> Region | None:
     return _active.regions[-1] if _active.regions else None
 
 
+def is_alive(frame: FrameType | None) -> bool:
+    """Return whether the last forward that entered a region still runs below ``frame``.
+
+    PyTorch calls no hooks when a KeyboardInterrupt ends a forward. Nothing is packed in what it leaves behind, until
+    the next region of the thread clears it away.
+    """
+    if not _active.calls:
+        return True
+    last = _active.calls[-1][2]
+    while frame is not None:
+        if frame is last:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Region:
     """One entry of the stack of active regions; the outermost one owns the mode, the seeds and the module list.
 
@@ -92,14 +108,21 @@ class Region:
         return is_weight(x, self.state)
 
     def are_weights(self, arguments: Any) -> bool:
-        """Return whether the tensors among nested arguments are weights, apart from masks and single constants."""
-        found = False
+        """Return whether the tensors among nested arguments are weights, apart from masks and single constants.
+
+        Integers beside a weight are indices: rows of a table that trains are activations, as those of an embedding are.
+        """
+        found = trains = indexed = False
         for x in tensors_in(arguments):
             if is_weight(x, self.state):
-                found = True
-            elif x.requires_grad or (x.numel() != 1 and x.dtype is not torch.bool):
+                found, trains = True, trains or x.requires_grad
+            elif x.requires_grad:
                 return False
-        return found
+            elif x.numel() != 1 and x.dtype is not torch.bool:
+                if x.is_floating_point():
+                    return False
+                indexed = True
+        return found and not (indexed and trains)
 
     def note(self, func: Callable, result: Any, args: tuple, kwargs: dict) -> None:
         """Note whether what a function returned is a weight or an activation."""
@@ -110,6 +133,10 @@ class Region:
         if is_noted:
             is_layer = func in kinds.LAYERS or (args and is_known_activation(args[0]))
             self.state.note(result, weight=not is_layer and self.are_weights((args, kwargs)))
+
+    def packs_for(self, saver: FrameType) -> bool:
+        """Return whether what autograd saves below a frame is packed: not by a graph that was compiled beforehand."""
+        return is_alive(saver) and not tracing.is_compiled_graph(saver)
 
     def packs_layer_input(self, x: Any) -> bool:
         """Return whether the input of a layer with weights can be packed: an activation by its place."""
@@ -152,7 +179,7 @@ class _EagerMode(tracing.RegionMode):
             return tracing.traced_call(self, func, types, args, kwargs)
         if tracing.runs_under_dynamo():
             return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
-        if type(func) is MethodWrapperType or func in kinds.UNSEEN:  # x.shape, x.dim(), x[0]
+        if type(func) is MethodWrapperType or func in kinds.UNSEEN or kinds.is_view_index(func, args):  # x.shape, x[0]
             return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
@@ -170,6 +197,8 @@ class _EagerMode(tracing.RegionMode):
             return result
         handler = HANDLERS.get(func)
         if handler is not None:
+            if not is_alive(sys._getframe(1)):
+                return func(*args, **kwargs)
             result = handler(region, func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -179,8 +208,10 @@ class _EagerMode(tracing.RegionMode):
         else:
             region.hooks.cast_shapes = _frozen_weight_shapes(region, (args, kwargs))
             region.hooks.packed_numel = args[0].numel() if func in kinds.NORMALIZATIONS and args else None
-            result = func(*args, **kwargs)
-            region.hooks.packed_numel = None
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                region.hooks.cast_shapes, region.hooks.packed_numel = frozenset(), None
         region.note(func, result, args, kwargs)
         return result
 
@@ -218,6 +249,8 @@ class region(ContextDecorator):
             return
         entered = self._entered.pop()
         if entered is not None:
+            while _active.calls and _active.regions[-1] is not entered:  # forwards that an interrupt ended
+                _leave_last_call()
             entered.__exit__(*exc_info)
 
 
@@ -243,16 +276,16 @@ class _EnterRegion:
         if _is_compiling():
             tracing.enter(self.settings, module)
             return
-        regions = _active.regions
+        regions, frame = _active.regions, sys._getframe(1)
         if regions:
             enclosing = regions[-1]
             if (
                 enclosing.settings is self.settings
-                and enclosing.owner is not module  # it calls itself, or an interrupt ended its last forward
+                and enclosing.owner is not module  # it does not call itself
                 and top_hooks(True) == enclosing.hooks.pair
+                and is_alive(frame)
             ):
                 return
-        frame = sys._getframe(1)
         if tracing.runs_under_dynamo():
             tracing.out_of_dynamo(self._enter)(module, frame)
         else:
@@ -314,12 +347,7 @@ def _leave_last_call() -> FrameType:
 
 def _leave_abandoned(frame: FrameType | None) -> None:
     """Leave regions whose forward is not running any more: PyTorch calls no hooks after a KeyboardInterrupt."""
-    while _active.calls:
-        last, below = _active.calls[-1][2], frame
-        while below is not None and below is not last:
-            below = below.f_back
-        if below is not None:
-            return
+    while not is_alive(frame):
         _leave_last_call()
 
 

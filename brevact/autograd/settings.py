@@ -61,6 +61,13 @@ class BackwardSettings:
                 "one such as brevact.quantizer(StochBackward2bit)"
             )
         try:
+            hash(self.quantizer)
+        except TypeError:
+            raise TypeError(
+                f"quantizer={self.quantizer!r} has no hash; equal quantizers share what they packed, so one must be "
+                "immutable and hashable: @dataclass(frozen=True)"
+            ) from None
+        try:
             object.__setattr__(self, "save_mode", SaveMode(self.save_mode))
         except ValueError:
             accepted = ", ".join(f"SaveMode.{mode.name}" for mode in SaveMode)

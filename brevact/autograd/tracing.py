@@ -14,6 +14,7 @@ history in the graph says so; a tensor that several ops save is packed once by t
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,17 @@ def runs_under_dynamo() -> bool:
     return _callback() is not None
 
 
+def is_compiled_graph(frame: FrameType) -> bool:
+    """Return whether the function that autograd saves tensors for, applied in this frame, is a compiled graph."""
+    caller = frame.f_back
+    return (
+        frame.f_code is _APPLY
+        and caller is not None
+        and caller.f_globals.get("__name__", "").startswith("torch._functorch.")
+    )
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__
 out_of_dynamo = torch.compiler.disable
 
 

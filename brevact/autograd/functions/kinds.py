@@ -83,14 +83,16 @@ _RECIPROCALS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))
 _POWERS = frozenset((*_everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
 
 NORMALIZATIONS = frozenset(_everywhere("layer_norm", "group_norm", "instance_norm", "rms_norm", "native_layer_norm"))
-#: Ask for what a tensor is, not for its values; and indexing, whose result is to its tensor what its graph node says.
+#: Ask for what a tensor is, not for its values.
 UNSEEN = frozenset(
     getattr(Tensor, name)
     for name in (
         *("data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
-        *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage", "__getitem__"),
+        *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
     )
 )
+_GETITEM = Tensor.__getitem__
+_VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 LAYERS = frozenset(
     (
         *_everywhere("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
@@ -99,6 +101,14 @@ LAYERS = frozenset(
         *_ATTENTION,
     )
 )
+
+
+def is_view_index(func: Callable, args: tuple) -> bool:
+    """Return whether a call is an index that makes a view, which is to its tensor what its graph node says."""
+    if func is not _GETITEM:
+        return False
+    index = args[1]
+    return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
 
 
 def is_exact(region: Region, func: Callable, args: tuple) -> bool:
