@@ -21,7 +21,14 @@ _WEIGHT_NUMEL = "brevact.weight_numel"
 #: Nodes of layers, which ran where no region saw them: what they return is an activation.
 _PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
-    *("ConvolutionBackward", "EmbeddingBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "NativeLayerNormBackward"),
+    *(
+        "ConvolutionBackward",
+        "EmbeddingBackward",
+        "NativeBatchNormBackward",
+        "CudnnBatchNormBackward",
+        "MiopenBatchNormBackward",
+        "NativeLayerNormBackward",
+    ),
     *("NativeGroupNormBackward", "ScaledDotProduct", "MaxPool", "AvgPool", "IndexSelectBackward"),
 )
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
@@ -69,7 +76,11 @@ class ModelState:
         self._handle = None if owner is not None else register_module_forward_pre_hook(self._see)
 
     def _see(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and module not in self._modules and (module._parameters or module._buffers):
+        if (
+            not torch.compiler.is_compiling()
+            and module not in self._modules
+            and (module._parameters or module._buffers)
+        ):
             self._modules[module] = None
             self._addresses = None
 

@@ -6,6 +6,9 @@ two tensors and no two steps share noise, and the random numbers that the model 
 masks, say) are those of the model without backward quantization. Between two root regions of one forward pass (layers
 with a quantizer of their own, without a region around them) that one draw lies between the model's own.
 
+While a CUDA graph is captured, seeds come from the device's default generator, which the graph advances in each replay:
+each replay draws new noise.
+
 While a backward pass runs, a region belongs to a recomputation (checkpoint), which rewinds the generator by itself:
 there the generator does not move, and the regions of one backward pass are told apart by counting them.
 """
@@ -44,6 +47,8 @@ class SeedStream:
 
     def next(self, device: torch.device) -> int | Tensor:
         """Return the next seed for a tensor on ``device``."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return draw_on_device(device)
         stream = self._streams.get(device)
         if stream is None:
             if self._base is None:

@@ -139,9 +139,7 @@ _inside = _Inside()
 
 
 @torch.compiler.allow_in_graph
-def _call_in_graph(
-    name: str, spelled: str, parameters: tuple[int, ...], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def _call_in_graph(name: str, spelled: str, parameters: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Record the counterpart of a torch function; the settings travel as text, parameters as positions in ``args``."""
     func = _FUNCTIONS[name]
     with torch._C.DisableTorchFunction():  # the mode that Dynamo followed may be active for real

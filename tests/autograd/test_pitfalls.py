@@ -58,6 +58,45 @@ def test_embeddings_are_activations(rules):
     assert stored_bits(model, torch.randint(0, 1000, (4, 32))) < 3
 
 
+@pytest.mark.parametrize(
+    "make", [lambda t, ids: t[ids], lambda t, ids: t[ids] + t[:64], lambda t, ids: t.index_select(0, ids)]
+)
+def test_rows_of_a_table_that_trains_are_activations(make):
+    table, ids = nn.Parameter(torch.randn(1000, 64)), torch.randint(0, 1000, (64,))
+    with watch_saved() as saved, region(settings()):
+        F.gelu(F.silu(make(table, ids)))
+    assert [t.dtype for t in saved.tensors if t.is_floating_point() and t.numel() == 64 * 64] == []
+
+
+BACKWARDS = list(range(63, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("index", "grad"),
+    [
+        *((index, grad) for index in (slice(None), BACKWARDS, torch.ones(64, dtype=torch.bool)) for grad in (0, 1)),
+        (torch.tensor(BACKWARDS), 0),
+    ],
+)
+def test_weights_that_are_indexed_stay_weights(index, grad):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(64, 64), requires_grad=bool(grad))
+    model.forward = lambda x: x * model.weight[index]
+    brevact.quantize_backward(model, settings(bit_width=1))
+    x = torch.randn(64, 64, requires_grad=True)
+    model(x * 1).sum().backward()
+    assert torch.equal(x.grad, model.weight[index])
+
+
+def test_notes_of_derived_weights_do_not_pile_up():
+    layer = nn.Linear(64, 64)
+    with brevact.backward_quant(StochBackward2bit):
+        state = current_region().state
+        for _ in range(500):
+            layer.weight.detach().sign()
+    assert len(state._derived) <= 64
+
+
 def test_what_layers_make_of_learned_inputs_is_an_activation():
     class Model(nn.Module):
         def __init__(self, make: object) -> None:
@@ -222,6 +261,78 @@ def test_a_region_ends_when_a_forward_is_interrupted():
         other.eval()(torch.randn(64, 64, requires_grad=True) * 1)
     assert current_region() is None
     assert all(t.dtype is not torch.uint8 for t in saved.tensors)
+
+
+class Interrupted(nn.Module):
+    """A layer during which the user presses Ctrl-C, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.waits:
+            self.waits = False
+            raise KeyboardInterrupt
+        return x
+
+
+def interrupt(model: nn.Module) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(64, 64))
+
+
+def quantized_layers() -> nn.ModuleList:
+    models = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), Interrupted()), nn.Sequential(nn.Linear(64, 64))])
+    return brevact.quantize_backward(models, StochBackward2bit, min_numel=0)
+
+
+@pytest.mark.parametrize("call", [lambda a, b, x: a(x), lambda a, b, x: a[0](x), lambda a, b, x: b(x)])
+def test_the_next_forward_with_the_same_settings_ends_an_interrupted_one(call):
+    interrupted, other = quantized_layers()
+    interrupt(interrupted)
+    call(interrupted, other, torch.randn(64, 64)).sum().backward()
+    assert current_region() is None
+
+
+def test_nothing_is_packed_in_what_an_interrupt_leaves_behind():
+    interrupt(quantized_layers()[0])
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1), nn.LayerNorm(64))
+    with watch_saved() as saved:
+        plain(torch.randn(64, 64))
+    assert saved.tensors and all(t.dtype is not torch.uint8 for t in saved.tensors)
+    quantized_layers()[1](torch.randn(64, 64))  # clears it away
+    assert current_region() is None
+
+
+def test_a_with_block_ends_the_regions_that_an_interrupt_left_inside():
+    interrupted, _ = quantized_layers()
+    with pytest.raises(KeyboardInterrupt), brevact.backward_quant(StochBackward8bit):
+        interrupted(torch.randn(64, 64))
+    assert current_region() is None and torch._C._len_torch_function_stack() == 0
+    with watch_saved() as saved:
+        interrupted(torch.randn(64, 64))
+    assert current_region() is None
+    assert sum(t.dtype is torch.uint8 for t in saved.tensors) == 1
+
+
+def test_an_op_that_raises_leaves_no_trace_in_the_region():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.randn(64, 64, requires_grad=True) * 1
+    with watch_saved() as saved, region(settings()):
+        with pytest.raises(RuntimeError):
+            F.layer_norm(x[:4], (63,))
+        Doubled.apply(x)
+    assert saved.tensors[-1].dtype is torch.uint8
 
 
 def test_a_region_that_cannot_be_entered_leaves_nothing_behind():

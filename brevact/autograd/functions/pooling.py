@@ -24,11 +24,19 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
+class _Starts(NamedTuple):
+    """First input element of window i along a dimension: i * numerator // denominator - padding."""
+
+    numerator: int
+    denominator: int
+    padding: int
+
+
 class _Windows(NamedTuple):
-    """Windows of a pooling op over the spatial dimensions: input sizes, first element per output, dilation, extent."""
+    """Windows of a pooling op over the spatial dimensions: input sizes, first elements, dilation, extent."""
 
     input: tuple[int, ...]
-    starts: tuple[tuple[int, ...], ...]
+    starts: tuple[_Starts, ...]
     dilation: tuple[int, ...]
     extent: tuple[int, ...]
 
@@ -36,10 +44,12 @@ class _Windows(NamedTuple):
     def bit_width(self) -> int:
         return max(1, (math.prod(self.extent) - 1).bit_length())
 
-    def _start(self, dim: int, device: torch.device) -> Tensor:
+    def _start(self, dim: int, like: Tensor) -> Tensor:
+        """First elements of the windows of ``like`` (.., *outputs), computed on its device: a copy there would wait."""
         rank = len(self.input)
-        shape = [-1 if axis == dim else 1 for axis in range(rank)]
-        return torch.tensor(self.starts[dim], device=device).view(shape)
+        numerator, denominator, padding = self.starts[dim]
+        first = torch.arange(like.shape[dim - rank], device=like.device) * numerator // denominator - padding
+        return first.view([-1 if axis == dim else 1 for axis in range(rank)])
 
     def position(self, index: Tensor) -> Tensor:
         """Flat input index (.., *outputs) -> position in the window."""
@@ -47,7 +57,7 @@ class _Windows(NamedTuple):
         for dim in reversed(range(len(self.input))):
             coordinate = index % self.input[dim]
             index = index // self.input[dim]
-            code += (coordinate - self._start(dim, index.device)) // self.dilation[dim] * place
+            code += (coordinate - self._start(dim, index)) // self.dilation[dim] * place
             place *= self.extent[dim]
         return code
 
@@ -55,7 +65,7 @@ class _Windows(NamedTuple):
         """Position in the window (.., *outputs) -> flat input index."""
         index, stride = torch.zeros_like(code), 1
         for dim in reversed(range(len(self.input))):
-            coordinate = code % self.extent[dim] * self.dilation[dim] + self._start(dim, code.device)
+            coordinate = code % self.extent[dim] * self.dilation[dim] + self._start(dim, code)
             code = code // self.extent[dim]
             index += coordinate * stride
             stride *= self.input[dim]
@@ -122,10 +132,7 @@ def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
         geometry = (kernel, stride, padding, dilation, ceil_mode)
 
         def windows(out: Tensor) -> _Windows:
-            starts = tuple(
-                tuple(i * s - p for i in range(size))
-                for size, s, p in zip(out.shape[-rank:], stride, padding, strict=True)
-            )
+            starts = tuple(_Starts(s, 1, p) for s, p in zip(stride, padding, strict=True))
             return _Windows(tuple(x.shape[-rank:]), starts, dilation, kernel)
 
         x = input.unsqueeze(-2) if flat else input
@@ -141,7 +148,7 @@ def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
 
 def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
     """Windows [floor(i n / m), ceil((i + 1) n / m)) of adaptive pooling from n to m elements."""
-    starts = tuple(tuple(i * n // m for i in range(m)) for n, m in zip(input, output, strict=True))
+    starts = tuple(_Starts(n, m, 0) for n, m in zip(input, output, strict=True))
     extent = tuple(max(-(-(i + 1) * n // m) - i * n // m for i in range(m)) for n, m in zip(input, output, strict=True))
     return _Windows(tuple(input), starts, (1,) * len(starts), extent)
 

@@ -1,0 +1,452 @@
+"""Regions under `torch.compile`: nothing breaks the graph, what it keeps is packed, gradients are those without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+
+import brevact
+from brevact import nn as bnn
+from brevact.autograd import SaveMode, attach_region, region
+from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part, Rounding, UniformQuantizer
+from tests.autograd import ops
+from tests.autograd.measuring import settings, watch_saved
+
+NEAREST = settings(bit_width=4, rounding=Rounding.NEAREST)
+#: Functions without a counterpart are the compiler's; stock BatchNorm2d(momentum=None) does not compile either.
+COUNTERPARTS = [op for op in ops.ALL if op not in ops.FALLBACK and op.name not in ("batch_norm2d", "conv2d reflect")]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    assert torch._C._len_torch_function_stack() == 0
+
+
+class Block(nn.Module):
+    """Convolutions, norms, in-place activations, squeeze-and-excitation and a residual connection."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.act = nn.SiLU(inplace=True)
+        self.gate = nn.Conv2d(channels, channels, 1)
+        self.last = nn.Conv2d(channels, channels, 3, padding=1)
+        self.out = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(self.first(x)))
+        y = y * torch.sigmoid(self.gate(F.adaptive_avg_pool2d(y, 1)))
+        y = self.last(y)
+        y += x
+        return self.out(y)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(8), nn.MaxPool2d(2), Block(8), *head)
+
+
+def quantized(source: object = NEAREST, make: Callable[[], nn.Module] = network) -> nn.Module:
+    return brevact.quantize_backward(make(), source)
+
+
+def compiled(function: Callable, backend: object = "aot_eager", **options: object) -> Callable:
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+IMAGES, LABELS = torch.randn(6, 3, 20, 20), torch.arange(6)
+
+
+def step(model: Callable, images: Tensor = IMAGES) -> int:
+    """Run a training step; return the bytes that autograd kept."""
+    with watch_saved() as saved:
+        loss = F.cross_entropy(model(images).float(), LABELS[: len(images)])
+    loss.backward()
+    return saved.nbytes
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_close(
+    found: Sequence[Tensor], expected: Sequence[Tensor], name: str = "", eps: float = torch.finfo(torch.float32).eps
+) -> None:
+    # Sums of some thousand products in another order, relative to the largest gradient.
+    top = max(grad.abs().max() for grad in expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=64 * eps * top.item(), msg=lambda text: f"{name} {text}")
+
+
+def test_ops_compiled_give_the_gradients_and_bytes_of_eager():
+    functions = [op.make() for op in COUNTERPARTS]
+    leaves = [torch.randn(op.shape, requires_grad=True) for op in COUNTERPARTS]
+
+    def run(functions: list[Callable], wrap: Callable) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        def inside(*inputs: Tensor) -> list[Tensor]:
+            with region(NEAREST):
+                return [function(x) for function, x in zip(functions, inputs, strict=True)]
+
+        torch.manual_seed(0)
+        with watch_saved() as saved:
+            outs = wrap(inside)(*(leaf.clone() for leaf in leaves))  # in-place functions overwrite inputs of the graph
+        results = []
+        for function, leaf, out in zip(functions, leaves, outs, strict=True):
+            parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
+            weights = torch.linspace(-1, 1, out.numel()).sin().view(out.shape)
+            grads = torch.autograd.grad((out * weights).sum(), [leaf, *parameters], retain_graph=True)
+            results.append((out.detach(), grads))
+        return results, saved.nbytes
+
+    expected, expected_bytes = run(copy.deepcopy(functions), lambda f: f)
+    found, nbytes = run(functions, compiled)
+    for op, (out, grads), (expected_out, expected_grads) in zip(COUNTERPARTS, found, expected, strict=True):
+        torch.testing.assert_close(out, expected_out, msg=lambda text, op=op: f"{op.name}: {text}")
+        assert_close(grads, expected_grads, op.name)
+    assert nbytes <= expected_bytes
+
+
+def test_model_compiled_matches_eager():
+    model, reference = quantized(), quantized()
+    eager, packed = step(reference), step(compiled(model))
+    plain = step(compiled(network()))
+    assert_close(gradients(model), gradients(reference))
+    assert packed <= eager < plain / 4
+    for key, value in reference.state_dict().items():  # running statistics as well
+        torch.testing.assert_close(model.state_dict()[key], value)
+
+
+def test_graph_keeps_codes_and_no_feature_map():
+    kept: list[Tensor] = []
+
+    def forward_compiler(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        kept.extend(node.meta["val"] for node in graph.graph.output_node().args[0] if isinstance(node, torch.fx.Node))
+        return make_boxed_func(graph.forward)
+
+    for partition in ({}, {"partition_fn": min_cut_rematerialization_partition}):
+        torch._dynamo.reset()
+        kept.clear()
+        backend = aot_autograd(
+            fw_compiler=forward_compiler, bw_compiler=lambda graph, _: make_boxed_func(graph.forward), **partition
+        )
+        step(compiled(quantized(), backend))
+        assert not [x.shape for x in kept if x.is_floating_point() and x.dim() == 4 and x.shape[2] > 3]
+        assert sum(x.dtype is torch.uint8 for x in kept) >= 12  # convolutions, norms, activations, pooling
+
+
+def test_inductor_keeps_the_same_bytes_and_close_gradients():
+    chosen = settings(24, Rounding.NEAREST)
+    model, reference = quantized(chosen), network()
+    packed = step(compiled(model, "inductor"))
+    step(reference)
+    assert packed <= step(quantized(chosen))
+    assert_close(gradients(model), gradients(reference))  # half a step of 24 bits is less than float32's own
+
+
+def test_noise_is_new_in_each_step_and_fixed_by_the_seed():
+    model = quantized(settings(bit_width=2))
+    run = compiled(model)
+
+    def draw(seed: int | None = None) -> Tensor:
+        if seed is not None:
+            torch.manual_seed(seed)
+        model.zero_grad()
+        step(run)
+        return model[0].weight.grad.clone()
+
+    first, second, again = draw(1), draw(), draw(1)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again)
+
+
+def test_compiled_gradients_are_unbiased():
+    draws = 200
+    x, layer = torch.randn(64, 32), nn.Linear(32, 8)
+    attach_region(layer, settings(bit_width=2))
+    run = compiled(layer)
+    weights = torch.randn(64, 8)
+    samples = []
+    for _ in range(draws):
+        samples.append(torch.autograd.grad((run(x) * weights).sum(), layer.weight)[0])
+    values = torch.stack(samples).double()
+    expected = weights.double().t() @ x.double()
+    # 5 standard errors of 256 entries, each a sum of 64 independent errors.
+    assert ((values.mean(0) - expected).abs() <= 5 * values.std(0) / draws**0.5 + 1e-5).all()
+
+
+def test_training_does_not_recompile():
+    model = quantized(settings(bit_width=2))
+    run = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        sizes = set()
+        for _ in range(4):
+            optimizer.zero_grad()
+            sizes.add(step(run))
+            optimizer.step()
+    assert len(sizes) == 1
+
+
+def test_dynamic_batches_match_eager():
+    model, reference = quantized(), quantized()
+    run = compiled(model, dynamic=True)
+    for batch in (6, 3, 5):
+        model.zero_grad(), reference.zero_grad()
+        packed, eager = step(run, IMAGES[:batch]), step(reference, IMAGES[:batch])
+        assert_close(gradients(model), gradients(reference))
+        assert packed <= eager
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        UniformQuantizer(bit_width=3, rounding="nearest", granularity="channel"),
+        UniformQuantizer(bit_width=4, rounding="nearest", granularity="sample"),
+        UniformQuantizer(bit_width=4, rounding="nearest", bucket_size=None),
+        UniformQuantizer(bit_width=32),
+        UniformQuantizer(bit_width=12, rounding="nearest", bucket_size=100, scale_dtype=torch.float32),
+    ],
+    ids=["channel", "sample", "tensor", "32 bits", "12 bits"],
+)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_groups_and_widths_compile(quantizer, dynamic):
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+    model, reference = quantized(quantizer, make), quantized(quantizer, make)
+    packed, eager = step(compiled(model, dynamic=dynamic)), step(reference)
+    assert_close(gradients(model), gradients(reference))
+    assert packed <= eager
+
+
+def test_layers_with_slots_compile():
+    quant = brevact.StochBackward2bit
+    model = nn.Sequential(
+        bnn.QuantConv2d(3, 8, 3, act_quant=quant),
+        bnn.BatchNorm2d(8, act_quant=quant),
+        bnn.Hardswish(act_quant=quant),
+        bnn.MaxPool2d(2, act_quant=quant),
+        bnn.QuantConv2d(8, 8, 3, weight_quant=None, act_quant=quant),
+        bnn.AdaptiveAvgPool2d(1, act_quant=quant),
+        nn.Flatten(),
+        bnn.QuantLinear(8, 10, True, act_quant=quant),
+    )
+    eager, packed = step(model), step(compiled(model))
+    assert packed <= eager
+
+
+def test_rules_hold_inside_graphs():
+    rules = {"1": None, nn.MaxPool2d: None, "*": NEAREST}
+    model, reference = quantized(rules), quantized(rules)
+    packed, eager = step(compiled(model)), step(reference)
+    assert_close(gradients(model), gradients(reference))
+    everything, plain = step(compiled(quantized())), step(compiled(network()))
+    assert everything < packed < plain
+    assert packed <= eager
+
+
+def with_region_outside(model: nn.Module) -> Callable:
+    run = compiled(model)
+
+    def forward(x: Tensor) -> Tensor:
+        with brevact.backward_quant(brevact.NearestBackward4bit, min_numel=0, bucket_size=64):
+            return run(x)
+
+    return forward
+
+
+def with_region_inside(model: nn.Module) -> Callable:
+    def forward(x: Tensor) -> Tensor:
+        with brevact.backward_quant(brevact.NearestBackward4bit, min_numel=0, bucket_size=64):
+            return model(x)
+
+    return compiled(forward)
+
+
+def policy_on_the_compiled_model(model: nn.Module) -> Callable:
+    return brevact.quantize_backward(torch.compile(model, backend="aot_eager", fullgraph=True), NEAREST)
+
+
+def one_block_compiled(model: nn.Module) -> Callable:
+    brevact.quantize_backward(model, NEAREST)
+    model[1].compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def module_compiled(model: nn.Module) -> Callable:
+    brevact.quantize_backward(model, NEAREST).compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+WAYS = [with_region_outside, with_region_inside, policy_on_the_compiled_model, one_block_compiled, module_compiled]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+def test_regions_meet_the_compiler_in_every_way(way):
+    model, reference = network(), quantized()
+    packed, eager = step(way(model)), step(reference)
+    assert_close(gradients(model), gradients(reference))
+    assert packed <= eager
+
+
+class Broken(nn.Module):
+    """A model whose graph breaks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        x = self.layers[1](F.silu(x))
+        torch._dynamo.graph_break()
+        return self.layers[2:](x)
+
+
+def test_graph_breaks_keep_the_region():
+    model, reference = quantized(make=Broken), quantized(make=Broken)
+    packed, eager = step(torch.compile(model, backend="aot_eager")), step(reference)
+    assert_close(gradients(model), gradients(reference))
+    assert packed <= eager
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = torch.utils.checkpoint.checkpoint(self.layers[1], x, use_reentrant=False)
+        return self.layers[2:](x)
+
+
+def test_checkpoint_inside_a_compiled_region():
+    exact = UniformQuantizer(bit_width=32)
+    model, reference = quantized(exact, Checkpointed), network()
+    step(compiled(model)), step(reference)
+    assert_close(gradients(model), gradients(reference))
+
+
+def test_autocast_keeps_weights_and_gradients():
+    model, reference = quantized(), quantized()
+
+    def run(function: Callable) -> Callable:
+        return lambda x: torch.autocast("cpu", torch.bfloat16)(function)(x)
+
+    packed, eager = step(run(compiled(model))), step(run(reference))
+    assert_close(gradients(model), gradients(reference), eps=torch.finfo(torch.bfloat16).eps)
+    assert packed <= eager
+
+
+def test_quantize_on_backward_gives_the_gradients_of_save_quantized():
+    late = settings(bit_width=4, rounding=Rounding.NEAREST, save_mode=SaveMode.QUANTIZE_ON_BACKWARD)
+    model, reference = quantized(late), quantized()
+    step(compiled(model)), step(reference)
+    assert_close(gradients(model), gradients(reference))
+
+
+class Branches(nn.Module):
+    """Three layers that read one activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.branches = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.first(x))
+        return sum(branch(x) for branch in self.branches)
+
+
+def test_a_tensor_that_several_layers_read_is_packed_once():
+    chosen = settings(bit_width=2)
+    model = brevact.quantize_backward(Branches(), chosen)
+    x = torch.randn(256, 64, requires_grad=True)
+    with watch_saved() as saved:
+        compiled(model, "inductor")(x)
+    codes = [t for t in saved.tensors if t.dtype is torch.uint8]
+    assert len({t.untyped_storage().data_ptr() for t in codes}) == 3  # input, derivative, and what the branches share
+
+
+def test_eval_and_no_grad_pack_nothing():
+    model = quantized().eval()
+    run = compiled(model)
+    with watch_saved() as saved:
+        run(IMAGES)
+    assert not [x for x in saved.tensors if x.dtype is torch.uint8]
+    model.train()
+    with torch.no_grad():
+        run(IMAGES)
+    assert step(run) <= step(quantized())
+
+
+def test_weights_are_never_packed_in_a_graph():
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(64, 64))
+            self.mask = nn.Buffer(torch.rand(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.scale) * (self.scale * 2) * F.linear(x, self.scale * self.mask)
+
+    model = brevact.quantize_backward(Frozen(), settings(bit_width=1))
+    reference = copy.deepcopy(model)
+    brevact.restore_backward(reference)
+    x = torch.randn(64, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(compiled(model)(x).sum(), x)
+    (expected,) = torch.autograd.grad(reference(x).sum(), x)
+    assert_close([grad], [expected])
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """A quantizer of somebody else: eight bits with four behind the point."""
+
+    is_stochastic: bool = False
+
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        return (Part("codes", torch.uint8, layout.numel),)
+
+    def quantize(self, x: Tensor, seed: object = None) -> PackedActivation:
+        layout = Layout.of(x)
+        codes = (layout.flatten(x.detach()) * 16 + 128).round().clamp(0, 255)
+        return PackedActivation(PackedSpec.of(self, layout), codes.to(torch.uint8))
+
+    def decode(self, buffer: Tensor, spec: PackedSpec, target: Tensor) -> None:
+        target.as_strided((spec.layout.numel,), (1,)).copy_((buffer.float() - 128) / 16)
+
+    def decode_multiply(self, buffer: Tensor, spec: PackedSpec, other: Tensor, target: Tensor) -> None:
+        flat = (spec.layout.numel,), (1,)
+        target.as_strided(*flat).copy_((buffer.float() - 128) / 16 * other.as_strided(*flat))
+
+
+def test_other_peoples_quantizers_compile_if_they_can_be_spelled():
+    model, reference = quantized(FixedPoint()), quantized(FixedPoint())
+    packed, eager = step(compiled(model)), step(reference)
+    assert_close(gradients(model), gradients(reference))
+    assert packed <= eager < step(network()) / 2
+
+
+def test_quantizers_without_text_form_raise_when_compiled():
+    class Local(UniformQuantizer):
+        pass
+
+    with pytest.raises(Exception, match="has no text form"):
+        step(compiled(quantized(Local())))
