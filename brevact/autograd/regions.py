@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brevact.autograd import tracing
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
 from brevact.autograd.functions import HANDLERS, kinds
 from brevact.autograd.functions.base import is_activation
@@ -26,7 +27,6 @@ from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd import tracing
 
 
 class _Active(threading.local):
@@ -39,14 +39,14 @@ class _Active(threading.local):
         self.disabled = 0
 
 
-_active = _Active()
+active = _Active()
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 
 
 def current_region() -> Region | None:
     """Return the innermost region of this thread, or None."""
-    return _active.regions[-1] if _active.regions else None
+    return active.regions[-1] if active.regions else None
 
 
 def is_alive(frame: FrameType | None) -> bool:
@@ -55,9 +55,9 @@ def is_alive(frame: FrameType | None) -> bool:
     PyTorch calls no hooks when a KeyboardInterrupt ends a forward. Nothing is packed in what it leaves behind, until
     the next region of the thread clears it away.
     """
-    if not _active.calls:
+    if not active.calls:
         return True
-    last = _active.calls[-1][2]
+    last = active.calls[-1][2]
     while frame is not None:
         if frame is last:
             return True
@@ -89,13 +89,13 @@ class Region:
             self.mode.__enter__()
         else:
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
-        _active.regions.append(self)
+        active.regions.append(self)
         self.mode.spelled = tracing.text_of(self.settings)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.hooks.__exit__(*exc_info)
-        _active.regions.pop()
+        active.regions.pop()
         if self.parent is None:
             self.mode.__exit__(*exc_info)
             self.state.close()
@@ -185,7 +185,7 @@ class _EagerMode(tracing.RegionMode):
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
-        regions = _active.regions
+        regions = active.regions
         if not regions:
             return func(*args, **kwargs)
         region = regions[-1]
@@ -239,8 +239,8 @@ class region(ContextDecorator):
         if _is_compiling():
             tracing.TracingMode(tracing.text_of(self.settings)).__enter__()
             return
-        _leave_abandoned(sys._getframe(1))
-        self._entered.append(None if _active.disabled else Region(self.settings).__enter__())
+        leave_abandoned(sys._getframe(1))
+        self._entered.append(None if active.disabled else Region(self.settings).__enter__())
 
     @tracing.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:
@@ -249,139 +249,29 @@ class region(ContextDecorator):
             return
         entered = self._entered.pop()
         if entered is not None:
-            while _active.calls and _active.regions[-1] is not entered:  # forwards that an interrupt ended
-                _leave_last_call()
+            while active.calls and active.regions[-1] is not entered:  # forwards that an interrupt ended
+                leave_last_call()
             entered.__exit__(*exc_info)
 
 
 @contextmanager
 def regions_disabled() -> Iterator[None]:
     """Run a block in which entering a region does nothing (to measure a model as it is without brevact)."""
-    _active.disabled += 1
+    active.disabled += 1
     try:
         yield
     finally:
-        _active.disabled -= 1
+        active.disabled -= 1
 
 
-class _EnterRegion:
-    """Forward pre-hook: the module's forward runs in a region while the module trains."""
-
-    def __init__(self, settings: BackwardSettings | None, origin: str) -> None:
-        self.settings = settings
-        self.origin = origin
-
-    @tracing.skipped_by_dynamo
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if _is_compiling():
-            tracing.enter(self.settings, module)
-            return
-        regions, frame = _active.regions, sys._getframe(1)
-        if regions:
-            enclosing = regions[-1]
-            if (
-                enclosing.settings is self.settings
-                and enclosing.owner is not module  # it does not call itself
-                and top_hooks(True) == enclosing.hooks.pair
-                and is_alive(frame)
-            ):
-                return
-        if tracing.runs_under_dynamo():
-            tracing.out_of_dynamo(self._enter)(module, frame)
-        else:
-            self._enter(module, frame)
-
-    def _enter(self, module: nn.Module, frame: FrameType) -> None:
-        _leave_abandoned(frame)
-        if self._is_needed(module):
-            _active.calls.append((module, Region(self.settings, module).__enter__(), frame))
-
-    def _is_needed(self, module: nn.Module) -> bool:
-        if _active.disabled or not _is_grad_enabled():
-            return False
-        regions = _active.regions
-        if not regions:
-            return module.training and self.settings is not None
-        enclosing = regions[-1]
-        same = enclosing.settings is self.settings or enclosing.settings == self.settings
-        return not same or not enclosing.hooks.are_innermost()
-
-
-class _ExitRegion:
-    """Forward hook, also called when the forward raised: leaves the region that the pre-hook entered."""
-
-    def __init__(self, origin: str) -> None:
-        self.origin = origin
-
-    @tracing.skipped_by_dynamo
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _is_compiling():
-            tracing.leave(module)
-        elif _active.calls:
-            caller = sys._getframe(1)
-            if tracing.runs_under_dynamo():
-                tracing.out_of_dynamo(_leave_calls_of)(module, caller)
-            else:
-                _leave_calls_of(module, caller)
-
-
-def _leave_calls_of(module: nn.Module, caller: FrameType) -> None:
-    """Leave the region of the forward of ``module`` that this frame called, and those abandoned inside it."""
-    for call in _active.calls:
-        if call[0] is module and _runs_in(call[2], caller):
-            while _leave_last_call() is not call[2]:
-                pass
-            return
-
-
-def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
-    """Whether a forward hook's caller is the frame that called the pre-hook, or the one around it after an error."""
-    return caller is frame or caller is frame.f_back
-
-
-def _leave_last_call() -> FrameType:
-    _, entered, frame = _active.calls.pop()
+def leave_last_call() -> FrameType:
+    """Leave the region of the last forward that entered one; return the frame that called its pre-hook."""
+    _, entered, frame = active.calls.pop()
     entered.__exit__(None, None, None)
     return frame
 
 
-def _leave_abandoned(frame: FrameType | None) -> None:
+def leave_abandoned(frame: FrameType | None) -> None:
     """Leave regions whose forward is not running any more: PyTorch calls no hooks after a KeyboardInterrupt."""
     while not is_alive(frame):
-        _leave_last_call()
-
-
-def attach_region(module: nn.Module, settings: BackwardSettings | None, origin: str = "layer") -> None:
-    """Let the forward of ``module`` run in a region, through forward hooks; a second call replaces the first.
-
-    The hooks are copied and pickled with the module. The region is active while gradients are enabled and the module
-    (or the module of an enclosing region) is in training mode.
-
-    Args:
-        module: any module; it is changed in place.
-        settings: what its ops store for backward; None keeps full precision inside an enclosing region.
-        origin: who attaches it; regions of different origins stand beside each other.
-    """
-    detach_region(module, origin)
-    module.register_forward_pre_hook(_EnterRegion(settings, origin))
-    module.register_forward_hook(_ExitRegion(origin), always_call=True)
-
-
-def detach_region(module: nn.Module, origin: str = "layer") -> bool:
-    """Undo :func:`attach_region`; return whether there was anything to undo."""
-    tables = (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,), _EnterRegion),
-        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called), _ExitRegion),
-    )
-    found = False
-    for hooks, companions, kind in tables:
-        for key in [key for key, hook in hooks.items() if isinstance(hook, kind) and hook.origin == origin]:
-            found = True
-            for table in (hooks, *companions):
-                table.pop(key, None)
-    return found
-
-
-def has_region(module: nn.Module, origin: str = "layer") -> bool:
-    """Return whether :func:`attach_region` gave ``module`` a region (which may be one of full precision)."""
-    return any(isinstance(hook, _EnterRegion) and hook.origin == origin for hook in module._forward_pre_hooks.values())
+        leave_last_call()

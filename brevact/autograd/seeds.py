@@ -23,6 +23,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from brevact.quantizers import draw_seed
+
 _BLOCK = 256
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _MASK = 2**64 - 1
@@ -48,7 +50,7 @@ class SeedStream:
     def next(self, device: torch.device) -> int | Tensor:
         """Return the next seed for a tensor on ``device``."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return draw_on_device(device)
+            return draw_seed(device)
         stream = self._streams.get(device)
         if stream is None:
             if self._base is None:
@@ -67,11 +69,6 @@ class SeedStream:
                 del _in_use[self._base]
         if torch._C._current_graph_task_id() == -1:
             torch.randint(_LOW, _HIGH, (), device="cpu", generator=torch.default_generator)
-
-
-def draw_on_device(device: torch.device) -> Tensor:
-    """Return a seed drawn from the device's default generator: a 0-d int64 tensor, without synchronization."""
-    return torch.randint(_LOW, _HIGH, (), device=device)
 
 
 def _claim_base() -> int:

@@ -29,9 +29,8 @@ from brevact.autograd.functions import HANDLERS
 from brevact.autograd.functions.base import is_activation, is_inplace
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.provenance import comes_from_layer, tensors_in
-from brevact.autograd.seeds import draw_on_device
 from brevact.autograd.settings import BackwardSettings
-from brevact.quantizers import is_traced, read
+from brevact.quantizers import draw_seed, is_traced, read
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,7 +62,7 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__
 out_of_dynamo = torch.compiler.disable
 
 
-# Dynamo shows modes the functions of this set only, which lacks some that modes see otherwise (F.hardswish, torch.relu_).
+# Dynamo shows modes the functions of this set alone, where F.hardswish and torch.relu_ are missing.
 get_overridable_functions().update(HANDLERS)
 
 FULL_PRECISION = ""
@@ -203,11 +202,11 @@ class _TracedRegion:
     def _seed(self, x: Tensor, share: bool) -> Tensor:
         """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
         if not share:
-            return draw_on_device(x.device)
+            return draw_seed(x.device)
         seeds = _seeds.setdefault(x, {})
         key = x._version, self.settings.key
         if key not in seeds:
-            seeds[key] = draw_on_device(x.device)
+            seeds[key] = draw_seed(x.device)
         return seeds[key]
 
 

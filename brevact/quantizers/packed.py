@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -30,7 +31,7 @@ class ActivationQuantizer(Protocol):
         """Quantize and pack a floating-point tensor of any shape and strides, with random bits of this seed."""
 
 
-class Decoder(Protocol):
+class Decoder(Hashable, Protocol):
     """What a `PackedActivation` asks of the quantizer that made it."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:

@@ -10,7 +10,7 @@ _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor has no values because a graph is being traced, so that ops of `brevact.ops` must stand for kernels.
+    """Whether a tensor has no values because a graph is traced, so that the ops of `ops` must stand for the kernels.
 
     Args:
         x: Any tensor.

@@ -1,0 +1,129 @@
+"""Forward hooks that let a module's forward run in a region."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from brevact.autograd import tracing
+from brevact.autograd.fallback import top_hooks
+from brevact.autograd.regions import Region, active, is_alive, leave_abandoned, leave_last_call
+from brevact.autograd.settings import BackwardSettings
+
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class _EnterRegion:
+    """Forward pre-hook: the module's forward runs in a region while the module trains."""
+
+    def __init__(self, settings: BackwardSettings | None, origin: str) -> None:
+        self.settings = settings
+        self.origin = origin
+
+    @tracing.skipped_by_dynamo
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if _is_compiling():
+            tracing.enter(self.settings, module)
+            return
+        regions, frame = active.regions, sys._getframe(1)
+        if regions:
+            enclosing = regions[-1]
+            if (
+                enclosing.settings is self.settings
+                and enclosing.owner is not module  # it does not call itself
+                and top_hooks(True) == enclosing.hooks.pair
+                and is_alive(frame)
+            ):
+                return
+        if tracing.runs_under_dynamo():
+            tracing.out_of_dynamo(self._enter)(module, frame)
+        else:
+            self._enter(module, frame)
+
+    def _enter(self, module: nn.Module, frame: FrameType) -> None:
+        leave_abandoned(frame)
+        if self._is_needed(module):
+            active.calls.append((module, Region(self.settings, module).__enter__(), frame))
+
+    def _is_needed(self, module: nn.Module) -> bool:
+        if active.disabled or not _is_grad_enabled():
+            return False
+        regions = active.regions
+        if not regions:
+            return module.training and self.settings is not None
+        enclosing = regions[-1]
+        same = enclosing.settings is self.settings or enclosing.settings == self.settings
+        return not same or not enclosing.hooks.are_innermost()
+
+
+class _ExitRegion:
+    """Forward hook, also called when the forward raised: leaves the region that the pre-hook entered."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+
+    @tracing.skipped_by_dynamo
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _is_compiling():
+            tracing.leave(module)
+        elif active.calls:
+            caller = sys._getframe(1)
+            if tracing.runs_under_dynamo():
+                tracing.out_of_dynamo(_leave_calls_of)(module, caller)
+            else:
+                _leave_calls_of(module, caller)
+
+
+def _leave_calls_of(module: nn.Module, caller: FrameType) -> None:
+    """Leave the region of the forward of ``module`` that this frame called, and those abandoned inside it."""
+    for call in active.calls:
+        if call[0] is module and _runs_in(call[2], caller):
+            while leave_last_call() is not call[2]:
+                pass
+            return
+
+
+def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
+    """Whether a forward hook's caller is the frame that called the pre-hook, or the one around it after an error."""
+    return caller is frame or caller is frame.f_back
+
+
+def attach_region(module: nn.Module, settings: BackwardSettings | None, origin: str = "layer") -> None:
+    """Let the forward of ``module`` run in a region, through forward hooks; a second call replaces the first.
+
+    The hooks are copied and pickled with the module. The region is active while gradients are enabled and the module
+    (or the module of an enclosing region) is in training mode.
+
+    Args:
+        module: any module; it is changed in place.
+        settings: what its ops store for backward; None keeps full precision inside an enclosing region.
+        origin: who attaches it; regions of different origins stand beside each other.
+    """
+    detach_region(module, origin)
+    module.register_forward_pre_hook(_EnterRegion(settings, origin))
+    module.register_forward_hook(_ExitRegion(origin), always_call=True)
+
+
+def detach_region(module: nn.Module, origin: str = "layer") -> bool:
+    """Undo :func:`attach_region`; return whether there was anything to undo."""
+    tables = (
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,), _EnterRegion),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called), _ExitRegion),
+    )
+    found = False
+    for hooks, companions, kind in tables:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kind) and hook.origin == origin]:
+            found = True
+            for table in (hooks, *companions):
+                table.pop(key, None)
+    return found
+
+
+def has_region(module: nn.Module, origin: str = "layer") -> bool:
+    """Return whether :func:`attach_region` gave ``module`` a region (which may be one of full precision)."""
+    return any(isinstance(hook, _EnterRegion) and hook.origin == origin for hook in module._forward_pre_hooks.values())

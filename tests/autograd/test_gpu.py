@@ -1,0 +1,139 @@
+"""Regions on a real device: nothing waits for it, CUDA graphs draw new noise, the compiler keeps codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brevact
+from brevact.quantizers import Rounding
+from tests.autograd.measuring import settings, watch_saved
+
+pytestmark = pytest.mark.gpu
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    convolutions = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(True), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3))
+    return nn.Sequential(*convolutions, nn.ReLU(True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+def batch(device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 3, 32, 32, generator=generator).to(device), torch.arange(16, device=device) % 10
+
+
+def step(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_gradients_are_those_of_the_cpu(memory_format):
+    # 24 bits: half a step is less than float32's own error; the devices sum in other orders.
+    found = []
+    for device in ("cpu", "cuda"):
+        model = network().to(device, memory_format=memory_format)
+        brevact.quantize_backward(model, settings(24, Rounding.NEAREST))
+        images, labels = batch(device)
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            step(model, images.contiguous(memory_format=memory_format), labels)
+        found.append([p.grad.cpu() for p in model.parameters()])
+    top = max(grad.abs().max() for grad in found[0])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-4 * top.item())
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_a_step_does_not_wait_for_the_device(rounding):
+    model = brevact.quantize_backward(network().cuda(), settings(2, rounding))
+    images, labels = batch("cuda")
+    step(model, images, labels)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model, images, labels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_seeds_fix_the_gradients_on_a_device():
+    model = brevact.quantize_backward(network().cuda(), settings(2))
+    images, labels = batch("cuda")
+
+    def grad(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        model.zero_grad()
+        with torch.backends.cudnn.flags(deterministic=True):
+            step(model, images, labels)
+        return model[0].weight.grad.clone()
+
+    assert torch.equal(grad(1), grad(1))
+    assert not torch.equal(grad(1), grad(2))
+
+
+def captured(run, warm_up: int = 3) -> torch.cuda.CUDAGraph:
+    """Capture a call in a CUDA graph, after warming up on a side stream as PyTorch asks."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_up):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def test_each_replay_of_a_cuda_graph_draws_new_noise():
+    layer = nn.Linear(256, 64).cuda()
+    brevact.quantize_backward(layer, settings(2))
+    x, weights = torch.randn(512, 256, device="cuda"), torch.randn(512, 64, device="cuda")
+
+    def run() -> None:
+        layer.zero_grad(set_to_none=False)
+        (layer(x) * weights).sum().backward()
+
+    run()
+    graph = captured(run)
+    grads = []
+    for _ in range(200):
+        graph.replay()
+        grads.append(layer.weight.grad.clone())
+    assert not torch.equal(grads[0], grads[1])
+    values = torch.stack(grads).double()
+    expected = weights.double().t() @ x.double()
+    error = (values.mean(0) - expected).abs()
+    top = expected.abs().max()
+    assert (error <= 5.5 * values.std(0) / len(grads) ** 0.5 + 1e-3 * top).all()  # 16,384 entries; TF32 products
+
+
+def test_compiled_model_keeps_codes_on_a_device():
+    model = brevact.quantize_backward(network().cuda(), settings(24, Rounding.NEAREST))
+    reference = network().cuda()
+    images, labels = batch("cuda")
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        with watch_saved() as saved:
+            loss = F.cross_entropy(torch.compile(model, fullgraph=True)(images), labels)
+        loss.backward()
+        step(reference, images, labels)
+    assert not [x.shape for x in saved.tensors if x.is_floating_point() and x.dim() == 4 and x.shape[2] > 3]
+    top = max(p.grad.abs().max() for p in reference.parameters())
+    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-4 * top.item())
+
+
+def test_compiled_model_in_cuda_graphs_draws_new_noise():
+    layer = brevact.quantize_backward(nn.Linear(256, 64).cuda(), settings(2))
+    run = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    x = torch.randn(512, 256, device="cuda")
+    grads = []
+    for _ in range(6):
+        layer.zero_grad()
+        torch.compiler.cudagraph_mark_step_begin()
+        run(x).square().sum().backward()
+        grads.append(layer.weight.grad.clone())
+    assert not torch.equal(grads[-1], grads[-2])
