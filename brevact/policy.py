@@ -62,7 +62,7 @@ def backward_quant(source: Any, **overrides: Any) -> Any:
         TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
         ValueError: a value is out of range.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return TracingMode(_text_of(source, tuple(overrides.items())))
     return region(_settings(source, overrides))
 

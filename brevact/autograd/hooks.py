@@ -14,7 +14,7 @@ from brevact.autograd.fallback import top_hooks
 from brevact.autograd.regions import Region, active, is_alive, leave_abandoned, leave_last_call
 from brevact.autograd.settings import BackwardSettings
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
 
@@ -40,7 +40,7 @@ class _EnterRegion:
                 and is_alive(frame)
             ):
                 return
-        if tracing.runs_under_dynamo():
+        if tracing.frame_callback() is not None:
             tracing.out_of_dynamo(self._enter)(module, frame)
         else:
             self._enter(module, frame)
@@ -73,7 +73,7 @@ class _ExitRegion:
             tracing.leave(module)
         elif active.calls:
             caller = sys._getframe(1)
-            if tracing.runs_under_dynamo():
+            if tracing.frame_callback() is not None:
                 tracing.out_of_dynamo(_leave_calls_of)(module, caller)
             else:
                 _leave_calls_of(module, caller)

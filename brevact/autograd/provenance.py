@@ -77,7 +77,7 @@ class ModelState:
 
     def _see(self, module: nn.Module, args: Any) -> None:
         if (
-            not torch.compiler.is_compiling()
+            not torch.compiler.is_dynamo_compiling()
             and module not in self._modules
             and (module._parameters or module._buffers)
         ):

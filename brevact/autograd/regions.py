@@ -41,7 +41,7 @@ class _Active(threading.local):
 
 active = _Active()
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def current_region() -> Region | None:
@@ -177,9 +177,11 @@ class _EagerMode(tracing.RegionMode):
         kwargs = kwargs or {}
         if _is_compiling():
             return tracing.traced_call(self, func, types, args, kwargs)
-        if tracing.runs_under_dynamo():
+        if tracing.frame_callback() is not None:  # between the graphs of a compiled model
             return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
-        if type(func) is MethodWrapperType or func in kinds.UNSEEN or kinds.is_view_index(func, args):  # x.shape, x[0]
+        if type(func) is MethodWrapperType or func in kinds.UNSEEN:  # x.shape, x.dim()
+            return func(*args, **kwargs)
+        if func is kinds.GETITEM and kinds.makes_view(args[1]):
             return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside

@@ -34,18 +34,14 @@ from brevact.quantizers import draw_seed, is_traced, read
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+#: Whether Dynamo would compile the functions called here, being between the graphs of a compiled model: not None then.
+frame_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def skipped_by_dynamo(function: F) -> F:
     """Let Dynamo run a function as it is where Python calls it, and trace it where it is called in traced code."""
     skip_code(function.__code__)
     return function
-
-
-def runs_under_dynamo() -> bool:
-    """Return whether Dynamo would compile the functions called here: code between the graphs of a compiled model."""
-    return _callback() is not None
 
 
 def is_compiled_graph(frame: FrameType) -> bool:

@@ -102,19 +102,15 @@ _is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 _ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
-def _is_known_type(x: Any) -> bool:
-    return type(x) in _PLAIN_TYPES or is_traced(x)
-
-
 def is_plain(x: Any) -> bool:
     """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
-    return _is_known_type(x) and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
+    return (type(x) in _PLAIN_TYPES or is_traced(x)) and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
 
 
 def is_activation(x: Any) -> bool:
     """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
     return (
-        _is_known_type(x)
+        (type(x) in _PLAIN_TYPES or is_traced(x))
         and x.dtype in _ACTIVATION_DTYPES
         and x.layout is _STRIDED
         and not (x.is_nested or _is_functorch(x))

@@ -91,7 +91,7 @@ UNSEEN = frozenset(
         *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
     )
 )
-_GETITEM = Tensor.__getitem__
+GETITEM = Tensor.__getitem__
 _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 LAYERS = frozenset(
     (
@@ -103,11 +103,8 @@ LAYERS = frozenset(
 )
 
 
-def is_view_index(func: Callable, args: tuple) -> bool:
-    """Return whether a call is an index that makes a view, which is to its tensor what its graph node says."""
-    if func is not _GETITEM:
-        return False
-    index = args[1]
+def makes_view(index: Any) -> bool:
+    """Return whether an index makes a view, which is to its tensor what its graph node says."""
     return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
 
 
