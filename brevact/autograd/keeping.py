@@ -108,17 +108,18 @@ def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, sha
     slot = _shared.slot(x, settings.key) if share else None
     found = None if slot is None else slot.find()
     if found is None:
-        seed = seeds.next(x.device) if settings.quantizer.is_stochastic else 0
-        found = pack(x.detach(), settings, seed)
+        quantizer = settings.quantizer
+        if settings.draws_size:
+            quantizer = quantizer.sized(Layout.of(x).numel, seeds.next_on_host())
+        found = pack(x.detach(), quantizer, settings.save_mode, seeds.next(x.device) if quantizer.is_stochastic else 0)
         if slot is not None:
             slot.fill(*found)
     return found
 
 
-def pack(x: Tensor, settings: BackwardSettings, seed: int | Tensor) -> Kept:
+def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor) -> Kept:
     """Keep ``x`` packed, or to be packed with this seed when backward starts."""
-    quantizer = settings.quantizer
-    if settings.save_mode is SaveMode.SAVE_QUANTIZED:
+    if save_mode is SaveMode.SAVE_QUANTIZED:
         packed = quantize(quantizer, _without_gaps(x), seed)
         return (packed.buffer,), _Packed(packed.spec)
     if isinstance(seed, int):

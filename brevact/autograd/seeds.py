@@ -26,6 +26,7 @@ from torch import Tensor
 from brevact.quantizers import draw_seed
 
 _BLOCK = 256
+_HOST = torch.device("cpu")
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: SplitMix64's increment
@@ -58,6 +59,10 @@ class SeedStream:
             place = 0 if device.index is None else device.index + 1
             stream = self._streams[device] = _seeds(device, _mix(self._base, place))
         return next(stream)
+
+    def next_on_host(self) -> int:
+        """Return the next seed for a draw on the host, for a tensor on whatever device."""
+        return int(self.next(_HOST))
 
     def close(self) -> None:
         """Let torch's default generator pass the draw that the seeds came from."""

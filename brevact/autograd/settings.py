@@ -54,6 +54,9 @@ class BackwardSettings:
     spelled: str | None = field(init=False, repr=False, compare=False)
     """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
 
+    draws_size: bool = field(init=False, repr=False, compare=False)
+    """Whether the quantizer first draws on the host how many bytes a tensor takes (``sized``)."""
+
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
             raise TypeError(
@@ -77,6 +80,7 @@ class BackwardSettings:
                 f"min_numel={self.min_numel!r} must be an integer of at least 0 (0 packs every tensor; "
                 f"the default is {DEFAULT_MIN_NUMEL})"
             )
+        object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))
         fields = (self.quantizer, self.save_mode, self.min_numel)
         object.__setattr__(self, "key", _keys.setdefault(fields, next(_numbers)))
         try:

@@ -13,6 +13,7 @@ history in the graph says so; a tensor that several ops save is packed once by t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from brevact.autograd.functions.base import is_activation, is_inplace
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.provenance import comes_from_layer, tensors_in
 from brevact.autograd.settings import BackwardSettings
-from brevact.quantizers import draw_seed, is_traced, read
+from brevact.quantizers import Layout, draw_seed, is_traced, read
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -189,7 +190,11 @@ class _TracedRegion:
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         if x.numel() < self.settings.min_numel:
             return keep_as_it_is(x)
-        return pack(x.detach(), self.settings, self._seed(x, share) if self.settings.quantizer.is_stochastic else 0)
+        quantizer = self.settings.quantizer
+        if self.settings.draws_size:  # once, for all runs of the graph
+            quantizer = quantizer.sized(int(Layout.of(x).numel), torch.default_generator.initial_seed() + next(_draws))
+        seed = self._seed(x, share) if quantizer.is_stochastic else 0
+        return pack(x.detach(), quantizer, self.settings.save_mode, seed)
 
     def keep_activation(self, x: Tensor) -> Kept:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.
@@ -207,6 +212,7 @@ class _TracedRegion:
 
 
 _seeds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_draws = itertools.count()
 
 
 def enter(settings: BackwardSettings | None, module: nn.Module) -> None:

@@ -8,10 +8,21 @@ injector picklable (``brevact.injectors.pickling``).
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
 from brevact.injectors.fragments import (
     BackwardQuantSolver,
+    MixedBuckets,
     NearestRounding,
     SaveQuantized,
     StochasticRounding,
     UniformBuckets,
+)
+from brevact.injectors.mixed import (
+    NearestBackward2bit4bitMix,
+    NearestBackward2bit6bitMix,
+    NearestBackward3bit6bitMix,
+    NearestBackward4bit8bitMix,
+    StochBackward2bit4bitMix,
+    StochBackward2bit6bitMix,
+    StochBackward3bit6bitMix,
+    StochBackward4bit8bitMix,
 )
 from brevact.injectors.settings import backward_settings_from
 from brevact.injectors.slot import BackwardQuantProxy
@@ -37,10 +48,15 @@ from brevact.injectors.uniform import (
 __all__ = [
     "BackwardQuantProxy",
     "BackwardQuantSolver",
+    "MixedBuckets",
     "NearestBackward1bit",
     "NearestBackward2bit",
+    "NearestBackward2bit4bitMix",
+    "NearestBackward2bit6bitMix",
     "NearestBackward3bit",
+    "NearestBackward3bit6bitMix",
     "NearestBackward4bit",
+    "NearestBackward4bit8bitMix",
     "NearestBackward5bit",
     "NearestBackward6bit",
     "NearestBackward7bit",
@@ -49,8 +65,12 @@ __all__ = [
     "SaveQuantized",
     "StochBackward1bit",
     "StochBackward2bit",
+    "StochBackward2bit4bitMix",
+    "StochBackward2bit6bitMix",
     "StochBackward3bit",
+    "StochBackward3bit6bitMix",
     "StochBackward4bit",
+    "StochBackward4bit8bitMix",
     "StochBackward5bit",
     "StochBackward6bit",
     "StochBackward7bit",

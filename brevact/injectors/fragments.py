@@ -18,7 +18,7 @@ from brevact.autograd import BackwardSettings, SaveMode
 from brevact.autograd.settings import DEFAULT_MIN_NUMEL
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.slot import build_slot_proxy
-from brevact.quantizers import Granularity, Rounding, UniformQuantizer
+from brevact.quantizers import Granularity, MixedQuantizer, Rounding, UniformQuantizer
 
 
 class NearestRounding(ExtendedInjector):
@@ -50,6 +50,28 @@ class UniformBuckets(ExtendedInjector):
             bucket_size=bucket_size,
             granularity=granularity,
             channel_dim=channel_dim,
+            scale_dtype=scale_dtype,
+            minimum_dtype=minimum_dtype,
+        )
+
+
+class MixedBuckets(ExtendedInjector):
+    """Evenly spaced codes in buckets of 512 elements, of ``mix_bit_width`` with probability ``mix_prob``."""
+
+    bucket_size = 512
+    granularity = Granularity.BUCKET
+    scale_dtype = torch.bfloat16
+    minimum_dtype = torch.float32
+
+    @value
+    def quantizer(bit_width, mix_bit_width, mix_prob, rounding, bucket_size, granularity, scale_dtype, minimum_dtype):
+        return MixedQuantizer(
+            bit_width=bit_width,
+            mix_bit_width=mix_bit_width,
+            mix_prob=mix_prob,
+            rounding=rounding,
+            bucket_size=bucket_size,
+            granularity=granularity,
             scale_dtype=scale_dtype,
             minimum_dtype=minimum_dtype,
         )

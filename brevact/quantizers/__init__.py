@@ -3,6 +3,7 @@
 from brevact.quantizers import ops as ops
 from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.layout import Layout
+from brevact.quantizers.mixed import MixedQuantizer
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.spelling import read, spell
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "Granularity",
     "Layout",
+    "MixedQuantizer",
     "PackedActivation",
     "PackedSpec",
     "Part",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.quantizers import Granularity, PackedActivation, Rounding, UniformQuantizer
+from brevact.quantizers import Granularity, MixedQuantizer, PackedActivation, Rounding, UniformQuantizer, unpack_codes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -31,9 +31,14 @@ class Subject:
         return self.quantizer.is_stochastic
 
     @property
+    def is_unbiased(self) -> bool:
+        """Whether the expectation of what is decoded is the tensor."""
+        return self.quantizer.rounding is Rounding.STOCHASTIC
+
+    @property
     def largest_error(self) -> float:
         """Steps by which an element may change."""
-        return 1.0 if self.is_stochastic else 0.5
+        return 1.0 if self.is_unbiased else 0.5
 
     def tolerance(self, x: Tensor, packed: PackedActivation) -> Tensor:
         """Largest error of each element: steps, and the rounding of float32 arithmetic and of the result's type.
@@ -54,6 +59,27 @@ def uniform_step(packed: PackedActivation) -> Tensor:
     return packed.layout.restore(packed.scale.float()[group])
 
 
+def mixed_step(packed: PackedActivation) -> Tensor:
+    """The stored scale of each element's bucket, which the decoder puts into place like any other values."""
+    sized = packed.quantizer
+    *packs, mask = packed.tensors
+    steps = []
+    for spec, pack in zip(sized._specs(packed.layout), packs, strict=True):
+        part = PackedActivation(spec, pack[: spec.nbytes])
+        steps.append(part.scale.float().repeat_interleave(sized.size)[: spec.layout.numel])
+    full = sized.numel // sized.size
+    is_high = unpack_codes(mask, 1, full).bool().repeat_interleave(sized.size)
+    tail = torch.full((sized.numel % sized.size,), sized.high_tail)
+    where = torch.cat((is_high, tail))
+    result = torch.empty(sized.numel)
+    result[~where], result[where] = steps
+    return packed.layout.restore(result)
+
+
+def _mixed(**settings: object) -> Subject:
+    return Subject(MixedQuantizer(**settings), mixed_step)
+
+
 def _uniform(**settings: object) -> Subject:
     return Subject(UniformQuantizer(**settings), uniform_step)
 
@@ -70,6 +96,12 @@ SUBJECTS: dict[str, Subject] = {
     },
     **{f"uniform-bucket-{size}": _uniform(bit_width=2, bucket_size=size) for size in (1, 7, 64, 100, 1000, 5000, None)},
     "uniform-float32-scale": _uniform(bit_width=2, scale_dtype=torch.float32),
+    "mixed-2-4": _mixed(),
+    "mixed-nearest-3-6": _mixed(bit_width=3, mix_bit_width=6, mix_prob=0.4, rounding=Rounding.NEAREST),
+    "mixed-bucket-100": _mixed(bucket_size=100, mix_prob=0.3),
+    "mixed-tensor": _mixed(granularity=Granularity.TENSOR),
+    "mixed-never": _mixed(mix_prob=0),
+    "mixed-always": _mixed(mix_prob=1),
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
 }
 
