@@ -6,17 +6,23 @@ import csv
 import datetime
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 
-def environment() -> dict[str, Any]:
-    """Device, thread count, versions and time of a measurement."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Device, thread count, versions and time of a measurement.
+
+    Args:
+        device: "cpu" or "cuda": what was measured.
+
+    Returns:
+        Their columns.
+    """
     return {
-        "device": device,
+        "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -36,31 +42,66 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: str | None = None) -> No
     """Print rows of equal keys as a table and append them to a CSV.
 
     Args:
-        rows: what was measured.
+        rows: what was measured on the CPU.
         path: CSV file, made with a header if it is new; None for the table alone.
 
     Raises:
         ValueError: the file is there with other columns; nothing is written to it.
+    """
+    print_table(rows)
+    if path is not None:
+        append_rows(rows, path)
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of equal keys.
+
+    Args:
+        rows: at least one.
     """
     names = list(rows[0])
     cells = [names, *([str(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    if path is None:
-        return
-    extended = [{**row, **environment()} for row in rows]
-    columns = list(extended[0])
-    found = _header(path)
+
+
+def append_rows(rows: Sequence[Mapping[str, Any]], path: str, device: str = "cpu") -> None:
+    """Append rows of equal keys to a CSV, with those columns of `environment` that they lack.
+
+    Args:
+        rows: what was measured; at least one.
+        path: CSV file, made with a header if it is new.
+        device: "cpu" or "cuda": what was measured.
+
+    Raises:
+        ValueError: the file is there with other columns; nothing is written to it.
+    """
+    extended = [{**row, **environment(device), **row} for row in rows]
+    is_new = not _header(path)
+    check_columns(path, rows[0])
+    with open(path, "a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(extended[0]))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(extended)
+
+
+def check_columns(path: str, names: Iterable[str]) -> None:
+    """Raise if rows with these keys cannot be appended to a CSV: to be called before a long measurement.
+
+    Args:
+        path: CSV file, there or not.
+        names: keys of the rows, without those of `environment`.
+
+    Raises:
+        ValueError: the file is there with other columns.
+    """
+    found, columns = _header(path), list({**dict.fromkeys(names), **environment()})
     if found not in ([], columns):
         raise ValueError(
             f"path={path!r} has the columns {', '.join(found)}; these rows have {', '.join(columns)}; name another file"
         )
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        if not found:
-            writer.writeheader()
-        writer.writerows(extended)
 
 
 def _header(path: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Models of the recipes."""
 
 from recipes.models.efficientnetv2 import SIZES, EfficientNetV2, Stage, efficientnetv2
-from recipes.models.layers import Layers
+from recipes.models.layers import FloatLayers, Layers
+from recipes.models.resnet import ResNet, resnet50
 
-__all__ = ["SIZES", "EfficientNetV2", "Layers", "Stage", "efficientnetv2"]
+__all__ = ["SIZES", "EfficientNetV2", "FloatLayers", "Layers", "ResNet", "Stage", "efficientnetv2", "resnet50"]

@@ -66,3 +66,24 @@ class Layers:
     def dropout(self, probability: float) -> nn.Module:
         """Dropout with the given probability."""
         return bnn.Dropout(probability)
+
+
+@dataclass(frozen=True)
+class FloatLayers(Layers):
+    """The same with the convolutions and linear layers of `torch.nn`, which spare the time of Brevitas' own forward."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None:
+                raise TypeError(f"{name}: got {value!r}; layers of torch.nn have no forward quantizers; use Layers")
+
+    def conv(
+        self, channels_in: int, channels_out: int, kernel: int, *, stride: int = 1, groups: int = 1, bias: bool = False
+    ) -> nn.Module:
+        """A 2-d convolution that keeps the size of the map, up to its stride."""
+        padding = kernel // 2
+        return nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=padding, groups=groups, bias=bias)
+
+    def linear(self, features_in: int, features_out: int) -> nn.Module:
+        """A linear layer with bias."""
+        return nn.Linear(features_in, features_out)

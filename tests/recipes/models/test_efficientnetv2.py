@@ -4,7 +4,7 @@ import torch
 from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat
 
 import brevact
-from recipes.models import SIZES, EfficientNetV2, Layers, efficientnetv2
+from recipes.models import SIZES, EfficientNetV2, FloatLayers, Layers, efficientnetv2
 from recipes.models.efficientnetv2 import SqueezeExcitation, StochasticDepth
 
 
@@ -52,6 +52,22 @@ def test_layers_without_quantizers_are_full_precision():
     conv = model.stem[0]
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(conv(x), torch.nn.functional.conv2d(x, conv.weight, stride=1, padding=1))
+
+
+def test_float_layers_give_the_same_model():
+    models = []
+    for layers in (Layers(), FloatLayers()):
+        torch.manual_seed(0)
+        models.append(efficientnetv2("nano", image_size=32, classes=10, dropout=0.0, layers=layers))
+    assert not any(isinstance(module, (qnn.QuantConv2d, qnn.QuantLinear)) for module in models[1].modules())
+    assert models[0].state_dict().keys() == models[1].state_dict().keys()
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(models[0](x), models[1](x))
+
+
+def test_float_layers_refuse_forward_quantizers():
+    with pytest.raises(TypeError, match=r"weight_quant: got .*Int8WeightPerTensorFloat.*use Layers"):
+        FloatLayers(weight_quant=Int8WeightPerTensorFloat)
 
 
 def test_quantize_backward_keeps_state_dict_and_forward_of_the_model():

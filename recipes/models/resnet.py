@@ -1,0 +1,88 @@
+"""ResNet-50 for images of 224 pixels, of plain `torch.nn` layers.
+
+Source: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, table 1. Differs: as in most later
+work, the stride of a block is in its 3x3 convolution. Shape suffixes: B images, C channels, H and W.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+EXPANSION = 4
+"""Output channels of a block as a multiple of the channels inside it."""
+STAGES_50 = (3, 4, 6, 3)
+"""Blocks of each stage of ResNet-50."""
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut: y = relu(body(x) + shortcut(x))."""
+
+    def __init__(self, channels_in: int, inner: int, stride: int) -> None:
+        super().__init__()
+        channels_out = EXPANSION * inner
+        self.body = nn.Sequential(
+            *_conv_norm_act(channels_in, inner, 1),
+            *_conv_norm_act(inner, inner, 3, stride),
+            *_conv_norm(inner, channels_out, 1),
+        )
+        same = stride == 1 and channels_in == channels_out
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_conv_norm(channels_in, channels_out, 1, stride))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.act(self.body(x_BCHW) + self.shortcut(x_BCHW))
+
+
+class ResNet(nn.Module):
+    """Stem of stride 4, stages of blocks of which each but the first halves the map, mean over the map, classifier.
+
+    Args:
+        stages: number of blocks of each stage.
+        classes: outputs.
+        width: channels of the stem and inside the blocks of the first stage; each stage doubles them.
+    """
+
+    def __init__(self, stages: Sequence[int], *, classes: int, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*_conv_norm_act(3, width, 7, 2), nn.MaxPool2d(3, stride=2, padding=1))
+        blocks: list[nn.Module] = []
+        channels = width
+        for stage, count in enumerate(stages):
+            inner = width << stage
+            for index in range(count):
+                blocks.append(Bottleneck(channels, inner, stride=2 if stage > 0 and index == 0 else 1))
+                channels = EXPANSION * inner
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.classifier = nn.Linear(channels, classes)
+        self.apply(_initialise)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.classifier(self.head(self.blocks(self.stem(x_BCHW))))
+
+
+def resnet50(*, classes: int) -> ResNet:
+    """Builds ResNet-50.
+
+    Args:
+        classes: outputs.
+
+    Returns:
+        The model, initialised, in training mode.
+    """
+    return ResNet(STAGES_50, classes=classes)
+
+
+def _conv_norm(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return [conv, nn.BatchNorm2d(channels_out)]
+
+
+def _conv_norm_act(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    return [*_conv_norm(channels_in, channels_out, kernel, stride), nn.ReLU(inplace=True)]
+
+
+def _initialise(module: nn.Module) -> None:
+    """Normal with variance 2/fan_out for convolutions (He et al., arXiv:1502.01852); PyTorch's default otherwise."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

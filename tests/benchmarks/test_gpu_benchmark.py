@@ -1,0 +1,216 @@
+"""`python -m benchmarks.gpu` and its plot: every path with tiny sizes on the CPU, and on a GPU where there is one."""
+
+import csv
+
+import pytest
+import torch
+
+import brevact
+from benchmarks import plot_gpu
+from benchmarks.gpu import kernels, report, steps
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.timing import alternating_times
+from benchmarks.gpu.training import Training
+from brevact.quantizers import UniformQuantizer
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def smoke_results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smoke")
+    assert main(["--smoke", "--out-dir", str(folder)]) == 0
+    return folder
+
+
+def test_main_smoke_measures_every_operation(smoke_results):
+    rows = read(smoke_results / "gpu_kernels.csv")
+    assert [row["operation"] for row in rows] == list(kernels.OPERATIONS)
+    assert {(row["dtype"], row["bit_width"], row["error"]) for row in rows} == {("bfloat16", "2", "")}
+    assert all(float(row["median_us"]) > 0 and float(row["copy_gb_s"]) > 0 for row in rows)
+    assert [row["goal"] for row in rows] == ["0.85", "0.75", "0.85", "0.85"]
+
+
+def test_main_smoke_measures_every_variant_of_every_model(smoke_results):
+    rows = read(smoke_results / "gpu_steps.csv")
+    cases = {(f"{model} (tiny)", variant) for model in steps.WORKLOADS for variant in steps.VARIANTS}
+    assert {(row["model"], row["variant"]) for row in rows} == cases and len(rows) == len(cases)
+    assert {row["error"] for row in rows} == {""}
+    assert all(float(row["images_s"]) > 0 for row in rows)
+    for measured_on_cuda in ("activations_mib", "peak_mib", "reserved_mib", "tf32"):
+        assert {row[measured_on_cuda] for row in rows} == {""}
+    assert {row["backend"] for row in rows} == {"eager", "aot_eager"}
+    assert {(row["torch"], row["threads"]) for row in rows} == {(torch.__version__, "1")}
+
+
+def test_plot_draws_the_rows_of_a_smoke_run(smoke_results, tmp_path, capsys):
+    out = tmp_path / "picture.png"
+    assert plot_gpu.main(["--results", str(smoke_results), "--out", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{out}\n"
+
+
+def test_main_writes_rows_of_cases_that_fail(tmp_path, capsys):
+    options = ["--smoke", "--parts", "kernels", "--numel", str(2**55), "--out-dir", str(tmp_path)]
+    assert main(options) == 1
+    rows = read(tmp_path / "gpu_kernels.csv")
+    assert [row["operation"] for row in rows] == list(kernels.OPERATIONS)
+    assert all("RuntimeError" in row["error"] and row["median_us"] == "" for row in rows)
+    assert "kernels, bfloat16, 2 bits: RuntimeError" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        plot_gpu.main(["--results", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "make some with python -m benchmarks.gpu" in capsys.readouterr().err
+
+
+def test_main_needs_a_gpu_unless_it_is_a_smoke_run(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "needs a CUDA or ROCm device, and PyTorch finds none; --smoke" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--variants", "3bit"], "invalid choice: '3bit'"),
+        (["--models", "resnet18"], "invalid choice: 'resnet18'"),
+        (["--dtypes", "float64"], "invalid choice: 'float64'"),
+        (["--bit-widths", "9"], "invalid choice: 9"),
+        (["--numel", "0"], "got 0; accepted is at least 1"),
+        (["--rounds", "1"], "got 1; accepted is at least 2"),
+        (["--seconds", "-1"], "got -1.0; accepted is at least 0"),
+        (["--device", "cpu"], "--device cpu: full sizes are for GPUs; add --smoke"),
+    ],
+)
+def test_main_refuses_options(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_main_refuses_a_file_of_other_columns_before_it_measures(tmp_path, capsys):
+    (tmp_path / "gpu_steps.csv").write_text("name,ms\na,1\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--smoke", "--out-dir", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "has the columns name, ms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_operations_check_their_results_and_count_their_bytes(dtype):
+    x = torch.randn(3 * 512, dtype=getattr(torch, dtype))
+    operations = kernels.operations_of(x, bit_width=2)
+    packed = 3 * (512 * 2 // 8 + 4 + 2)  # codes, a float32 minimum and a bfloat16 scale a bucket
+    expected = (x.nbytes + packed, x.nbytes + packed + 8, packed + x.nbytes, packed + 2 * x.nbytes)
+    assert tuple(operation.moved for operation in operations.values()) == expected
+    for operation in operations.values():
+        operation.check()
+
+
+def test_check_refuses_other_results():
+    x = torch.randn(1024)
+    packed = UniformQuantizer(bit_width=2).quantize(x, seed=0)
+    kernels.check(packed, packed.tensors)
+    with pytest.raises(ValueError, match="differs from that of the plain-torch reference"):
+        kernels.check(packed, UniformQuantizer(bit_width=2).quantize(x, seed=1).tensors)
+    with pytest.raises(ValueError, match="differs"):
+        kernels.check(x, (x[:512] + 1,))
+
+
+def test_alternating_times_calls_in_turns():
+    calls: list[str] = []
+    times = alternating_times({name: lambda name=name: calls.append(name) for name in "abc"}, 3, torch.device("cpu"))
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3, "c": 3}
+    assert "".join(calls) == "abc" + "bca" + "cab" + "abc"  # one more round warms up
+
+
+@pytest.mark.parametrize("model", steps.WORKLOADS)
+def test_training_variants_keep_less(model):
+    workload = steps.SMOKE_WORKLOADS[model]
+    images = torch.randn(16, 3, workload.image_size, workload.image_size)  # so that most tensors are packed
+    kept = {}
+    for variant in ("plain", "checkpoint", "4bit", "2bit"):
+        training = Training(workload, steps.VARIANTS[variant], torch.float32, torch.device("cpu"), channels_last=True)
+        kept[variant] = brevact.memory_report(training.model, images).saved_bytes
+    assert kept["checkpoint"] < kept["plain"]
+    assert kept["2bit"] < kept["4bit"] < kept["plain"] / 4
+
+
+def _step_row(variant, images_s, memory=("100.0", "300.0", "512.0"), **values):
+    activations, peak, reserved = memory
+    row = dict.fromkeys(steps.COLUMNS, "") | {"model": "resnet50", "dtype": "float32", "memory_format": "contiguous"}
+    measured = {"activations_mib": activations, "peak_mib": peak, "reserved_mib": reserved, "images_s": images_s}
+    return row | {"variant": variant, "device": "GPU"} | measured | values
+
+
+def _kernel_row(operation, bit_width, fraction, **values):
+    row = dict.fromkeys(kernels.COLUMNS, "") | {"operation": operation, "dtype": "float32", "bit_width": bit_width}
+    return row | {"fraction_of_copy": fraction, "goal": 0.85, "device": "GPU"} | values
+
+
+def test_print_steps_sets_rows_beside_the_plain_step(capsys):
+    rows = [_step_row("2bit", "91.0", ("10.0", "200.0", "300.0")), _step_row("plain", "100.0")]
+    report.print_steps([*rows, _step_row("checkpoint", "", ("", "", ""), error="out of memory")])
+    header, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    columns = [header.index(name) for name in ("variant", "less_than_plain", "speed_of_plain")]
+    assert [[line[column] for column in columns] for line in lines[:2]] == [
+        ["2bit", "10.00", "0.91"],
+        ["plain", "1.00", "1.00"],
+    ]
+    assert lines[2][-3:] == ["out", "of", "memory"]
+
+
+def test_print_goals_tells_what_is_reached(capsys):
+    found = [_kernel_row("nearest", 2, "0.851"), _kernel_row("nearest", 4, "0.849"), _kernel_row("x", 2, "", error="e")]
+    other = {"model": "efficientnetv2-s"}
+    trained = [_step_row("plain", "100.0"), _step_row("2bit", "89.0")]
+    trained += [_step_row("plain", "100.0", **other), _step_row("2bit", "90.0", **other)]
+    report.print_goals(found, trained)
+    assert capsys.readouterr().out.splitlines() == [
+        "kernels: 1 of 3 reach their goal, 1 failed",
+        "resnet50, float32, 2bit: 0.89 of the speed of plain, goal 0.9 missed",
+        "efficientnetv2-s, float32, 2bit: 0.90 of the speed of plain, goal 0.9 reached",
+    ]
+
+
+def test_draw_puts_fractions_over_widths_and_speed_over_memory():
+    found = [_kernel_row("nearest", width, fraction) for width, fraction in (("8", "0.7"), ("2", "0.9"))]
+    trained = [_step_row("plain", "100.0"), _step_row("2bit", "95.0", ("7.0", "200.0", "300.0"))]
+    figure = plot_gpu.draw(found, [*trained, _step_row("plain", "50.0", dtype="bfloat16")])
+    bandwidth, speed, _ = (axes for panel in figure.subfigs for axes in panel.axes)
+    assert bandwidth.lines[0].get_xydata().tolist() == [[2, 0.9], [8, 0.7]]
+    points = [line.get_xydata().tolist() for line in speed.lines[:4]]
+    assert points == [[[100, 100]], [[300, 100]], [[7, 95]], [[200, 95]]]
+
+
+def test_latest_takes_the_last_row_of_each_case_on_the_last_device(tmp_path):
+    path = tmp_path / "rows.csv"
+    lines = ["case,device,error,value", "a,old,,1", "a,new,,2", "b,old,,3", "a,new,,4", "c,new,failed,5"]
+    path.write_text("\n".join(lines))
+    assert [row["value"] for row in plot_gpu.latest(path, ["case"])] == ["4"]
+    assert plot_gpu.latest(tmp_path / "missing.csv", ["case"]) == []
+
+
+def test_plot_names_a_missing_column(tmp_path, capsys):
+    (tmp_path / "gpu_steps.csv").write_text("device,error\nGPU,\n")
+    with pytest.raises(SystemExit) as stopped:
+        plot_gpu.main(["--results", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "has no column 'model'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_main_smoke_measures_memory_on_a_gpu(tmp_path):
+    options = ["--variants", "plain", "2bit", "--dtypes", "float32", "bfloat16", "--out-dir", str(tmp_path)]
+    assert main(["--smoke", "--device", "cuda", *options]) == 0
+    rows = read(tmp_path / "gpu_steps.csv")
+    for row in rows:
+        activations, peak, reserved = (float(row[name]) for name in ("activations_mib", "peak_mib", "reserved_mib"))
+        assert 0 < activations < peak <= reserved
+    assert {row["device"] for row in rows} == {torch.cuda.get_device_name()}
