@@ -31,6 +31,7 @@ from brevact.injectors import (
     StochBackward8bit,
 )
 from brevact.memory import MemoryReport, memory_report
+from brevact.mixing import MixSchedule
 from brevact.policy import backward_quant, quantize_backward, quantizer, restore_backward
 from brevact.quantizers import Granularity, MixedQuantizer, PackedActivation, Rounding, UniformQuantizer
 
@@ -38,6 +39,7 @@ __all__ = [
     "BackwardSettings",
     "Granularity",
     "MemoryReport",
+    "MixSchedule",
     "MixedQuantizer",
     "NearestBackward1bit",
     "NearestBackward2bit",

@@ -124,6 +124,11 @@ def detach_region(module: nn.Module, origin: str = "layer") -> bool:
     return found
 
 
+def regions_of(module: nn.Module) -> list[Any]:
+    """Return the hooks that hold the ``settings`` of a module's regions; new ones count from the next forward on."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _EnterRegion)]
+
+
 def has_region(module: nn.Module, origin: str = "layer") -> bool:
     """Return whether :func:`attach_region` gave ``module`` a region (which may be one of full precision)."""
     return any(isinstance(hook, _EnterRegion) and hook.origin == origin for hook in module._forward_pre_hooks.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -96,9 +97,8 @@ class MixedQuantizer:
             A quantizer of tensors of that many elements, whose bytes are known beforehand.
         """
         size = max(numel, 1) if self.granularity is Granularity.TENSOR else self.bucket_size or max(numel, 1)
-        generator = torch.Generator("cpu").manual_seed(host_seed)
-        counts = torch.tensor([float(numel // size), float(numel % size > 0)])
-        high, tail = torch.binomial(counts, torch.full((2,), float(self.mix_prob)), generator=generator).tolist()
+        generator = numpy.random.Generator(numpy.random.Philox(host_seed % 2**64))
+        high, tail = generator.binomial([numel // size, int(numel % size > 0)], self.mix_prob)
         return SizedMix(mix=self, numel=numel, size=size, high=int(high), high_tail=bool(tail))
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
@@ -210,8 +210,7 @@ class SizedMix:
         placement = unpack_codes(mask, 1, full).argsort(stable=True)  # low buckets, then high ones, each in order
         specs = self._specs(spec.layout)
         low, high = (
-            PackedActivation(part, pack[: part.nbytes]).dequantize()
-            for part, pack in zip(specs, packs, strict=True)
+            PackedActivation(part, pack[: part.nbytes]).dequantize() for part, pack in zip(specs, packs, strict=True)
         )
         flat = target.as_strided((self.numel,), (1,))
         rows = flat[: full * self.size].view(full, self.size)

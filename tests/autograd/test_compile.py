@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import brevact
 from brevact import nn as bnn
 from brevact.autograd import SaveMode, attach_region, region
-from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part, Rounding, UniformQuantizer
+from brevact.quantizers import Layout, MixedQuantizer, PackedActivation, PackedSpec, Part, Rounding, UniformQuantizer
 from tests.autograd import ops
 from tests.autograd.measuring import settings, watch_saved
 
@@ -382,6 +382,14 @@ def test_a_tensor_that_several_layers_read_is_packed_once():
         compiled(model, "inductor")(x)
     codes = [t for t in saved.tensors if t.dtype is torch.uint8]
     assert len({t.untyped_storage().data_ptr() for t in codes}) == 3  # input, derivative, and what the branches share
+
+
+def test_mixtures_compile_with_a_size_drawn_once():
+    mix = MixedQuantizer(bit_width=2, mix_bit_width=8, bucket_size=64)
+    run, eager = compiled(quantized(mix)), step(quantized(settings(bit_width=8)))
+    sizes = {step(run) for _ in range(3)}
+    assert len(sizes) == 1
+    assert step(quantized(settings(bit_width=2))) < sizes.pop() < eager
 
 
 def test_eval_and_no_grad_pack_nothing():

@@ -1,0 +1,138 @@
+"""The probability of the higher width over the steps of a training run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from torch import nn
+
+from brevact.autograd import BackwardSettings
+from brevact.autograd.hooks import regions_of
+from brevact.injectors import BackwardQuantProxy
+
+_KINDS = ("constant", "linear", "cosine", "step")
+#: Probabilities are rounded to so many decimals: a run then has few settings, which are equal from step to step.
+_DECIMALS = 3
+
+
+class MixSchedule:
+    """Sets ``mix_prob`` of a model's mixing quantizers, step by step; call ``step()`` once an iteration.
+
+    With t = min(step / steps, 1): constant p = start; linear p = start + (end - start) t; cosine
+    p = end + (start - end) (1 + cos(pi t)) / 2; step p = start + (end - start) floor(t * stairs) / stairs, in equal
+    stairs. Source: J. Li, master's thesis, Heidelberg University, 2025, section 5.7, for constant probabilities.
+
+    >>> import torch.nn as nn, brevact
+    >>> model = brevact.quantize_backward(nn.Linear(512, 512), brevact.StochBackward2bit4bitMix)
+    >>> schedule = brevact.MixSchedule(model, "linear", start=1.0, end=0.0, steps=100)
+    >>> for _ in range(25):
+    ...     schedule.step()  # beside optimizer.step()
+    >>> schedule.mix_prob
+    0.75
+
+    Under ``torch.compile`` a new probability means a new graph: use "constant", or "step" with few stairs.
+
+    Args:
+        model: module whose backward quantizers mix two widths: from ``quantize_backward`` or ``act_quant=``.
+        kind: "constant", "linear", "cosine" or "step".
+        start: probability at the beginning, from 0 to 1; None takes it from the first quantizer.
+        end: probability after ``steps`` steps; unused for "constant".
+        steps: number of steps from start to end.
+        stairs: number of equal changes of "step".
+
+    Raises:
+        ValueError: an argument is out of range, or the model has no mixing quantizer.
+        TypeError: ``model`` is no module, or a number is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str = "constant",
+        *,
+        start: float | None = None,
+        end: float = 0.0,
+        steps: int = 1,
+        stairs: int = 4,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+        if kind not in _KINDS:
+            raise ValueError(f"kind={kind!r}; accepted are {', '.join(_KINDS)}")
+        for name, number in (("steps", steps), ("stairs", stairs)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r}; accepted is an integer of at least 1")
+        self._model = model
+        mixing = [settings for _, settings in self._holders()]
+        if not mixing:
+            raise ValueError(
+                "model has no quantizer that mixes two widths; give it one first: "
+                "brevact.quantize_backward(model, brevact.StochBackward2bit4bitMix)"
+            )
+        start = mixing[0].quantizer.mix_prob if start is None else start
+        for name, probability in (("start", start), ("end", end)):
+            if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
+                raise ValueError(f"{name}={probability!r}; accepted is a number from 0 to 1")
+        self._plan = {"kind": kind, "start": float(start), "end": float(end), "steps": steps, "stairs": stairs}
+        self._done = 0
+        self._apply()
+
+    @property
+    def mix_prob(self) -> float:
+        """Probability of the higher width in the next step."""
+        kind, start, end = self._plan["kind"], self._plan["start"], self._plan["end"]
+        t = min(self._done / self._plan["steps"], 1.0)
+        if kind == "constant":
+            return round(start, _DECIMALS)
+        if kind == "cosine":
+            return round(end + (start - end) * (1 + math.cos(math.pi * t)) / 2, _DECIMALS)
+        if kind == "step":
+            t = math.floor(t * self._plan["stairs"]) / self._plan["stairs"]
+        return round(start + (end - start) * t, _DECIMALS)
+
+    def step(self) -> None:
+        """Go on by one training step."""
+        before = self.mix_prob
+        self._done += 1
+        if self.mix_prob != before:
+            self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plan and the number of steps done, for a checkpoint."""
+        return {**self._plan, "done": self._done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint: its plan, its step, and its probability in the model.
+
+        Raises:
+            ValueError: ``state`` is not what :meth:`state_dict` returned.
+        """
+        if set(state) != {*self._plan, "done"}:
+            expected = ", ".join(sorted({*self._plan, "done"}))
+            raise ValueError(f"state has the keys {', '.join(sorted(map(str, state)))}; expected are {expected}")
+        self._plan = {name: state[name] for name in self._plan}
+        self._done = state["done"]
+        self._apply()
+
+    def _apply(self) -> None:
+        changed: dict[BackwardSettings, BackwardSettings] = {}  # what was one object stays one
+        for holder, settings in self._holders():
+            if settings not in changed:
+                quantizer = dataclasses.replace(settings.quantizer, mix_prob=self.mix_prob)
+                changed[settings] = dataclasses.replace(settings, quantizer=quantizer)
+            holder.settings = changed[settings]
+
+    def _holders(self) -> list[tuple[Any, BackwardSettings]]:
+        """The objects of the model that hold settings of a mixing quantizer."""
+        holders: list[Any] = []
+        for module in self._model.modules():
+            holders += regions_of(module)
+            if isinstance(module, BackwardQuantProxy):
+                holders.append(module)
+        return [
+            (holder, holder.settings)
+            for holder in holders
+            if holder.settings is not None and hasattr(holder.settings.quantizer, "mix_prob")
+        ]
