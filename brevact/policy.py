@@ -51,6 +51,9 @@ def backward_quant(source: Any, **overrides: Any) -> Any:
     ...     loss = (x @ weight).relu().sum()
     >>> loss.backward()
 
+    In code that ``torch.compile(fullgraph=True)`` traces, make the region where it is entered: Dynamo knows no context
+    manager that was made before.
+
     Args:
         source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region.
         **overrides: settings that replace those of ``source``.
@@ -83,6 +86,8 @@ def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Mod
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     >>> model = brevact.quantize_backward(model, {nn.BatchNorm2d: brevact.StochBackward4bit,
     ...                                           "*": brevact.StochBackward2bit})
+
+    A model that has run compiled keeps its graphs, whatever changes here: call ``torch.compiler.reset()`` then.
 
     Args:
         model: module to change.

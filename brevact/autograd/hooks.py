@@ -51,7 +51,7 @@ class _EnterRegion:
             active.calls.append((module, Region(self.settings, module).__enter__(), frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
-        if active.disabled or not _is_grad_enabled():
+        if active.disabled or not _is_grad_enabled() or tracing.is_exporting():
             return False
         regions = active.regions
         if not regions:

@@ -7,12 +7,15 @@ own know which argument is the weight; this module answers for the tensors that 
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.storages import WeakStorage, storage_address
 
@@ -73,14 +76,12 @@ class ModelState:
         self._addresses: frozenset[int] | None = None
         self._derived: dict[int, WeakStorage] = {}
         self._sweep_at = _SWEEP_FLOOR
-        self._handle = None if owner is not None else register_module_forward_pre_hook(self._see)
+        if owner is None:
+            _watchers.add(self)
 
-    def _see(self, module: nn.Module, args: Any) -> None:
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            and module not in self._modules
-            and (module._parameters or module._buffers)
-        ):
+    def see(self, module: nn.Module) -> None:
+        """Notice a module that runs."""
+        if module not in self._modules and (module._parameters or module._buffers):
             self._modules[module] = None
             self._addresses = None
 
@@ -116,8 +117,52 @@ class ModelState:
 
     def close(self) -> None:
         """Stop watching modules."""
-        if self._handle is not None:
-            self._handle.remove()
+        if self._owner is None:
+            _watchers.remove(self)
+
+
+class _Watchers:
+    """The states that watch the modules of their thread, and the hook on all modules that tells them.
+
+    The hook is there while somebody watches, always under one key: compiled code is guarded by the keys of such hooks.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._key = RemovableHandle(_global_forward_pre_hooks).id
+
+    def add(self, state: ModelState) -> None:
+        self._states().append(state)
+        with self._lock:
+            self._count += 1
+            _global_forward_pre_hooks[self._key] = _tell_watchers
+
+    def remove(self, state: ModelState) -> None:
+        self._states().remove(state)
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                _global_forward_pre_hooks.pop(self._key, None)
+
+    def tell(self, module: nn.Module) -> None:
+        for state in self._states():
+            state.see(module)
+
+    def _states(self) -> list[ModelState]:
+        if not hasattr(self._of_thread, "states"):
+            self._of_thread.states = []
+        return self._of_thread.states
+
+
+def _tell_watchers(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        _watchers.tell(module)
+
+
+skip_code(_tell_watchers.__code__)  # Dynamo runs it as it is, unless it inlines it
+_watchers = _Watchers()
 
 
 def is_weight(x: Tensor, state: ModelState) -> bool:
@@ -172,9 +217,9 @@ def comes_from_layer(node: torch.autograd.graph.Node) -> bool:
     """Return whether a layer has run on the way to a graph node; a matrix product may be one of weights and is none."""
     pending: list[torch.autograd.graph.Node] = [node]
     seen: set[torch.autograd.graph.Node] = set()
-    while pending and len(seen) < _MAX_NODES:
+    while pending:
         node = pending.pop()
-        if _is_own(node) or node.name().startswith(_LAYER_NODES):
+        if len(seen) > _MAX_NODES or _is_own(node) or node.name().startswith(_LAYER_NODES):
             return True
         seen.add(node)
         pending.extend(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)

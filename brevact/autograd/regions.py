@@ -138,6 +138,9 @@ class Region:
         """Return whether what autograd saves below a frame is packed: not by a graph that was compiled beforehand."""
         return is_alive(saver) and not tracing.is_compiled_graph(saver)
 
+    #: Whether a tensor is one that a Function of ours can pack.
+    is_activation = staticmethod(is_activation)
+
     def packs_layer_input(self, x: Any) -> bool:
         """Return whether the input of a layer with weights can be packed: an activation by its place."""
         return type(x) is Tensor and is_activation(x)
@@ -199,7 +202,7 @@ class _EagerMode(tracing.RegionMode):
             return result
         handler = HANDLERS.get(func)
         if handler is not None:
-            if not is_alive(sys._getframe(1)):
+            if active.calls and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
             result = handler(region, func, *args, **kwargs)
             if result is not NotImplemented:
@@ -242,7 +245,7 @@ class region(ContextDecorator):
             tracing.TracingMode(tracing.text_of(self.settings)).__enter__()
             return
         leave_abandoned(sys._getframe(1))
-        self._entered.append(None if active.disabled else Region(self.settings).__enter__())
+        self._entered.append(None if active.disabled or tracing.is_exporting() else Region(self.settings).__enter__())
 
     @tracing.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from brevact.quantizers import spell
+from brevact.quantizers import read, spell
 
 
 class SaveMode(str, enum.Enum):
@@ -30,6 +31,15 @@ _numbers = itertools.count()
 
 #: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
 DEFAULT_MIN_NUMEL = 4096
+
+
+@functools.lru_cache(maxsize=256)
+def _has_text(quantizer: Any) -> bool:
+    """Whether a quantizer can be spelled, and is read again as what it was."""
+    try:
+        return bool(read(spell(quantizer)) == quantizer)
+    except TypeError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -83,10 +93,7 @@ class BackwardSettings:
         object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))
         fields = (self.quantizer, self.save_mode, self.min_numel)
         object.__setattr__(self, "key", _keys.setdefault(fields, next(_numbers)))
-        try:
-            object.__setattr__(self, "spelled", spell(self))
-        except TypeError:
-            object.__setattr__(self, "spelled", None)
+        object.__setattr__(self, "spelled", spell(self) if _has_text(self.quantizer) else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields: keys do not outlive the process."""

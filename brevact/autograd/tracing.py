@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.variables.torch import get_overridable_functions
 from torch._ops import HigherOrderOperator
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS
-from brevact.autograd.functions.base import is_activation, is_inplace
+from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
+from brevact.autograd.functions.kinds import PRODUCTS
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.provenance import comes_from_layer, tensors_in
 from brevact.autograd.settings import BackwardSettings
@@ -56,6 +58,8 @@ def is_compiled_graph(frame: FrameType) -> bool:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__
+#: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it.
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 out_of_dynamo = torch.compiler.disable
 
 
@@ -64,7 +68,7 @@ get_overridable_functions().update(HANDLERS)
 
 FULL_PRECISION = ""
 
-_NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(HANDLERS)}
+_NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate((*HANDLERS, *PRODUCTS))}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in _NAMES.items()}
 
 
@@ -107,7 +111,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
     name = _NAMES.get(func)
-    if name is None or not torch.is_grad_enabled():
+    if name is None or not torch.is_grad_enabled() or is_exporting():
         return func(*args, **kwargs)
     if mode.spelled is None:
         raise TypeError(
@@ -115,7 +119,10 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
             "top level of a module, with fields that are numbers, strings, None, enums or dtypes"
         )
     # At full precision, too: in the graph the function is out of reach of a region around this one.
-    parameters = tuple(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter))
+    if not args and "input" in kwargs:
+        args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
+    named = tuple(key for key, value in kwargs.items() if isinstance(value, nn.Parameter))
+    parameters = (*(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)), *named)
     return _call_in_graph(name, mode.spelled, parameters, args, kwargs)
 
 
@@ -135,16 +142,21 @@ _inside = _Inside()
 
 
 @torch.compiler.allow_in_graph
-def _call_in_graph(name: str, spelled: str, parameters: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Record the counterpart of a torch function; the settings travel as text, parameters as positions in ``args``."""
+def _call_in_graph(
+    name: str, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Record the counterpart of a torch function; the settings travel as text, parameters as positions or names."""
     func = _FUNCTIONS[name]
     with torch._C.DisableTorchFunction():  # the mode that Dynamo followed may be active for real
         return _call(func, spelled, parameters, args, kwargs)
 
 
-def _call(func: Callable, spelled: str, parameters: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     if spelled != FULL_PRECISION:
-        region = _TracedRegion(read(spelled), [args[i] for i in parameters])
+        region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
+        if func in PRODUCTS:
+            result = func(*args, **kwargs)
+            return result if region.are_weights((args, kwargs)) else _Product.apply(result)
         if not is_inplace(func, args, kwargs):
             result = HANDLERS[func](region, func, *args, **kwargs)
         else:  # the compiler knows in-place changes by ops of its own, not by Functions
@@ -157,6 +169,18 @@ def _call(func: Callable, spelled: str, parameters: tuple[int, ...], args: tuple
     return func(*args, **kwargs)
 
 
+class _Product(Saving):
+    """Marks the product of an activation in the graph: what follows is computed from an activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class _TracedRegion:
     """What the handlers ask of a region, answered from one call alone."""
 
@@ -165,8 +189,11 @@ class _TracedRegion:
         self._parameters = parameters
         self.copy: Tensor | None = None  # of the argument that is overwritten
 
+    def is_activation(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and is_traced(x) and x.dtype in ACTIVATION_DTYPES and x.layout is torch.strided
+
     def packs_layer_input(self, x: Any) -> bool:
-        return is_traced(x) and is_activation(x) and not any(x is parameter for parameter in self._parameters)
+        return self.is_activation(x) and not any(x is parameter for parameter in self._parameters)
 
     def packs_input(self, x: Any) -> bool:
         return self.packs_layer_input(x) and not self.is_weight(x)
@@ -202,7 +229,7 @@ class _TracedRegion:
 
     def _seed(self, x: Tensor, share: bool) -> Tensor:
         """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
-        if not share:
+        if not share or not isinstance(x, FunctionalTensor):  # what Dynamo itself runs leaves no trace
             return draw_seed(x.device)
         seeds = _seeds.setdefault(x, {})
         key = x._version, self.settings.key
@@ -217,7 +244,7 @@ _draws = itertools.count()
 
 def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
-    if _inside.higher_order or not torch.is_grad_enabled():
+    if _inside.higher_order or not torch.is_grad_enabled() or is_exporting():
         return
     around, spelled = _innermost(), text_of(settings)
     if around is None:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-_CLASS, _DTYPE = "class", "dtype"
+_CLASS, _DTYPE, _ENUM, _TUPLE = "class", "dtype", "enum", "tuple"
 
 
 def spell(value: Any) -> str:
-    """Spell a dataclass whose fields are numbers, strings, None, enums with such values, dtypes or such dataclasses.
+    """Spell a dataclass whose fields are numbers, strings, None, enums, dtypes,
+    tuples or such dataclasses.
 
     >>> from brevact.quantizers import UniformQuantizer
     >>> read(spell(UniformQuantizer(bit_width=3))).bit_width
@@ -33,7 +34,7 @@ def spell(value: Any) -> str:
     Raises:
         TypeError: If it is no such dataclass.
     """
-    return json.dumps(value, default=_plain, sort_keys=True)
+    return json.dumps(_plain(value), sort_keys=True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,24 +53,46 @@ def read(text: str) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
-    if isinstance(value, enum.Enum):
-        return value.value
     kind = type(value)
-    if not dataclasses.is_dataclass(value) or "<" in kind.__qualname__:
-        raise TypeError(
-            f"got {value!r} of type {kind.__name__}; what a compiled graph holds of a quantizer is its class and "
-            "fields: accepted are dataclasses defined at the top level of a module, with fields that are numbers, "
-            "strings, None, enums, torch.dtype or such dataclasses"
-        )
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-    return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", **fields}
+    if isinstance(value, enum.Enum):
+        return {_ENUM: _place(kind, value), "value": _plain(value.value)}
+    if kind is tuple:
+        return {_TUPLE: [_plain(item) for item in value]}
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        raise _refusal(value)
+    fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    return {_CLASS: _place(kind, value), "fields": fields}
 
 
-def _object(fields: dict[str, Any]) -> Any:
-    if _DTYPE in fields and len(fields) == 1:
-        return getattr(torch, fields[_DTYPE])
-    module, _, name = fields.pop(_CLASS).partition(":")
+def _place(kind: type, value: Any) -> str:
+    if "<" in kind.__qualname__:
+        raise _refusal(value)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _refusal(value: Any) -> TypeError:
+    return TypeError(
+        f"got {value!r} of type {type(value).__name__}; what a compiled graph holds of a quantizer is its class and "
+        "fields: accepted are dataclasses defined at the top level of a module, with fields that are numbers, strings, "
+        "None, enums, torch.dtype, tuples or such dataclasses"
+    )
+
+
+def _object(found: dict[str, Any]) -> Any:
+    if _DTYPE in found:
+        return getattr(torch, found[_DTYPE])
+    if _TUPLE in found:
+        return tuple(found[_TUPLE])
+    if _ENUM in found:
+        return _class(found[_ENUM])(found["value"])
+    return _class(found[_CLASS])(**found["fields"]) if _CLASS in found else found
+
+
+def _class(place: str) -> Any:
+    module, _, name = place.partition(":")
     kind: Any = importlib.import_module(module)
     for part in name.split("."):
         kind = getattr(kind, part)
-    return kind(**fields)
+    return kind

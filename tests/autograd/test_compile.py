@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import enum
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,12 +13,23 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import brevact
 from brevact import nn as bnn
 from brevact.autograd import SaveMode, attach_region, region
-from brevact.quantizers import Layout, MixedQuantizer, PackedActivation, PackedSpec, Part, Rounding, UniformQuantizer
+from brevact.quantizers import (
+    Layout,
+    MixedQuantizer,
+    PackedActivation,
+    PackedSpec,
+    Part,
+    Rounding,
+    UniformQuantizer,
+    read,
+    spell,
+)
 from tests.autograd import ops
 from tests.autograd.measuring import settings, watch_saved
 
@@ -458,3 +471,105 @@ def test_quantizers_without_text_form_raise_when_compiled():
 
     with pytest.raises(Exception, match="has no text form"):
         step(compiled(quantized(Local())))
+
+
+def test_a_region_around_a_compiled_model_does_not_recompile():
+    run = compiled(network())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            with brevact.backward_quant(brevact.StochBackward2bit):
+                loss = F.cross_entropy(run(IMAGES), LABELS)
+            loss.backward()
+
+
+class Level(enum.Enum):
+    """A setting that is no string."""
+
+    LOW = "low"
+    HIGH = "high"
+
+
+@dataclass(frozen=True)
+class Levelled(FixedPoint):
+    """A quantizer with an enum and a tuple among its fields."""
+
+    level: Level = Level.LOW
+    shape: tuple[int, ...] = (1, 2)
+
+
+@pytest.mark.parametrize("quantizer", [Levelled(), MixedQuantizer(), UniformQuantizer(scale_dtype=torch.float32)])
+def test_quantizers_are_read_as_they_were_spelled(quantizer):
+    assert read(spell(quantizer)) == quantizer
+
+
+def test_keywords_reach_counterparts():
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(8, 18, 18))
+            self.conv = nn.Conv2d(3, 8, 3, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.silu(input=F.conv2d(weight=self.conv.weight, input=x), inplace=True)
+            return torch.mul(input=y, other=self.scale).relu_()
+
+    torch.manual_seed(0)
+    reference = Keywords()
+    model = copy.deepcopy(reference)
+    for net in (model, reference):
+        brevact.quantize_backward(net, settings(1, Rounding.NEAREST))
+    compiled(model)(IMAGES).sum().backward()
+    reference(IMAGES).sum().backward()
+    assert_close(gradients(model), gradients(reference))
+
+
+def test_products_with_weights_pack_what_follows():
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.left = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 8))
+            self.right = nn.Parameter(torch.randn(8, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = torch.tanh(self.left @ self.right)  # a weight, like LoRA's
+            return F.gelu(F.silu(x @ self.first)) * weight
+
+    model = brevact.quantize_backward(Products(), settings(1))
+    x = torch.randn(64, 64, requires_grad=True)
+    with watch_saved() as saved:
+        out = compiled(model)(x)
+    sizes = sorted(t.numel() for t in saved.tensors if t.dtype is torch.uint8)
+    assert len(sizes) == 3  # two derivatives, and the factor of the weight
+    assert out.shape == (64, 64)
+
+
+def test_exported_programs_hold_no_quantizer():
+    model, images = quantized(settings(bit_width=2)), (IMAGES,)
+    for strict in (False, True):
+        program = torch.export.export(model, images, strict=strict)
+        assert not [node for node in program.graph.nodes if "brevact" in str(node.target)]
+
+
+def test_fake_tensors_run_as_they_did():
+    with FakeTensorMode():
+        model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), nn.SiLU()), settings(bit_width=2))
+        x = torch.randn(64, 64, requires_grad=True)
+        (model(x) * torch.sigmoid(x)).sum().backward()
+        assert x.grad.shape == x.shape
+
+
+def test_another_threads_compiler_does_not_stop_packing():
+    model, sizes, stop = quantized(), set(), threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            sizes.add(step(model))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        step(compiled(network()))
+    finally:
+        stop.set()
+        thread.join()
+    assert len(sizes) == 1

@@ -99,19 +99,19 @@ def _once_differentiable(backward: Callable) -> Callable:
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 _is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
-_ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def is_plain(x: Any) -> bool:
     """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
-    return (type(x) in _PLAIN_TYPES or is_traced(x)) and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
+    return type(x) in _PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
 
 
 def is_activation(x: Any) -> bool:
     """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
     return (
-        (type(x) in _PLAIN_TYPES or is_traced(x))
-        and x.dtype in _ACTIVATION_DTYPES
+        type(x) in _PLAIN_TYPES
+        and x.dtype in ACTIVATION_DTYPES
         and x.layout is _STRIDED
         and not (x.is_nested or _is_functorch(x))
     )

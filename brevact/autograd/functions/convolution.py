@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, as_tuple, is_activation, load, requires_grad, save
+from brevact.autograd.functions.base import Saving, as_tuple, load, requires_grad, save
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -96,7 +96,9 @@ def _convolution_handler(dims: int) -> Callable:
         groups: int = 1,
     ) -> Any:
         ranks = (dims + 1, dims + 2)
-        if not (region.packs_layer_input(input) and is_activation(weight) and requires_grad(input, weight, bias)):
+        if not (
+            region.packs_layer_input(input) and region.is_activation(weight) and requires_grad(input, weight, bias)
+        ):
             return NotImplemented
         if input.dim() not in ranks or weight.dim() != dims + 2 or input.numel() == 0:
             return NotImplemented

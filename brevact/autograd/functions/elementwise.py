@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, is_activation, load, save
+from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.keeping import Kept
 from brevact.autograd.storages import storage_address
 
@@ -61,7 +61,7 @@ def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
 def _multiply_handler(inplace: bool) -> Callable:
     def handle(region: Region, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
         if kwargs or not (
-            is_activation(input) and is_activation(other) and (input.requires_grad or other.requires_grad)
+            region.is_activation(input) and region.is_activation(other) and (input.requires_grad or other.requires_grad)
         ):
             return NotImplemented  # a number has no gradient and nothing is stored
         if max(input.numel(), other.numel()) < region.settings.min_numel:

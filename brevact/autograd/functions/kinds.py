@@ -91,6 +91,10 @@ UNSEEN = frozenset(
         *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
     )
 )
+#: Matrix products, whose factors may be weights or activations.
+PRODUCTS = frozenset(
+    (*_everywhere("matmul", "mm", "bmm", "addmm", "baddbmm", "mv"), torch.einsum, Tensor.__matmul__, Tensor.__rmatmul__)
+)
 GETITEM = Tensor.__getitem__
 _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 LAYERS = frozenset(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, is_activation, load, requires_grad, save
+from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.convolution import to_autocast
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class _Linear(Saving):
 
 
 def _linear(region: Region, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if not (region.packs_layer_input(input) and is_activation(weight) and requires_grad(input, weight, bias)):
+    if not (region.packs_layer_input(input) and region.is_activation(weight) and requires_grad(input, weight, bias)):
         return NotImplemented
     if weight.dim() != 2 or input.dim() == 0:
         return NotImplemented
