@@ -1,19 +1,13 @@
-"""Regions in graphs that `torch.compile` traces.
+"""Regions in code that Dynamo traces for `torch.compile`.
 
-Two stages run this module. *Dynamo* follows Python code symbolically: it runs :func:`traced_call` for each torch
-function and :func:`enter` and :func:`leave` for each module, which therefore keep to what it understands and have no
-state but the stack of modes. :func:`_call_in_graph` becomes one node of the graph; *AOTAutograd* runs it with tensors
-that have no values, so that the same handlers and Functions as without a compiler record what is stored, kernels
-standing as ops of ``torch.ops.brevact``.
-
-What differs from a region without a compiler: a function without a counterpart is left to the compiler; seeds are drawn
-by the graph, on the tensor's device, anew in each run (of a CUDA graph too); a tensor is taken for an activation if its
-history in the graph says so; a tensor that several ops save is packed once by the compiler, which sees equal ops.
+Dynamo follows Python code symbolically: it runs :func:`traced_call` for each torch function, :func:`enter` and
+:func:`leave` for each module, which therefore keep to what it understands and have no state but the stack of modes. A
+function with a counterpart becomes a node of its graph (``graph.call_in_graph``), a function without is left to the
+compiler.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
@@ -23,17 +17,11 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.variables.torch import get_overridable_functions
 from torch._ops import HigherOrderOperator
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS
-from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
-from brevact.autograd.functions.kinds import PRODUCTS
-from brevact.autograd.keeping import Kept, keep_as_it_is, pack
-from brevact.autograd.provenance import comes_from_layer, tensors_in
+from brevact.autograd.graph import FULL_PRECISION, NAMES, call_in_graph
 from brevact.autograd.settings import BackwardSettings
-from brevact.quantizers import Layout, draw_seed, is_traced, read
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,11 +53,6 @@ out_of_dynamo = torch.compiler.disable
 
 # Dynamo shows modes the functions of this set alone, where F.hardswish and torch.relu_ are missing.
 get_overridable_functions().update(HANDLERS)
-
-FULL_PRECISION = ""
-
-_NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate((*HANDLERS, *PRODUCTS))}
-_FUNCTIONS: dict[str, Callable] = {name: func for func, name in _NAMES.items()}
 
 
 class RegionMode(TorchFunctionMode):
@@ -110,7 +93,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
                 return kind.__torch_function__(func, types, args, kwargs)
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
-    name = _NAMES.get(func)
+    name = NAMES.get(func)
     if name is None or not torch.is_grad_enabled() or is_exporting():
         return func(*args, **kwargs)
     if mode.spelled is None:
@@ -123,7 +106,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
         args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
     named = tuple(key for key, value in kwargs.items() if isinstance(value, nn.Parameter))
     parameters = (*(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)), *named)
-    return _call_in_graph(name, mode.spelled, parameters, args, kwargs)
+    return call_in_graph(name, mode.spelled, parameters, args, kwargs)
 
 
 def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -139,107 +122,6 @@ class _Inside:
 
 
 _inside = _Inside()
-
-
-@torch.compiler.allow_in_graph
-def _call_in_graph(
-    name: str, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    """Record the counterpart of a torch function; the settings travel as text, parameters as positions or names."""
-    func = _FUNCTIONS[name]
-    with torch._C.DisableTorchFunction():  # the mode that Dynamo followed may be active for real
-        return _call(func, spelled, parameters, args, kwargs)
-
-
-def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
-    if spelled != FULL_PRECISION:
-        region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
-        if func in PRODUCTS:
-            result = func(*args, **kwargs)
-            return result if region.are_weights((args, kwargs)) else _Product.apply(result)
-        if not is_inplace(func, args, kwargs):
-            result = HANDLERS[func](region, func, *args, **kwargs)
-        else:  # the compiler knows in-place changes by ops of its own, not by Functions
-            region.copy = args[0].clone()
-            result = HANDLERS[func](region, func, region.copy, *args[1:], **kwargs)
-            if result is not NotImplemented:
-                result = args[0].copy_(result)
-        if result is not NotImplemented:
-            return result
-    return func(*args, **kwargs)
-
-
-class _Product(Saving):
-    """Marks the product of an activation in the graph: what follows is computed from an activation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class _TracedRegion:
-    """What the handlers ask of a region, answered from one call alone."""
-
-    def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
-        self.settings = settings
-        self._parameters = parameters
-        self.copy: Tensor | None = None  # of the argument that is overwritten
-
-    def is_activation(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and is_traced(x) and x.dtype in ACTIVATION_DTYPES and x.layout is torch.strided
-
-    def packs_layer_input(self, x: Any) -> bool:
-        return self.is_activation(x) and not any(x is parameter for parameter in self._parameters)
-
-    def packs_input(self, x: Any) -> bool:
-        return self.packs_layer_input(x) and not self.is_weight(x)
-
-    def is_weight(self, x: Tensor) -> bool:
-        """Whether ``x`` is a parameter, or was computed in the graph without a layer: from parameters, it may be."""
-        node = x.grad_fn
-        if self.copy is not None and x is self.copy:  # behind it, the compiler's own copy of an input it overwrites
-            while node is not None and node.name().startswith("CloneBackward"):
-                node = node.next_functions[0][0]
-        if node is None or not node.next_functions:  # an input of the graph
-            return any(x is parameter for parameter in self._parameters)
-        return not comes_from_layer(node)
-
-    def are_weights(self, arguments: Any) -> bool:
-        return all(self.is_weight(x) for x in tensors_in(arguments))
-
-    def apply(self, function: Any, *args: Any) -> Any:
-        return function.apply(self, *args)
-
-    def keep(self, x: Tensor, *, share: bool = True) -> Kept:
-        if x.numel() < self.settings.min_numel:
-            return keep_as_it_is(x)
-        quantizer = self.settings.quantizer
-        if self.settings.draws_size:  # once, for all runs of the graph
-            quantizer = quantizer.sized(int(Layout.of(x).numel), torch.default_generator.initial_seed() + next(_draws))
-        seed = self._seed(x, share) if quantizer.is_stochastic else 0
-        return pack(x.detach(), quantizer, self.settings.save_mode, seed)
-
-    def keep_activation(self, x: Tensor) -> Kept:
-        # Without a gradient it is a mask or a buffer, which somebody holds anyway.
-        return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
-
-    def _seed(self, x: Tensor, share: bool) -> Tensor:
-        """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
-        if not share or not isinstance(x, FunctionalTensor):  # what Dynamo itself runs leaves no trace
-            return draw_seed(x.device)
-        seeds = _seeds.setdefault(x, {})
-        key = x._version, self.settings.key
-        if key not in seeds:
-            seeds[key] = draw_seed(x.device)
-        return seeds[key]
-
-
-_seeds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_draws = itertools.count()
 
 
 def enter(settings: BackwardSettings | None, module: nn.Module) -> None:

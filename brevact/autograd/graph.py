@@ -1,0 +1,136 @@
+"""Regions in graphs: one node for each torch function with a counterpart.
+
+Dynamo puts the nodes into its graph as they are; AOTAutograd runs them with tensors that have no values, so that the
+same handlers and Functions as without a compiler record what is stored, kernels standing as ops of
+``torch.ops.brevact``.
+
+What differs from a region without a compiler: seeds are drawn by the graph, on the tensor's device, anew in each run
+(of a CUDA graph too); a tensor is taken for an activation if its history in the graph says so; a tensor that several
+ops save is packed once by the compiler, which sees equal ops.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from brevact.autograd.functions import HANDLERS
+from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
+from brevact.autograd.functions.kinds import PRODUCTS
+from brevact.autograd.keeping import Kept, keep_as_it_is, pack
+from brevact.autograd.provenance import comes_from_layer, tensors_in
+from brevact.autograd.settings import BackwardSettings
+from brevact.quantizers import Layout, draw_seed, is_traced, read
+
+#: The text of a region without a quantizer.
+FULL_PRECISION = ""
+
+NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate((*HANDLERS, *PRODUCTS))}
+_FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
+
+
+@torch.compiler.allow_in_graph
+def call_in_graph(
+    name: str, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Record the counterpart of a torch function; the settings travel as text, parameters as positions or names."""
+    func = _FUNCTIONS[name]
+    with torch._C.DisableTorchFunction():  # the mode that Dynamo followed may be active for real
+        return _call(func, spelled, parameters, args, kwargs)
+
+
+def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+    if spelled != FULL_PRECISION:
+        region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
+        if func in PRODUCTS:
+            result = func(*args, **kwargs)
+            return result if region.are_weights((args, kwargs)) else _Product.apply(result)
+        if not is_inplace(func, args, kwargs):
+            result = HANDLERS[func](region, func, *args, **kwargs)
+        else:  # the compiler knows in-place changes by ops of its own, not by Functions
+            region.copy = args[0].clone()
+            result = HANDLERS[func](region, func, region.copy, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                result = args[0].copy_(result)
+        if result is not NotImplemented:
+            return result
+    return func(*args, **kwargs)
+
+
+class _Product(Saving):
+    """Marks the product of an activation in the graph: what follows is computed from an activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _TracedRegion:
+    """What the handlers ask of a region, answered from one call alone."""
+
+    def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
+        self.settings = settings
+        self._parameters = parameters
+        self.copy: Tensor | None = None  # of the argument that is overwritten
+
+    def is_activation(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and is_traced(x) and x.dtype in ACTIVATION_DTYPES and x.layout is torch.strided
+
+    def packs_layer_input(self, x: Any) -> bool:
+        return self.is_activation(x) and not any(x is parameter for parameter in self._parameters)
+
+    def packs_input(self, x: Any) -> bool:
+        return self.packs_layer_input(x) and not self.is_weight(x)
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Whether ``x`` is a parameter, or was computed in the graph without a layer: from parameters, it may be."""
+        node = x.grad_fn
+        if self.copy is not None and x is self.copy:  # behind it, the compiler's own copy of an input it overwrites
+            while node is not None and node.name().startswith("CloneBackward"):
+                node = node.next_functions[0][0]
+        if node is None or not node.next_functions:  # an input of the graph
+            return any(x is parameter for parameter in self._parameters)
+        return not comes_from_layer(node)
+
+    def are_weights(self, arguments: Any) -> bool:
+        return all(self.is_weight(x) for x in tensors_in(arguments))
+
+    def apply(self, function: Any, *args: Any) -> Any:
+        return function.apply(self, *args)
+
+    def keep(self, x: Tensor, *, share: bool = True) -> Kept:
+        if x.numel() < self.settings.min_numel:
+            return keep_as_it_is(x)
+        quantizer = self.settings.quantizer
+        if self.settings.draws_size:  # once, for all runs of the graph
+            quantizer = quantizer.sized(int(Layout.of(x).numel), torch.default_generator.initial_seed() + next(_draws))
+        seed = self._seed(x, share) if quantizer.is_stochastic else 0
+        return pack(x.detach(), quantizer, self.settings.save_mode, seed)
+
+    def keep_activation(self, x: Tensor) -> Kept:
+        # Without a gradient it is a mask or a buffer, which somebody holds anyway.
+        return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
+
+    def _seed(self, x: Tensor, share: bool) -> Tensor:
+        """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
+        if not share or not isinstance(x, FunctionalTensor):  # what Dynamo itself runs leaves no trace
+            return draw_seed(x.device)
+        seeds = _seeds.setdefault(x, {})
+        key = x._version, self.settings.key
+        if key not in seeds:
+            seeds[key] = draw_seed(x.device)
+        return seeds[key]
+
+
+_seeds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_draws = itertools.count()
