@@ -194,6 +194,15 @@ class PackageCache(FunctionCache):
         super().__init__(function)
         self._function_name = name
 
+    def load_overload(self, sig, target_context):
+        with contextlib.suppress(OSError):  # of another user: the kernel is compiled
+            return super().load_overload(sig, target_context)
+        return None
+
+    def save_overload(self, sig, data):
+        with contextlib.suppress(OSError):  # a full disk: the kernel is compiled again in the next process
+            super().save_overload(sig, data)
+
     def _index_key(self, sig, codegen):
         return (sig, codegen.magic_tuple(), self._function_name, _digest())
 
