@@ -22,9 +22,7 @@ def test_kernel_is_cached_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert again(21) == 42 and sum(again.stats.cache_hits.values()) == 1
 
 
-def test_kernel_runs_where_the_cache_can_be_neither_read_nor_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_kernel_runs_where_the_cache_can_be_neither_read_nor_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     compiled = kernel(_double)
     (folder,) = tmp_path.iterdir()

@@ -25,7 +25,9 @@ PACKED = UniformQuantizer(bit_width=4).quantize(torch.linspace(-1, 1, 4096), see
 )
 def test_packed_activation_refuses_other_buffers(change):
     buffer = change(PACKED.buffer)
-    with pytest.raises(ValueError, match=rf"buffer: got a {buffer.dtype} tensor .*accepted is a contiguous torch.uint8"):
+    with pytest.raises(
+        ValueError, match=rf"buffer: got a {buffer.dtype} tensor .*accepted is a contiguous torch.uint8"
+    ):
         PackedActivation(PACKED.spec, buffer)
 
 
@@ -50,5 +52,7 @@ class _ReturnsATensor:
 
 
 def test_quantize_refuses_what_is_no_packed_activation():
-    with pytest.raises(TypeError, match=r"_ReturnsATensor\.quantize returned a Tensor; accepted is a .*PackedActivation"):
+    with pytest.raises(
+        TypeError, match=r"_ReturnsATensor\.quantize returned a Tensor; accepted is a .*PackedActivation"
+    ):
         quantize(_ReturnsATensor(), torch.randn(8), None)
