@@ -109,7 +109,7 @@ def test_quantize_on_backward_shares_a_tensor_whose_seed_is_a_view():
     quantizer, save_mode = UniformQuantizer(bit_width=2), brevact.SaveMode.QUANTIZE_ON_BACKWARD
     settings = BackwardSettings(quantizer=quantizer, save_mode=save_mode)
     packs, x, block = SharedPacks(), torch.randn(64), torch.arange(256)
-    kept, decoder = keeping.pack(x.detach(), settings, block[7])
+    kept, decoder = keeping.pack(x.detach(), quantizer, save_mode, block[7])
     packs.slot(x, settings.key).fill(kept, decoder)
     found, found_decoder = packs.slot(x, settings.key).find()
     assert torch.equal(found_decoder.decode(found), decoder.decode(kept))
