@@ -14,79 +14,46 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from brevact.autograd.storages import WeakStorage
+from brevact.autograd.storages import referent
 
-_SWEEP_FLOOR = 256
+_SWEEP_FLOOR = 4
 
 
 class _WeakTensor:
-    """Weak reference to a kept tensor: by its storage, which also lives on in an alias.
+    """Weak reference to a kept tensor: by itself, or by its storage, which also lives on in an alias.
 
     Hooks around the region may keep a detached alias in place of the tensor (checkpoint does while it recomputes).
     """
 
-    __slots__ = ("_dtype", "_storage", "_tensor")
+    __slots__ = ("_dtype", "_storage", "_tensor", "_view")
 
     def __init__(self, tensor: Tensor, source: int) -> None:
+        self._tensor = weakref.ref(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata == source:  # an alias of the source lives as long as the source, kept by a node or not
-            self._tensor, self._storage = weakref.ref(tensor), None
+            self._storage = None
         else:
-            self._storage, self._dtype = WeakStorage(storage), tensor.dtype
+            self._storage, self._dtype = weakref.ref(storage), tensor.dtype
+            self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def __call__(self) -> Tensor | None:
-        if self._storage is None:
-            tensor = self._tensor()
-            if tensor is not None:
-                tensor._fix_weakref()
-            return tensor
-        storage = self._storage()
-        return None if storage is None else torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage)
+        tensor = referent(self._tensor)
+        if tensor is None and self._storage is not None:
+            storage = referent(self._storage)
+            if storage is not None:
+                tensor = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
+        return tensor
 
 
-class SharedPacks:
-    """Weak table from (tensor, settings) to the tensors and the decoder that keep it."""
+class _Packs(dict[Hashable, tuple[list[_WeakTensor], Any]]):
+    """What keeps the tensors of one storage. A buffer that is filled again and again outlives most of it."""
 
-    def __init__(self) -> None:
-        self._by_storage: dict[int, tuple[WeakStorage, dict[Hashable, tuple[list[_WeakTensor], Any]]]] = {}
-        self._sweep_at = _SWEEP_FLOOR
+    sweep_at = _SWEEP_FLOOR
 
-    def slot(self, x: Tensor, settings: Hashable) -> Slot | None:
-        """Return the place in the table for what keeps ``x`` under settings with this key.
-
-        None for inference tensors, which have no version.
-        """
-        if x.is_inference():
-            return None
-        storage = x.untyped_storage()
-        address = storage._cdata
-        found = self._by_storage.get(address)
-        if found is None or found[0].expired():
-            if len(self._by_storage) >= self._sweep_at:
-                self._sweep()
-            found = self._by_storage[address] = (WeakStorage(storage), {})
-        key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
-        return Slot(found[1], key, address)
-
-    def _sweep(self) -> None:
-        alive = {address: found for address, found in list(self._by_storage.items()) if not found[0].expired()}
-        self._by_storage = alive
-        self._sweep_at = max(_SWEEP_FLOOR, 2 * len(alive))
-
-
-class Slot:
-    """The place of one tensor in the table."""
-
-    __slots__ = ("_address", "_kept", "_key")
-
-    def __init__(self, kept: dict[Hashable, tuple[list[_WeakTensor], Any]], key: Hashable, address: int) -> None:
-        self._kept, self._key, self._address = kept, key, address
-
-    def find(self) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return the kept tensors and their decoder if some node still holds them."""
-        found = self._kept.get(self._key)
+    def find(self, key: Hashable) -> tuple[tuple[Tensor, ...], Any] | None:
+        found = self.get(key)
         if found is None:
             return None
         references, decoder = found
@@ -98,6 +65,48 @@ class Slot:
             tensors.append(tensor)
         return tuple(tensors), decoder
 
+    def sweep_sometimes(self) -> None:
+        """Drop what nobody keeps any more, each time that the table has doubled."""
+        if len(self) >= self.sweep_at:
+            for key in [key for key in list(self) if self.find(key) is None]:
+                self.pop(key, None)
+            self.sweep_at = max(_SWEEP_FLOOR, 2 * len(self))
+
+
+class SharedPacks:
+    """Weak table from (tensor, settings) to the tensors and the decoder that keep it."""
+
+    def __init__(self) -> None:
+        self._by_storage: weakref.WeakKeyDictionary[UntypedStorage, _Packs] = weakref.WeakKeyDictionary()
+
+    def slot(self, x: Tensor, settings: Hashable) -> Slot | None:
+        """Return the place in the table for what keeps ``x`` under settings with this key.
+
+        None for inference tensors, which have no version.
+        """
+        if x.is_inference():
+            return None
+        storage = x.untyped_storage()
+        packs = self._by_storage.get(storage)
+        if packs is None:
+            packs = self._by_storage[storage] = _Packs()
+        key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
+        return Slot(packs, key, storage._cdata)
+
+
+class Slot:
+    """The place of one tensor in the table."""
+
+    __slots__ = ("_address", "_key", "_packs")
+
+    def __init__(self, packs: _Packs, key: Hashable, address: int) -> None:
+        self._packs, self._key, self._address = packs, key, address
+
+    def find(self) -> tuple[tuple[Tensor, ...], Any] | None:
+        """Return the kept tensors and their decoder if some node still holds them."""
+        return self._packs.find(self._key)
+
     def fill(self, tensors: tuple[Tensor, ...], decoder: Any) -> None:
         """Remember what keeps the tensor."""
-        self._kept[self._key] = ([_WeakTensor(tensor, self._address) for tensor in tensors], decoder)
+        self._packs.sweep_sometimes()
+        self._packs[self._key] = ([_WeakTensor(tensor, self._address) for tensor in tensors], decoder)

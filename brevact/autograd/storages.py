@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import TypeVar
 
 from torch import Tensor, UntypedStorage
+
+T = TypeVar("T", Tensor, UntypedStorage)
 
 
 def storage_address(x: Tensor) -> int:
@@ -15,21 +18,31 @@ def storage_address(x: Tensor) -> int:
         return 0
 
 
-class WeakStorage:
-    """Weak reference to a storage, which may outlive every Python object for it."""
+def referent(reference: weakref.ref[T]) -> T | None:
+    """Return the tensor or storage of a weak reference, None if it has been freed.
 
-    __slots__ = ("_pointer",)
+    The Python object of a tensor or storage lives as long as PyTorch keeps what it stands for; a reference to it pins
+    nothing. PyTorch's own weak references (``_weak_ref``) pin the storage's header, and a header between two freed
+    tensors stops malloc from joining their memory for a larger one.
+    """
+    found = reference()
+    if found is not None:
+        found._fix_weakref()
+    return found
+
+
+class WeakStorage:
+    """Weak reference to a storage."""
+
+    __slots__ = ("_reference",)
 
     def __init__(self, storage: UntypedStorage) -> None:
-        self._pointer: int = storage._weak_ref()
-
-    def __del__(self, free: Any = UntypedStorage._free_weak_ref) -> None:
-        free(self._pointer)
+        self._reference = weakref.ref(storage)
 
     def expired(self) -> bool:
         """Return whether the storage has been freed."""
-        return UntypedStorage._expired(self._pointer)
+        return referent(self._reference) is None
 
     def __call__(self) -> UntypedStorage | None:
         """Return the storage, None if it has been freed."""
-        return None if self.expired() else UntypedStorage._new_with_weak_ptr(self._pointer)
+        return referent(self._reference)

@@ -1,5 +1,10 @@
 """Quantizers for CPU tensors, compiled by Numba: the bytes of the plain torch reference. Imports nothing of brevact."""
 
+import numba
+
+if numba.config.DISABLE_JIT:
+    raise ImportError("Numba's compiler is disabled (NUMBA_DISABLE_JIT), and the kernels run compiled only")
+
 from brevact.cpu_kernels.floats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from brevact.cpu_kernels.launch import (
     UniformPlan,

@@ -14,7 +14,7 @@ from brevact.cpu_kernels.memory import (
     u8_at,
     u16_at,
     u32_at,
-    u32_block,
+    u32_scratch,
 )
 from brevact.cpu_kernels.planes import bytes_to_codes, codes_to_bytes
 
@@ -54,7 +54,7 @@ def pack_blocks(source, item_size, packed, bit_width, block, numel, start, stop)
         start: First block.
         stop: One past the last block.
     """
-    codes = u32_block()
+    codes = u32_scratch(block)
     mask = np.uint32((np.int64(1) << bit_width) - 1)
     for index in range(start, stop):
         first = index * block
@@ -80,7 +80,7 @@ def unpack_blocks(packed, target, item_size, bit_width, block, numel, start, sto
         start: First block.
         stop: One past the last block.
     """
-    codes = u32_block()
+    codes = u32_scratch(block)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)

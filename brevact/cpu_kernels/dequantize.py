@@ -20,15 +20,14 @@ from brevact.cpu_kernels.groups import (
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
-    f32_block,
+    f32_scratch,
     i64_at,
     inlined,
     kernel,
     load,
     store,
     u8_at,
-    u32_block,
-    u32_columns,
+    u32_scratch,
 )
 from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words
 
@@ -119,8 +118,8 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, sto
     inner = load(table, INNER)
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     limit = np.float32(_LIMITS[kind])
-    scratch, wide = f32_block(), u32_block()
-    low, high = u32_columns(), u32_columns()
+    scratch, wide = f32_scratch(block), u32_scratch(block)
+    low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)

@@ -14,7 +14,7 @@ from brevact.cpu_kernels.memory import (
     as_i32,
     bits_of,
     f32_at,
-    f32_block,
+    f32_scratch,
     float_of,
     i32_at,
     i64_at,
@@ -133,7 +133,7 @@ def extend_ranges(source, keys_at, table_at, blocks, parts, start, stop):
         stop: One past the last part.
     """
     table = i64_at(table_at)
-    scratch = f32_block()
+    scratch = f32_scratch(load(table, BLOCK))
     for part in range(start, stop):
         lows = advance(i32_at(keys_at), 2 * part * load(table, GROUPS))
         highs = advance(lows, load(table, GROUPS))

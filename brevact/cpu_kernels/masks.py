@@ -17,7 +17,7 @@ from brevact.cpu_kernels.floats import (
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
-    f32_block,
+    f32_scratch,
     f64_at,
     float64_of,
     i32_at,
@@ -27,7 +27,7 @@ from brevact.cpu_kernels.memory import (
     load,
     store,
     u8_at,
-    u8_block,
+    u8_scratch,
     u16_at,
 )
 
@@ -37,7 +37,7 @@ BOOL = 4
 
 
 @inlined
-def _set_bits(source, kind, first, count, bits):
+def _set_bits(source, kind, first, count, scratch, bits):
     """One byte, 0 or 1, for each element: a bool, or whether a ReLU of the float passes its gradient."""
     if kind == BOOL:
         x8 = advance(u8_at(source), first)
@@ -48,7 +48,7 @@ def _set_bits(source, kind, first, count, bits):
         for e in range(count):
             store(bits, e, np.uint8(not load(x64, e) <= 0.0))
     else:
-        x = stage(source, kind, first, count, f32_block())
+        x = stage(source, kind, first, count, scratch)
         for e in range(count):
             store(bits, e, np.uint8(not load(x, e) <= np.float32(0.0)))
 
@@ -65,12 +65,12 @@ def pack_mask_blocks(source, kind, packed, numel, start, stop):
         start: First block.
         stop: One past the last block.
     """
-    bits = u8_block()
+    bits, scratch = u8_scratch(BLOCK), f32_scratch(BLOCK)
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
         columns = (count + 7) // 8
-        _set_bits(source, kind, first, count, bits)
+        _set_bits(source, kind, first, count, scratch, bits)
         for e in range(count, 8 * columns):
             store(bits, e, np.uint8(0))
         out = advance(u8_at(packed), first // 8)
@@ -105,7 +105,7 @@ def unpack_mask_blocks(packed, target, numel, start, stop):
         start: First block.
         stop: One past the last block.
     """
-    bits = u8_block()
+    bits = u8_scratch(BLOCK)
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
@@ -169,7 +169,7 @@ def mask_multiply_blocks(packed, grad, target, kind, slope_bits, numel, start, s
         start: First block.
         stop: One past the last block.
     """
-    bits = u8_block()
+    bits = u8_scratch(BLOCK)
     slope = float64_of(slope_bits)
     for index in range(start, stop):
         first = index * BLOCK

@@ -50,19 +50,20 @@ def _pointer_cast(pointer_type: types.CPointer):
     return cast
 
 
-def _scratch(pointer_type: types.CPointer, length: int):
-    """An intrinsic that reserves uninitialised elements on the stack, once a function call."""
+def _scratch(pointer_type: types.CPointer):
+    """An intrinsic that reserves uninitialised elements on the stack until the function returns: not for use in loops.
+
+    Threads of an OpenMP team may have small stacks, so a kernel reserves no more than its blocks need.
+    """
 
     @intrinsic
-    def scratch(typing_context):
+    def scratch(typing_context, length):
         def codegen(context, builder, signature, args):
-            element = context.get_value_type(pointer_type.dtype)
-            with builder.goto_entry_block():
-                slot = builder.alloca(element, size=ir.Constant(ir.IntType(32), length))
-                slot.align = 64
+            slot = builder.alloca(context.get_value_type(pointer_type.dtype), size=args[0])
+            slot.align = 64
             return slot
 
-        return pointer_type(), codegen
+        return pointer_type(types.intp), codegen
 
     return scratch
 
@@ -70,14 +71,11 @@ def _scratch(pointer_type: types.CPointer, length: int):
 f32_at, f64_at, i32_at = _pointer_from_address(F32), _pointer_from_address(F64), _pointer_from_address(I32)
 u8_at, u16_at, u32_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(U32)
 i64_at = _pointer_from_address(I64)
-as_i32 = _pointer_cast(I32)
+as_i32, as_u32 = _pointer_cast(I32), _pointer_cast(U32)
+f32_scratch, u32_scratch, u8_scratch = _scratch(F32), _scratch(U32), _scratch(U8)
 
 LARGEST_BLOCK = 4096
-"""Elements of the largest packing block: the size of block scratch."""
-f32_block = _scratch(F32, LARGEST_BLOCK)
-u32_block = _scratch(U32, LARGEST_BLOCK)
-u8_block = _scratch(U8, LARGEST_BLOCK)
-u32_columns = _scratch(U32, LARGEST_BLOCK // 8)
+"""Elements of the largest packing block: it bounds the scratch of a kernel, some 11 bytes an element."""
 
 
 @intrinsic
@@ -193,6 +191,15 @@ class PackageCache(FunctionCache):
     def __init__(self, function: Callable, name: str = "") -> None:
         super().__init__(function)
         self._function_name = name
+
+    def load_overload(self, sig, target_context):
+        with contextlib.suppress(OSError):  # of another user: the kernel is compiled
+            return super().load_overload(sig, target_context)
+        return None
+
+    def save_overload(self, sig, data):
+        with contextlib.suppress(OSError):  # a full disk: the kernel is compiled again in the next process
+            super().save_overload(sig, data)
 
     def _index_key(self, sig, codegen):
         return (sig, codegen.magic_tuple(), self._function_name, _digest())

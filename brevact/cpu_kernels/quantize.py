@@ -25,7 +25,8 @@ from brevact.cpu_kernels.groups import (
 )
 from brevact.cpu_kernels.memory import (
     advance,
-    f32_block,
+    as_u32,
+    f32_scratch,
     i64_at,
     inlined,
     kernel,
@@ -33,8 +34,7 @@ from brevact.cpu_kernels.memory import (
     rint,
     store,
     u8_at,
-    u32_block,
-    u32_columns,
+    u32_scratch,
 )
 from brevact.cpu_kernels.philox import column_words
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
@@ -175,9 +175,11 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
     fused, stochastic = load(table, FUSED) != 0, load(table, STOCHASTIC) != 0
     k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
     top = (np.int64(1) << bit_width) - 1
-    steps, scratch, wide = f32_block(), f32_block(), u32_block()
-    w0, w1, w2, w3 = u32_columns(), u32_columns(), u32_columns(), u32_columns()
-    low, high = u32_columns(), u32_columns()
+    steps, scratch = f32_scratch(block), f32_scratch(block)
+    wide = as_u32(scratch)  # codes come when the elements in it have become steps
+    columns = block // 8
+    w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
+    low, high = u32_scratch(columns), u32_scratch(columns)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)

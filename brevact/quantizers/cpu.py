@@ -1,8 +1,7 @@
-"""CPU tensors handed to the compiled kernels: results allocated, tensors turned into addresses.
+"""CPU tensors handed to the compiled kernels, as addresses.
 
-Results are made by `new_empty` of a tensor at hand: torch's default device may be another one than the CPU.
-
-The functions have the names and arguments of `dispatch`, which imports this module only where Numba is installed.
+The functions have the names and arguments of `dispatch`, which allocates the results, and imports this module only
+where Numba works.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from brevact import cpu_kernels
-from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 
 if TYPE_CHECKING:
     from brevact.quantizers.packed import PackedSpec
@@ -27,40 +25,46 @@ _KINDS = {
     torch.float64: cpu_kernels.FLOAT64,
     torch.bool: cpu_kernels.BOOL,
 }
+MASKED = frozenset(_KINDS)
+"""Types that the kernels of masks read."""
 
 
-def takes(x: Tensor) -> bool:
-    """Whether the kernels can read this tensor; subclasses may have no memory of their own.
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels can read and write these tensors.
+
+    Subclasses may have no memory of their own; zero tensors and the tensors of torch.func transforms have none.
 
     Args:
-        x: Any tensor.
+        *tensors: Any tensors.
 
     Returns:
-        True for plain CPU tensors.
+        True for plain CPU tensors with memory.
     """
-    return x.is_cpu and type(x) in _PLAIN_TYPES
+    try:
+        for x in tensors:
+            if type(x) not in _PLAIN_TYPES or not x.is_cpu or (x.data_ptr() == 0 and x.numel()):
+                return False
+    except RuntimeError:  # data_ptr() of a wrapper
+        return False
+    return True
 
 
-def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor) -> Tensor:
+def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor, buffer: Tensor) -> None:
     """See `dispatch.quantize_uniform`.
 
     Args:
         x: Tensor of the spec's layout.
         spec: Spec of a `UniformQuantizer`.
         seed: Signed 64-bit int or 0-d int64 tensor.
-
-    Returns:
-        The bytes.
+        buffer: Receives the bytes, made by `spec.empty`.
     """
     if not spec.layout.is_dense or x.is_neg():
         x = spec.layout.flatten(x.detach())
-    buffer = spec.empty(x)
     codes = buffer.data_ptr()
     _, minimum, scale = spec.offsets
     plan = spec.cpu_plan or _plan(spec)
     threads = torch.get_num_threads()
     cpu_kernels.quantize_uniform(x.data_ptr(), codes, codes + scale, codes + minimum, int(seed), plan, threads)
-    return buffer
 
 
 def dequantize_uniform(
@@ -94,98 +98,66 @@ def can_pack(codes: Tensor, bit_width: int, block_size: int) -> bool:
         True if `pack` takes them.
     """
     fits = codes.dtype == torch.uint8 or bit_width <= 8 * codes.itemsize
-    return takes(codes) and fits and block_size <= cpu_kernels.LARGEST_BLOCK
+    return fits and block_size <= cpu_kernels.LARGEST_BLOCK
 
 
-def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
+def pack(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -> None:
     """See `dispatch.pack`.
 
     Args:
         codes: (n,) contiguous integer tensor.
         bit_width: Bits a code.
         block_size: Codes in a block.
-
-    Returns:
-        uint8 tensor.
+        packed: uint8 result.
     """
-    n = codes.numel()
-    packed = codes.new_empty(packed_bytes(n, bit_width, block_size), dtype=torch.uint8)
     pointers = codes.data_ptr(), codes.itemsize, packed.data_ptr()
-    cpu_kernels.pack_codes(*pointers, bit_width, block_size, n, torch.get_num_threads())
-    return packed
+    cpu_kernels.pack_codes(*pointers, bit_width, block_size, codes.numel(), torch.get_num_threads())
 
 
-def can_unpack(packed: Tensor, block_size: int) -> bool:
+def can_unpack(block_size: int) -> bool:
     """Whether the kernel unpacks codes in blocks of this size.
 
     Args:
-        packed: uint8 tensor.
         block_size: Codes in a block.
 
     Returns:
         True if `unpack` takes them.
     """
-    return takes(packed) and block_size <= cpu_kernels.LARGEST_BLOCK
+    return block_size <= cpu_kernels.LARGEST_BLOCK
 
 
-def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tensor:
+def unpack(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
     """See `dispatch.unpack`.
 
     Args:
         packed: uint8 tensor.
         bit_width: Bits a code.
-        numel: Number of codes.
         block_size: Codes in a block.
-
-    Returns:
-        (numel,) int32 tensor, int64 at 32 bits.
+        codes: (numel,) int32 or int64 result.
     """
-    codes = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
     pointers = packed.data_ptr(), codes.data_ptr(), codes.itemsize
-    cpu_kernels.unpack_codes(*pointers, bit_width, block_size, numel, torch.get_num_threads())
-    return codes
+    cpu_kernels.unpack_codes(*pointers, bit_width, block_size, codes.numel(), torch.get_num_threads())
 
 
-def takes_float(x: Tensor) -> bool:
-    """Whether the kernels of masks read this tensor's type.
-
-    Args:
-        x: Any tensor.
-
-    Returns:
-        True for plain CPU tensors of the four floating-point types, and bool.
-    """
-    return takes(x) and x.dtype in _KINDS
-
-
-def pack_mask(flat: Tensor) -> Tensor:
+def pack_mask(flat: Tensor, packed: Tensor) -> None:
     """See `dispatch.pack_mask`.
 
     Args:
         flat: (n,) contiguous tensor, bool or floating point.
-
-    Returns:
-        uint8 tensor.
+        packed: uint8 result.
     """
-    packed = flat.new_empty(packed_bytes(flat.numel(), 1, DEFAULT_BLOCK), dtype=torch.uint8)
     pointers = flat.data_ptr(), _KINDS[flat.dtype], packed.data_ptr()
     cpu_kernels.pack_mask(*pointers, flat.numel(), torch.get_num_threads())
-    return packed
 
 
-def unpack_mask(packed: Tensor, numel: int) -> Tensor:
+def unpack_mask(packed: Tensor, mask: Tensor) -> None:
     """See `dispatch.unpack_mask`.
 
     Args:
         packed: uint8 tensor.
-        numel: Number of elements.
-
-    Returns:
-        (numel,) bool tensor.
+        mask: (numel,) bool result.
     """
-    mask = packed.new_empty(numel, dtype=torch.bool)
-    cpu_kernels.unpack_mask(packed.data_ptr(), mask.data_ptr(), numel, torch.get_num_threads())
-    return mask
+    cpu_kernels.unpack_mask(packed.data_ptr(), mask.data_ptr(), mask.numel(), torch.get_num_threads())
 
 
 def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, negative_slope: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import reference
-from brevact.quantizers.geometry import DEFAULT_BLOCK
+from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.philox import seed_value
 
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
-
-
-@functools.cache
-def _cpu() -> ModuleType:
-    """Launchers of the compiled CPU kernels, imported when first needed."""
-    return importlib.import_module("brevact.quantizers.cpu")
+def _cpu() -> ModuleType | None:
+    """Launchers of the compiled CPU kernels, imported when first needed; None where Numba does not work."""
+    try:
+        return importlib.import_module("brevact.quantizers.cpu")
+    except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well
+        warnings.warn(
+            f"Numba does not work here ({type(error).__name__}: {error}); CPU tensors are quantized by plain torch, to "
+            "the same bytes in several times the time. Check `python -c 'import numba'` and NUMBA_DISABLE_JIT",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
 
 
 @functools.cache
@@ -42,11 +47,17 @@ def _gpu() -> ModuleType:
     return importlib.import_module("brevact.quantizers.gpu")
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
-    """Launchers of compiled kernels for a tensor's device (ROCm devices are "cuda" too), if there are any."""
-    if x.is_cuda:
-        return _gpu() if _has_triton() else None
-    return _cpu() if _has_numba() else None
+def _kernels(*tensors: Tensor) -> ModuleType | None:
+    """Launchers of compiled kernels that take all these tensors, if there are any (ROCm devices are "cuda" too).
+
+    Results are asked about as well as arguments: under torch.func transforms and FakeTensorMode, what is allocated for
+    a plain tensor may have no memory.
+    """
+    if tensors[0].is_cuda:
+        kernels = _gpu() if _has_triton() else None
+    else:
+        kernels = _cpu()
+    return kernels if kernels is not None and kernels.takes(*tensors) else None
 
 
 def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor | None) -> Tensor:
@@ -62,9 +73,12 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
     """
     quantizer, layout = spec.quantizer, spec.layout
     key = seed_value(seed, x.device) if quantizer.is_stochastic else 0
-    kernels = _kernels(x)
-    if kernels is not None and kernels.takes(x):
-        return kernels.quantize_uniform(x, spec, key)
+    buffer = spec.empty(x)
+    kernels = _kernels(x, buffer)
+    if kernels is not None:
+        kernels.quantize_uniform(x, spec, key, buffer)
+        return buffer
+    _refuse_wrapped(x)
     with torch.no_grad():
         codes, scale, minimum = reference.quantize_uniform(
             layout.flatten(x),
@@ -73,9 +87,9 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
             quantizer.scale_dtype,
             quantizer.minimum_dtype,
         )
-        buffer = spec.empty(codes)
-        for part, values in zip(spec.split(buffer), (codes, minimum, scale), strict=True):
-            part.copy_(values)
+        for start, values in zip(spec.offsets, (codes, minimum, scale), strict=True):
+            raw = values.contiguous().view(torch.uint8)
+            buffer[start : start + raw.numel()] = raw
         return buffer
 
 
@@ -87,8 +101,8 @@ def dequantize_uniform(buffer: Tensor, spec: PackedSpec[UniformQuantizer], targe
         spec: Spec of a `UniformQuantizer`.
         target: Tensor whose memory holds the elements densely in memory order.
     """
-    kernels = _kernels(target)
-    if kernels is not None and kernels.takes(target):
+    kernels = _kernels(target, buffer)
+    if kernels is not None:
         kernels.dequantize_uniform(buffer, spec, None, target)
         return
     codes, minimum, scale = spec.split(buffer)
@@ -108,8 +122,8 @@ def dequantize_multiply_uniform(
         other: Dense factor.
         target: Dense result; may be `other`.
     """
-    kernels = _kernels(target)
-    if kernels is not None and kernels.takes(target) and kernels.takes(other):
+    kernels = _kernels(target, other, buffer)
+    if kernels is not None:
         kernels.dequantize_uniform(buffer, spec, other, target)
         return
     codes, minimum, scale = spec.split(buffer)
@@ -131,9 +145,11 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
     Returns:
         uint8 tensor.
     """
-    kernels = _kernels(codes)
+    packed = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
+    kernels = _kernels(codes, packed)
     if kernels is not None and kernels.can_pack(codes, bit_width, block_size):
-        return kernels.pack(codes, bit_width, block_size)
+        kernels.pack(codes, bit_width, block_size, packed)
+        return packed
     return reference.pack(codes, bit_width, block_size)
 
 
@@ -149,9 +165,11 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
     Returns:
         (numel,) int32 tensor, int64 at 32 bits.
     """
-    kernels = _kernels(packed)
-    if kernels is not None and kernels.can_unpack(packed, block_size):
-        return kernels.unpack(packed, bit_width, numel, block_size)
+    codes = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
+    kernels = _kernels(packed, codes)
+    if kernels is not None and kernels.can_unpack(block_size):
+        kernels.unpack(packed, bit_width, block_size, codes)
+        return codes
     return reference.unpack(packed, bit_width, numel, block_size)
 
 
@@ -166,9 +184,12 @@ def pack_mask(mask: Tensor, layout: Layout) -> Tensor:
         uint8 tensor.
     """
     flat = layout.flatten(mask)
-    kernels = _kernels(flat)
-    if kernels is not None and kernels.takes_float(flat):
-        return kernels.pack_mask(flat)
+    packed = flat.new_empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
+    kernels = _kernels(flat, packed)
+    if kernels is not None and flat.dtype in kernels.MASKED:
+        kernels.pack_mask(flat, packed)
+        return packed
+    _refuse_wrapped(mask)
     flat = flat if flat.dtype == torch.bool else ~(flat <= 0)
     return reference.pack(flat.to(torch.uint8), 1, DEFAULT_BLOCK)
 
@@ -183,9 +204,11 @@ def unpack_mask(packed: Tensor, numel: int) -> Tensor:
     Returns:
         (numel,) bool tensor.
     """
-    kernels = _kernels(packed)
-    if kernels is not None and kernels.takes(packed):
-        return kernels.unpack_mask(packed, numel)
+    mask = packed.new_empty(numel, dtype=torch.bool)
+    kernels = _kernels(packed, mask)
+    if kernels is not None:
+        kernels.unpack_mask(packed.contiguous(), mask)
+        return mask
     return reference.unpack(packed, 1, numel, DEFAULT_BLOCK).to(torch.bool)
 
 
@@ -199,13 +222,22 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
         target: Dense result of its dtype; may be `grad`.
         negative_slope: Factor where the mask is unset; 0 gives +0.
     """
-    kernels = _kernels(grad)
-    if kernels is not None and kernels.takes_float(grad) and kernels.takes(target):
-        kernels.mask_multiply(packed, numel, grad, target, negative_slope)
+    kernels = _kernels(grad, target, packed)
+    if kernels is not None and grad.dtype in kernels.MASKED:
+        kernels.mask_multiply(packed.contiguous(), numel, grad, target, negative_slope)
         return
     flat = _flat(grad, numel)
     other = flat * negative_slope if negative_slope else torch.zeros_like(flat)
     torch.where(unpack_mask(packed, numel), flat, other, out=_flat(target, numel))
+
+
+def _refuse_wrapped(x: Tensor) -> None:
+    """Raise for the tensors of torch.func transforms: in-place arithmetic on their codes mixes levels."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._is_functional_tensor(x):
+        raise TypeError(
+            "x: got a tensor of a torch.func transform (vmap, grad, jacrev, ...), which has no memory of its own; "
+            "accepted are plain tensors, fake and functional ones; quantize outside the transform"
+        )
 
 
 def _flat(x: Tensor, numel: int) -> Tensor:

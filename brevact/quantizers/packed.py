@@ -18,7 +18,8 @@ from brevact.quantizers.tracing import is_traced
 class ActivationQuantizer(Protocol):
     """What a region asks of a quantizer, whatever its format; `UniformQuantizer` is one.
 
-    It is hashable: quantizers that are equal share what they packed. `quantize` returns a `PackedActivation`, whose
+    It is immutable and hashable, a frozen dataclass for example: quantizers that are equal share what they packed, and
+    specs are cached by quantizer and layout. `quantize` returns a `PackedActivation`, whose
     `buffer` is what autograd keeps and whose `spec` (a `Decoder`, often the quantizer itself, and the layout) is what
     `dequantize` and `dequantize_multiply` decode it with.
     """
@@ -63,7 +64,7 @@ class PackedSpec(Generic[D]):
         layout: Shape, strides and dtype to restore.
     """
 
-    __slots__ = ("cpu_plan", "has_padding", "layout", "nbytes", "offsets", "parts", "quantizer")
+    __slots__ = ("cpu_plan", "has_padding", "layout", "nbytes", "offsets", "parts", "quantizer", "shape")
 
     def __init__(self, quantizer: D, layout: Layout) -> None:
         self.quantizer = quantizer
@@ -77,6 +78,7 @@ class PackedSpec(Generic[D]):
             end, used = start + size, used + size
         self.offsets = tuple(offsets)
         self.nbytes = end
+        self.shape = torch.Size((end,)) if type(end) is int else (end,)  # of the buffer; symbols stay as they are
         self.has_padding = used < end
         self.cpu_plan: Any = None  # what the launcher of the CPU kernels derives from it
 
@@ -149,11 +151,20 @@ def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | Non
 
     Returns:
         The packed activation.
+
+    Raises:
+        TypeError: If the quantizer returns something else.
     """
     if is_traced(x):
         buffer = torch.ops.brevact.quantize(x, seed if isinstance(seed, Tensor) else None, spell(quantizer))
         return PackedActivation(PackedSpec.of(cast(Decoder, quantizer), Layout.of(x)), buffer)
-    return quantizer.quantize(x, seed)
+    packed = quantizer.quantize(x, seed)
+    if not isinstance(packed, PackedActivation):
+        raise TypeError(
+            f"quantizer: {type(quantizer).__name__}.quantize returned a {type(packed).__name__}; accepted is a "
+            "brevact.quantizers.PackedActivation; return PackedActivation(PackedSpec.of(self, Layout.of(x)), buffer)"
+        )
+    return packed
 
 
 class PackedActivation:
@@ -187,12 +198,23 @@ class PackedActivation:
 
     Args:
         spec: Quantizer and layout.
-        buffer: (spec.nbytes,) uint8 tensor of all the bytes, at the start of its storage.
+        buffer: (spec.nbytes,) contiguous uint8 tensor of all the bytes, at the start of its storage.
+
+    Raises:
+        ValueError: If `buffer` has another dtype, shape or stride.
     """
 
     __slots__ = ("buffer", "spec")
 
     def __init__(self, spec: PackedSpec[Any], buffer: Tensor) -> None:
+        if type(buffer) is Tensor or not is_traced(buffer):
+            if buffer.dtype is not torch.uint8 or buffer.shape != spec.shape or not buffer.is_contiguous():
+                raise ValueError(
+                    f"buffer: got a {buffer.dtype} tensor of shape {tuple(buffer.shape)} and stride {buffer.stride()}; "
+                    f"accepted is a contiguous torch.uint8 tensor of shape ({spec.nbytes},), as quantize made it. If "
+                    "autograd saved it: saved-tensor hooks around the region must give tensors back as they were; "
+                    "leave integer tensors alone there"
+                )
         self.spec = spec
         self.buffer = buffer
 

@@ -38,7 +38,7 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
         bytes_KbW = torch.zeros(codes_K8W.shape[0], bit_width, columns, dtype=torch.int64, device=codes.device)
         for i, k, shift in _overlaps(bit_width):
             code = codes_K8W[:, i] & ((1 << bit_width) - 1)
-            bytes_KbW[:, k] |= (code << shift if shift >= 0 else code >> -shift) & 0xFF
+            bytes_KbW[:, k].bitwise_or_((code << shift if shift >= 0 else code >> -shift) & 0xFF)
         out[first : first + bytes_KbW.numel()] = bytes_KbW.flatten()
     return out
 
@@ -85,7 +85,7 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
     scale = width / levels
     scale = _round_up_bfloat16(scale) if scale_dtype == torch.bfloat16 else scale
     scale = torch.where(width > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
-    broken |= ~torch.isfinite(scale * levels)
+    broken = broken | ~torch.isfinite(scale * levels)
     return (
         minimum.to(minimum_dtype).masked_fill(broken, float("nan")),  # after the cast, which has NaNs of its own
         scale.to(scale_dtype).masked_fill(broken, float("nan")),
@@ -197,7 +197,8 @@ def _unpack_chunk(packed: Tensor, bit_width: int, start: int, stop: int, columns
     codes_K8W = torch.zeros(blocks, 8, columns, dtype=torch.int64, device=packed.device)
     for i, k, shift in _overlaps(bit_width):
         byte = bytes_KbW[:, k]
-        codes_K8W[:, i] |= (byte >> shift if shift >= 0 else byte << -shift) & ((1 << bit_width) - 1)
+        part = (byte >> shift if shift >= 0 else byte << -shift) & ((1 << bit_width) - 1)
+        codes_K8W[:, i].bitwise_or_(part)
     return codes_K8W.flatten()[: stop - start]
 
 

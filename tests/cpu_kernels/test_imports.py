@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,27 +44,53 @@ def test_layer_imports_only_what_lies_below(layer: str, own: set[str], libraries
                 assert root in libraries or root in sys.stdlib_module_names, (path.name, name)
 
 
-WITHOUT_NUMBA = """
-import sys
-sys.modules["numba"] = None
+WITHOUT_KERNELS = """
+import sys, warnings
+{prepare}
 import torch
 from brevact.quantizers import Layout, UniformQuantizer, mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 x = torch.linspace(-1, 2, 1000)
-packed = UniformQuantizer(bit_width=3).quantize(x, seed=5)
-grad = mask_multiply(pack_mask(x), Layout.of(x), x, negative_slope=0.5)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    packed = UniformQuantizer(bit_width=3).quantize(x, seed=5)
+    grad = mask_multiply(pack_mask(x), Layout.of(x), x, negative_slope=0.5)
+messages = [str(warning.message) for warning in caught]
+assert len(messages) == 1 and "Numba does not work here" in messages[0], messages
 assert torch.equal(grad, torch.where(x > 0, x, x * 0.5)) and torch.equal(unpack_mask(pack_mask(x), Layout.of(x)), x > 0)
 assert torch.equal(unpack_codes(pack_codes(torch.arange(100), 7), 7, 100), torch.arange(100, dtype=torch.int32))
 assert torch.equal(packed.dequantize_multiply(x), packed.dequantize() * x)
 assert "brevact.cpu_kernels" not in sys.modules
 print(packed.codes.numpy().tobytes().hex())
 """
+WITHOUT_LLVM = """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "llvmlite.binding":
+            raise OSError("libllvmlite.so: cannot open shared object file")
+sys.meta_path.insert(0, Finder())
+"""
 
 
-def test_quantize_without_numba_gives_the_same_bytes():
+@pytest.mark.parametrize(
+    ("prepare", "environment"),
+    [
+        pytest.param("sys.modules['numba'] = None", {}, id="no Numba"),
+        pytest.param(WITHOUT_LLVM, {}, id="a Numba whose library does not load"),
+        pytest.param("", {"NUMBA_DISABLE_JIT": "1"}, id="a Numba that compiles nothing"),
+    ],
+)
+def test_quantize_without_numba_gives_the_same_bytes(prepare: str, environment: dict[str, str]):
     import torch
 
     from brevact.quantizers import UniformQuantizer
 
-    run = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA], check=True, timeout=120, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_KERNELS.format(prepare=prepare)],
+        env={**os.environ, **environment},
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
     packed = UniformQuantizer(bit_width=3).quantize(torch.linspace(-1, 2, 1000), seed=5)
     assert run.stdout.strip() == packed.codes.numpy().tobytes().hex()

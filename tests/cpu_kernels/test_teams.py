@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -40,3 +43,21 @@ def test_share_from_many_threads_at_once():
     for worker in workers:
         worker.join()
     assert (counts == 20).all()
+
+
+SMALL_STACKS = """
+import torch
+from brevact.quantizers import UniformQuantizer, pack_codes, unpack_codes
+torch.set_num_threads(2)
+x = torch.randn(1 << 17).to(torch.float16)
+for bit_width in (5, 12):
+    packed = UniformQuantizer(bit_width=bit_width, bucket_size=4096).quantize(x, seed=0)
+    packed.dequantize_multiply(packed.dequantize())
+unpack_codes(pack_codes(torch.arange(1 << 17), 17, 4096), 17, 1 << 17, 4096)
+"""
+
+
+def test_largest_blocks_fit_small_stacks():
+    environment = {**os.environ, "OMP_STACKSIZE": "64k"}
+    run = subprocess.run([sys.executable, "-c", SMALL_STACKS], env=environment, timeout=120, check=False)
+    assert run.returncode == 0

@@ -1,0 +1,128 @@
+"""The weak table that lets a tensor be packed once: what it finds, and that it keeps nothing alive."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import brevact
+from brevact.autograd import keeping
+from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.sharing import SharedPacks
+from brevact.autograd.storages import WeakStorage
+from brevact.quantizers import UniformQuantizer
+
+
+def _entries(packs: SharedPacks) -> int:
+    return sum(len(kept) for kept in packs._by_storage.values())
+
+
+def test_slot_finds_what_fill_kept():
+    packs, x, kept = SharedPacks(), torch.randn(4), (torch.ones(3, dtype=torch.uint8),)
+    packs.slot(x, "settings").fill(kept, "decoder")
+    assert packs.slot(x, "other settings").find() is None
+    found, decoder = packs.slot(x.detach(), "settings").find()
+    assert decoder == "decoder" and torch.equal(found[0], kept[0])
+    x.add_(1)
+    assert packs.slot(x, "settings").find() is None
+
+
+def test_slot_forgets_a_tensor_that_nobody_keeps():
+    packs, x = SharedPacks(), torch.randn(4)
+    packs.slot(x, "settings").fill((torch.ones(3),), "decoder")
+    assert packs.slot(x, "settings").find() is None
+
+
+def test_slot_of_a_freed_tensor_leaves_the_table():
+    packs, kept = SharedPacks(), (torch.ones(3),)
+    for _ in range(10):
+        packs.slot(torch.randn(4), "settings").fill(kept, "decoder")
+    assert _entries(packs) == 0
+
+
+def test_slot_finds_views_with_their_shape_strides_and_offset():
+    """Also when only an alias of the kept tensor lives on, as under checkpoint."""
+    packs, x = SharedPacks(), torch.randn(4)
+    block = torch.arange(24)
+    for make in (lambda: block[7], lambda: block[4:], lambda: block.view(4, 6).t(), lambda: block.view(2, 3, 4)[:, 1]):
+        view = make()
+        expected, alias = view.clone(), view.detach()
+        packs.slot(x, "settings").fill((view,), "decoder")
+        del view
+        (found,), _ = packs.slot(x, "settings").find()
+        assert torch.equal(found, expected) and found.stride() == alias.stride()
+
+
+def test_fill_drops_dead_entries_of_a_storage_that_lives_on():
+    packs, buffer, alive = SharedPacks(), torch.zeros(100, 4), []
+    for step in range(400):
+        kept = (torch.ones(3),)
+        packs.slot(buffer.add_(1), "settings").fill(kept, "decoder")
+        packs.slot(buffer[step % 100], "settings").fill(kept, "decoder")
+        if step < 20:
+            alive.append(kept)
+    assert _entries(packs) <= 2 * 2 * (len(alive) + 1)
+    assert packs.slot(buffer, "settings").find() is not None
+
+
+def test_training_on_one_buffer_keeps_the_table_small():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    brevact.quantize_backward(model, brevact.StochBackward2bit)
+    buffer = torch.empty(32, 16)
+    gc.collect()
+    before = _entries(keeping._shared)
+    for _ in range(100):
+        model(buffer.normal_()).sum().backward()
+    assert _entries(keeping._shared) - before <= 4
+
+
+def test_weak_storage_expires_with_the_last_alias():
+    x = torch.randn(4)
+    weak, alias = WeakStorage(x.untyped_storage()), x.detach()
+    del x
+    assert not weak.expired() and torch.equal(torch.empty(0).set_(weak()), alias)
+    del alias
+    assert weak.expired() and weak() is None
+
+
+def test_weak_storage_of_a_tensor_that_only_a_graph_keeps():
+    x = torch.randn(4, requires_grad=True).exp()
+    weak, loss = WeakStorage(x.untyped_storage()), x.exp().sum()
+    del x
+    assert weak() is not None
+    loss.backward()
+    assert weak.expired()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_weak_storage_without_construction_ends_silently():
+    WeakStorage.__new__(WeakStorage)
+
+
+def test_quantize_on_backward_shares_a_tensor_whose_seed_is_a_view():
+    """On a GPU seeds are 0-d views of a block that is drawn at once."""
+    quantizer, save_mode = UniformQuantizer(bit_width=2), brevact.SaveMode.QUANTIZE_ON_BACKWARD
+    settings = BackwardSettings(quantizer=quantizer, save_mode=save_mode)
+    packs, x, block = SharedPacks(), torch.randn(64), torch.arange(256)
+    kept, decoder = keeping.pack(x.detach(), quantizer, save_mode, block[7])
+    packs.slot(x, settings.key).fill(kept, decoder)
+    found, found_decoder = packs.slot(x, settings.key).find()
+    assert torch.equal(found_decoder.decode(found), decoder.decode(kept))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weak_storage_lets_memory_join_again():
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    references, before = [], resident()
+    for _ in range(200):
+        references.append(WeakStorage(torch.ones(1 << 18).untyped_storage()))
+    assert resident() - before < 100 << 20  # of 200 MB that were allocated and freed
+    assert all(reference.expired() for reference in references)
