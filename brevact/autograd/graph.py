@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS
@@ -113,9 +114,11 @@ class _TracedRegion:
             return keep_as_it_is(x)
         quantizer = self.settings.quantizer
         if self.settings.draws_size:  # once, for all runs of the graph
-            quantizer = quantizer.sized(int(Layout.of(x).numel), torch.default_generator.initial_seed() + next(_draws))
-        seed = self._seed(x, share) if quantizer.is_stochastic else 0
-        return pack(x.detach(), quantizer, self.settings.save_mode, seed)
+            numel, seed = int(Layout.of(x).numel), torch.default_generator.initial_seed() + next(_draws)
+            with _disable_current_modes():
+                quantizer = quantizer.sized(numel, seed % 2**63)
+        key = self._seed(x, share) if quantizer.is_stochastic else 0
+        return pack(x.detach(), quantizer, self.settings.save_mode, key)
 
     def keep_activation(self, x: Tensor) -> Kept:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -97,8 +96,9 @@ class MixedQuantizer:
             A quantizer of tensors of that many elements, whose bytes are known beforehand.
         """
         size = max(numel, 1) if self.granularity is Granularity.TENSOR else self.bucket_size or max(numel, 1)
-        generator = numpy.random.Generator(numpy.random.Philox(host_seed % 2**64))
-        high, tail = generator.binomial([numel // size, int(numel % size > 0)], self.mix_prob)
+        generator = torch.Generator("cpu").manual_seed(host_seed)
+        counts = torch.tensor([numel // size, int(numel % size > 0)], dtype=torch.float64, device="cpu")
+        high, tail = torch.binomial(counts, torch.full_like(counts, self.mix_prob), generator=generator).tolist()
         return SizedMix(mix=self, numel=numel, size=size, high=int(high), high_tail=bool(tail))
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
