@@ -33,14 +33,19 @@ class StochasticRounding(ExtendedInjector):
     rounding = Rounding.STOCHASTIC
 
 
-class UniformBuckets(ExtendedInjector):
-    """Evenly spaced codes between the minimum and the maximum of each bucket of 512 elements."""
+class Buckets(ExtendedInjector):
+    """Groups of 512 elements that share a bfloat16 scale and a float32 minimum."""
 
     bucket_size = 512
     granularity = Granularity.BUCKET
-    channel_dim = 1
     scale_dtype = torch.bfloat16
     minimum_dtype = torch.float32
+
+
+class UniformBuckets(Buckets):
+    """Evenly spaced codes between the minimum and the maximum of each bucket."""
+
+    channel_dim = 1
 
     @value
     def quantizer(bit_width, rounding, bucket_size, granularity, channel_dim, scale_dtype, minimum_dtype):
@@ -55,13 +60,8 @@ class UniformBuckets(ExtendedInjector):
         )
 
 
-class MixedBuckets(ExtendedInjector):
-    """Evenly spaced codes in buckets of 512 elements, of ``mix_bit_width`` with probability ``mix_prob``."""
-
-    bucket_size = 512
-    granularity = Granularity.BUCKET
-    scale_dtype = torch.bfloat16
-    minimum_dtype = torch.float32
+class MixedBuckets(Buckets):
+    """Evenly spaced codes in each bucket, of ``mix_bit_width`` with probability ``mix_prob``."""
 
     @value
     def quantizer(bit_width, mix_bit_width, mix_prob, rounding, bucket_size, granularity, scale_dtype, minimum_dtype):
