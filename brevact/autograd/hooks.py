@@ -40,10 +40,7 @@ class _EnterRegion:
                 and is_alive(frame)
             ):
                 return
-        if tracing.frame_callback() is not None:
-            tracing.out_of_dynamo(self._enter)(module, frame)
-        else:
-            self._enter(module, frame)
+        tracing.run_undisturbed(self._enter, module, frame)
 
     def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
@@ -72,11 +69,7 @@ class _ExitRegion:
         if _is_compiling():
             tracing.leave(module)
         elif active.calls:
-            caller = sys._getframe(1)
-            if tracing.frame_callback() is not None:
-                tracing.out_of_dynamo(_leave_calls_of)(module, caller)
-            else:
-                _leave_calls_of(module, caller)
+            tracing.run_undisturbed(_leave_calls_of, module, sys._getframe(1))
 
 
 def _leave_calls_of(module: nn.Module, caller: FrameType) -> None:
@@ -131,4 +124,4 @@ def regions_of(module: nn.Module) -> list[Any]:
 
 def has_region(module: nn.Module, origin: str = "layer") -> bool:
     """Return whether :func:`attach_region` gave ``module`` a region (which may be one of full precision)."""
-    return any(isinstance(hook, _EnterRegion) and hook.origin == origin for hook in module._forward_pre_hooks.values())
+    return any(hook.origin == origin for hook in regions_of(module))
