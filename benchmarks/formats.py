@@ -21,7 +21,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.csv:
         check_columns(options.csv, COLUMNS)
-    rows = list(measure(options.quantizers or list(leaves()), options.draws, options.repeats))
+    rows = list(measure(options.quantizers or list(leaves()), samples(), options.draws, options.repeats))
     print_table(rows)
     if options.csv:
         append_rows(rows, options.csv)
@@ -76,11 +76,12 @@ def leaves() -> dict[str, type]:
     return dict(sorted(found.items()))
 
 
-def measure(names: Sequence[str], draws: int, repeats: int) -> Iterator[Row]:
+def measure(names: Sequence[str], data: Mapping[str, Sequence[Tensor]], draws: int, repeats: int) -> Iterator[Row]:
     """One row a quantizer and kind of data.
 
     Args:
         names: leaf quantizers.
+        data: tensors by the name of their kind.
         draws: seeds of stochastic quantizers, at least 2.
         repeats: timed calls.
 
@@ -95,14 +96,13 @@ def measure(names: Sequence[str], draws: int, repeats: int) -> Iterator[Row]:
     known = leaves()
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"quantizers: got {', '.join(unknown)}; known are {', '.join(known)}")
-    tensors = samples()
     for name in tqdm(names, desc="quantizers"):
         quantizer = brevact.quantizer(known[name])
         quantize, decode = times(quantizer, repeats)
-        for data, parts in tensors.items():
+        for kind, parts in data.items():
             yield {
                 "quantizer": name,
-                "data": data,
+                "data": kind,
                 **{key: f"{value:.3g}" for key, value in errors(quantizer, parts, draws).items()},
                 "quantize": f"{quantize:.2f}",
                 "decode": f"{decode:.2f}",
