@@ -45,7 +45,7 @@ def test_rules_change_the_forward_of_norms_alone():
         name: brevact.quantizer(rules[nn.BatchNorm2d]).quantize_forward and isinstance(module, nn.BatchNorm2d)
         for name, module in model.named_modules()
     }
-    assert list(rules)[0] == "stem.1" and not getattr(brevact.quantizer(rules["stem.1"]), "quantize_forward", False)
+    assert next(iter(rules)) == "stem.1" and not getattr(brevact.quantizer(rules["stem.1"]), "quantize_forward", False)
     assert sum(forward.values()) == sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) == 21
     x = torch.randn(4, 3, 32, 32)
     plain = ResNet20(classes=10)
