@@ -17,6 +17,7 @@ from brevact.quantizers.geometry import Geometry
 from brevact.quantizers.grid import Grid
 
 if TYPE_CHECKING:
+    from brevact.quantizers.blocks import MapBlocks
     from brevact.quantizers.packed import PackedSpec
     from brevact.quantizers.uniform import UniformQuantizer
 
@@ -277,6 +278,51 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
     """
     pointers = packed.data_ptr(), grad.data_ptr(), target.data_ptr(), _KINDS[grad.dtype]
     cpu_kernels.mask_multiply(*pointers, negative_slope, numel, torch.get_num_threads())
+
+
+def can_split(blocks: MapBlocks) -> bool:
+    """Whether the kernels take blocks of these sides.
+
+    Args:
+        blocks: Division of a tensor into maps and blocks.
+
+    Returns:
+        True if `split_maps` and `join_maps` take them.
+    """
+    return cpu_kernels.can_pool(blocks.block[2])
+
+
+def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -> None:
+    """See `blocks_dispatch.split_maps`.
+
+    Args:
+        flat: Contiguous elements, map by map.
+        blocks: Their division.
+        low: float16 means, written.
+        residual: float32 result.
+    """
+    pointers = flat.data_ptr(), _KINDS[flat.dtype], low.data_ptr(), residual.data_ptr()
+    cpu_kernels.split_maps(*pointers, _pooling_plan(blocks), torch.get_num_threads())
+
+
+def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | None, target: Tensor) -> None:
+    """See `blocks_dispatch.join_maps`.
+
+    Args:
+        residual: float32 elements, map by map.
+        blocks: Their division.
+        low: float16 means.
+        other: Contiguous factor, or None.
+        target: Contiguous result; may be `residual` or `other`.
+    """
+    factor = 0 if other is None else other.data_ptr()
+    pointers = residual.data_ptr(), low.data_ptr(), factor, target.data_ptr(), _KINDS[target.dtype]
+    cpu_kernels.join_maps(*pointers, _pooling_plan(blocks), torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=4096)
+def _pooling_plan(blocks: MapBlocks) -> cpu_kernels.PoolingPlan:
+    return cpu_kernels.PoolingPlan(maps=blocks.maps, sides=blocks.sides, block=blocks.block)
 
 
 def _plan(spec: PackedSpec[UniformQuantizer]) -> cpu_kernels.UniformPlan:
