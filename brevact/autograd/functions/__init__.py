@@ -12,18 +12,20 @@ from brevact.autograd.functions import (
     convolution,
     elementwise,
     linear,
-    normalization,
+    norm_calls,
     piecewise_linear,
     pooling,
     smooth,
 )
 
-__all__ = ["HANDLERS"]
+__all__ = ["FORWARD_QUANTIZED", "HANDLERS"]
+
+FORWARD_QUANTIZED = norm_calls.FORWARD_QUANTIZED
 
 HANDLERS: dict[Callable, Callable] = {
     **convolution.HANDLERS,
     **linear.HANDLERS,
-    **normalization.HANDLERS,
+    **norm_calls.HANDLERS,
     **piecewise_linear.HANDLERS,
     **smooth.HANDLERS,
     **pooling.HANDLERS,
