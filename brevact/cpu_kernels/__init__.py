@@ -7,12 +7,17 @@ if numba.config.DISABLE_JIT:
 
 from brevact.cpu_kernels.floats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from brevact.cpu_kernels.launch import (
+    GridRows,
     UniformPlan,
+    dequantize_grid,
     dequantize_uniform,
     mask_multiply,
+    moments,
     pack_codes,
     pack_mask,
+    quantize_grid,
     quantize_uniform,
+    range_keys,
     unpack_codes,
     unpack_mask,
 )
@@ -26,12 +31,17 @@ __all__ = [
     "FLOAT32",
     "FLOAT64",
     "LARGEST_BLOCK",
+    "GridRows",
     "UniformPlan",
+    "dequantize_grid",
     "dequantize_uniform",
     "mask_multiply",
+    "moments",
     "pack_codes",
     "pack_mask",
+    "quantize_grid",
     "quantize_uniform",
+    "range_keys",
     "unpack_codes",
     "unpack_mask",
 ]

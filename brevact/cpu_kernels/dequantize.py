@@ -31,14 +31,13 @@ from brevact.cpu_kernels.memory import (
 )
 from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words
 
-_LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
+LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
 """Largest finite value of each type that float32 reaches, by code of the type."""
 
 
 @inlined
-def _value(q, m, s, limit):
-    """clamp(m + s * q); NaN stays."""
-    y = m + s * q
+def limited(y, limit):
+    """clamp(y, -limit, limit); NaN stays."""
     y = limit if y > limit else y
     return -limit if y < -limit else y
 
@@ -54,7 +53,7 @@ def _decode_segment(q, count, m, s, top, limit):
     """Replace codes by their values, in place."""
     if _needs_clamp(m, s, top, limit):
         for e in range(count):
-            store(q, e, _value(load(q, e), m, s, limit))
+            store(q, e, limited(m + s * load(q, e), limit))
     else:
         for e in range(count):
             store(q, e, m + s * load(q, e))
@@ -72,7 +71,7 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, valu
         if _needs_clamp(m, s, top, limit):
             for j in range(columns):
                 q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
-                store(plane, j, _value(q, m, s, limit))
+                store(plane, j, limited(m + s * q, limit))
         else:
             for j in range(columns):
                 store(plane, j, m + s * np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask)))
@@ -91,7 +90,7 @@ def _decode_segments(q, first, count, scale, minimum, limit, table):
             run = min(groups - group, count - e)
             for g in range(run):
                 m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
-                store(q, e + g, _value(load(q, e + g), m, s, limit))
+                store(q, e + g, limited(m + s * load(q, e + g), limit))
         else:
             run = min(inner - (first + e) % inner, count - e)
             m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
@@ -117,7 +116,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, sto
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner = load(table, INNER)
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
-    limit = np.float32(_LIMITS[kind])
+    limit = np.float32(LIMITS[kind])
     scratch, wide = f32_scratch(block), u32_scratch(block)
     low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):

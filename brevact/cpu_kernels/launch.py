@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from brevact.cpu_kernels import codes as code_kernels
-from brevact.cpu_kernels import groups, masks
+from brevact.cpu_kernels import grids, groups, masks
 from brevact.cpu_kernels.dequantize import dequantize_blocks
 from brevact.cpu_kernels.quantize import quantize_blocks
 from brevact.cpu_kernels.teams import share
@@ -66,6 +66,23 @@ class UniformPlan:
         object.__setattr__(self, "address", table.ctypes.data)
 
 
+@dataclass(frozen=True)
+class GridRows:
+    """Rows of float32 levels: one for all groups, or one a group.
+
+    Args:
+        levels: Address of the levels.
+        steps: Address of what rounding needs beside them, one less a row; 0 for decoding.
+        size: Levels of a row.
+        count: Number of rows.
+    """
+
+    levels: int
+    steps: int
+    size: int
+    count: int
+
+
 def quantize_uniform(
     source: int, codes: int, scale: int, minimum: int, seed: int, plan: UniformPlan, threads: int
 ) -> None:
@@ -88,14 +105,88 @@ def quantize_uniform(
 
 def _calibrate(source: int, scale: int, minimum: int, plan: UniformPlan, threads: int) -> None:
     """Minimum and scale of groups that do not lie inside blocks: ranges of parts of the tensor, then joined."""
-    most = max(plan.numel // (8 * plan.groups), 1) if plan.groups else 1  # parts' keys stay small beside the tensor
-    parts = max(min(threads, most, plan.numel // (1 << 16)), 1)
-    keys = np.empty((parts, 2, plan.groups), dtype=np.int32)
+    keys = range_keys(source, plan, threads)
+    groups.calibrate_groups(keys.ctypes.data, len(keys), scale, minimum, plan.address)
+
+
+def range_keys(source: int, plan: UniformPlan, threads: int) -> np.ndarray:
+    """Ranges of the groups of parts of a tensor.
+
+    Args:
+        source: Address of the elements.
+        plan: The tensor's plan.
+        threads: Most threads to use.
+
+    Returns:
+        (parts, 2, G) int32 keys of the lowest and the highest value, see `groups.key_of`.
+    """
+    keys = np.empty((_parts(plan, threads), 2, plan.groups), dtype=np.int32)
     keys[:, 0] = np.iinfo(np.int32).max
     keys[:, 1] = np.iinfo(np.int32).min
-    arguments = (source, keys.ctypes.data, plan.address, plan.blocks, parts)
-    share(groups.extend_ranges, arguments, parts, -(-plan.numel // parts), threads)
-    groups.calibrate_groups(keys.ctypes.data, parts, scale, minimum, plan.address)
+    arguments = (source, keys.ctypes.data, plan.address, plan.blocks, len(keys))
+    share(groups.extend_ranges, arguments, len(keys), -(-plan.numel // len(keys)), threads)
+    return keys
+
+
+def moments(source: int, offset: int, inverse: int, plan: UniformPlan, threads: int) -> np.ndarray:
+    """Counts, sums and sums of squares on either side of each group's offset.
+
+    Args:
+        source: Address of the elements.
+        offset: Address of the groups' float32 offsets.
+        inverse: Address of the groups' float32 factors.
+        plan: The tensor's plan.
+        threads: Most threads to use.
+
+    Returns:
+        (parts, G, 6) int64 sums of parts of the tensor.
+    """
+    sums = np.zeros((_parts(plan, threads), plan.groups, 6), dtype=np.int64)
+    arguments = (source, offset, inverse, sums.ctypes.data, plan.address, plan.blocks, len(sums))
+    share(grids.add_moments, arguments, len(sums), -(-plan.numel // len(sums)), threads)
+    return sums
+
+
+def _parts(plan: UniformPlan, threads: int) -> int:
+    """Parts of a tensor that threads reduce on their own; what they find stays small beside the tensor."""
+    most = max(plan.numel // (8 * plan.groups), 1) if plan.groups else 1
+    return max(min(threads, most, plan.numel // (1 << 16)), 1)
+
+
+def quantize_grid(
+    source: int, codes: int, affine: tuple[int, int], rows: GridRows, seed: int, plan: UniformPlan, threads: int
+) -> None:
+    """Quantize a dense tensor to codes of levels.
+
+    Args:
+        source: Address of the elements.
+        codes: Address of the packed codes, written.
+        affine: Addresses of the groups' float32 offsets and inverse scales, or zeros.
+        rows: The levels.
+        seed: Key of the random bits, a signed 64-bit integer; unused for nearest.
+        plan: The tensor's plan.
+        threads: Most threads to use.
+    """
+    arguments = (source, codes, *affine, rows.levels, rows.steps, rows.size, rows.count, seed, plan.address)
+    share(grids.quantize_grid_blocks, arguments, plan.blocks, plan.block_size, threads)
+
+
+def dequantize_grid(
+    codes: int, affine: tuple[int, int], rows: GridRows, other: int, target: int, plan: UniformPlan, threads: int
+) -> None:
+    """Decode codes of levels into a dense tensor, and multiply.
+
+    Args:
+        codes: Address of the packed codes.
+        affine: Addresses of the groups' float32 offsets and scales, or zeros.
+        rows: The levels.
+        other: Address of a factor of the same type and memory order, or 0.
+        target: Address of the result, written; may be `other`.
+        plan: The tensor's plan.
+        threads: Most threads to use.
+    """
+    arguments = (codes, *affine, rows.levels, rows.size, rows.count, other, target, plan.address)
+    share(grids.dequantize_grid_blocks, arguments, plan.blocks, plan.block_size, threads)
 
 
 def dequantize_uniform(

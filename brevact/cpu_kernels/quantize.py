@@ -104,7 +104,7 @@ def _join(q0, q1, q2, q3, bit_width):
 
 
 @inlined
-def _round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
+def round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
     """Round positions to codes of less than 8 bits and join the codes 0 to 3 and 4 to 7 of each column."""
     t4 = advance(t, 4 * columns)
     for half, out in ((0, low), (1, high)):
@@ -136,7 +136,7 @@ def _round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
 
 
 @inlined
-def _round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
+def round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
     """Round positions to separate codes of at least 8 bits, of at most `top`."""
     for i in range(8):
         word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
@@ -201,8 +201,8 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
             column_words(first // 8, columns, k0, k1, w0, w1, w2, w3)
         out = advance(u8_at(codes), first // 8 * bit_width)
         if bit_width < 8:
-            _round_narrow(steps, columns, bit_width, stochastic, w0, w1, w2, w3, low, high)
+            round_narrow(steps, columns, bit_width, stochastic, w0, w1, w2, w3, low, high)
             words_to_bytes(low, high, columns, bit_width, out)
         else:
-            _round_wide(steps, columns, top, stochastic, w0, w1, w2, w3, wide)
+            round_wide(steps, columns, top, stochastic, w0, w1, w2, w3, wide)
             codes_to_bytes(wide, columns, bit_width, out)

@@ -4,6 +4,7 @@ from brevact.quantizers import ops as ops
 from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.mixed import MixedQuantizer
+from brevact.quantizers.normalized import NormalizedFormat, NormalizedQuantizer
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.spelling import read, spell
@@ -16,6 +17,8 @@ __all__ = [
     "Granularity",
     "Layout",
     "MixedQuantizer",
+    "NormalizedFormat",
+    "NormalizedQuantizer",
     "PackedActivation",
     "PackedSpec",
     "Part",

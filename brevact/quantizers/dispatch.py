@@ -47,7 +47,7 @@ def _gpu() -> ModuleType:
     return importlib.import_module("brevact.quantizers.gpu")
 
 
-def _kernels(*tensors: Tensor) -> ModuleType | None:
+def kernels_for(*tensors: Tensor) -> ModuleType | None:
     """Launchers of compiled kernels that take all these tensors, if there are any (ROCm devices are "cuda" too).
 
     Results are asked about as well as arguments: under torch.func transforms and FakeTensorMode, what is allocated for
@@ -74,11 +74,11 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
     quantizer, layout = spec.quantizer, spec.layout
     key = seed_value(seed, x.device) if quantizer.is_stochastic else 0
     buffer = spec.empty(x)
-    kernels = _kernels(x, buffer)
+    kernels = kernels_for(x, buffer)
     if kernels is not None:
         kernels.quantize_uniform(x, spec, key, buffer)
         return buffer
-    _refuse_wrapped(x)
+    refuse_wrapped(x)
     with torch.no_grad():
         codes, scale, minimum = reference.quantize_uniform(
             layout.flatten(x),
@@ -101,13 +101,13 @@ def dequantize_uniform(buffer: Tensor, spec: PackedSpec[UniformQuantizer], targe
         spec: Spec of a `UniformQuantizer`.
         target: Tensor whose memory holds the elements densely in memory order.
     """
-    kernels = _kernels(target, buffer)
+    kernels = kernels_for(target, buffer)
     if kernels is not None:
         kernels.dequantize_uniform(buffer, spec, None, target)
         return
     codes, minimum, scale = spec.split(buffer)
     with torch.no_grad():
-        flat = _flat(target, spec.layout.numel)
+        flat = flat_memory(target, spec.layout.numel)
         reference.dequantize_uniform(codes, scale, minimum, spec.quantizer.geometry(spec.layout), flat)
 
 
@@ -122,13 +122,13 @@ def dequantize_multiply_uniform(
         other: Dense factor.
         target: Dense result; may be `other`.
     """
-    kernels = _kernels(target, other, buffer)
+    kernels = kernels_for(target, other, buffer)
     if kernels is not None:
         kernels.dequantize_uniform(buffer, spec, other, target)
         return
     codes, minimum, scale = spec.split(buffer)
     with torch.no_grad():
-        target, other = _flat(target, spec.layout.numel), _flat(other, spec.layout.numel)
+        target, other = flat_memory(target, spec.layout.numel), flat_memory(other, spec.layout.numel)
         decoded = torch.empty_like(target)
         reference.dequantize_uniform(codes, scale, minimum, spec.quantizer.geometry(spec.layout), decoded)
         torch.mul(decoded, other, out=target)
@@ -146,7 +146,7 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
         uint8 tensor.
     """
     packed = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
-    kernels = _kernels(codes, packed)
+    kernels = kernels_for(codes, packed)
     if kernels is not None and kernels.can_pack(codes, bit_width, block_size):
         kernels.pack(codes, bit_width, block_size, packed)
         return packed
@@ -166,7 +166,7 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
         (numel,) int32 tensor, int64 at 32 bits.
     """
     codes = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
-    kernels = _kernels(packed, codes)
+    kernels = kernels_for(packed, codes)
     if kernels is not None and kernels.can_unpack(block_size):
         kernels.unpack(packed, bit_width, block_size, codes)
         return codes
@@ -185,11 +185,11 @@ def pack_mask(mask: Tensor, layout: Layout) -> Tensor:
     """
     flat = layout.flatten(mask)
     packed = flat.new_empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
-    kernels = _kernels(flat, packed)
+    kernels = kernels_for(flat, packed)
     if kernels is not None and flat.dtype in kernels.MASKED:
         kernels.pack_mask(flat, packed)
         return packed
-    _refuse_wrapped(mask)
+    refuse_wrapped(mask)
     flat = flat if flat.dtype == torch.bool else ~(flat <= 0)
     return reference.pack(flat.to(torch.uint8), 1, DEFAULT_BLOCK)
 
@@ -205,7 +205,7 @@ def unpack_mask(packed: Tensor, numel: int) -> Tensor:
         (numel,) bool tensor.
     """
     mask = packed.new_empty(numel, dtype=torch.bool)
-    kernels = _kernels(packed, mask)
+    kernels = kernels_for(packed, mask)
     if kernels is not None:
         kernels.unpack_mask(packed.contiguous(), mask)
         return mask
@@ -222,16 +222,16 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
         target: Dense result of its dtype; may be `grad`.
         negative_slope: Factor where the mask is unset; 0 gives +0.
     """
-    kernels = _kernels(grad, target, packed)
+    kernels = kernels_for(grad, target, packed)
     if kernels is not None and grad.dtype in kernels.MASKED:
         kernels.mask_multiply(packed.contiguous(), numel, grad, target, negative_slope)
         return
-    flat = _flat(grad, numel)
+    flat = flat_memory(grad, numel)
     other = flat * negative_slope if negative_slope else torch.zeros_like(flat)
-    torch.where(unpack_mask(packed, numel), flat, other, out=_flat(target, numel))
+    torch.where(unpack_mask(packed, numel), flat, other, out=flat_memory(target, numel))
 
 
-def _refuse_wrapped(x: Tensor) -> None:
+def refuse_wrapped(x: Tensor) -> None:
     """Raise for the tensors of torch.func transforms: in-place arithmetic on their codes mixes levels."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._is_functional_tensor(x):
         raise TypeError(
@@ -240,6 +240,6 @@ def _refuse_wrapped(x: Tensor) -> None:
         )
 
 
-def _flat(x: Tensor, numel: int) -> Tensor:
+def flat_memory(x: Tensor, numel: int) -> Tensor:
     """Dense memory as a 1-D tensor."""
     return x.as_strided((numel,), (1,)) if numel else x.reshape(-1)

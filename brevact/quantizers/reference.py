@@ -32,7 +32,7 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
         uint8 tensor of `packed_bytes(n, bit_width, block_size)` bytes.
     """
     out = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
-    for start, stop, columns in _chunks(codes.numel(), block_size):
+    for start, stop, columns in chunks(codes.numel(), block_size):
         codes_K8W = _to_planes(codes[start:stop].to(torch.int64), columns)
         first = packed_bytes(start, bit_width, block_size)
         bytes_KbW = torch.zeros(codes_K8W.shape[0], bit_width, columns, dtype=torch.int64, device=codes.device)
@@ -56,8 +56,8 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
         (n,) tensor of codes: int32, or int64 at 32 bits.
     """
     out = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
-    for start, stop, columns in _chunks(numel, block_size):
-        out[start:stop] = _unpack_chunk(packed, bit_width, start, stop, columns, block_size)
+    for start, stop, columns in chunks(numel, block_size):
+        out[start:stop] = unpack_chunk(packed, bit_width, start, stop, columns, block_size)
     return out
 
 
@@ -76,7 +76,7 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
     Returns:
         `(minimum, scale)`, each (G,).
     """
-    low, high = _group_ranges(flat, geometry)
+    low, high = group_ranges(flat, geometry)
     broken = ~(torch.isfinite(low) & torch.isfinite(high))
     low, high = low.masked_fill(broken, 0.0) + 0.0, high.masked_fill(broken, 0.0)  # + 0.0 turns -0.0 into 0.0
     minimum = _round_down_bfloat16(low) if minimum_dtype == torch.bfloat16 else low
@@ -132,11 +132,11 @@ def quantize_uniform(
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for broken groups
     levels = float((1 << geometry.bit_width) - 1)
     codes = flat.new_empty(geometry.code_bytes, dtype=torch.uint8)
-    for start, stop, columns in _chunks(geometry.numel, geometry.block_size):
-        group = _group_index(start, stop, geometry, flat.device)
+    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, flat.device)
         steps = ((flat[start:stop].float() - base[group]) * inverse[group]).clamp(0.0, levels)
         steps = steps.masked_fill(inverse[group] == 0, 0.0)
-        bits = None if seed is None else _element_bits(start, stop, columns, seed)
+        bits = None if seed is None else element_bits(start, stop, columns, seed)
         chunk = round_codes(steps, bits).clamp(max=int(levels))
         first = packed_bytes(start, geometry.bit_width, geometry.block_size)
         packed = pack(chunk, geometry.bit_width, geometry.block_size)
@@ -159,14 +159,14 @@ def dequantize_uniform(codes: Tensor, scale: Tensor, minimum: Tensor, geometry: 
     """
     base, step = minimum.float(), scale.float()
     limit = min(torch.finfo(out.dtype).max, torch.finfo(torch.float32).max)
-    for start, stop, columns in _chunks(geometry.numel, geometry.block_size):
-        group = _group_index(start, stop, geometry, codes.device)
-        q = _unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
+    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, codes.device)
+        q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
         out[start:stop] = (base[group] + step[group] * q.float()).clamp(-limit, limit)
     return out
 
 
-def _chunks(numel: int, block_size: int) -> Iterator[tuple[int, int, int]]:
+def chunks(numel: int, block_size: int) -> Iterator[tuple[int, int, int]]:
     """(start, stop, columns a block): runs of whole blocks, then the ragged last block."""
     step = max(_CHUNK // block_size, 1) * block_size
     whole = numel // block_size * block_size
@@ -189,7 +189,7 @@ def _to_planes(values: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, padding)).view(-1, 8, columns)
 
 
-def _unpack_chunk(packed: Tensor, bit_width: int, start: int, stop: int, columns: int, block_size: int) -> Tensor:
+def unpack_chunk(packed: Tensor, bit_width: int, start: int, stop: int, columns: int, block_size: int) -> Tensor:
     """Codes start to stop, which lie in blocks of the given number of columns, as int64."""
     first = packed_bytes(start, bit_width, block_size)
     blocks = -(-(stop - start) // (8 * columns))
@@ -202,7 +202,7 @@ def _unpack_chunk(packed: Tensor, bit_width: int, start: int, stop: int, columns
     return codes_K8W.flatten()[: stop - start]
 
 
-def _element_bits(start: int, stop: int, columns: int, seed: Tensor) -> Tensor:
+def element_bits(start: int, stop: int, columns: int, seed: Tensor) -> Tensor:
     """16 random bits for each element of whole or partial blocks; a block's first column is its start / 8."""
     blocks = -(-(stop - start) // (8 * columns))
     index = torch.arange(start // 8, start // 8 + blocks * columns, device=seed.device)
@@ -210,11 +210,11 @@ def _element_bits(start: int, stop: int, columns: int, seed: Tensor) -> Tensor:
     return bits_8KW.transpose(0, 1).flatten()[: stop - start]
 
 
-def _group_index(start: int, stop: int, geometry: Geometry, device: torch.device) -> Tensor:
+def group_index(start: int, stop: int, geometry: Geometry, device: torch.device) -> Tensor:
     return torch.arange(start, stop, device=device) // geometry.inner % geometry.groups
 
 
-def _group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each group in float32 (the cast is monotone); NaN wins."""
     n, inner, groups = geometry.numel, geometry.inner, geometry.groups
     if not geometry.one_run:

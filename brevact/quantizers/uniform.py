@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import dispatch
+from brevact.quantizers.checks import DTYPES, check_input, check_int, member_of
 from brevact.quantizers.geometry import Geometry, block_size_for
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _METADATA_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -82,18 +82,18 @@ class UniformQuantizer:
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
-        _check_int("bit_width", self.bit_width)
+        check_int("bit_width", self.bit_width)
         if self.bit_width not in BIT_WIDTHS:
             raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}")
         if self.bucket_size is not None:
-            _check_int("bucket_size", self.bucket_size)
+            check_int("bucket_size", self.bucket_size)
             if self.bucket_size < 1:
                 raise ValueError(
                     f"bucket_size: got {self.bucket_size}; accepted is a positive int, or None for the whole tensor"
                 )
-        _check_int("channel_dim", self.channel_dim)
-        object.__setattr__(self, "rounding", _member("rounding", Rounding, self.rounding))
-        object.__setattr__(self, "granularity", _member("granularity", Granularity, self.granularity))
+        check_int("channel_dim", self.channel_dim)
+        object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
+        object.__setattr__(self, "granularity", member_of("granularity", Granularity, self.granularity))
         is_stochastic = self.rounding is Rounding.STOCHASTIC and self.bit_width < 32
         object.__setattr__(self, "is_stochastic", is_stochastic)
         for name in ("scale_dtype", "minimum_dtype"):
@@ -148,8 +148,8 @@ class UniformQuantizer:
         Raises:
             TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
         """
-        if type(x) is not Tensor or x.is_nested or x.dtype not in _DTYPES or x.layout is not torch.strided:
-            _check_input(x)
+        if type(x) is not Tensor or x.is_nested or x.dtype not in DTYPES or x.layout is not torch.strided:
+            check_input(x)
         spec = PackedSpec.of(self, Layout.of(x))
         if self.bit_width == 32:
             return PackedActivation(spec, spec.layout.flatten(x.detach()).clone().view(torch.uint8))
@@ -219,36 +219,3 @@ def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
         groups=groups if n else 0,
         one_run=inner * groups >= n,
     )
-
-
-def _check_input(x: Tensor) -> None:
-    accepted = f"accepted are strided tensors of {', '.join(map(str, _DTYPES))}"
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"x: got a {type(x).__name__}; {accepted}; pass torch.as_tensor(x), or the .value of a QuantTensor"
-        )
-    if x.is_nested:
-        raise TypeError(f"x: got a nested tensor; {accepted}; quantize each of its x.unbind()")
-    if x.dtype not in _DTYPES or x.layout is not torch.strided:
-        raise TypeError(
-            f"x: got a {x.dtype} tensor of layout {x.layout}; {accepted}; convert it, or leave it unquantized"
-        )
-    try:
-        x.detach().as_strided((0,), (1,))
-    except RuntimeError as error:  # NotImplementedError is one
-        raise TypeError(
-            f"x: got a {type(x).__name__}, which gives no access to its storage; {accepted}; pass the tensor it wraps"
-        ) from error
-
-
-def _check_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}; accepted is an int")
-
-
-def _member(name: str, enum: type[Enum], value: object) -> Enum:
-    try:
-        return enum(value)
-    except ValueError:
-        accepted = ", ".join(f"{enum.__name__}.{member.name}" for member in enum)
-        raise ValueError(f"{name}: got {value!r}; accepted are {accepted}") from None

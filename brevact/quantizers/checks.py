@@ -1,0 +1,50 @@
+"""Arguments that quantizers accept."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of the tensors that are quantized."""
+
+E = TypeVar("E", bound=Enum)
+
+
+def check_input(x: Tensor) -> None:
+    """Raise a TypeError for what is no strided tensor of these types with a storage of its own."""
+    accepted = f"accepted are strided tensors of {', '.join(map(str, DTYPES))}"
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x: got a {type(x).__name__}; {accepted}; pass torch.as_tensor(x), or the .value of a QuantTensor"
+        )
+    if x.is_nested:
+        raise TypeError(f"x: got a nested tensor; {accepted}; quantize each of its x.unbind()")
+    if x.dtype not in DTYPES or x.layout is not torch.strided:
+        raise TypeError(
+            f"x: got a {x.dtype} tensor of layout {x.layout}; {accepted}; convert it, or leave it unquantized"
+        )
+    try:
+        x.detach().as_strided((0,), (1,))
+    except RuntimeError as error:  # NotImplementedError is one
+        raise TypeError(
+            f"x: got a {type(x).__name__}, which gives no access to its storage; {accepted}; pass the tensor it wraps"
+        ) from error
+
+
+def check_int(name: str, value: object) -> None:
+    """Raise a TypeError for what is no int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}; accepted is an int")
+
+
+def member_of(name: str, enum: type[E], value: object) -> E:
+    """The member of an enum with this value; a ValueError where there is none."""
+    try:
+        return enum(value)
+    except ValueError:
+        accepted = ", ".join(f"{enum.__name__}.{member.name}" for member in enum)
+        raise ValueError(f"{name}: got {value!r}; accepted are {accepted}") from None

@@ -1,0 +1,236 @@
+"""Formats of normalized values: fixed grids of N(x) = (x - mean) / deviation."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers import grid_dispatch
+from brevact.quantizers.checks import check_int, member_of
+from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry
+from brevact.quantizers.grid import Grid
+from brevact.quantizers.grid_quantizer import GridQuantizer
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import Part
+from brevact.quantizers.uniform import Rounding
+
+_UNITS = 65535.0
+_SMALLEST_WIDTH = 2.0**-110
+"""Groups with a narrower range are constant."""
+
+
+class NormalizedFormat(str, Enum):
+    """Levels for values of mean 0 and variance 1; the letter is the scale, the number the width.
+
+    Source: B. Graham, arXiv:1702.08231, table 1.
+    """
+
+    L2 = "L2"
+    """sign(x) 2^(1/2 + clamp(floor(log2 |1.034 x|), -1, 0))."""
+    L3 = "L3"
+    """sign(x) 2^clamp(floor(log2 |1.316 x|), -1, 2)."""
+    L4 = "L4"
+    """sign(x) 2^clamp(floor(log2 |1.36 x|), -3, 4)."""
+    L5 = "L5"
+    """sign(x) sqrt(2)^clamp(floor(log_sqrt2 |1.177 x|), -6, 9)."""
+    U4 = "U4"
+    """(1/2 + clamp(floor(2 x), -8, 7)) / 2."""
+    U5 = "U5"
+    """(1/2 + clamp(floor(3 x), -16, 15)) / 3."""
+    U8 = "U8"
+    """(1/2 + clamp(floor(8 x), -128, 127)) / 8."""
+    O4 = "O4"
+    """sign(x) (a^(1/2 + clamp(floor(log_a(1 + |x|)), 0, 7)) - 1), a = 1.29."""
+
+    @property
+    def bit_width(self) -> int:
+        """Bits a code."""
+        return int(self.value[1:])
+
+    def halves(self) -> tuple[list[float], list[float]]:
+        """Positive levels, ascending, and the magnitudes from which each but the first is taken.
+
+        Returns:
+            `(levels, bounds)`, one bound less than levels.
+        """
+        root, a = math.sqrt(2.0), 1.29
+        log = {
+            "L2": (2.0, 1.034, -1, 0, 0.5),
+            "L3": (2.0, 1.316, -1, 2, 0.0),
+            "L4": (2.0, 1.36, -3, 4, 0.0),
+            "L5": (root, 1.177, -6, 9, 0.0),
+        }
+        if self.value in log:
+            base, factor, lowest, highest, shift = log[self.value]
+            exponents = range(lowest, highest + 1)
+            return [base ** (shift + e) for e in exponents], [base**e / factor for e in exponents[1:]]
+        if self is NormalizedFormat.O4:
+            return [a ** (0.5 + e) - 1 for e in range(8)], [a**e - 1 for e in range(1, 8)]
+        steps, count = {"U4": (2, 8), "U5": (3, 16), "U8": (8, 128)}[self.value]
+        return [(0.5 + k) / steps for k in range(count)], [k / steps for k in range(1, count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizedCodes(GridQuantizer):
+    """Quantizer of values that are normalized already: nothing but codes is stored.
+
+    It cannot mark a NaN: whoever normalized the values knows of it from the mean.
+
+    Args:
+        format: Levels.
+        rounding: Nearest: the format's own formula. Stochastic: between the two levels around a value with the
+            probabilities that make the expectation exact; values beyond the grid take its ends.
+    """
+
+    format: NormalizedFormat
+    rounding: Rounding
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self.rounding is Rounding.STOCHASTIC
+
+    def geometry(self, layout: Layout) -> Geometry:
+        """One group of everything.
+
+        Args:
+            layout: Layout of the tensor.
+
+        Returns:
+            Its packing grid.
+        """
+        return _geometry(layout, self.format, max(layout.numel, 1), 1)
+
+    def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
+        """None."""
+        return ()
+
+    def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
+        """None."""
+        return ()
+
+    def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
+        """The format's levels."""
+        return Grid(*_levels(self.format, device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizedQuantizer(GridQuantizer):
+    """Quantizer to fixed levels of (x - mean) / deviation, with the mean and standard deviation of each channel.
+
+    A batch, layer, group or instance norm in a region stores the codes of what it has normalized itself
+    (`of_normalized`), and no metadata. Elsewhere each channel stores float32 mean and deviation, computed from values
+    counted in 65535ths of the channel's range, so that they are the same on every device; a constant channel decodes
+    exactly. There is no code for 0: sign(0) is taken as +1.
+
+    Source: B. Graham, arXiv:1702.08231, table 1. Differs: the paper quantizes the forward pass as well, which
+    `quantize_forward` asks for.
+
+    >>> q = NormalizedQuantizer(format="L4")
+    >>> q.of_normalized.quantize(torch.tensor([-20.0, -0.3, 0.0, 0.7, 0.8, 2.9])).dequantize()
+    tensor([-16.0000,  -0.2500,   0.1250,   0.5000,   1.0000,   2.0000])
+
+    Args:
+        format: Levels.
+        rounding: Nearest: the format's own formula. Stochastic: unbiased inside the grid.
+        channel_dim: Dimension whose indices share a mean and a deviation; may be negative. A tensor without it is one
+            group.
+        quantize_forward: Whether norm layers compute their output from the quantized values, so that what they store is
+            what the forward pass used.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument has the wrong type.
+    """
+
+    format: NormalizedFormat = NormalizedFormat.L4
+    rounding: Rounding = Rounding.NEAREST
+    channel_dim: int = 1
+    quantize_forward: bool = False
+
+    def __post_init__(self) -> None:
+        """Validate, and turn strings into enums."""
+        object.__setattr__(self, "format", member_of("format", NormalizedFormat, self.format))
+        object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
+        check_int("channel_dim", self.channel_dim)
+        if not isinstance(self.quantize_forward, bool):
+            raise TypeError(f"quantize_forward: got {self.quantize_forward!r}; accepted are True and False")
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self.rounding is Rounding.STOCHASTIC
+
+    @property
+    def of_normalized(self) -> NormalizedCodes:
+        """The same format for values that are normalized already."""
+        return NormalizedCodes(format=self.format, rounding=self.rounding)
+
+    def geometry(self, layout: Layout) -> Geometry:
+        """Blocks, and a group a channel.
+
+        Args:
+            layout: Layout of the tensor.
+
+        Returns:
+            Its packing grid.
+        """
+        return _geometry(layout, self.format, *layout.groups_along(self.channel_dim))
+
+    def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
+        """Mean and deviation of each channel."""
+        groups = geometry.groups
+        return Part("mean", torch.float32, groups), Part("scale", torch.float32, groups)
+
+    def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
+        """Mean and deviation of each channel; both NaN where it holds NaN or an infinity.
+
+        Args:
+            flat: (n,) tensor.
+            geometry: Its groups.
+
+        Returns:
+            `(mean, deviation)`, each (G,) float32.
+        """
+        low, high = grid_dispatch.ranges(flat, geometry)
+        width = high - low
+        inverse = torch.where(width >= _SMALLEST_WIDTH, torch.full_like(width, _UNITS) / width, 0.0)
+        sums = grid_dispatch.moments(flat, geometry, low, inverse).double()
+        count = torch.full_like(sums[:, 4], geometry.numel / geometry.groups)
+        mean, square = sums[:, 4] / count, sums[:, 5] / count
+        unit = width.double() / torch.full_like(count, _UNITS)
+        deviation = (square - mean * mean).clamp(min=0.0).sqrt() * unit
+        return (low.double() + mean * unit).float(), deviation.float()
+
+    def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
+        """The format's levels around each channel's mean."""
+        mean, deviation = metadata
+        levels, bounds = _levels(self.format, device)
+        return Grid(levels, bounds, mean, deviation)
+
+
+def _geometry(layout: Layout, format: NormalizedFormat, inner: int, groups: int) -> Geometry:
+    numel = layout.numel
+    return Geometry(
+        numel=numel,
+        bit_width=format.bit_width,
+        block_size=DEFAULT_BLOCK,
+        inner=max(inner, 1),
+        groups=groups if numel else 0,
+        one_run=inner * groups >= numel,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _levels(format: NormalizedFormat, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(1, N) levels and (1, N - 1) bounds. A negative value takes a level where its magnitude reaches the bound."""
+    with torch.inference_mode(False):
+        levels, bounds = (torch.tensor(half, dtype=torch.float64, device="cpu").float() for half in format.halves())
+        mirrored = torch.nextafter(-bounds, torch.zeros_like(bounds)).flip(0)
+        bounds = torch.cat((mirrored, torch.zeros(1, device="cpu"), bounds))
+        return torch.cat((-levels.flip(0), levels))[None].to(device), bounds[None].to(device)
