@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.norms import Frozen, Norm, along_channels, sum_of_channels
-from brevact.autograd.keeping import Kept
+from brevact.autograd.keeping import Kept, decode_early
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -157,7 +157,7 @@ def _run_normalized(
     z = torch.sub(x, norm.align(mean, x)).mul_(norm.align(invstd, x))
     kept = region.keep_normalized(z)
     if region.settings.quantizes_forward:
-        _write_affine(out, norm, kept, norm.align(invstd * 0, x), weight, bias)
+        _write_affine(out, norm, kept, norm.align(invstd - invstd, x), weight, bias)
     return out, kept, invstd
 
 
@@ -179,8 +179,7 @@ def _write_affine(
     out: Tensor, norm: Norm, kept: Kept, mark: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Overwrite ``out`` with weight * N^ + bias, N^ being what is kept; ``mark`` is 0, or NaN where N(x) was none."""
-    tensors, decoder = kept
-    levels = decoder.decode(tensors).add_(mark)
+    levels = decode_early(kept).add_(mark)
     if weight is not None:
         levels.mul_(norm.align_weight(weight, levels))
     if bias is not None:

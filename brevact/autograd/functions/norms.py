@@ -130,13 +130,13 @@ class InstanceNorm(BatchNorm):
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        weight = _repeat(weight, x.shape[0])
+        weight = _spread(weight, x)
         return self._of_samples(super().backward(_as_one(grad), _as_one(x), mean, invstd, weight, mask), x)
 
     def backward_of_normalized(
         self, grad: Tensor, z: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        weight = _repeat(weight, z.shape[0])
+        weight = _spread(weight, z)
         factor = invstd if weight is None else weight * invstd
         grads = super().backward(_as_one(grad), _as_one(z), invstd * 0, torch.ones_like(invstd), factor, mask)
         return self._of_samples(grads, z)
@@ -150,6 +150,11 @@ class InstanceNorm(BatchNorm):
 
 def _repeat(x: Tensor | None, samples: int) -> Tensor | None:
     return None if x is None else x.repeat(samples)
+
+
+def _spread(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """Repeat a weight in backward, in other words than in forward, of which a graph would keep the result."""
+    return None if weight is None else weight.expand(x.shape[:2]).reshape(-1)
 
 
 def _as_one(x: Tensor) -> Tensor:
