@@ -45,14 +45,16 @@ class _EnterRegion:
 
     def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
-        if self._is_needed(module):
+        if tracing.is_exporting():
+            tracing.enter(self.settings, module)
+        elif self._is_needed(module):
             enclosing = active.regions[-1] if active.regions else None
             norms_only = not module.training and (enclosing is None or enclosing.norms_only)
             entered = Region(self.settings, module, norms_only=norms_only).__enter__()
             active.calls.append((module, entered, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
-        if active.disabled or tracing.is_exporting():
+        if active.disabled:
             return False
         settings, regions = self.settings, active.regions
         enclosing = regions[-1] if regions else None
@@ -80,6 +82,8 @@ class _ExitRegion:
             tracing.leave(module)
         elif active.calls:
             tracing.run_undisturbed(_leave_calls_of, module, sys._getframe(1))
+        elif tracing.is_exporting():
+            tracing.leave(module)
 
 
 def _leave_calls_of(module: nn.Module, caller: FrameType) -> None:

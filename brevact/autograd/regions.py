@@ -271,15 +271,15 @@ class region(ContextDecorator):
 
     @tracing.skipped_by_dynamo
     def __enter__(self) -> None:
-        if _is_compiling():
+        if _is_compiling() or tracing.is_exporting():
             tracing.TracingMode(tracing.text_of(self.settings)).__enter__()
             return
         leave_abandoned(sys._getframe(1))
-        self._entered.append(None if active.disabled or tracing.is_exporting() else Region(self.settings).__enter__())
+        self._entered.append(None if active.disabled else Region(self.settings).__enter__())
 
     @tracing.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:
-        if _is_compiling():
+        if _is_compiling() or tracing.is_exporting():
             tracing.leave(None)
             return
         entered = self._entered.pop()

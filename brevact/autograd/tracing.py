@@ -46,7 +46,8 @@ def is_compiled_graph(frame: FrameType) -> bool:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__
-#: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it.
+#: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
+#: on with rounded values do so there, too.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 out_of_dynamo = torch.compiler.disable
 
@@ -110,12 +111,11 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
     name = NAMES.get(func)
-    if name is None or is_exporting():
+    if name is None:
         return func(*args, **kwargs)
-    if (mode.norms_only or not torch.is_grad_enabled()) and not (
-        func in FORWARD_QUANTIZED and _quantizes_forward(mode.spelled)
-    ):
-        return func(*args, **kwargs)
+    if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # rounded norms alone have something to do
+        if func not in FORWARD_QUANTIZED or not _quantizes_forward(mode.spelled):
+            return func(*args, **kwargs)
     if mode.spelled is None:
         raise TypeError(
             "the backward quantizer of this region cannot be compiled: it has no text form. Make it a dataclass at the "
@@ -146,12 +146,18 @@ _inside = _Inside()
 
 def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
-    if _inside.higher_order or is_exporting():
-        return
     around, spelled = _innermost(), text_of(settings)
     rounds = _quantizes_forward(spelled)
-    if not torch.is_grad_enabled() and not rounds and (around is None or not _quantizes_forward(around.spelled)):
+    if _inside.higher_order:
+        if rounds:
+            raise NotImplementedError(
+                "quantize_forward: norms in a compiled checkpoint cannot go on with rounded values; compile the modules "
+                "that are checkpointed, and checkpoint them outside compiled code"
+            )
         return
+    if not torch.is_grad_enabled() or is_exporting():
+        if not rounds and (around is None or not _quantizes_forward(around.spelled)):
+            return
     if around is None:
         if spelled == FULL_PRECISION or not (module.training or rounds):
             return

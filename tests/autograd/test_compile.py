@@ -283,6 +283,43 @@ def test_norms_of_normalized_formats_compile(rounds, dynamic, backend):
         assert not saved.tensors
 
 
+class InBlock(nn.Module):
+    """A model that enters a region by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = norms()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with region(ROUNDED):
+            return self.layers(x)
+
+
+ROUNDED = BackwardSettings(NormalizedQuantizer(quantize_forward=True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("make", [lambda: quantized(ROUNDED, norms), InBlock], ids=["policy", "block"])
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+def test_exported_programs_round_what_the_model_rounds(strict, make):
+    model = make().eval()
+    program = torch.export.export(model, (IMAGES,), strict=strict).module()
+    torch.testing.assert_close(program(IMAGES), model(IMAGES))
+
+
+def test_a_compiled_checkpoint_of_rounded_norms_is_refused():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = norms()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)
+
+    with pytest.raises(Exception, match="quantize_forward"):
+        step(compiled(quantized(ROUNDED, Model)))
+
+
 def test_layers_with_slots_compile():
     quant = brevact.StochBackward2bit
     model = nn.Sequential(
