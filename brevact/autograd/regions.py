@@ -81,6 +81,7 @@ class Region:
         self.owner = owner
         self.norms_only = norms_only
         self.packs = settings is not None and not norms_only
+        self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
 
     def __enter__(self) -> Region:
@@ -210,7 +211,10 @@ class _EagerMode(tracing.RegionMode):
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
-            result = _call_aside(region, func, args, kwargs)
+            if region.rounds_norms and func in FORWARD_QUANTIZED:
+                result = _call_norm_aside(region, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
             region.note(func, result, args, kwargs)
             return result
         handler = HANDLERS.get(func)
@@ -233,14 +237,9 @@ class _EagerMode(tracing.RegionMode):
         return result
 
 
-def _call_aside(region: Region, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a function where a region packs nothing; a norm reads its rounded values there, too."""
-    if (
-        func in FORWARD_QUANTIZED
-        and region.settings is not None
-        and region.settings.quantizes_forward
-        and is_alive(sys._getframe(2))
-    ):
+def _call_norm_aside(region: Region, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a norm where a region packs nothing: it goes on with rounded values there, too."""
+    if is_alive(sys._getframe(2)):
         push_hooks(*region.hooks.pair)  # on top, where a Function of ours takes them off: others inside stay in force
         try:
             result = HANDLERS[func](region, func, *args, **kwargs)

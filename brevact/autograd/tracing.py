@@ -151,8 +151,8 @@ def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     if _inside.higher_order:
         if rounds:
             raise NotImplementedError(
-                "quantize_forward: norms in a compiled checkpoint cannot go on with rounded values; compile the modules "
-                "that are checkpointed, and checkpoint them outside compiled code"
+                "quantize_forward: norms in a compiled checkpoint cannot go on with rounded values; compile the "
+                "modules that are checkpointed, and checkpoint them outside compiled code"
             )
         return
     if not torch.is_grad_enabled() or is_exporting():

@@ -60,7 +60,7 @@ class _Norm(Saving):
             out, mean, invstd = norm.forward(x, w, b)
             kept = region.keep(input) if reads_x else None
             ctx.dtypes = x.dtype, None if w is None else w.dtype
-        save(ctx, *((kept,) if reads_x else (None,)), exact=(weight, mean, invstd) if reads_x else (None, None, None))
+        save(ctx, kept if reads_x else None, exact=(weight, mean, invstd) if reads_x else (None, None, None))
         return out
 
     @staticmethod
