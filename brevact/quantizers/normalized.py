@@ -228,9 +228,9 @@ def _geometry(layout: Layout, format: NormalizedFormat, inner: int, groups: int)
 
 @functools.lru_cache(maxsize=64)
 def _levels(format: NormalizedFormat, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(1, N) levels and (1, N - 1) bounds. A negative value takes a level where its magnitude reaches the bound."""
+    """(1, N) levels and (1, N - 1) bounds. On log scales a negative value that meets a bound takes the lower level."""
     with torch.inference_mode(False):
         levels, bounds = (torch.tensor(half, dtype=torch.float64, device="cpu").float() for half in format.halves())
-        mirrored = torch.nextafter(-bounds, torch.zeros_like(bounds)).flip(0)
-        bounds = torch.cat((mirrored, torch.zeros(1, device="cpu"), bounds))
+        mirrored = -bounds if format.value.startswith("U") else torch.nextafter(-bounds, torch.zeros_like(bounds))
+        bounds = torch.cat((mirrored.flip(0), torch.zeros(1, device="cpu"), bounds))
         return torch.cat((-levels.flip(0), levels))[None].to(device), bounds[None].to(device)

@@ -1,7 +1,8 @@
-"""ResNet-50 for images of 224 pixels, of plain `torch.nn` layers.
+"""ResNet-50 for images of 224 pixels and ResNet-20 for 32 pixels, of plain `torch.nn` layers.
 
-Source: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, table 1. Differs: as in most later
-work, the stride of a block is in its 3x3 convolution. Shape suffixes: B images, C channels, H and W.
+Source: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, table 1 and section 4.2. Differs: as
+in most later work, the stride of a bottleneck is in its 3x3 convolution, and a shortcut that changes the shape is a
+1x1 convolution in ResNet-20 too. Shape suffixes: B images, C channels, H and W.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,49 @@ EXPANSION = 4
 """Output channels of a block as a multiple of the channels inside it."""
 STAGES_50 = (3, 4, 6, 3)
 """Blocks of each stage of ResNet-50."""
+STAGES_20 = ((3, 16), (3, 32), (3, 64))
+"""Blocks and channels of each stage of ResNet-20."""
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut: y = relu(body(x) + shortcut(x))."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_conv_norm_act(channels_in, channels_out, 3, stride), *_conv_norm(channels_out, channels_out, 3)
+        )
+        self.shortcut = _shortcut(channels_in, channels_out, stride)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.act(self.body(x_BCHW) + self.shortcut(x_BCHW))
+
+
+class ResNet20(nn.Module):
+    """Stem, three stages of which the last two halve the map, mean over the map, classifier.
+
+    Args:
+        classes: outputs.
+        channels_in: channels of the images.
+    """
+
+    def __init__(self, *, classes: int, channels_in: int = 3) -> None:
+        super().__init__()
+        channels = STAGES_20[0][1]
+        self.stem = nn.Sequential(*_conv_norm_act(channels_in, channels, 3))
+        blocks: list[nn.Module] = []
+        for stage, (count, channels_out) in enumerate(STAGES_20):
+            for index in range(count):
+                blocks.append(BasicBlock(channels, channels_out, stride=2 if stage > 0 and index == 0 else 1))
+                channels = channels_out
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.classifier = nn.Linear(channels, classes)
+        self.apply(_initialise)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.classifier(self.head(self.blocks(self.stem(x_BCHW))))
 
 
 class Bottleneck(nn.Module):
@@ -25,8 +69,7 @@ class Bottleneck(nn.Module):
             *_conv_norm_act(inner, inner, 3, stride),
             *_conv_norm(inner, channels_out, 1),
         )
-        same = stride == 1 and channels_in == channels_out
-        self.shortcut = nn.Identity() if same else nn.Sequential(*_conv_norm(channels_in, channels_out, 1, stride))
+        self.shortcut = _shortcut(channels_in, channels_out, stride)
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
@@ -80,6 +123,12 @@ def _conv_norm(channels_in: int, channels_out: int, kernel: int, stride: int = 1
 
 def _conv_norm_act(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> list[nn.Module]:
     return [*_conv_norm(channels_in, channels_out, kernel, stride), nn.ReLU(inplace=True)]
+
+
+def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+    if stride == 1 and channels_in == channels_out:
+        return nn.Identity()
+    return nn.Sequential(*_conv_norm(channels_in, channels_out, 1, stride))
 
 
 def _initialise(module: nn.Module) -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.quantizers import Granularity, MixedQuantizer, PackedActivation, Rounding, UniformQuantizer, unpack_codes
+from brevact.quantizers import (
+    Granularity,
+    MixedQuantizer,
+    NormalizedFormat,
+    NormalizedQuantizer,
+    PackedActivation,
+    Rounding,
+    UniformQuantizer,
+    unpack_codes,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -19,11 +29,20 @@ class Subject:
 
     Args:
         quantizer: The quantizer.
-        step: Distance of the two levels around each element, from a packed activation: the shape of the tensor.
+        step: Of a packed activation and its tensor: the distance of the two levels around each element, or of the
+            element to the grid, in the shape of the tensor; NaN for groups that are marked as broken.
+        largest_error: Steps by which an element may change; None for 1 (stochastic) and 0.5 (nearest).
+        unbiased: Whether the expectation of what is decoded is the tensor; None where the rounding says so.
+        keeps_zeros: Whether zeros stay zero where no element is negative.
+        exact_constants: Whether groups of equal elements decode exactly.
     """
 
-    quantizer: UniformQuantizer
-    step: Callable[[PackedActivation], Tensor]
+    quantizer: Any
+    step: Callable[[PackedActivation, Tensor], Tensor]
+    largest_error: float | None = None
+    unbiased: bool | None = None
+    keeps_zeros: bool = True
+    exact_constants: bool = True
 
     @property
     def is_stochastic(self) -> bool:
@@ -33,12 +52,9 @@ class Subject:
     @property
     def is_unbiased(self) -> bool:
         """Whether the expectation of what is decoded is the tensor."""
+        if self.unbiased is not None:
+            return self.unbiased
         return self.quantizer.rounding is Rounding.STOCHASTIC
-
-    @property
-    def largest_error(self) -> float:
-        """Steps by which an element may change."""
-        return 1.0 if self.is_unbiased else 0.5
 
     def tolerance(self, x: Tensor, packed: PackedActivation) -> Tensor:
         """Largest error of each element: steps, and the rounding of float32 arithmetic and of the result's type.
@@ -46,20 +62,22 @@ class Subject:
         Four float32 roundings (difference, product, product, sum), each of half a unit in the last place of something
         no larger than the largest magnitude involved; computing with float64 inputs rounds them to float32 as well.
         """
+        largest = self.largest_error or (1.0 if self.quantizer.rounding is Rounding.STOCHASTIC else 0.5)
         reach = x.double().abs().max() * 2 if x.numel() else 0.0
         info = torch.finfo(x.dtype)
-        rounding = x.double().abs() * max(info.eps, 2**-23) + info.smallest_normal * info.eps
-        return self.step(packed).double() * self.largest_error + reach * 5 * 2**-24 + rounding
+        size = torch.maximum(x.double().abs(), packed.dequantize().double().abs().nan_to_num())
+        rounding = size * max(info.eps, 2**-23) + info.smallest_normal * info.eps
+        return self.step(packed, x).double() * largest + reach * 5 * 2**-24 + rounding
 
 
-def uniform_step(packed: PackedActivation) -> Tensor:
+def uniform_step(packed: PackedActivation, x: Tensor) -> Tensor:
     """The stored scale of each element's group."""
     geometry = packed.quantizer.geometry(packed.layout)
     group = torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1)
     return packed.layout.restore(packed.scale.float()[group])
 
 
-def mixed_step(packed: PackedActivation) -> Tensor:
+def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
     """The stored scale of each element's bucket, which the decoder puts into place like any other values."""
     sized = packed.quantizer
     *packs, mask = packed.tensors
@@ -76,8 +94,33 @@ def mixed_step(packed: PackedActivation) -> Tensor:
     return packed.layout.restore(result)
 
 
+def grid_step(packed: PackedActivation, x: Tensor) -> Tensor:
+    """How far the farther of the two levels around each element is; for elements beyond the grid, its end."""
+    geometry, layout = packed.quantizer.geometry(packed.layout), packed.layout
+    grid = packed.quantizer.grid(geometry, packed.tensors[1:], x.device)
+    group = torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1)
+    flat = layout.flatten(x.detach()).double()
+    offset, scale = (None if part is None else part.double()[group] for part in (grid.offset, grid.scale))
+    z = flat if offset is None else flat - offset
+    z = z if scale is None else torch.where(scale > 0, z / scale, 0.0)
+    levels = grid.levels.double()[group if len(grid.levels) > 1 else torch.zeros_like(group)]
+    above = (z[:, None] >= levels).sum(1).clamp(1, levels.shape[1] - 1)[:, None] if z.numel() else group[:, None]
+    neighbours = torch.cat((levels.gather(1, above - 1), levels.gather(1, above)), 1) if z.numel() else levels
+    far = (neighbours - z[:, None]).abs().amax(1) if z.numel() else z
+    outside = (z - z.clamp(levels[:, 0], levels[:, -1])).abs() if z.numel() else z
+    step = torch.where(outside > 0, outside, far)
+    step = step if scale is None else step * scale
+    step = step if offset is None else step + 0.0 * offset  # NaN for broken groups
+    return layout.restore((step + 0.0 * levels[:, 0] if z.numel() else step).float())
+
+
 def _mixed(**settings: object) -> Subject:
     return Subject(MixedQuantizer(**settings), mixed_step)
+
+
+def _normalized(**settings: object) -> Subject:
+    # The formats round by formulas of their own, not always to the closer level: within the farther one's distance.
+    return Subject(NormalizedQuantizer(**settings), grid_step, largest_error=1.0, keeps_zeros=False)
 
 
 def _uniform(**settings: object) -> Subject:
@@ -102,6 +145,14 @@ SUBJECTS: dict[str, Subject] = {
     "mixed-tensor": _mixed(granularity=Granularity.TENSOR),
     "mixed-never": _mixed(mix_prob=0),
     "mixed-always": _mixed(mix_prob=1),
+    **{
+        f"{format.value}-{rounding.value}": _normalized(format=format, rounding=rounding)
+        for format in NormalizedFormat
+        for rounding in Rounding
+        if (format, rounding) != (NormalizedFormat.L2, Rounding.STOCHASTIC)
+    },
+    "L2-stochastic": replace(_normalized(format="L2", rounding="stochastic"), unbiased=False),  # ends at 1.4 deviations
+    "L4-other-channels": _normalized(format="L4", channel_dim=2),
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
 }
 

@@ -1,0 +1,286 @@
+"""Every backward quantizer on four kinds of data: what it stores, how far off it is, and how long it takes.
+
+    python -m benchmarks.formats --csv formats.csv --markdown docs/formats.md --plot docs/formats.png
+
+Data: standard normal; its positive part, as after ReLU; double Weibull of shape 0.6, long-tailed; and what a trained
+EfficientNetV2 nano keeps for a training step on digits. With y the decoded x and norms over all elements:
+
+bits: measured bytes of the storage times 8, divided by the elements.
+error: |y - x| / |x|, the root of its mean square over draws.
+bias: |E y - x| / |x|; E y is estimated from the draws, and what their noise adds is taken off. 0: less than 3 standard
+errors of the estimate, as for an unbiased quantizer.
+variance: E |y - E y|^2 / |x|^2.
+time: of quantizing and of decoding 4.2 million normal values, in medians relative to `clone()` in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import brevact
+from benchmarks.records import append_rows, check_columns, print_table
+from brevact.autograd.settings import DEFAULT_MIN_NUMEL
+from brevact.injectors.injector_type import BackwardInjectorType
+from recipes.data import Batches
+from recipes.data.digits import load_digits
+from recipes.models import efficientnetv2
+
+DATA = ("normal", "after ReLU", "long-tailed", "EfficientNetV2")
+COLUMNS = ("quantizer", "data", "bits", "error", "bias", "variance", "quantize", "decode")
+_TIMED = 1 << 22
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quantizers", nargs="+", metavar="NAME", help="leaf quantizers of brevact (default: all)")
+    parser.add_argument("--draws", type=int, default=8, help="seeds of stochastic quantizers (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed calls (default: %(default)s)")
+    parser.add_argument("--csv", help="append the rows to this file")
+    parser.add_argument("--markdown", type=Path, help="write a table to this file")
+    parser.add_argument("--plot", type=Path, help="write a picture of bits and error to this file")
+    options = parser.parse_args()
+    if options.csv:
+        check_columns(options.csv, COLUMNS)
+    rows = list(measure(options.quantizers or list(leaves()), samples(), options.draws, options.repeats))
+    print_table(rows)
+    if options.csv:
+        append_rows(rows, options.csv)
+    if options.markdown:
+        options.markdown.write_text(markdown(rows), encoding="utf-8")
+    if options.plot:
+        plot(rows).savefig(options.plot, dpi=120)
+
+
+def leaves() -> dict[str, type]:
+    """Every backward quantizer of the package by its name, but for those that quantize the forward pass as well."""
+    found = {}
+    for name, value in vars(brevact).items():
+        if isinstance(value, BackwardInjectorType) and not getattr(brevact.quantizer(value), "quantize_forward", False):
+            found[name] = value
+    return dict(sorted(found.items()))
+
+
+def measure(names: Sequence[str], data: Mapping[str, Sequence[Tensor]], draws: int, repeats: int) -> Iterator[Row]:
+    """One row a quantizer and kind of data.
+
+    Args:
+        names: leaf quantizers.
+        data: tensors by the name of their kind.
+        draws: seeds of stochastic quantizers, at least 2.
+        repeats: timed calls.
+
+    Yields:
+        Rows with the keys `COLUMNS`.
+
+    Raises:
+        ValueError: a name is not that of a backward quantizer, or there are too few draws.
+    """
+    if draws < 2:
+        raise ValueError(f"draws: got {draws}; a variance needs at least 2")
+    known = leaves()
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"quantizers: got {', '.join(unknown)}; known are {', '.join(known)}")
+    for name in tqdm(names, desc="quantizers"):
+        quantizer = brevact.quantizer(known[name])
+        quantize, decode = times(quantizer, repeats)
+        for kind, parts in data.items():
+            yield {
+                "quantizer": name,
+                "data": kind,
+                **{key: f"{value:.3g}" for key, value in errors(quantizer, parts, draws).items()},
+                "quantize": f"{quantize:.2f}",
+                "decode": f"{decode:.2f}",
+            }
+
+
+def samples() -> dict[str, list[Tensor]]:
+    """Tensors of each kind of data, as feature maps (B, C, H, W)."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(64, 64, 16, 16, generator=generator)
+    uniform = torch.rand(normal.shape, generator=generator, dtype=torch.float64).clamp(min=2**-53)
+    long_tailed = ((-uniform.log()) ** (1 / 0.6)).float() * torch.randn(normal.shape, generator=generator).sign()
+    return dict(zip(DATA, ([normal], [normal.relu()], [long_tailed], kept_activations()), strict=True))
+
+
+def kept_activations(epochs: int = 3) -> list[Tensor]:
+    """What autograd keeps for a training step of a nano EfficientNetV2 that has learnt digits for a while.
+
+    Args:
+        epochs: passes over the images before.
+
+    Returns:
+        Floating-point tensors of at least 4096 elements, each storage once, without parameters.
+    """
+    digits = load_digits(Path())
+    device = torch.device("cpu")
+    batches = Batches(digits.train, digits.normalization, 16, device=device, train=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = efficientnetv2("nano", classes=10, channels_in=1, image_size=digits.image_size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for epoch in range(1, epochs + 1):
+            for images, labels in batches.epoch(epoch):
+                nn.functional.cross_entropy(model(images), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, Tensor] = {}
+
+        def collect(x: Tensor) -> Tensor:
+            address = x.untyped_storage().data_ptr()
+            if x.is_floating_point() and x.numel() >= DEFAULT_MIN_NUMEL and address not in own:
+                kept.setdefault(address, x.detach())  # what is held cannot be reused for another tensor
+            return x
+
+        images, labels = next(batches.epoch(0))
+        with torch.autograd.graph.saved_tensors_hooks(collect, lambda x: x):
+            nn.functional.cross_entropy(model(images), labels)
+    return [x.clone() for x in kept.values()]
+
+
+def errors(quantizer: Any, parts: Sequence[Tensor], draws: int) -> dict[str, float]:
+    """Measured bits an element, relative error, bias and variance.
+
+    Args:
+        quantizer: activation quantizer.
+        parts: tensors, counted together.
+        draws: seeds.
+
+    Returns:
+        Values by the names of their columns.
+    """
+    nbytes = numel = 0.0
+    size = error = offset = spread = uncertainty = 0.0
+    for index, x in enumerate(parts):
+        exact = x.double()
+        seeds = range(index * draws, (index + 1) * draws) if quantizer.is_stochastic else (0,)
+        packed = [quantizer.quantize(x, seed=seed) for seed in seeds]
+        decoded = torch.stack([each.dequantize().double() for each in packed])
+        mean = decoded.mean(0)
+        noise = decoded.var(0) / len(seeds) if len(seeds) > 1 else torch.zeros_like(mean)  # variance of the mean
+        nbytes, numel = nbytes + sum(each.nbytes for each in packed) / len(seeds), numel + x.numel()
+        size += float(exact.square().sum())
+        error += float((decoded - exact).square().sum()) / len(seeds)
+        spread += float(noise.sum()) * len(seeds)
+        offset += float(((mean - exact).square() - noise).sum())
+        uncertainty += float(2 * noise.square().sum())
+    is_biased = offset > 3 * math.sqrt(uncertainty)
+    return {
+        "bits": 8 * nbytes / numel,
+        "error": math.sqrt(error / size),
+        "bias": math.sqrt(offset / size) if is_biased else 0.0,
+        "variance": spread / size,
+    }
+
+
+def times(quantizer: Any, repeats: int) -> tuple[float, float]:
+    """Median time of quantizing and of decoding into a buffer, relative to `clone()`, measured in turns."""
+    x = torch.randn(64, 64, 32, _TIMED >> 17)
+    packed, buffer = quantizer.quantize(x, seed=0), torch.empty_like(x)
+    calls: tuple[Callable[[], object], ...] = (
+        x.clone,
+        lambda: quantizer.quantize(x, seed=0),
+        lambda: packed.dequantize(out=buffer),
+    )
+    found: list[list[float]] = [[], [], []]
+    for _ in range(repeats + 1):
+        for call, taken in zip(calls, found, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - start)
+    clone, quantize, decode = (statistics.median(taken[1:]) for taken in found)  # the first calls warm up
+    return quantize / clone, decode / clone
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A page with one table a kind of data.
+
+    Args:
+        rows: of `measure`.
+
+    Returns:
+        The text.
+    """
+    lines = ["# Formats", "", *inspect.cleandoc(_PAGE).splitlines(), ""]
+    for data in dict.fromkeys(row["data"] for row in rows):
+        lines += [f"## {data[0].upper()}{data[1:]}", ""]
+        lines += ["| quantizer | bits an element | error | bias | variance | quantize | decode |"]
+        lines += ["|---|---|---|---|---|---|---|"]
+        for row in rows:
+            if row["data"] == data:
+                cells = [f"`{row['quantizer']}`", *(row[name] for name in COLUMNS[2:])]
+                lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+_PAGE = """
+    Every backward quantizer on four kinds of data, made by
+    `python -m benchmarks.formats --markdown docs/formats.md --plot docs/formats.png`.
+    *Normal*: standard normal values. *After ReLU*: their positive part. *Long-tailed*: double Weibull of shape 0.6.
+    *EfficientNetV2*: what autograd keeps for a training step of the nano size that has learnt digits for three epochs.
+    Bits are measured: all bytes of the storage times 8, divided by the elements. With y the decoded x, error is
+    |y - x| / |x|, bias |E y - x| / |x| (0: less than 3 standard errors of the estimate from eight draws), variance
+    E |y - E y|^2 / |x|^2, norms over all elements. Times are relative to `clone()` on two cores of an Intel Xeon.
+
+    ![Bits an element and relative error of every quantizer](formats.png)
+"""
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """Bits an element against relative error, a panel a kind of data; families of quantizers have a colour each.
+
+    Args:
+        rows: of `measure`.
+
+    Returns:
+        The figure.
+    """
+    figure = Figure(figsize=(13, 10), layout="constrained")
+    kinds = list(dict.fromkeys(row["data"] for row in rows))
+    families = list(dict.fromkeys(family(row["quantizer"]) for row in rows))
+    panels = figure.subplots(math.ceil(len(kinds) / 2), 2, squeeze=False).flatten()
+    for panel in panels[len(kinds) :]:
+        panel.remove()
+    for panel, data in zip(panels, kinds, strict=False):
+        for index, name in enumerate(families):
+            mine = [row for row in rows if row["data"] == data and family(row["quantizer"]) == name]
+            bits, error = ([float(row[key]) for row in mine] for key in ("bits", "error"))
+            panel.plot(bits, error, "o", color=f"C{index}", alpha=0.8, label=name)
+            for row, x, y in zip(mine, bits, error, strict=True):
+                short = row["quantizer"].replace("Backward", "").removeprefix(name).removesuffix("bit")
+                panel.annotate(short, (x, y), (3, 3), textcoords="offset points", fontsize=6)
+        panel.set(title=data, xlabel="bits an element", ylabel="relative error", yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def family(quantizer: str) -> str:
+    """What comes before the width in a quantizer's name; the formats of normalized values by their rounding."""
+    stem = quantizer.partition("Backward")[0]
+    if quantizer.endswith("Mix"):
+        return f"{stem}, mixed"
+    if re.fullmatch(r"(Stoch)?[LUO]\d", stem):
+        return "normalized, stochastic" if stem.startswith("Stoch") else "normalized"
+    return stem
+
+
+if __name__ == "__main__":
+    main()
