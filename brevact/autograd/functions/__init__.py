@@ -1,7 +1,8 @@
 """Counterparts of torch functions that store packed activations: one file an op family.
 
 ``HANDLERS`` maps a torch function to its counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns
-``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain).
+``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain). ``FORWARD_QUANTIZED``
+are those that some quantizers change in the forward pass, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from brevact.autograd.functions import (
     convolution,
     elementwise,
     linear,
-    norm_calls,
+    normalization,
     piecewise_linear,
     pooling,
     smooth,
@@ -20,12 +21,12 @@ from brevact.autograd.functions import (
 
 __all__ = ["FORWARD_QUANTIZED", "HANDLERS"]
 
-FORWARD_QUANTIZED = norm_calls.FORWARD_QUANTIZED
+FORWARD_QUANTIZED = normalization.FORWARD_QUANTIZED
 
 HANDLERS: dict[Callable, Callable] = {
     **convolution.HANDLERS,
     **linear.HANDLERS,
-    **norm_calls.HANDLERS,
+    **normalization.HANDLERS,
     **piecewise_linear.HANDLERS,
     **smooth.HANDLERS,
     **pooling.HANDLERS,

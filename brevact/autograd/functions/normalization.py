@@ -1,200 +1,199 @@
-"""Norms: the input is stored packed; the statistics, one or two numbers a group, as they are.
-
-The backward pass is PyTorch's own formula on the decoded input. It reads the normalized input twice, so that one
-packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a feature map.
-Source: ActNN, arXiv:2104.14129, appendix B.2.
-
-A quantizer with ``of_normalized`` stores N(x) = (x - mean) * invstd instead, on a fixed grid; of a group invstd alone
-is stored, which the gradient needs anyway. Where a group held NaN or an infinity invstd is NaN, and so are the
-gradients. With ``quantize_forward`` the affine step reads the stored values N^ in place of N(x), and the gradient
-passes straight through: out = weight * N^ + bias.
-Source: Graham, arXiv:1702.08231, sections 1.3 to 1.5.
-"""
+"""The calls of torch's norms, read into `norms` for `norm_functions`; what torch should explain is left to torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, load, requires_grad, save
-from brevact.autograd.functions.norms import Frozen, Norm, along_channels, sum_of_channels
-from brevact.autograd.keeping import Kept, decode_early
+from brevact.autograd.functions.norm_functions import apply, reacts
+from brevact.autograd.functions.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 
-def reacts(region: Region, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
-    """Return whether a region has something to do for a norm with these arguments."""
-    if has_mean and region.settings.quantizes_forward:
-        return region.is_activation(input) and input.numel() > 0
-    return region.packs_layer_input(input) and input.numel() > 0 and requires_grad(input, weight, bias)
+def _fit(shape: tuple[int, ...], *parameters: Any) -> bool:
+    """Whether weight and bias are tensors of this shape, or None."""
+    return all(p is None or (isinstance(p, Tensor) and p.shape == shape) for p in parameters)
 
 
-def apply(region: Region, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Run a norm that a region :func:`reacts` to."""
-    if not (norm.has_mean and region.settings.quantizes_forward):
-        return region.apply(_Frozen if isinstance(norm, Frozen) else _Norm, norm, input, weight, bias)
-    if torch.is_grad_enabled() and requires_grad(input, weight, bias):
-        return region.apply(_FrozenRounded if isinstance(norm, Frozen) else _Norm, norm, input, weight, bias)
-    run = _run_frozen if isinstance(norm, Frozen) else _run_normalized
-    return run(region, norm, *_to_autocast(norm, input, weight, bias))[0]
-
-
-class _Norm(Saving):
-    """A norm by statistics of its input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: Region, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        reads_x = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        x, w, b = _to_autocast(norm, input, weight, bias)
-        ctx.norm, ctx.is_normalized = norm, _stores_normalized(region, norm, x, reads_x)
-        if ctx.is_normalized:
-            out, kept, invstd = _run_normalized(region, norm, x, w, b)
-            mean, ctx.dtypes = None, (invstd.dtype, invstd.dtype)
-        else:
-            out, mean, invstd = norm.forward(x, w, b)
-            kept = region.keep(input) if reads_x else None
-            ctx.dtypes = x.dtype, None if w is None else w.dtype
-        save(ctx, kept if reads_x else None, exact=(weight, mean, invstd) if reads_x else (None, None, None))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, mean, invstd = load(ctx)
-        norm, mask = ctx.norm, list(ctx.needs_input_grad[2:5])
-        grad_input = grad_weight = None
-        if kept is not None:
-            dtype, weight_dtype = ctx.dtypes
-            x = kept.decode().to(dtype)
-            w = None if weight is None else weight.to(weight_dtype)
-            wanted = [*mask[:2], mask[2] and w is not None]  # ATen gives no bias its gradient without a weight
-            if ctx.is_normalized:
-                grads = norm.backward_of_normalized(grad.to(dtype), x, invstd, w, wanted)
-            else:
-                grads = norm.backward(grad, x, mean, invstd, w, wanted)
-            if wanted == mask:
-                return None, None, *grads
-            grad_input, grad_weight, _ = grads
-        return None, None, grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
-
-
-class _Frozen(Saving):
-    """A norm whose statistics are constants: it reads its input for the gradient of the weight alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: Region, norm: Frozen, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        x, w, b = _to_autocast(norm, input, weight, bias)
-        kept = region.keep(input) if ctx.needs_input_grad[3] else None
-        out, mean, var = norm.forward(x, w, b)
-        save(ctx, kept, exact=(weight, mean, var))
-        ctx.norm, ctx.dtype = norm, x.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, mean, var = load(ctx)
-        mask = list(ctx.needs_input_grad[2:5])
-        if kept is None:
-            return None, None, *_frozen_backward(grad, weight, torch.rsqrt(var + ctx.norm.eps), mask)
-        return None, None, *ctx.norm.backward(grad, kept.decode().to(ctx.dtype), mean, var, weight, mask)
-
-
-class _FrozenRounded(Saving):
-    """A norm whose statistics are constants and whose affine step reads rounded values."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: Region, norm: Frozen, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        out, kept, invstd, mark = _run_frozen(region, norm, *_to_autocast(norm, input, weight, bias))
-        save(ctx, kept if ctx.needs_input_grad[3] else None, exact=(weight, invstd, mark))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, invstd, mark = load(ctx)
-        grads = _frozen_backward(grad, weight, invstd, list(ctx.needs_input_grad[2:5]))
-        grad_weight = None if kept is None else sum_of_channels(kept.multiply(grad)).add(mark)
-        return None, None, grads[0], grad_weight, grads[2]
-
-
-def _frozen_backward(
-    grad: Tensor, weight: Tensor | None, invstd: Tensor, mask: list[bool]
-) -> tuple[Tensor | None, None, Tensor | None]:
-    """Gradients of x and bias when mean and variance are constants: g * weight * invstd, sum of g."""
-    grad_input = grad_bias = None
-    if mask[0]:
-        factor = invstd if weight is None else weight * invstd
-        grad_input = grad * along_channels(factor.to(grad.dtype), grad)
-    if mask[2]:
-        grad_bias = sum_of_channels(grad)
-    return grad_input, None, grad_bias
-
-
-def _stores_normalized(region: Region, norm: Norm, x: Tensor, reads_x: bool) -> bool:
-    """Whether N(x) is stored in place of x, or its rounded values are what the forward pass reads."""
-    settings = region.settings.of_normalized if norm.has_mean else None
-    if settings is None:
+def _have_last_dims(input: Any, shape: Any) -> bool:
+    """Whether ``shape`` is that of the last dimensions of a tensor."""
+    if not (isinstance(input, Tensor) and isinstance(shape, tuple | list) and shape):
         return False
-    return region.settings.quantizes_forward or (reads_x and x.numel() >= settings.min_numel)
+    return tuple(input.shape[-len(shape) :]) == tuple(shape)
 
 
-def _run_normalized(
-    region: Region, norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Kept, Tensor]:
-    """Output, what keeps N(x), and invstd, NaN for groups whose statistics are no finite numbers."""
-    out, mean, invstd = norm.forward(x, weight, bias)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    mean = mean.to(dtype)
-    invstd = mean * 0 + invstd
-    z = torch.sub(x, norm.align(mean, x)).mul_(norm.align(invstd, x))
-    kept = region.keep_normalized(z)
-    if region.settings.quantizes_forward:
-        _write_affine(out, norm, kept, norm.align(invstd - invstd, x), weight, bias)
-    return out, kept, invstd
+def _torch_batch_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
+        return NotImplemented
+    if not (training or (running_mean is not None and running_var is not None)):
+        return NotImplemented  # torch explains what is missing
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    if training:
+        norm = BatchNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
+    else:
+        norm = Frozen(torch.batch_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
+    return apply(region, norm, input, weight, bias)
 
 
-def _run_frozen(
-    region: Region, norm: Frozen, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Kept, Tensor, Tensor]:
-    """Output, what keeps N(x), invstd, and a zero a channel, NaN where the channel holds a value that is not finite."""
-    out, mean, var = norm.forward(x, weight, bias)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    mean, invstd = mean.to(dtype), torch.rsqrt(var.to(dtype) + norm.eps)
-    z = torch.sub(x, along_channels(mean, x)).mul_(along_channels(invstd, x))
-    kept = region.keep_normalized(z)
-    mark = z * 0
-    _write_affine(out, norm, kept, mark, weight, bias)
-    return out, kept, invstd, sum_of_channels(mark)
+def _batch_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if training and isinstance(input, Tensor) and input.dim() >= 2:
+        F._verify_batch_size(input.size())
+    cudnn = torch.backends.cudnn.enabled
+    return _torch_batch_norm(
+        region, func, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
+    )
 
 
-def _write_affine(
-    out: Tensor, norm: Norm, kept: Kept, mark: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> None:
-    """Overwrite ``out`` with weight * N^ + bias, N^ being what is kept; ``mark`` is 0, or NaN where N(x) was none."""
-    levels = decode_early(kept).add_(mark)
-    if weight is not None:
-        levels.mul_(norm.align_weight(weight, levels))
-    if bias is not None:
-        levels.add_(norm.align_weight(bias, levels))
-    out.copy_(levels)
+def _torch_instance_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    if not (isinstance(input, Tensor) and input.dim() >= 3 and _fit((input.shape[1],), weight, bias)):
+        return NotImplemented
+    if not (use_input_stats or (running_mean is not None and running_var is not None)):
+        return NotImplemented
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    if use_input_stats:
+        norm = InstanceNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
+    else:
+        norm = Frozen(torch.instance_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
+    return apply(region, norm, input, weight, bias)
 
 
-def _to_autocast(norm: Norm, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast to float32 where autocast runs this norm in it."""
-    if not torch._C._is_any_autocast_enabled():
-        return tensors
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not (torch.is_autocast_enabled(device) and _has_kernel(f"aten::{norm.name}", f"Autocast{device.upper()}")):
-        return tensors
-    return tuple(x.float() if x is not None and x.dtype is not torch.float64 else x for x in tensors)
+def _instance_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if use_input_stats and isinstance(input, Tensor) and input.dim() >= 2:
+        F._verify_spatial_size(input.size())
+    cudnn = torch.backends.cudnn.enabled
+    return _torch_instance_norm(
+        region, func, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn
+    )
 
 
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+def _layer_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    if not (_have_last_dims(input, normalized_shape) and _fit(tuple(normalized_shape), weight, bias)):
+        return NotImplemented
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    return apply(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
+
+
+def _torch_group_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
+        return NotImplemented
+    if num_groups <= 0 or input.shape[1] % num_groups or not reacts(region, input, weight, bias):
+        return NotImplemented
+    return apply(region, GroupNorm(num_groups, eps), input, weight, bias)
+
+
+def _group_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
+        n, c, *sizes = input.shape
+        F._verify_batch_size([n * c // num_groups, num_groups, *sizes])
+    return _torch_group_norm(region, func, input, num_groups, weight, bias, eps)
+
+
+def _rms_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    if not (_have_last_dims(input, normalized_shape) and _fit(tuple(normalized_shape), weight)):
+        return NotImplemented
+    if not reacts(region, input, weight, None, has_mean=False):
+        return NotImplemented
+    return apply(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
+
+
+_WITH_MEAN: dict[Callable, Callable] = {
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _torch_batch_norm,
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _torch_instance_norm,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    torch.group_norm: _torch_group_norm,
+}
+HANDLERS = {**_WITH_MEAN, F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm}
+#: Norms whose affine step may read rounded values, without gradients and in eval mode too (``quantize_forward``).
+FORWARD_QUANTIZED = frozenset(_WITH_MEAN)
