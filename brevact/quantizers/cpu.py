@@ -15,6 +15,7 @@ from torch import Tensor
 from brevact import cpu_kernels
 from brevact.quantizers.geometry import Geometry
 from brevact.quantizers.grid import Grid
+from brevact.quantizers.range_keys import ranges_of_keys
 
 if TYPE_CHECKING:
     from brevact.quantizers.blocks import MapBlocks
@@ -101,10 +102,7 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         `(low, high)`, each (G,) float32.
     """
     keys = cpu_kernels.range_keys(flat.data_ptr(), _grid_plan(geometry, flat.dtype, False), torch.get_num_threads())
-    lowest, highest = torch.from_numpy(keys[:, 0].min(0)), torch.from_numpy(keys[:, 1].max(0))
-    low, high = ((key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32) for key in (lowest, highest))
-    broken = ~(torch.isfinite(low) & torch.isfinite(high))
-    return (low + 0.0).masked_fill(broken, float("nan")), (high + 0.0).masked_fill(broken, float("nan"))
+    return ranges_of_keys(torch.from_numpy(keys))
 
 
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
