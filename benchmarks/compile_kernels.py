@@ -116,7 +116,7 @@ def _rows(variant: Variant) -> list[Row]:
                 "dtype": variant.dtype,
                 "threads": launch.threads,
                 "constants": ",".join(f"{name}={int(value)}" for name, value in launch.constants.items()),
-                "multiplies": int("other_ptr" in launch.kernel.arg_names and launch.arguments[3] is not None),
+                "multiplies": int(_multiplies(launch)),
                 "int64": int(any(isinstance(value, int) and value >= 2**31 for value in launch.arguments)),
                 **{name: needs[name] for name in ("registers", "spills", "shared", "barriers")},
                 "loads": _widths(needs["loads"]),
@@ -125,6 +125,11 @@ def _rows(variant: Variant) -> list[Row]:
             }
         )
     return rows
+
+
+def _multiplies(launch: Launch) -> bool:
+    names = launch.kernel.arg_names  # constants come last
+    return "other_ptr" in names and launch.arguments[names.index("other_ptr")] is not None
 
 
 def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
