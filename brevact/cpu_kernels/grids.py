@@ -1,4 +1,4 @@
-"""Kernels of quantizers on grids; the bytes of `grid_reference`. Offsets, scales and rows may be missing: address 0."""
+"""Kernels of quantizers on grids; the bytes of `grid_reference`. Offsets and factors may be missing: address 0."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import numpy as np
 from brevact.cpu_kernels.dequantize import LIMITS, limited
 from brevact.cpu_kernels.floats import emit, emit_product, stage
 from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, INNER, KIND, NUMEL, STOCHASTIC
+from brevact.cpu_kernels.levels import place
 from brevact.cpu_kernels.memory import (
     advance,
+    as_i32,
     as_u32,
     f32_at,
     f32_scratch,
@@ -16,7 +18,6 @@ from brevact.cpu_kernels.memory import (
     inlined,
     kernel,
     load,
-    rint,
     store,
     u8_at,
     u32_scratch,
@@ -25,11 +26,9 @@ from brevact.cpu_kernels.philox import column_words
 from brevact.cpu_kernels.planes import bytes_to_codes, codes_to_bytes, words_to_bytes
 from brevact.cpu_kernels.quantize import round_narrow, round_wide
 
-LARGEST_UNIT = np.float32(65536.0)
-
 
 @inlined
-def _affine(x, first, count, offset, factor, table, z):
+def affine(x, first, count, offset, factor, table, z):
     """z = (x - offset) * factor of each element's group, for elements first to first + count."""
     inner, groups = load(table, INNER), load(table, GROUPS)
     offsets, factors = f32_at(offset), f32_at(factor)
@@ -49,40 +48,19 @@ def _affine(x, first, count, offset, factor, table, z):
 
 
 @inlined
-def _place(z, count, levels, steps, size, stochastic, t):
-    """Positions of values on one row of levels, as `grid_reference.positions` defines them."""
-    if not stochastic:
-        for e in range(count):
-            store(t, e, np.float32(0.0))
-        for k in range(size - 1):
-            bound = load(steps, k)
-            for e in range(count):
-                store(t, e, load(t, e) + (np.float32(1.0) if load(z, e) >= bound else np.float32(0.0)))
-        return
-    low, inverse = load(levels, 0), load(steps, 0)
-    for e in range(count):
-        fraction = (load(z, e) - low) * inverse
-        fraction = fraction if fraction > np.float32(0.0) else np.float32(0.0)  # NaN as well
-        store(t, e, fraction if fraction < np.float32(1.0) else np.float32(1.0))
-    for k in range(1, size - 1):
-        low, inverse, base = load(levels, k), load(steps, k), np.float32(k)
-        for e in range(count):
-            fraction = (load(z, e) - low) * inverse
-            fraction = fraction if fraction > np.float32(0.0) else np.float32(0.0)
-            reached = base + (fraction if fraction < np.float32(1.0) else np.float32(1.0))
-            store(t, e, reached if load(z, e) >= low else load(t, e))
-
-
-@inlined
-def _place_by_group(z, first, count, levels, steps, size, stochastic, table, t):
-    """Positions where each group has a row of its own."""
+def _place_by_group(z, first, count, levels, steps, size, rows, stochastic, table, t):
+    """Positions on the one row of levels, or each group's own."""
     inner, groups = load(table, INNER), load(table, GROUPS)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
-        run = min(inner - (first + e) % inner, count - e)
+        group, run, stride = np.int64(0), count, np.int64(0)
+        if rows > 1:
+            group = (first + e) // inner % groups
+            run = min(inner - (first + e) % inner, count - e)
+            if inner == 1:
+                run, stride = min(groups - group, count - e), size
         row, row_steps = advance(levels, group * size), advance(steps, group * (size - 1))
-        _place(advance(z, e), run, row, row_steps, size, stochastic, advance(t, e))
+        place(advance(z, e), run, row, row_steps, stride, size, stochastic, advance(t, e))
         e += run
 
 
@@ -120,12 +98,9 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
         columns = (count + 7) // 8
         z = stage(source, load(table, KIND), first, count, scratch)
         if inverse:
-            _affine(z, first, count, offset, inverse, table, values)
+            affine(z, first, count, offset, inverse, table, values)
             z = values
-        if rows > 1:
-            _place_by_group(z, first, count, f32_at(levels), f32_at(steps), size, stochastic, table, t)
-        else:
-            _place(z, count, f32_at(levels), f32_at(steps), size, stochastic, t)
+        _place_by_group(z, first, count, f32_at(levels), f32_at(steps), size, rows, stochastic, table, t)
         for e in range(count, 8 * columns):
             store(t, e, np.float32(0.0))
         if stochastic:
@@ -140,24 +115,28 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
 
 
 @inlined
-def _scale_levels(values, first, count, offset, scale, limit, table):
-    """clamp(offset + scale * value) of each element's group, in place."""
-    inner, groups = load(table, INNER), load(table, GROUPS)
-    offsets, scales = f32_at(offset), f32_at(scale)
-    e = 0
-    while e < count:
-        group = (first + e) // inner % groups
-        if inner == 1:
-            run = min(groups - group, count - e)
-            for g in range(run):
-                y = load(offsets, group + g) + load(scales, group + g) * load(values, e + g)
-                store(values, e + g, limited(y, limit))
-        else:
-            run = min(inner - (first + e) % inner, count - e)
-            m, s = load(offsets, group), load(scales, group)
-            for g in range(e, e + run):
-                store(values, g, limited(m + s * load(values, g), limit))
-        e += run
+def _decode_row(levels, m, s, size, entries, limit, row):
+    """What the codes below `entries` stand for; those from `size` on are as the last level."""
+    for k in range(size):
+        store(row, k, limited(m + s * load(levels, k), limit))
+    for k in range(size, entries):
+        store(row, k, load(row, size - 1))
+
+
+@inlined
+def _decode_by_element(q, count, levels, stride, size, offsets, scales, limit, values):
+    """Values of codes of elements that are each in a group of their own."""
+    last, across = np.int32(size - 1), np.int32(stride)
+    for e in range(count):
+        code = load(q, e)
+        code = code if code < last else last
+        store(values, e, load(levels, np.int64(np.int32(np.int32(np.int32(e) * across) + code))))
+    if scales:
+        m, s = f32_at(offsets), f32_at(scales)
+        for e in range(count):
+            store(values, e, load(m, e) + load(s, e) * load(values, e))
+    for e in range(count):
+        store(values, e, limited(load(values, e), limit))
 
 
 @kernel
@@ -180,84 +159,36 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, other, targ
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner, groups = load(table, INNER), load(table, GROUPS)
-    limit = np.float32(LIMITS[kind])
-    values, q = f32_scratch(block), u32_scratch(block)
-    last = np.uint32(size - 1)
+    if scale == 0 and rows == 1:
+        inner, groups = numel, 1
+    limit, entries = np.float32(LIMITS[kind]), np.int64(1) << bit_width
+    values, words, row = f32_scratch(block), u32_scratch(block), f32_scratch(entries)
+    q, in_row = as_i32(words), np.int64(-1)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        bytes_to_codes(advance(u8_at(codes), first // 8 * bit_width), (count + 7) // 8, bit_width, q)
-        if rows > 1:
-            e = 0
-            while e < count:
-                group = (first + e) // inner % groups
+        bytes_to_codes(advance(u8_at(codes), first // 8 * bit_width), (count + 7) // 8, bit_width, words)
+        e = 0
+        while e < count:
+            group = (first + e) // inner % groups
+            own = advance(f32_at(levels), group * size if rows > 1 else 0)
+            if inner == 1:
+                run = min(groups - group, count - e)
+                m, s = (offset + 4 * group, scale + 4 * group) if scale else (0, 0)
+                stride = size if rows > 1 else 0
+                _decode_by_element(advance(q, e), run, own, stride, size, m, s, limit, advance(values, e))
+            else:
                 run = min(inner - (first + e) % inner, count - e)
-                row = advance(f32_at(levels), group * size)
+                if group != in_row:
+                    m = load(f32_at(offset), group) if scale else np.float32(-0.0)  # which adds nothing, to zeros too
+                    _decode_row(
+                        own, m, load(f32_at(scale), group) if scale else np.float32(1.0), size, entries, limit, row
+                    )
+                    in_row = group
                 for g in range(e, e + run):
-                    store(values, g, limited(load(row, np.int64(min(load(q, g), last))), limit))
-                e += run
-        else:
-            row = f32_at(levels)
-            for e in range(count):
-                store(values, e, limited(load(row, np.int64(min(load(q, e), last))), limit))
-        if scale:
-            _scale_levels(values, first, count, offset, scale, limit, table)
+                    store(values, g, load(row, np.int64(load(q, g))))
+            e += run
         if other:
             emit_product(values, other, target, kind, first, count)
         else:
             emit(values, target, kind, first, count)
-
-
-@inlined
-def _add(x, count, m, s, sums):
-    """Add values of one group to its six sums."""
-    n0, s0, q0 = np.int64(0), np.int64(0), np.int64(0)
-    n1, s1, q1 = np.int64(0), np.int64(0), np.int64(0)
-    for e in range(count):
-        z = (load(x, e) - m) * s
-        size = abs(z)
-        size = size if size < LARGEST_UNIT else LARGEST_UNIT
-        r = np.int64(np.int32(rint(size if z == z else np.float32(0.0))))
-        below, above = np.int64(z < np.float32(0.0)), np.int64(z > np.float32(0.0))
-        n0, s0, q0 = n0 + below, s0 + below * r, q0 + below * r * r
-        n1, s1, q1 = n1 + above, s1 + above * r, q1 + above * r * r
-    store(sums, 0, load(sums, 0) + n0)
-    store(sums, 1, load(sums, 1) + s0)
-    store(sums, 2, load(sums, 2) + q0)
-    store(sums, 3, load(sums, 3) + n1)
-    store(sums, 4, load(sums, 4) + s1)
-    store(sums, 5, load(sums, 5) + q1)
-
-
-@kernel
-def add_moments(source, offset, inverse, sums_at, table_at, blocks, parts, start, stop):
-    """Add the moments of parts start to stop of a tensor to the sums of each part.
-
-    Args:
-        source: Address of the elements.
-        offset: Address of the groups' offsets.
-        inverse: Address of the groups' factors.
-        sums_at: Address of int64 sums, six a group for each part.
-        table_at: Address of the table.
-        blocks: Number of blocks.
-        parts: Number of parts, each a run of blocks.
-        start: First part.
-        stop: One past the last part.
-    """
-    table = i64_at(table_at)
-    numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
-    offsets, factors = f32_at(offset), f32_at(inverse)
-    scratch = f32_scratch(block)
-    for part in range(start, stop):
-        sums = advance(i64_at(sums_at), 6 * part * groups)
-        for index in range(blocks * part // parts, blocks * (part + 1) // parts):
-            first = index * block
-            count = min(block, numel - first)
-            x = stage(source, load(table, KIND), first, count, scratch)
-            e = 0
-            while e < count:
-                group = (first + e) // inner % groups
-                run = min(inner - (first + e) % inner, count - e)
-                own = advance(sums, 6 * group)
-                _add(advance(x, e), run, load(offsets, group), load(factors, group), own)
-                e += run

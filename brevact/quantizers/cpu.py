@@ -119,7 +119,7 @@ def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -
     """
     plan = _grid_plan(geometry, flat.dtype, False)
     pointers = flat.data_ptr(), offset.data_ptr(), inverse.data_ptr()
-    return torch.from_numpy(cpu_kernels.moments(*pointers, plan, torch.get_num_threads()).sum(0))
+    return torch.from_numpy(cpu_kernels.moments(*pointers, plan, torch.get_num_threads()).sum(0).T)
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
@@ -163,13 +163,13 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
 
 
 def _affine(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Both, contiguous, or neither: what is missing is 0 or 1."""
+    """Both, contiguous, or neither: what is missing is 1, or -0.0, to which adding changes no zero either."""
     if factor is None:
         if offset is None:
             return None, None
         factor = torch.ones_like(offset)
     elif offset is None:
-        offset = torch.zeros_like(factor)
+        offset = torch.full_like(factor, -0.0)
     return offset.contiguous(), factor.contiguous()
 
 
