@@ -7,7 +7,7 @@ import numpy as np
 from brevact.cpu_kernels.dequantize import LIMITS, limited
 from brevact.cpu_kernels.floats import emit, emit_product, stage
 from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, INNER, KIND, NUMEL, STOCHASTIC
-from brevact.cpu_kernels.levels import place
+from brevact.cpu_kernels.levels import place, place_each
 from brevact.cpu_kernels.memory import (
     advance,
     as_i32,
@@ -48,19 +48,20 @@ def affine(x, first, count, offset, factor, table, z):
 
 
 @inlined
-def _place_by_group(z, first, count, levels, steps, size, rows, stochastic, table, t):
+def _place_by_group(z, first, count, levels, steps, size, rows, stochastic, table, t, scratch):
     """Positions on the one row of levels, or each group's own."""
     inner, groups = load(table, INNER), load(table, GROUPS)
     e = 0
     while e < count:
-        group, run, stride = np.int64(0), count, np.int64(0)
+        group, run = np.int64(0), count
         if rows > 1:
             group = (first + e) // inner % groups
-            run = min(inner - (first + e) % inner, count - e)
-            if inner == 1:
-                run, stride = min(groups - group, count - e), size
+            run = min(groups - group, count - e) if inner == 1 else min(inner - (first + e) % inner, count - e)
         row, row_steps = advance(levels, group * size), advance(steps, group * (size - 1))
-        place(advance(z, e), run, row, row_steps, stride, size, stochastic, advance(t, e))
+        if rows > 1 and inner == 1:
+            place_each(advance(z, e), run, row, row_steps, size, stochastic, advance(t, e), advance(scratch, e))
+        else:
+            place(advance(z, e), run, row, row_steps, size, stochastic, advance(t, e), advance(scratch, e))
         e += run
 
 
@@ -87,7 +88,7 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
     stochastic = load(table, STOCHASTIC) != 0
     k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
     top = (np.int64(1) << bit_width) - 1
-    t, scratch, values = f32_scratch(block), f32_scratch(block), f32_scratch(block)
+    t, fractions, scratch, values = f32_scratch(block), f32_scratch(block), f32_scratch(block), f32_scratch(block)
     wide = as_u32(scratch)
     columns = block // 8
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
@@ -100,7 +101,7 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
         if inverse:
             affine(z, first, count, offset, inverse, table, values)
             z = values
-        _place_by_group(z, first, count, f32_at(levels), f32_at(steps), size, rows, stochastic, table, t)
+        _place_by_group(z, first, count, f32_at(levels), f32_at(steps), size, rows, stochastic, table, t, fractions)
         for e in range(count, 8 * columns):
             store(t, e, np.float32(0.0))
         if stochastic:

@@ -8,53 +8,58 @@ from brevact.cpu_kernels.memory import advance, as_i32, inlined, load, store
 
 _MOST_COMPARED = 32
 """Levels that are counted one by one: comparing is eight times as fast as halving, which gathers."""
-_MOST_BLENDED = 16
+_MOST_BLENDED = 8
 """Levels whose distances are taken one by one, which is faster than gathering a value's own level."""
 
 
 @inlined
-def _compare(z, count, row, unit, bounds, q):
-    """q = unit times the numbers that z reaches among every unit-th of the ascending ones, four in a pass."""
-    step, k = np.int32(unit), unit - 1
+def _number(row, k, size):
+    """Number k of a row, and beyond its end NaN, which no value reaches."""
+    return load(row, k) if k < size else np.float32(np.nan)
+
+
+@inlined
+def _compare(z, count, row, unit, size, q):
+    """q = how many z reaches among every unit-th of the ascending numbers."""
     for e in range(count):
         store(q, e, np.int32(0))
-    while k + 3 * unit < bounds:
-        b0, b1, b2, b3 = load(row, k), load(row, k + unit), load(row, k + 2 * unit), load(row, k + 3 * unit)
+    for k in range(unit - 1, size, 4 * unit):
+        b0, b1 = load(row, k), _number(row, k + unit, size)
+        b2, b3 = _number(row, k + 2 * unit, size), _number(row, k + 3 * unit, size)
         for e in range(count):
             v = load(z, e)
-            reached = np.int32(np.int32(v >= b0) + np.int32(v >= b1) + np.int32(v >= b2) + np.int32(v >= b3))
-            store(q, e, np.int32(load(q, e) + np.int32(reached * step)))
-        k += 4 * unit
-    while k < bounds:
-        b0 = load(row, k)
-        for e in range(count):
-            store(q, e, np.int32(load(q, e) + (step if load(z, e) >= b0 else np.int32(0))))
-        k += unit
+            pair, other = (
+                np.int32(np.int32(v >= b0) + np.int32(v >= b1)),
+                np.int32(np.int32(v >= b2) + np.int32(v >= b3)),
+            )
+            store(q, e, np.int32(load(q, e) + np.int32(pair + other)))
 
 
 @inlined
-def _halve(z, count, row, stride, half, bounds, q):
-    """Add up to 2 half - 1 of the numbers that z reaches beyond the first q, by halving; see `_count`."""
-    most, across = np.int32(bounds), np.int32(stride)
-    step = np.int32(half)
-    while step > np.int32(0):
+def _halve(z, count, row, size, q):
+    """Add to q how many of the `size` ascending numbers from row + q on z reaches."""
+    while size > 0:
+        half = (size + 1) >> 1
+        middle, step = advance(row, half - 1), np.int32(half)
         for e in range(count):
-            probe = np.int32(load(q, e) + step)
-            probe = probe if probe < most else most
-            bound = load(row, np.int64(np.int32(np.int32(np.int32(e) * across) + probe)) - 1)
-            store(q, e, probe if load(z, e) >= bound else load(q, e))
-        step = np.int32(step >> np.int32(1))
+            place = load(q, e)
+            store(q, e, np.int32(place + (step if load(z, e) >= load(middle, np.int64(place)) else np.int32(0))))
+        size -= half
 
 
 @inlined
-def _count(z, count, row, stride, bounds, q):
-    """q = how many ascending numbers z reaches, none if it is NaN; those of value e begin at row + e * stride."""
-    most = 1 if stride else _MOST_COMPARED
+def _count(z, count, row, size, q):
+    """q = how many of the ascending numbers z reaches; none if it is NaN."""
     unit = 1
-    while bounds >= most * unit:
+    while size >= _MOST_COMPARED * unit:
         unit *= 2
-    _compare(z, count, row, unit, bounds, q)
-    _halve(z, count, row, stride, unit // 2, bounds, q)
+    _compare(z, count, row, unit, size, q)
+    if unit > 1:
+        factor, last = np.int32(unit), np.int32(size - (unit - 1))  # from a lower start the numbers suffice
+        for e in range(count):
+            place = np.int32(load(q, e) * factor)
+            store(q, e, place if place < last else last)
+        _halve(z, count, row, unit - 1, q)
 
 
 @inlined
@@ -78,40 +83,50 @@ def _blend(z, count, levels, steps, size, t):
 
 
 @inlined
-def _interpolate(z, count, levels, steps, stride, size, t):
-    """Positions from the numbers of levels but the first that values reach, which are in the memory of t."""
-    q, last, across = as_i32(t), np.int32(size - 2), np.int32(stride)
-    across_steps = across - np.int32(1) if across > np.int32(0) else np.int32(0)
-    for e in range(count):
-        index = load(q, e)
-        index = index if index < last else last  # a value that reaches the last level lies in the last gap, too
-        low = load(levels, np.int64(np.int32(np.int32(np.int32(e) * across) + index)))
-        inverse = load(steps, np.int64(np.int32(np.int32(np.int32(e) * np.int32(across_steps)) + index)))
-        store(t, e, np.float32(index) + _clip((load(z, e) - low) * inverse))
-
-
-@inlined
-def place(z, count, levels, steps, stride, size, stochastic, t):
-    """Positions of values as `grid_reference.positions` defines them.
+def place(z, count, levels, steps, size, stochastic, t, scratch):
+    """Positions of values on a row of levels.
 
     Args:
         z: float32 pointer to values.
         count: Number of values.
-        levels: float32 pointer to the first value's row of levels.
-        steps: float32 pointer to its row of steps.
-        stride: 0 where all values share the row, else `size`: value e's row is the e-th.
-        size: Levels of a row.
+        levels: float32 pointer to the levels.
+        steps: float32 pointer to what rounding needs beside them.
+        size: Levels of the row.
         stochastic: Rounding.
         t: float32 pointer to the positions, written.
+        scratch: float32 pointer to as many numbers.
     """
-    if stochastic and stride == 0 and size <= _MOST_BLENDED:
+    q = as_i32(t)
+    if not stochastic:
+        _count(z, count, steps, size - 1, q)
+        for e in range(count):
+            store(t, e, np.float32(load(q, e)))
+    elif size <= _MOST_BLENDED:
         _blend(z, count, levels, steps, size, t)
     else:
-        numbers, across = (advance(levels, 1), stride) if stochastic else (steps, stride - 1 if stride else 0)
-        q = as_i32(t)
-        _count(z, count, numbers, across, size - 1, q)
-        if stochastic:
-            _interpolate(z, count, levels, steps, stride, size, t)
-        else:
-            for e in range(count):
-                store(t, e, np.float32(load(q, e)))
+        _count(z, count, advance(levels, 1), size - 2, q)
+        for e in range(count):
+            index = np.int64(load(q, e))
+            store(scratch, e, (load(z, e) - load(levels, index)) * load(steps, index))
+        for e in range(count):
+            store(t, e, np.float32(load(q, e)) + _clip(load(scratch, e)))
+
+
+@inlined
+def place_each(z, count, levels, steps, size, stochastic, t, scratch):
+    """Positions of values each of which has its own of `count` rows; see `place`."""
+    q, across = as_i32(t), np.int32(size if stochastic else size - 1)
+    for e in range(count):
+        store(q, e, np.int32(np.int32(e) * across))
+    if stochastic:
+        _halve(z, count, advance(levels, 1), size - 2, q)
+        for e in range(count):
+            index = np.int64(load(q, e))
+            store(scratch, e, (load(z, e) - load(levels, index)) * load(steps, index - e))
+    else:
+        _halve(z, count, steps, size - 1, q)
+        for e in range(count):
+            store(scratch, e, np.float32(0.0))
+    for e in range(count):
+        index = np.int32(load(q, e) - np.int32(np.int32(e) * across))
+        store(t, e, np.float32(index) + _clip(load(scratch, e)))
