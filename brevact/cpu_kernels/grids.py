@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from brevact.cpu_kernels.dequantize import LIMITS, limited
-from brevact.cpu_kernels.floats import emit, emit_product, stage
+from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product, stage
 from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, INNER, KIND, NUMEL, STOCHASTIC
 from brevact.cpu_kernels.levels import place, place_each
 from brevact.cpu_kernels.memory import (
     advance,
-    as_i32,
     as_u32,
     f32_at,
     f32_scratch,
@@ -23,7 +22,7 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.philox import column_words
-from brevact.cpu_kernels.planes import bytes_to_codes, codes_to_bytes, words_to_bytes
+from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words, codes_to_bytes, words_to_bytes
 from brevact.cpu_kernels.quantize import round_narrow, round_wide
 
 
@@ -116,8 +115,10 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
 
 
 @inlined
-def _decode_row(levels, m, s, size, entries, limit, row):
-    """What the codes below `entries` stand for; those from `size` on are as the last level."""
+def _decode_row(levels, offset, scale, group, size, entries, limit, row):
+    """What the codes below `entries` stand for in a group; those from `size` on are as the last level."""
+    m = load(f32_at(offset), group) if scale else np.float32(-0.0)  # which adds nothing, to zeros too
+    s = load(f32_at(scale), group) if scale else np.float32(1.0)
     for k in range(size):
         store(row, k, limited(m + s * load(levels, k), limit))
     for k in range(size, entries):
@@ -125,19 +126,62 @@ def _decode_row(levels, m, s, size, entries, limit, row):
 
 
 @inlined
-def _decode_by_element(q, count, levels, stride, size, offsets, scales, limit, values):
-    """Values of codes of elements that are each in a group of their own."""
-    last, across = np.int32(size - 1), np.int32(stride)
+def _scale_each(values, first, count, offset, scale, groups, limit):
+    """clamp(offset + scale * value) of elements first to first + count, each in another group than the one before."""
+    e = 0
+    while e < count:
+        group = (first + e) % groups
+        run = min(groups - group, count - e)
+        m, s, y = advance(f32_at(offset), group), advance(f32_at(scale), group), advance(values, e)
+        for g in range(run):
+            store(y, g, limited(load(m, g) + load(s, g) * load(y, g), limit))
+        e += run
+
+
+@inlined
+def _decode_planes(packed, columns, bit_width, row, low, high, values):
+    """Values of a block whose codes all stand for the same."""
+    mask = np.uint32((1 << bit_width) - 1)
+    if bit_width < 8:
+        bytes_to_words(packed, columns, bit_width, low, high)
+    for i in range(8):
+        plane, words, shift = advance(values, i * columns), high if i & 4 else low, np.uint32((i & 3) * bit_width)
+        if bit_width == 8:
+            for j in range(columns):
+                store(plane, j, load(row, np.int64(load(packed, i * columns + j))))
+        elif bit_width <= 2:  # blending four values is faster than looking one up
+            r0, r1, r2, r3 = load(row, 0), load(row, 1), load(row, mask - 1), load(row, mask)
+            for j in range(columns):
+                q = np.uint32(np.uint32(load(words, j) >> shift) & mask)
+                odd = np.uint32(q & np.uint32(1)) != np.uint32(0)
+                store(plane, j, (r3 if odd else r2) if q > np.uint32(1) else (r1 if odd else r0))
+        else:
+            for j in range(columns):
+                store(plane, j, load(row, np.int64(np.uint32(np.uint32(load(words, j) >> shift) & mask))))
+
+
+@inlined
+def _decode_segments(words, first, count, levels, offset, scale, size, rows, entries, limit, table, row, values):
+    """Values of elements first to first + count of several groups, from their codes."""
+    inner, groups = load(table, INNER), load(table, GROUPS)
+    e = 0
+    while e < count:
+        group = (first + e) // inner % groups
+        run = min(inner - (first + e) % inner, count - e)
+        _decode_row(advance(levels, group * size if rows > 1 else 0), offset, scale, group, size, entries, limit, row)
+        for g in range(e, e + run):
+            store(values, g, load(row, np.int64(load(words, g))))
+        e += run
+
+
+@inlined
+def _look_up_each(words, first, count, levels, size, groups, limit, values):
+    """Levels of elements first to first + count, each on another group's row than the one before."""
+    last, group = np.int64(size - 1), first % groups
     for e in range(count):
-        code = load(q, e)
-        code = code if code < last else last
-        store(values, e, load(levels, np.int64(np.int32(np.int32(np.int32(e) * across) + code))))
-    if scales:
-        m, s = f32_at(offsets), f32_at(scales)
-        for e in range(count):
-            store(values, e, load(m, e) + load(s, e) * load(values, e))
-    for e in range(count):
-        store(values, e, limited(load(values, e), limit))
+        code = np.int64(load(words, e))
+        store(values, e, limited(load(levels, group * size + (code if code < last else last)), limit))
+        group = group + 1 if group + 1 < groups else np.int64(0)
 
 
 @kernel
@@ -163,33 +207,36 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, other, targ
     if scale == 0 and rows == 1:
         inner, groups = numel, 1
     limit, entries = np.float32(LIMITS[kind]), np.int64(1) << bit_width
-    values, words, row = f32_scratch(block), u32_scratch(block), f32_scratch(entries)
-    q, in_row = as_i32(words), np.int64(-1)
+    each = inner == 1 and groups > 1  # element is in another group than the one before
+    loose = np.float32(np.inf) if each and scale else limit
+    scratch, words, row, in_row = f32_scratch(block), u32_scratch(block), f32_scratch(entries), np.int64(-1)
+    low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        bytes_to_codes(advance(u8_at(codes), first // 8 * bit_width), (count + 7) // 8, bit_width, words)
-        e = 0
-        while e < count:
-            group = (first + e) // inner % groups
-            own = advance(f32_at(levels), group * size if rows > 1 else 0)
-            if inner == 1:
-                run = min(groups - group, count - e)
-                m, s = (offset + 4 * group, scale + 4 * group) if scale else (0, 0)
-                stride = size if rows > 1 else 0
-                _decode_by_element(advance(q, e), run, own, stride, size, m, s, limit, advance(values, e))
+        columns = (count + 7) // 8
+        packed = advance(u8_at(codes), first // 8 * bit_width)
+        direct = kind == FLOAT32 and other == 0 and count == 8 * columns
+        values = advance(f32_at(target), first) if direct else scratch
+        if first % inner + count <= inner or (each and rows == 1):  # all codes stand for the same, but for the scales
+            group = first // inner % groups if rows > 1 or not each else np.int64(0)
+            if group != in_row:
+                own = advance(f32_at(levels), group * size if rows > 1 else 0)
+                _decode_row(own, offset, 0 if each else scale, group, size, entries, loose, row)
+                in_row = group
+            _decode_planes(packed, columns, bit_width, row, low, high, values)
+        else:
+            bytes_to_codes(packed, columns, bit_width, words)
+            if each:
+                _look_up_each(words, first, count, f32_at(levels), size, groups, loose, values)
             else:
-                run = min(inner - (first + e) % inner, count - e)
-                if group != in_row:
-                    m = load(f32_at(offset), group) if scale else np.float32(-0.0)  # which adds nothing, to zeros too
-                    _decode_row(
-                        own, m, load(f32_at(scale), group) if scale else np.float32(1.0), size, entries, limit, row
-                    )
-                    in_row = group
-                for g in range(e, e + run):
-                    store(values, g, load(row, np.int64(load(q, g))))
-            e += run
+                _decode_segments(
+                    words, first, count, f32_at(levels), offset, scale, size, rows, entries, limit, table, row, values
+                )
+                in_row = np.int64(-1)
+        if each and scale:
+            _scale_each(values, first, count, offset, scale, groups, limit)
         if other:
             emit_product(values, other, target, kind, first, count)
-        else:
+        elif not direct:
             emit(values, target, kind, first, count)

@@ -180,7 +180,7 @@ def _grid_plan(geometry: Geometry, dtype: torch.dtype, stochastic: bool) -> cpu_
         numel=geometry.numel,
         bit_width=geometry.bit_width,
         block_size=geometry.block_size,
-        inner=geometry.inner,
+        inner=geometry.inner if geometry.groups != 1 else max(geometry.numel, 1),
         groups=geometry.groups,
         one_run=geometry.one_run,
         stochastic=stochastic,
