@@ -189,21 +189,21 @@ def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     stochastic = variant.operation == "grid_stochastic"
     geometry = dataclasses.replace(quantizer.geometry(spec.layout), block_size=512)
     plan, size = grid_plan_of(geometry, stochastic), 1 << variant.bit_width
-    affine = None if variant.bucket == "tensor" else _meta(geometry.groups, torch.float32)
+    per_group = _meta(geometry.groups, torch.float32)
+    if variant.operation == "grid_moments":
+        launch, _ = triton_kernels.moments(x, per_group, per_group, plan)
+        yield launch, int(launch.constants["INNER_TILE"] > 1 and plan.inner % ALIGNED_RUN == 0), 0
+        return
+    affine = None if variant.bucket == "tensor" else per_group
     count = 1 if variant.bucket in ("tensor", "channel", "channels_last") else geometry.groups
     levels, steps = _meta((count, size), torch.float32), _meta((count, size - 1), torch.float32)
-    rows = triton_kernels.GridRows(levels, steps, affine, affine)
-    codes = spec.split(spec.empty(x))[0]
-    if variant.operation == "grid_moments":
-        if affine is not None:
-            launch, _ = triton_kernels.moments(x, affine, affine, plan)
-            yield launch, int(launch.constants["INNER_TILE"] > 1 and plan.inner % ALIGNED_RUN == 0), 0
-    elif variant.operation == "grid_dequantize":
+    rows, codes = triton_kernels.GridRows(levels, steps, affine, affine), spec.split(spec.empty(x))[0]
+    if variant.operation == "grid_dequantize":
         yield triton_kernels.dequantize_grid(codes, rows, None, x, plan), 0, 8
     else:
         seed = _meta((), torch.int64) if stochastic else None
-        aligned = plan.rows_in_groups or affine is None or x.itemsize == 4
-        yield triton_kernels.quantize_grid(x, codes, rows, seed, plan), 8 * aligned, 0
+        wide = affine is None or plan.rows_in_groups or x.itemsize == 4
+        yield triton_kernels.quantize_grid(x, codes, rows, seed, plan), 8 * wide, 0
 
 
 def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:
