@@ -25,8 +25,8 @@ __all__ = [
     "pack_mask",
     "quantize_grid",
     "quantize_uniform",
-    "split_maps",
     "ranges",
+    "split_maps",
     "unpack_codes",
     "unpack_mask",
 ]
