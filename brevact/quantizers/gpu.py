@@ -14,31 +14,12 @@ from torch import Tensor
 
 from brevact import triton_kernels
 from brevact.quantizers.geometry import LARGEST_BLOCK
-from brevact.quantizers.gpu_grids import dequantize_grid, moments, quantize_grid, ranges
+from brevact.quantizers.gpu_grids import dequantize_grid, moments, quantize_grid, ranges  # noqa: F401 (parts of this module)
 
 if TYPE_CHECKING:
     from brevact.quantizers.blocks import MapBlocks
     from brevact.quantizers.packed import PackedSpec
     from brevact.quantizers.uniform import UniformQuantizer
-
-__all__ = [
-    "MASKED",
-    "can_pack",
-    "can_unpack",
-    "dequantize_grid",
-    "dequantize_uniform",
-    "mask_multiply",
-    "moments",
-    "pack",
-    "pack_mask",
-    "plan_of",
-    "quantize_grid",
-    "quantize_uniform",
-    "ranges",
-    "takes",
-    "unpack",
-    "unpack_mask",
-]
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 MASKED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.bool))
