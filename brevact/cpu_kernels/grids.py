@@ -141,16 +141,17 @@ def _scale_each(values, first, count, offset, scale, groups, limit):
 @inlined
 def _decode_planes(packed, columns, bit_width, row, low, high, values):
     """Values of a block whose codes all stand for the same."""
-    mask = np.uint32((1 << bit_width) - 1)
-    if bit_width < 8:
-        bytes_to_words(packed, columns, bit_width, low, high)
-    for i in range(8):
-        plane, words, shift = advance(values, i * columns), high if i & 4 else low, np.uint32((i & 3) * bit_width)
-        if bit_width == 8:
-            for j in range(columns):
-                store(plane, j, load(row, np.int64(load(packed, i * columns + j))))
-        elif bit_width <= 2:  # blending four values is faster than looking one up
-            r0, r1, r2, r3 = load(row, 0), load(row, 1), load(row, mask - 1), load(row, mask)
+    count = 8 * columns
+    if bit_width == 8:
+        for e in range(count):
+            store(values, e, load(row, np.int64(load(packed, e))))
+        return
+    bytes_to_words(packed, columns, bit_width, low, high)
+    mask, i, start = np.uint32((1 << bit_width) - 1), 0, 0
+    r0, r1, r2, r3 = load(row, 0), load(row, 1), load(row, mask - 1), load(row, mask)
+    while start < count:  # planes; a loop of eight would be unrolled, which takes long to compile
+        plane, words, shift = advance(values, start), high if i & 4 else low, np.uint32((i & 3) * bit_width)
+        if bit_width <= 2:  # blending four values is faster than looking one up
             for j in range(columns):
                 q = np.uint32(np.uint32(load(words, j) >> shift) & mask)
                 odd = np.uint32(q & np.uint32(1)) != np.uint32(0)
@@ -158,6 +159,7 @@ def _decode_planes(packed, columns, bit_width, row, low, high, values):
         else:
             for j in range(columns):
                 store(plane, j, load(row, np.int64(np.uint32(np.uint32(load(words, j) >> shift) & mask))))
+        i, start = i + 1, start + columns
 
 
 @inlined
