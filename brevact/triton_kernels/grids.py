@@ -65,7 +65,8 @@ def moments(x: Tensor, offset: Tensor, inverse: Tensor, plan: UniformPlan) -> tu
     Returns:
         The kernel to launch, and what it writes: (parts, G, 6) int64 moments of parts of the groups.
     """
-    tile = THREADS * WIDEST_ACCESS // x.itemsize
+    itemsize = x.itemsize if plan.inner % WIDEST_ACCESS == 0 else 4  # more masks of single elements would spill
+    tile = THREADS * WIDEST_ACCESS // itemsize
     tiles = group_tiling(plan.numel, plan.inner, plan.groups, plan.one_run, tile, _LEAST_OF_MOMENTS)
     sums = x.new_empty((tiles.parts, plan.groups, moments_kernels.COLUMNS.value), dtype=torch.int64)
     arguments = (x, offset, inverse, sums, plan.numel, plan.inner, plan.groups, tiles.repeats)
