@@ -27,6 +27,9 @@ from brevact.injectors import (
     NearestBackward8bit,
     O4Backward,
     O4ForwardBackward,
+    SignMagnitudeBackward,
+    SignMagnitudeGlobalBackward,
+    SignMagnitudeL2Backward,
     StochBackward1bit,
     StochBackward2bit,
     StochBackward2bit4bitMix,
@@ -64,6 +67,7 @@ from brevact.quantizers import (
     NormalizedQuantizer,
     PackedActivation,
     Rounding,
+    SignMagnitudeQuantizer,
     UniformQuantizer,
 )
 
@@ -100,6 +104,10 @@ __all__ = [
     "PackedActivation",
     "Rounding",
     "SaveMode",
+    "SignMagnitudeBackward",
+    "SignMagnitudeGlobalBackward",
+    "SignMagnitudeL2Backward",
+    "SignMagnitudeQuantizer",
     "StochBackward1bit",
     "StochBackward2bit",
     "StochBackward2bit4bitMix",

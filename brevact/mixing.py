@@ -11,6 +11,7 @@ from torch import nn
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
+from brevact.quantizers import MixingQuantizer
 
 _KINDS = ("constant", "linear", "cosine", "step")
 #: Probabilities are rounded to so many decimals: a run then has few settings, which are equal from step to step.
@@ -18,7 +19,9 @@ _DECIMALS = 3
 
 
 class MixSchedule:
-    """Sets ``mix_prob`` of a model's mixing quantizers, step by step; call ``step()`` once an iteration.
+    """Sets the probability of a model's mixing quantizers, step by step; call ``step()`` once an iteration.
+
+    That is ``mix_prob`` of ``StochBackward2bit4bitMix`` and its like, ``mix_levels_prob`` of ``SignMagnitudeBackward``.
 
     With t = min(step / steps, 1): constant p = start; linear p = start + (end - start) t; cosine
     p = end + (start - end) (1 + cos(pi t)) / 2; step p = start + (end - start) floor(t * stairs) / stairs, in equal
@@ -71,7 +74,7 @@ class MixSchedule:
                 "model has no quantizer that mixes two widths; give it one first: "
                 "brevact.quantize_backward(model, brevact.StochBackward2bit4bitMix)"
             )
-        start = mixing[0].quantizer.mix_prob if start is None else start
+        start = mixing[0].quantizer.probability if start is None else start
         for name, probability in (("start", start), ("end", end)):
             if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
                 raise ValueError(f"{name}={probability!r}; accepted is a number from 0 to 1")
@@ -120,7 +123,7 @@ class MixSchedule:
         changed: dict[BackwardSettings, BackwardSettings] = {}  # what was one object stays one
         for holder, settings in self._holders():
             if settings not in changed:
-                quantizer = dataclasses.replace(settings.quantizer, mix_prob=self.mix_prob)
+                quantizer = settings.quantizer.with_probability(self.mix_prob)
                 changed[settings] = dataclasses.replace(settings, quantizer=quantizer)
             holder.settings = changed[settings]
 
@@ -134,5 +137,5 @@ class MixSchedule:
         return [
             (holder, holder.settings)
             for holder in holders
-            if holder.settings is not None and hasattr(holder.settings.quantizer, "mix_prob")
+            if holder.settings is not None and isinstance(holder.settings.quantizer, MixingQuantizer)
         ]

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.quantizers import Granularity, MixedQuantizer, PackedActivation, Rounding, UniformQuantizer, unpack_codes
+from brevact.quantizers import (
+    Granularity,
+    MixedQuantizer,
+    PackedActivation,
+    Rounding,
+    SignMagnitudeQuantizer,
+    UniformQuantizer,
+    unpack_codes,
+)
+from brevact.quantizers.sign_magnitude import SignMagnitudeLevels
+from brevact.quantizers.sized_mix import SizedMix
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -20,10 +31,14 @@ class Subject:
     Args:
         quantizer: The quantizer.
         step: Distance of the two levels around each element, from a packed activation: the shape of the tensor.
+        constant_dtype: What a bucket of equal elements is stored in exactly; None if it is not.
+        is_noisy: Whether seeds show; they do not where each element is a bucket of its own.
     """
 
-    quantizer: UniformQuantizer
+    quantizer: Any
     step: Callable[[PackedActivation], Tensor]
+    constant_dtype: torch.dtype | None = torch.float32
+    is_noisy: bool = True
 
     @property
     def is_stochastic(self) -> bool:
@@ -47,9 +62,9 @@ class Subject:
         no larger than the largest magnitude involved; computing with float64 inputs rounds them to float32 as well.
         """
         reach = x.double().abs().max() * 2 if x.numel() else 0.0
-        info = torch.finfo(x.dtype)
-        rounding = x.double().abs() * max(info.eps, 2**-23) + info.smallest_normal * info.eps
-        return self.step(packed).double() * self.largest_error + reach * 5 * 2**-24 + rounding
+        info, step = torch.finfo(x.dtype), self.step(packed).double()
+        rounding = (x.double().abs() + step) * max(info.eps, 2**-23) + info.smallest_normal * info.eps
+        return step * self.largest_error + reach * 5 * 2**-24 + rounding
 
 
 def uniform_step(packed: PackedActivation) -> Tensor:
@@ -59,20 +74,23 @@ def uniform_step(packed: PackedActivation) -> Tensor:
     return packed.layout.restore(packed.scale.float()[group])
 
 
+def sign_magnitude_step(packed: PackedActivation) -> Tensor:
+    """The stored scale of each element's bucket, over the number of levels."""
+    geometry = packed.quantizer.geometry(packed.layout)
+    group = torch.arange(geometry.numel) // geometry.inner
+    return packed.layout.restore(packed.scale.float()[group] / packed.quantizer.levels)
+
+
 def mixed_step(packed: PackedActivation) -> Tensor:
-    """The stored scale of each element's bucket, which the decoder puts into place like any other values."""
-    sized = packed.quantizer
+    """The step of each element by the quantizer of its bucket."""
+    quantizer = packed.quantizer
+    if not isinstance(quantizer, SizedMix):  # buckets that are all alike
+        return (sign_magnitude_step if isinstance(quantizer, SignMagnitudeLevels) else uniform_step)(packed)
     *packs, mask = packed.tensors
-    steps = []
-    for spec, pack in zip(sized._specs(packed.layout), packs, strict=True):
-        part = PackedActivation(spec, pack[: spec.nbytes])
-        steps.append(part.scale.float().repeat_interleave(sized.size)[: spec.layout.numel])
-    full = sized.numel // sized.size
-    is_high = unpack_codes(mask, 1, full).bool().repeat_interleave(sized.size)
-    tail = torch.full((sized.numel % sized.size,), sized.high_tail)
-    where = torch.cat((is_high, tail))
-    result = torch.empty(sized.numel)
-    result[~where], result[where] = steps
+    result, size = torch.empty(quantizer.numel), quantizer.size
+    is_high = unpack_codes(mask, 1, -(-quantizer.numel // size)).bool().repeat_interleave(size)[: quantizer.numel]
+    for spec, pack, where in zip(quantizer.specs(packed.layout), packs, (~is_high, is_high), strict=True):
+        result[where] = mixed_step(PackedActivation(spec, pack[: spec.nbytes]))
     return packed.layout.restore(result)
 
 
@@ -80,8 +98,15 @@ def _mixed(**settings: object) -> Subject:
     return Subject(MixedQuantizer(**settings), mixed_step)
 
 
+def _sign_magnitude(**settings: object) -> Subject:
+    quantizer = SignMagnitudeQuantizer(**settings)
+    exact = quantizer.use_max and quantizer.scale_dtype is torch.float32
+    return Subject(quantizer, mixed_step, constant_dtype=torch.float32 if exact else None)
+
+
 def _uniform(**settings: object) -> Subject:
-    return Subject(UniformQuantizer(**settings), uniform_step)
+    quantizer = UniformQuantizer(**settings)
+    return Subject(quantizer, uniform_step, quantizer.minimum_dtype, is_noisy=quantizer.bucket_size != 1)
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -102,6 +127,13 @@ SUBJECTS: dict[str, Subject] = {
     "mixed-tensor": _mixed(granularity=Granularity.TENSOR),
     "mixed-never": _mixed(mix_prob=0),
     "mixed-always": _mixed(mix_prob=1),
+    "sign-magnitude": _sign_magnitude(),
+    "sign-magnitude-nearest-4": _sign_magnitude(rounding=Rounding.NEAREST, mix_levels_prob=0),
+    "sign-magnitude-nearest-3-7": _sign_magnitude(rounding=Rounding.NEAREST, base_levels=3, mix_levels=7),
+    "sign-magnitude-l2": _sign_magnitude(use_max=False),
+    "sign-magnitude-bucket-100": _sign_magnitude(bucket=100, base_levels=1, mix_levels=64, mix_levels_prob=0.5),
+    "sign-magnitude-tensor": _sign_magnitude(bucket=None, mix_levels_prob=0.5),
+    "sign-magnitude-bfloat16-scale": _sign_magnitude(scale_dtype=torch.bfloat16),
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
 }
 
