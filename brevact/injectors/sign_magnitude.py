@@ -75,8 +75,8 @@ class SignMagnitudeGlobalBackward(SignMagnitudeBackward):
     """`SignMagnitudeBackward` with one scale and one draw of the levels a tensor: 4 or 6 bits for all of it.
 
     >>> import torch
-    >>> sizes = {SignMagnitudeGlobalBackward.quantizer.quantize(torch.rand(1024), seed=seed).nbytes for seed in range(9)}
-    >>> sorted(sizes)  # 512 or 768 bytes of codes, and the scale; 4096 in float32
+    >>> q, x = SignMagnitudeGlobalBackward.quantizer, torch.rand(1024)
+    >>> sorted({q.quantize(x, seed=seed).nbytes for seed in range(9)})  # 512 or 768 bytes of codes, and the scale; 4096 in float32
     [516, 772]
     """
 

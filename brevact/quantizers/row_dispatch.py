@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def random_words(count: int, seed: int | Tensor, device: torch.device) -> Tensor
     Returns:
         (count,) int64 tensor.
     """
+    if device.type == "cpu" and (kernels := kernels_for(torch.empty(0, device="cpu"))) is not None:
+        return kernels.random_words(count, seed)
     counter = torch.arange(-(-count // 4), device=device)
     zero = torch.zeros_like(counter)
     key = torch.as_tensor(seed, dtype=torch.int64, device=device)
@@ -54,6 +57,10 @@ def quantize_rows(
         seed: Key of the random bits, a signed 64-bit int or 0-d int64 tensor.
         buffer: Receives the bytes of the spec.
     """
+    kernels = _row_kernels(spec, flat, rows, buffer)
+    if kernels is not None:
+        kernels.quantize_rows(flat, rows, spec, seed, buffer)
+        return
     elements = flat.new_empty(spec.layout.numel)
     tail = elements.numel() % size
     whole = elements.numel() // size
@@ -76,6 +83,10 @@ def dequantize_rows(
         other: (n,) contiguous factor, or None.
         target: (n,) contiguous result; may be `other`.
     """
+    kernels = _row_kernels(spec, target, rows, buffer, *(() if other is None else (other,)))
+    if kernels is not None:
+        kernels.dequantize_rows(buffer, spec, rows, other, target)
+        return
     for first, values in _decoded_chunks(buffer, spec, size):
         whole, tail = values.numel() // size, values.numel() % size
         places = rows[first : first + whole]
@@ -86,6 +97,13 @@ def dequantize_rows(
         if tail:
             ragged = values[-tail:]
             target[-tail:] = ragged if other is None else ragged * other[-tail:]
+
+
+def _row_kernels(spec: PackedSpec[Any], *tensors: Tensor) -> ModuleType | None:
+    """Launchers of kernels that find rows by themselves, if there are any: those of uniform quantizers on the CPU."""
+    if type(spec.quantizer) is UniformQuantizer and tensors[0].is_cpu:
+        return kernels_for(*tensors)
+    return None
 
 
 def _full_rows(flat: Tensor, size: int) -> Tensor:
