@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import row_dispatch
-from brevact.quantizers.codes import pack_codes, unpack_codes
+from brevact.quantizers.codes import pack_mask, unpack_mask
 from brevact.quantizers.dispatch import flat_memory
 from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.quantizers.layout import Layout
@@ -91,7 +91,7 @@ class SizedMix:
             buffer = (flat.new_zeros if padded else flat.new_empty)(spec.nbytes, dtype=torch.uint8)
             *packs, mask = spec.split(buffer)
             is_high = self._choose(_moved(key, _PLACEMENT_KEY), flat.device)
-            mask.copy_(pack_codes(is_high, 1))
+            mask.copy_(pack_mask(is_high))
             seeds = key, _moved(key, _HIGH_KEY)
             for part, rows, own, pack in zip(specs, self._rows(is_high), seeds, packs, strict=True):
                 row_dispatch.quantize_rows(flat, rows, self.size, part, own, pack[: part.nbytes])
@@ -138,25 +138,27 @@ class SizedMix:
 
     def _decode(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
         *packs, mask = spec.split(buffer)
-        rows = self._rows(unpack_codes(mask, 1, self._buckets))
+        rows = self._rows(unpack_mask(mask, Layout((self._buckets,), (1,), torch.bool)))
         with torch.no_grad():
             flat = flat_memory(target, self.numel)
             for part, own, pack in zip(self.specs(spec.layout), rows, packs, strict=True):
                 row_dispatch.dequantize_rows(pack[: part.nbytes], part, own, self.size, other, flat)
 
     def _choose(self, key: int | Tensor, device: torch.device) -> Tensor:
-        """(buckets,) uint8: 1 for `high_count` of the full buckets, those with the largest random words."""
+        """(buckets,) bool: True for `high_count` of the full buckets, those with the largest random words."""
         full = self.numel // self.size
-        order = row_dispatch.random_words(full, key, device).argsort(stable=True)
-        is_high = torch.zeros(self._buckets, dtype=torch.uint8, device=device)
-        is_high.index_fill_(0, order[full - self.high_count :], 1)
-        if self.high_tail:
-            is_high[-1] = 1
+        is_high = torch.zeros(self._buckets, dtype=torch.bool, device=device)
+        if self.high_count:
+            words = row_dispatch.random_words(full, key, device) << 31 | torch.arange(full, device=device)  # no two equal
+            torch.ge(words, words.kthvalue(full - self.high_count + 1).values, out=is_high[:full])
+        is_high[full:] = self.high_tail
         return is_high
 
     def _rows(self, is_high: Tensor) -> tuple[Tensor, Tensor]:
         """Indices of the low buckets and of the high ones, each in ascending order."""
-        order = is_high.argsort(stable=True)
+        if is_high.is_cpu:
+            return is_high.logical_not().nonzero().view(-1), is_high.nonzero().view(-1)
+        order = is_high.to(torch.uint8).argsort(stable=True)  # nonzero would wait for the device
         low = self._buckets - self.high_count - self.high_tail
         return order[:low], order[low:]
 
