@@ -8,12 +8,15 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from brevact.quantizers.checks import check_input
+from brevact.quantizers.dispatch import refuse_wrapped
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.sized_mix import BucketQuantizer, SizedMix
+from brevact.quantizers.tracing import is_traced
 
 Self = TypeVar("Self", bound="MixingQuantizer")
 
@@ -25,8 +28,9 @@ class MixingQuantizer(ABC):
     the distribution is that of independent draws, and the size is known without waiting for the device. A tensor whose
     buckets all turn out alike is stored as that quantizer alone would.
 
-    A graph of `torch.compile` has fixed sizes: there k is drawn when the graph is traced, once for each place that
-    stores a tensor, and each run draws which k buckets are high.
+    A graph of `torch.compile` has fixed sizes: there k is drawn when the graph is traced, once for each tensor that it
+    stores, and each run draws which k buckets are high; tensors of another size make another graph, `dynamic=True` or
+    not. The same holds for a CUDA graph.
 
     A subclass is a frozen dataclass, one field of which is the probability.
     """
@@ -73,7 +77,7 @@ class MixingQuantizer(ABC):
         """Whether the codes depend on the seed: by rounding, or by the choice of the buckets."""
         return self.low.is_stochastic or self.high.is_stochastic or 0 < self.probability < 1
 
-    def sized(self, numel: int, host_seed: int) -> BucketQuantizer:
+    def sized(self, numel: int, host_seed: int) -> BucketQuantizer | SizedMix:
         """Draw how many buckets of a tensor are high.
 
         Args:
@@ -84,10 +88,11 @@ class MixingQuantizer(ABC):
             A quantizer of tensors of that many elements, whose bytes are known beforehand.
         """
         size = self.group_size or max(numel, 1)
-        generator = torch.Generator("cpu").manual_seed(host_seed)
-        counts = torch.tensor([numel // size, int(numel % size > 0)], dtype=torch.float64, device="cpu")
-        drawn = torch.binomial(counts, torch.full_like(counts, self.probability), generator=generator)
-        high, tail = map(int, drawn.tolist())
+        with _disable_current_modes():  # of fake tensors, which have no values
+            generator = torch.Generator("cpu").manual_seed(host_seed)
+            counts = torch.tensor([numel // size, int(numel % size > 0)], dtype=torch.float64, device="cpu")
+            drawn = torch.binomial(counts, torch.full_like(counts, self.probability), generator=generator)
+            high, tail = map(int, drawn.tolist())
         if high + tail == 0:
             return self.low
         if high + tail == -(-numel // size):
@@ -109,12 +114,17 @@ class MixingQuantizer(ABC):
             TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
         """
         check_input(x)
+        refuse_wrapped(x)
         numel = Layout.of(x).numel
         if not self.is_stochastic:
             return self.sized(numel, 0).quantize(x)
         key = seed_value(seed, x.device)
-        on_host = not isinstance(key, Tensor) or key.device.type == "cpu"
-        host_seed = int(key) if on_host else int(torch.randint(2**63 - 1, (), device="cpu"))
+        on_host = not isinstance(key, Tensor) or (key.is_cpu and not is_traced(key))
+        if on_host:
+            host_seed = int(key)
+        else:
+            with _disable_current_modes():
+                host_seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         return self.sized(numel, host_seed).quantize(x, key)
 
 

@@ -16,6 +16,7 @@ from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.mixing_quantizer import MixingQuantizer, check_probability
 from brevact.quantizers.packed import Part
+from brevact.quantizers.tracing import is_traced
 from brevact.quantizers.uniform import Rounding
 
 LARGEST_LEVELS = 256
@@ -117,7 +118,8 @@ class SignMagnitudeLevels(GridQuantizer):
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """Levels -1 to 1 in units of the scale."""
-        return Grid(*_levels(self.levels, device), None, metadata[0].float())
+        make = _levels.__wrapped__ if is_traced(metadata[0]) else _levels  # fake tensors must not stay in the cache
+        return Grid(*make(self.levels, device), None, metadata[0].float())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import seed_value
+from brevact.quantizers.tracing import is_traced
 
 _HIGH_KEY = 0x5851F42D4C957F2D  # what the seed of the high buckets is moved by
 _PLACEMENT_KEY = 0x2545F4914F6CDD1D  # and the seed that chooses them
@@ -27,7 +28,7 @@ class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
     """
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks and groups of a tensor; a group is a bucket."""
+        """Blocks and groups of a tensor: a group is a bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,16 @@ class SizedMix:
 
         Returns:
             The packed activation.
+
+        Raises:
+            ValueError: If `x` has another number of distinct elements.
         """
         layout, key = Layout.of(x), seed_value(seed, x.device)
+        if layout.numel != self.numel:
+            raise ValueError(
+                f"x: got a tensor of {layout.numel} distinct elements; the numbers of buckets were drawn for {self.numel}"
+                "; quantize it by the MixingQuantizer, or call its sized with that number"
+            )
         spec: PackedSpec[SizedMix] = PackedSpec(self, layout)
         specs = self.specs(layout)
         padded = any(part.has_padding for part in specs) or specs[0].nbytes % 4
@@ -149,14 +158,16 @@ class SizedMix:
         full = self.numel // self.size
         is_high = torch.zeros(self._buckets, dtype=torch.bool, device=device)
         if self.high_count:
-            words = row_dispatch.random_words(full, key, device) << 31 | torch.arange(full, device=device)  # no two equal
+            words = row_dispatch.random_words(full, key, device) << 31 | torch.arange(
+                full, device=device
+            )  # no two equal
             torch.ge(words, words.kthvalue(full - self.high_count + 1).values, out=is_high[:full])
         is_high[full:] = self.high_tail
         return is_high
 
     def _rows(self, is_high: Tensor) -> tuple[Tensor, Tensor]:
         """Indices of the low buckets and of the high ones, each in ascending order."""
-        if is_high.is_cpu:
+        if is_high.is_cpu and not is_traced(is_high):
             return is_high.logical_not().nonzero().view(-1), is_high.nonzero().view(-1)
         order = is_high.to(torch.uint8).argsort(stable=True)  # nonzero would wait for the device
         low = self._buckets - self.high_count - self.high_tail
