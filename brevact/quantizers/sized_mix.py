@@ -89,8 +89,8 @@ class SizedMix:
         layout, key = Layout.of(x), seed_value(seed, x.device)
         if layout.numel != self.numel:
             raise ValueError(
-                f"x: got a tensor of {layout.numel} distinct elements; the numbers of buckets were drawn for {self.numel}"
-                "; quantize it by the MixingQuantizer, or call its sized with that number"
+                f"x: got a tensor of {layout.numel} distinct elements; the numbers of buckets were drawn for one of "
+                f"{self.numel}; quantize it by the MixingQuantizer, or call its sized with that number"
             )
         spec: PackedSpec[SizedMix] = PackedSpec(self, layout)
         specs = self.specs(layout)
@@ -158,10 +158,9 @@ class SizedMix:
         full = self.numel // self.size
         is_high = torch.zeros(self._buckets, dtype=torch.bool, device=device)
         if self.high_count:
-            words = row_dispatch.random_words(full, key, device) << 31 | torch.arange(
-                full, device=device
-            )  # no two equal
-            torch.ge(words, words.kthvalue(full - self.high_count + 1).values, out=is_high[:full])
+            words = row_dispatch.random_words(full, key, device)
+            unequal = words << 31 | torch.arange(full, device=device)
+            torch.ge(unequal, unequal.kthvalue(full - self.high_count + 1).values, out=is_high[:full])
         is_high[full:] = self.high_tail
         return is_high
 
