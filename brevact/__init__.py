@@ -29,6 +29,9 @@ from brevact.injectors import (
     NearestBackward8bit,
     O4Backward,
     O4ForwardBackward,
+    SignMagnitudeBackward,
+    SignMagnitudeGlobalBackward,
+    SignMagnitudeL2Backward,
     StochBackward1bit,
     StochBackward2bit,
     StochBackward2bit4bitMix,
@@ -67,6 +70,7 @@ from brevact.quantizers import (
     NormalizedQuantizer,
     PackedActivation,
     Rounding,
+    SignMagnitudeQuantizer,
     UniformQuantizer,
 )
 
@@ -106,6 +110,10 @@ __all__ = [
     "PackedActivation",
     "Rounding",
     "SaveMode",
+    "SignMagnitudeBackward",
+    "SignMagnitudeGlobalBackward",
+    "SignMagnitudeL2Backward",
+    "SignMagnitudeQuantizer",
     "StochBackward1bit",
     "StochBackward2bit",
     "StochBackward2bit4bitMix",

@@ -53,6 +53,12 @@ from brevact.injectors.normalized import (
     U8ForwardBackward,
 )
 from brevact.injectors.settings import backward_settings_from
+from brevact.injectors.sign_magnitude import (
+    SignMagnitudeBackward,
+    SignMagnitudeBuckets,
+    SignMagnitudeGlobalBackward,
+    SignMagnitudeL2Backward,
+)
 from brevact.injectors.slot import BackwardQuantProxy
 from brevact.injectors.uniform import (
     NearestBackward1bit,
@@ -105,6 +111,10 @@ __all__ = [
     "O4Backward",
     "O4ForwardBackward",
     "SaveQuantized",
+    "SignMagnitudeBackward",
+    "SignMagnitudeBuckets",
+    "SignMagnitudeGlobalBackward",
+    "SignMagnitudeL2Backward",
     "StochBackward1bit",
     "StochBackward2bit",
     "StochBackward2bit4bitMix",

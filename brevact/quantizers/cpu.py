@@ -59,7 +59,7 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
         x = spec.layout.flatten(x.detach())
     codes = buffer.data_ptr()
     _, minimum, scale = spec.offsets
-    plan = spec.cpu_plan or _plan(spec)
+    plan = spec.cpu_plan or _keep_plan(spec)
     threads = torch.get_num_threads()
     cpu_kernels.quantize_uniform(x.data_ptr(), codes, codes + scale, codes + minimum, int(seed), plan, threads)
 
@@ -78,7 +78,63 @@ def dequantize_uniform(
     codes = buffer.data_ptr()
     _, minimum, scale = spec.offsets
     factor = 0 if other is None else other.data_ptr()
-    plan = spec.cpu_plan or _plan(spec)
+    plan = spec.cpu_plan or _keep_plan(spec)
+    threads = torch.get_num_threads()
+    cpu_kernels.dequantize_uniform(codes, codes + scale, codes + minimum, factor, target.data_ptr(), plan, threads)
+
+
+def random_words(count: int, seed: int | Tensor) -> Tensor:
+    """See `row_dispatch.random_words`.
+
+    Args:
+        count: Number of words.
+        seed: Signed 64-bit int or 0-d int64 tensor.
+
+    Returns:
+        (count,) int64 tensor.
+    """
+    words = torch.empty(count, dtype=torch.int64, device="cpu")
+    cpu_kernels.draw_words(int(seed), words.data_ptr(), count, torch.get_num_threads())
+    return words
+
+
+def quantize_rows(
+    flat: Tensor, rows: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor, buffer: Tensor
+) -> None:
+    """See `row_dispatch.quantize_rows`.
+
+    Args:
+        flat: (n,) contiguous tensor that holds the rows.
+        rows: (G,) int64 indices of groups.
+        spec: Spec of the 1-D tensor of the rows, of a `UniformQuantizer`.
+        seed: Signed 64-bit int or 0-d int64 tensor.
+        buffer: Receives the bytes of the spec, zero where it has padding.
+    """
+    codes = buffer.data_ptr()
+    _, minimum, scale = spec.offsets
+    rows = rows.contiguous()  # in a name, so that its memory lives on
+    plan = _plan(spec, rows.data_ptr())
+    threads = torch.get_num_threads()
+    cpu_kernels.quantize_uniform(flat.data_ptr(), codes, codes + scale, codes + minimum, int(seed), plan, threads)
+
+
+def dequantize_rows(
+    buffer: Tensor, spec: PackedSpec[UniformQuantizer], rows: Tensor, other: Tensor | None, target: Tensor
+) -> None:
+    """See `row_dispatch.dequantize_rows`.
+
+    Args:
+        buffer: Bytes of the spec.
+        spec: Spec of the 1-D tensor of the rows, of a `UniformQuantizer`.
+        rows: (G,) int64 indices of groups.
+        other: (n,) contiguous factor, or None.
+        target: (n,) contiguous result; may be `other`.
+    """
+    codes = buffer.data_ptr()
+    _, minimum, scale = spec.offsets
+    factor = 0 if other is None else other.data_ptr()
+    rows = rows.contiguous()
+    plan = _plan(spec, rows.data_ptr())
     threads = torch.get_num_threads()
     cpu_kernels.dequantize_uniform(codes, codes + scale, codes + minimum, factor, target.data_ptr(), plan, threads)
 
@@ -216,11 +272,16 @@ def _pooling_plan(blocks: MapBlocks) -> cpu_kernels.PoolingPlan:
     return cpu_kernels.PoolingPlan(maps=blocks.maps, sides=blocks.sides, block=blocks.block)
 
 
-def _plan(spec: PackedSpec[UniformQuantizer]) -> cpu_kernels.UniformPlan:
-    """What the kernels need to know of a tensor, kept with the spec."""
+def _keep_plan(spec: PackedSpec[UniformQuantizer]) -> cpu_kernels.UniformPlan:
+    plan = spec.cpu_plan = _plan(spec)
+    return plan
+
+
+def _plan(spec: PackedSpec[UniformQuantizer], rows: int = 0) -> cpu_kernels.UniformPlan:
+    """What the kernels need to know of a tensor; of one of whole groups of another one, with the address of these."""
     quantizer = spec.quantizer
     geometry = quantizer.geometry(spec.layout)
-    plan = spec.cpu_plan = cpu_kernels.UniformPlan(
+    return cpu_kernels.UniformPlan(
         numel=geometry.numel,
         bit_width=geometry.bit_width,
         block_size=geometry.block_size,
@@ -231,5 +292,5 @@ def _plan(spec: PackedSpec[UniformQuantizer]) -> cpu_kernels.UniformPlan:
         scale_kind=KINDS[quantizer.scale_dtype],
         minimum_kind=KINDS[quantizer.minimum_dtype],
         kind=KINDS[spec.layout.dtype],
+        rows=rows,
     )
-    return plan

@@ -9,8 +9,8 @@ from brevact.quantizers import Granularity, MixedQuantizer, Rounding, UniformQua
 
 
 def placed(packed) -> torch.Tensor:
-    """Whether each full bucket is high."""
-    return unpack_codes(packed.tensors[2], 1, packed.quantizer.numel // packed.quantizer.size).bool()
+    """Whether each bucket is high."""
+    return unpack_codes(packed.tensors[2], 1, -(-packed.quantizer.numel // packed.quantizer.size)).bool()
 
 
 @pytest.mark.parametrize(
