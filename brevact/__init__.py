@@ -53,6 +53,9 @@ from brevact.injectors import (
     U5ForwardBackward,
     U8Backward,
     U8ForwardBackward,
+    WeibullBackward2bit,
+    WeibullBackward3bit,
+    WeibullBackward4bit,
 )
 from brevact.memory import MemoryReport, memory_report
 from brevact.mixing import MixSchedule
@@ -65,6 +68,7 @@ from brevact.quantizers import (
     PackedActivation,
     Rounding,
     UniformQuantizer,
+    WeibullQuantizer,
 )
 
 __all__ = [
@@ -127,6 +131,10 @@ __all__ = [
     "U8Backward",
     "U8ForwardBackward",
     "UniformQuantizer",
+    "WeibullBackward2bit",
+    "WeibullBackward3bit",
+    "WeibullBackward4bit",
+    "WeibullQuantizer",
     "backward_quant",
     "memory_report",
     "quantize_backward",

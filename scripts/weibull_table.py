@@ -167,17 +167,16 @@ def variance(levels: Array, k: Array) -> Array:
     return ((a + b) * first - a * b * zeroth - second).sum(-1)
 
 
-def nodes(count: int, end_count: int) -> Array:
+def nodes(k: Array, end_count: int) -> Array:
     """The table: for each shape and end the columns that `weibull_levels` names, in units of the mean.
 
     Args:
-        count: number of shapes.
+        k: (K,) shapes.
         end_count: number of ends of each.
 
     Returns:
-        (count, end_count, columns) float64.
+        (K, end_count, columns) float64.
     """
-    k = shapes(count)
     end = ends(k, end_count)
     k = np.broadcast_to(k[:, None], end.shape)
     mean = gamma(1 + 1 / k)
@@ -205,7 +204,7 @@ def shape_bounds(count: int) -> Array:
 
 def main() -> None:
     """Write the file."""
-    table = nodes(layout.SHAPE_NODES, layout.END_NODES)
+    table = nodes(shapes(layout.SHAPE_NODES), layout.END_NODES)
     values = np.concatenate([shape_bounds(layout.SHAPES), table.reshape(-1)])
     path = Path(layout.__file__).with_name(layout.FILE)
     path.write_bytes(values.astype("<f4").tobytes())

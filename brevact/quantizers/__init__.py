@@ -10,6 +10,7 @@ from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.spelling import read, spell
 from brevact.quantizers.tracing import is_traced
 from brevact.quantizers.uniform import Granularity, Rounding, UniformQuantizer
+from brevact.quantizers.weibull import WeibullQuantizer
 
 __all__ = [
     "ActivationQuantizer",
@@ -24,6 +25,7 @@ __all__ = [
     "Part",
     "Rounding",
     "UniformQuantizer",
+    "WeibullQuantizer",
     "draw_seed",
     "is_traced",
     "mask_multiply",

@@ -10,9 +10,11 @@ reaches from the first level of one side to that of the other.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -65,6 +67,13 @@ class LevelTable:
         return torch.bucketize(shape + end / (end + 1.0), self.end_bounds) + shape
 
 
+@contextlib.contextmanager
+def constants() -> Iterator[None]:
+    """Make tensors that any later call may use: plain ones, whatever mode or transform the present call is under."""
+    with torch.inference_mode(False), _disable_current_modes(), torch._C._DisableFuncTorch():
+        yield
+
+
 def sides(count: int) -> tuple[tuple[bool, int], ...]:
     """Sides (zero, m) among which N levels are dealt out.
 
@@ -104,7 +113,7 @@ def level_table(count: int, device: torch.device) -> LevelTable:
     Returns:
         The table; equal arguments share one.
     """
-    with torch.inference_mode(False), _disable_current_modes(), torch._C._DisableFuncTorch():
+    with constants():
         shape_bounds, nodes = read_file()
         known, columns = level_columns(SIDES), [0, *(1 + SIDES.index(side) for side in sides(count))]
         first_level = 1 + len(SIDES)
@@ -150,5 +159,7 @@ def _refine(values: Tensor, steps: int) -> Tensor:
         ((4.0 - 3.0 * t) * t + 1.0) * t * 0.5,
         (t - 1.0) * t * t * 0.5,
     )
-    fine = sum(padded[i : len(values) - 1 + i, None] * weight for i, weight in enumerate(weights))
+    fine = torch.zeros((), dtype=torch.float64, device="cpu")
+    for i, weight in enumerate(weights):
+        fine = fine + padded[i : len(values) - 1 + i, None] * weight
     return torch.cat((fine.flatten(0, 1), values[-1:]))
