@@ -15,7 +15,7 @@ from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.uniform import Rounding
-from brevact.quantizers.weibull_fit import UNITS, choose_levels
+from brevact.quantizers.weibull_fit import UNITS, SideFits
 
 BIT_WIDTHS = (2, 3, 4)
 _SMALLEST_WIDTH = 2.0**-100
@@ -131,12 +131,11 @@ class WeibullQuantizer(GridQuantizer):
         sums = grid_dispatch.moments(flat, geometry, middle, inverse)
         below, above = ((part.double() * inverse).round() for part in (middle - low, high - middle))
         count = 1 << self.bit_width
-        chosen, levels_GN = choose_levels(
-            sums.double(), below, above, _sizes(geometry, flat.device), count=count, keep_zeros=self.keep_zeros
-        )
+        fits = SideFits.of(sums.double(), below, above, _sizes(geometry, flat.device), count)
+        chosen = fits.variances(keep_zeros=self.keep_zeros).argmin(1)
         offset = torch.where(chosen == count, low, torch.where(chosen == count - 1, high, middle))
         largest = torch.finfo(torch.bfloat16).max
-        levels_GN = (levels_GN * (width.double() / units)[:, None]).float().clamp(-largest, largest)
+        levels_GN = (fits.levels(chosen) * (width.double() / units)[:, None]).float().clamp(-largest, largest)
         low, high = low.masked_fill(broken, torch.nan), high.masked_fill(broken, torch.nan)
         return low, high, offset, levels_GN.bfloat16()
 

@@ -160,7 +160,7 @@ SUBJECTS: dict[str, Subject] = {
     "L2-stochastic": replace(_normalized(format="L2", rounding="stochastic"), unbiased=False),  # ends at 1.4 deviations
     "L4-other-channels": _normalized(format="L4", channel_dim=2),
     **{f"weibull-{bit_width}": _weibull(bit_width=bit_width) for bit_width in (2, 3, 4)},
-    **{f"weibull-bucket-{size}": _weibull(bit_width=3, bucket_size=size) for size in (1, 100, 512, None)},
+    **{f"weibull-bucket-{size}": _weibull(bit_width=3, bucket_size=size) for size in (1, 100, None)},
     "weibull-nearest": _weibull(bit_width=3, rounding=Rounding.NEAREST),
     "weibull-keep-zeros": _weibull(bit_width=2, keep_zeros=True),
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -33,9 +35,7 @@ def _gradient(s: np.ndarray, zero: bool) -> np.ndarray:
     after = np.concatenate([s[..., 1:], end], -1)
     result = upper(before) - upper(after) + after * np.exp(-(after**k)) - before * np.exp(-(before**k))
     result -= (after - before) * np.exp(-(s**k))
-    if (
-        not zero
-    ):  # half of the interval around zero is the other side's: the derivative of the integral of (a^2 - x^2) p
+    if not zero:  # the interval around zero: d/da of the integral of (a^2 - x^2) p from 0 to a
         a, b = s[..., :1], after[..., :1]
         right = upper(a) - upper(b) + b * np.exp(-(b**k)) - a * np.exp(-(a**k)) - (b - a) * np.exp(-(a**k))
         result[..., :1] = right + 2 * a * -np.expm1(-(a**k))
@@ -79,7 +79,7 @@ def test_variance_is_the_integral(k: float, levels: list[float]):
         return k * x ** (k - 1) * np.exp(-(x**k)) * (levels[i + 1] - x) * (x - levels[i])
 
     cuts = [max(level, 0.0) for level in levels]
-    pieces = [quad(integrand, a, b, epsrel=1e-10, limit=200)[0] for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    pieces = [quad(integrand, a, b, epsrel=1e-10, limit=200)[0] for a, b in itertools.pairwise(cuts) if a < b]
     expected = float(weibull_table.variance(np.array(levels), np.array(k)))
     assert expected == pytest.approx(sum(pieces), rel=1e-7)
 
