@@ -5,6 +5,8 @@ The forward pass stays as it is; what a layer keeps for its backward pass is sto
 
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.injectors import (
+    DualPrecisionBackward2bit,
+    DualPrecisionBackward4bit,
     L2Backward,
     L2ForwardBackward,
     L3Backward,
@@ -61,6 +63,7 @@ from brevact.memory import MemoryReport, memory_report
 from brevact.mixing import MixSchedule
 from brevact.policy import backward_quant, quantize_backward, quantizer, restore_backward
 from brevact.quantizers import (
+    DualPrecisionQuantizer,
     Granularity,
     MixedQuantizer,
     NormalizedFormat,
@@ -73,6 +76,9 @@ from brevact.quantizers import (
 
 __all__ = [
     "BackwardSettings",
+    "DualPrecisionBackward2bit",
+    "DualPrecisionBackward4bit",
+    "DualPrecisionQuantizer",
     "Granularity",
     "L2Backward",
     "L2ForwardBackward",

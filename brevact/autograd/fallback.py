@@ -78,7 +78,6 @@ class SavedTensorHooks:
         self._outer: tuple[Callable, Callable] | None = None
         self.suspended = _Suspended(self)
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
-        self.packed_numel: int | None = None  # the op that runs packs tensors of this size only
 
     def __enter__(self) -> None:
         parent = self._region.parent
@@ -116,20 +115,18 @@ class SavedTensorHooks:
             kept = keep_as_it_is(x.detach())
         return _Stored(kept, self._outer)
 
-    def _is_exact(self, x: Tensor) -> bool:
-        """Whether ``x`` is a statistic of a normalization, or looks like autocast's copy of a frozen weight."""
-        if self.packed_numel not in (None, x.numel()):
-            return True
+    def _is_frozen_weight(self, x: Tensor) -> bool:
+        """Whether ``x`` looks like autocast's copy of a frozen weight."""
         return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
 
     def _keep(self, x: Tensor) -> Kept:
         region = self._region
         settings = region.settings
-        plain = settings is None or not is_plain(x)
+        plain = settings is None or not region.packs or not is_plain(x)
         if not plain and x.numel() >= settings.min_numel and region.packs_for(sys._getframe(2)):
             if x.dtype is torch.bool:
                 return keep_mask(x)
-            if is_activation(x) and not self._is_exact(x):
+            if is_activation(x) and not self._is_frozen_weight(x):
                 return region.keep_activation(x)
         return keep_as_it_is(x)
 

@@ -120,6 +120,9 @@ class _TracedRegion:
         key = self._seed(x, share) if quantizer.is_stochastic else 0
         return pack(x.detach(), quantizer, self.settings.save_mode, key)
 
+    def keep_normalized(self, z: Tensor) -> Kept:
+        return _TracedRegion(self.settings.of_normalized, []).keep(z, share=False)
+
     def keep_activation(self, x: Tensor) -> Kept:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.
         return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)

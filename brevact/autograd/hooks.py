@@ -37,6 +37,7 @@ class _EnterRegion:
                 enclosing.settings is self.settings
                 and enclosing.owner is not module  # it does not call itself
                 and top_hooks(True) == enclosing.hooks.pair
+                and not enclosing.norms_only
                 and is_alive(frame)
             ):
                 return
@@ -44,18 +45,29 @@ class _EnterRegion:
 
     def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
-        if self._is_needed(module):
-            active.calls.append((module, Region(self.settings, module).__enter__(), frame))
+        if tracing.is_exporting():
+            tracing.enter(self.settings, module)
+        elif self._is_needed(module):
+            enclosing = active.regions[-1] if active.regions else None
+            norms_only = not module.training and (enclosing is None or enclosing.norms_only)
+            entered = Region(self.settings, module, norms_only=norms_only).__enter__()
+            active.calls.append((module, entered, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
-        if active.disabled or not _is_grad_enabled() or tracing.is_exporting():
+        if active.disabled:
             return False
-        regions = active.regions
-        if not regions:
-            return module.training and self.settings is not None
-        enclosing = regions[-1]
-        same = enclosing.settings is self.settings or enclosing.settings == self.settings
-        return not same or not enclosing.hooks.are_innermost()
+        settings, regions = self.settings, active.regions
+        enclosing = regions[-1] if regions else None
+        if not _is_grad_enabled() and not _quantize_forward(settings, enclosing and enclosing.settings):
+            return False
+        if enclosing is None:
+            return settings is not None and (module.training or settings.quantizes_forward)
+        same = enclosing.settings is settings or enclosing.settings == settings
+        return not same or not enclosing.hooks.are_innermost() or (enclosing.norms_only and module.training)
+
+
+def _quantize_forward(*settings: BackwardSettings | None) -> bool:
+    return any(each is not None and each.quantizes_forward for each in settings)
 
 
 class _ExitRegion:
@@ -70,6 +82,8 @@ class _ExitRegion:
             tracing.leave(module)
         elif active.calls:
             tracing.run_undisturbed(_leave_calls_of, module, sys._getframe(1))
+        elif tracing.is_exporting():
+            tracing.leave(module)
 
 
 def _leave_calls_of(module: nn.Module, caller: FrameType) -> None:
@@ -90,7 +104,8 @@ def attach_region(module: nn.Module, settings: BackwardSettings | None, origin: 
     """Let the forward of ``module`` run in a region, through forward hooks; a second call replaces the first.
 
     The hooks are copied and pickled with the module. The region is active while gradients are enabled and the module
-    (or the module of an enclosing region) is in training mode.
+    (or the module of an enclosing region) is in training mode; norms go on with rounded values at all times, if the
+    quantizer says so (``quantize_forward``).
 
     Args:
         module: any module; it is changed in place.

@@ -15,7 +15,16 @@ from torch import Tensor
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
-from brevact.quantizers import Layout, PackedActivation, PackedSpec, mask_multiply, pack_mask, quantize, unpack_mask
+from brevact.quantizers import (
+    Layout,
+    PackedActivation,
+    PackedSpec,
+    is_traced,
+    mask_multiply,
+    pack_mask,
+    quantize,
+    unpack_mask,
+)
 
 
 class Decoder(Protocol):
@@ -49,6 +58,12 @@ class _Packed:
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
+
+    def decode_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Decode with one more dimension: a compiler that saw the same op in backward would keep its result instead."""
+        layout = self._spec.layout
+        longer = Layout.of_sizes((*layout.shape, 1), (*layout.stride, 1), layout.dtype)
+        return PackedActivation(PackedSpec.of(self._spec.quantizer, longer), tensors[0]).dequantize().squeeze(-1)
 
 
 class _PackedOnBackward(NamedTuple):
@@ -115,6 +130,14 @@ def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, sha
         if slot is not None:
             slot.fill(*found)
     return found
+
+
+def decode_early(kept: Kept) -> Tensor:
+    """Decode in the forward pass what is kept for backward."""
+    tensors, decoder = kept
+    if isinstance(decoder, _Packed) and is_traced(tensors[0]):
+        return decoder.decode_in_graph(tensors)
+    return decoder.decode(tensors)
 
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor) -> Kept:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import tracing
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
-from brevact.autograd.functions import HANDLERS, kinds
+from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
@@ -71,11 +71,17 @@ class Region:
     Args:
         settings: what ops inside store, or None for full precision.
         owner: the module whose forward runs in the region; None for a ``with`` block.
+        norms_only: whether nothing is packed, and norms alone go on with rounded values: for a module in eval mode.
     """
 
-    def __init__(self, settings: BackwardSettings | None, owner: nn.Module | None = None) -> None:
+    def __init__(
+        self, settings: BackwardSettings | None, owner: nn.Module | None = None, *, norms_only: bool = False
+    ) -> None:
         self.settings = settings
         self.owner = owner
+        self.norms_only = norms_only
+        self.packs = settings is not None and not norms_only
+        self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
 
     def __enter__(self) -> Region:
@@ -90,7 +96,7 @@ class Region:
         else:
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
         active.regions.append(self)
-        self.mode.spelled = tracing.text_of(self.settings)
+        self._describe()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -101,7 +107,11 @@ class Region:
             self.state.close()
             self.seeds.close()
         else:
-            self.mode.spelled = tracing.text_of(self.parent.settings)
+            self.parent._describe()
+
+    def _describe(self) -> None:
+        """Tell Dynamo about the region, which asks its mode."""
+        self.mode.spelled, self.mode.norms_only = tracing.text_of(self.settings), self.norms_only
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
@@ -161,6 +171,10 @@ class Region:
         """Keep a floating-point activation for backward as the settings say."""
         return keep_packed(x, self.settings, self.seeds, share=share)
 
+    def keep_normalized(self, z: Tensor) -> Kept:
+        """Keep the normalized input of a norm, for quantizers that have a form for it."""
+        return keep_packed(z, self.settings.of_normalized, self.seeds, share=False)
+
     def keep_activation(self, x: Tensor) -> Kept:
         """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
 
@@ -196,8 +210,11 @@ class _EagerMode(tracing.RegionMode):
         region = regions[-1]
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
-        if region.settings is None or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
-            result = func(*args, **kwargs)
+        if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
+            if region.rounds_norms and func in FORWARD_QUANTIZED:
+                result = _call_norm_aside(region, func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
             region.note(func, result, args, kwargs)
             return result
         handler = HANDLERS.get(func)
@@ -212,13 +229,25 @@ class _EagerMode(tracing.RegionMode):
                 result = func(*args, **kwargs)
         else:
             region.hooks.cast_shapes = _frozen_weight_shapes(region, (args, kwargs))
-            region.hooks.packed_numel = args[0].numel() if func in kinds.NORMALIZATIONS and args else None
             try:
                 result = func(*args, **kwargs)
             finally:
-                region.hooks.cast_shapes, region.hooks.packed_numel = frozenset(), None
+                region.hooks.cast_shapes = frozenset()
         region.note(func, result, args, kwargs)
         return result
+
+
+def _call_norm_aside(region: Region, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a norm where a region packs nothing: it goes on with rounded values there, too."""
+    if is_alive(sys._getframe(2)):
+        push_hooks(*region.hooks.pair)  # on top, where a Function of ours takes them off: others inside stay in force
+        try:
+            result = HANDLERS[func](region, func, *args, **kwargs)
+        finally:
+            pop_hooks()
+        if result is not NotImplemented:
+            return result
+    return func(*args, **kwargs)
 
 
 def _frozen_weight_shapes(region: Region, arguments: Any) -> frozenset[tuple[int, ...]]:
@@ -241,15 +270,15 @@ class region(ContextDecorator):
 
     @tracing.skipped_by_dynamo
     def __enter__(self) -> None:
-        if _is_compiling():
+        if _is_compiling() or tracing.is_exporting():
             tracing.TracingMode(tracing.text_of(self.settings)).__enter__()
             return
         leave_abandoned(sys._getframe(1))
-        self._entered.append(None if active.disabled or tracing.is_exporting() else Region(self.settings).__enter__())
+        self._entered.append(None if active.disabled else Region(self.settings).__enter__())
 
     @tracing.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:
-        if _is_compiling():
+        if _is_compiling() or tracing.is_exporting():
             tracing.leave(None)
             return
         entered = self._entered.pop()

@@ -66,6 +66,8 @@ class BackwardSettings:
 
     draws_size: bool = field(init=False, repr=False, compare=False)
     """Whether the quantizer first draws on the host how many bytes a tensor takes (``sized``)."""
+    quantizes_forward: bool = field(init=False, repr=False, compare=False)
+    """Whether norms go on with the values that are stored, in eval mode and without gradients too."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
@@ -91,9 +93,20 @@ class BackwardSettings:
                 f"the default is {DEFAULT_MIN_NUMEL})"
             )
         object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))
+        rounds = getattr(self.quantizer, "of_normalized", None) is not None
+        rounds = rounds and getattr(self.quantizer, "quantize_forward", False)
+        object.__setattr__(self, "quantizes_forward", bool(rounds))
         fields = (self.quantizer, self.save_mode, self.min_numel)
         object.__setattr__(self, "key", _keys.setdefault(fields, next(_numbers)))
         object.__setattr__(self, "spelled", spell(self) if _has_text(self.quantizer) else None)
+
+    @functools.cached_property
+    def of_normalized(self) -> BackwardSettings | None:
+        """How norms store a normalized input; None: norms store their input, as other ops do."""
+        quantizer = getattr(self.quantizer, "of_normalized", None)
+        if quantizer is None:
+            return None
+        return BackwardSettings(quantizer, self.save_mode, 0 if self.quantizes_forward else self.min_numel)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields: keys do not outlive the process."""

@@ -19,7 +19,7 @@ from torch._dynamo.variables.torch import get_overridable_functions
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.functions import HANDLERS
+from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS
 from brevact.autograd.graph import FULL_PRECISION, NAMES, call_in_graph
 from brevact.autograd.settings import BackwardSettings
 
@@ -46,7 +46,8 @@ def is_compiled_graph(frame: FrameType) -> bool:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__
-#: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it.
+#: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
+#: on with rounded values do so there, too.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 out_of_dynamo = torch.compiler.disable
 
@@ -67,6 +68,7 @@ class RegionMode(TorchFunctionMode):
     """A mode with the settings of the innermost region that it stands for, as text (:func:`text_of`)."""
 
     spelled: str | None
+    norms_only: bool = False
 
 
 class TracingMode(RegionMode):
@@ -75,12 +77,14 @@ class TracingMode(RegionMode):
     Args:
         spelled: what ops inside store.
         owner: the module whose forward runs in the region; None for a ``with`` block.
+        norms_only: whether nothing is packed, and norms alone go on with rounded values: for a module in eval mode.
     """
 
-    def __init__(self, spelled: str | None, owner: nn.Module | None = None) -> None:
+    def __init__(self, spelled: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
         self.spelled = spelled
         self.owner = owner
+        self.norms_only = norms_only
 
     def __torch_function__(
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
@@ -93,6 +97,11 @@ def text_of(settings: BackwardSettings | None) -> str | None:
     return FULL_PRECISION if settings is None else settings.spelled
 
 
+def _quantizes_forward(spelled: str | None) -> bool:
+    """Whether norms go on with rounded values, in eval mode and without gradients too, by the text of the settings."""
+    return spelled is not None and '"quantize_forward": true' in spelled
+
+
 def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that a mode has caught, by its counterpart if it has one."""
     for kind in types:
@@ -102,8 +111,11 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
     name = NAMES.get(func)
-    if name is None or not torch.is_grad_enabled() or is_exporting():
+    if name is None:
         return func(*args, **kwargs)
+    if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # rounded norms alone have something to do
+        if func not in FORWARD_QUANTIZED or not _quantizes_forward(mode.spelled):
+            return func(*args, **kwargs)
     if mode.spelled is None:
         raise TypeError(
             "the backward quantizer of this region cannot be compiled: it has no text form. Make it a dataclass at the "
@@ -134,15 +146,24 @@ _inside = _Inside()
 
 def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
-    if _inside.higher_order or not torch.is_grad_enabled() or is_exporting():
-        return
     around, spelled = _innermost(), text_of(settings)
-    if around is None:
-        if not module.training or spelled == FULL_PRECISION:
-            return
-    elif around.spelled == spelled and not _belongs_to(around, module):
+    rounds = _quantizes_forward(spelled)
+    if _inside.higher_order:
+        if rounds:
+            raise NotImplementedError(
+                "quantize_forward: norms in a compiled checkpoint cannot go on with rounded values; compile the "
+                "modules that are checkpointed, and checkpoint them outside compiled code"
+            )
         return
-    TracingMode(spelled, module).__enter__()
+    if not torch.is_grad_enabled() or is_exporting():
+        if not rounds and (around is None or not _quantizes_forward(around.spelled)):
+            return
+    if around is None:
+        if spelled == FULL_PRECISION or not (module.training or rounds):
+            return
+    elif around.spelled == spelled and not _belongs_to(around, module) and not (around.norms_only and module.training):
+        return
+    TracingMode(spelled, module, not module.training and (around is None or around.norms_only)).__enter__()
 
 
 def leave(module: nn.Module | None) -> None:

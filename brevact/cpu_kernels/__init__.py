@@ -23,6 +23,7 @@ from brevact.cpu_kernels.launch import (
 )
 from brevact.cpu_kernels.masks import BOOL
 from brevact.cpu_kernels.memory import LARGEST_BLOCK
+from brevact.cpu_kernels.pooling import PoolingPlan, can_pool, join_maps, split_maps
 
 __all__ = [
     "BFLOAT16",
@@ -32,9 +33,12 @@ __all__ = [
     "FLOAT64",
     "LARGEST_BLOCK",
     "GridRows",
+    "PoolingPlan",
     "UniformPlan",
+    "can_pool",
     "dequantize_grid",
     "dequantize_uniform",
+    "join_maps",
     "mask_multiply",
     "moments",
     "pack_codes",
@@ -42,6 +46,7 @@ __all__ = [
     "quantize_grid",
     "quantize_uniform",
     "range_keys",
+    "split_maps",
     "unpack_codes",
     "unpack_mask",
 ]

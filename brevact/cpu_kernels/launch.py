@@ -10,6 +10,7 @@ import numpy as np
 from brevact.cpu_kernels import codes as code_kernels
 from brevact.cpu_kernels import grids, groups, masks
 from brevact.cpu_kernels.dequantize import dequantize_blocks
+from brevact.cpu_kernels.moments import COLUMNS, add_moments
 from brevact.cpu_kernels.quantize import quantize_blocks
 from brevact.cpu_kernels.teams import share
 
@@ -139,11 +140,11 @@ def moments(source: int, offset: int, inverse: int, plan: UniformPlan, threads: 
         threads: Most threads to use.
 
     Returns:
-        (parts, G, 6) int64 sums of parts of the tensor.
+        (parts, 6, G) int64 sums of parts of the tensor.
     """
-    sums = np.zeros((_parts(plan, threads), plan.groups, 6), dtype=np.int64)
+    sums = np.zeros((_parts(plan, threads), COLUMNS, plan.groups), dtype=np.int64)
     arguments = (source, offset, inverse, sums.ctypes.data, plan.address, plan.blocks, len(sums))
-    share(grids.add_moments, arguments, len(sums), -(-plan.numel // len(sums)), threads)
+    share(add_moments, arguments, len(sums), -(-plan.numel // len(sums)), threads)
     return sums
 
 

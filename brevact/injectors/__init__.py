@@ -6,6 +6,7 @@ injector picklable (``brevact.injectors.pickling``).
 """
 
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
+from brevact.injectors.dual_precision import DualPrecisionBackward2bit, DualPrecisionBackward4bit, DualPrecisionMaps
 from brevact.injectors.fragments import (
     BackwardQuantSolver,
     MixedBuckets,
@@ -81,6 +82,9 @@ from brevact.injectors.weibull import (
 __all__ = [
     "BackwardQuantProxy",
     "BackwardQuantSolver",
+    "DualPrecisionBackward2bit",
+    "DualPrecisionBackward4bit",
+    "DualPrecisionMaps",
     "L2Backward",
     "L2ForwardBackward",
     "L3Backward",

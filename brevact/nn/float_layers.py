@@ -25,6 +25,18 @@ class BatchNorm3d(BackwardSlot, nn.BatchNorm3d):
     """``torch.nn.BatchNorm3d`` with a backward slot."""
 
 
+class InstanceNorm1d(BackwardSlot, nn.InstanceNorm1d):
+    """``torch.nn.InstanceNorm1d`` with a backward slot."""
+
+
+class InstanceNorm2d(BackwardSlot, nn.InstanceNorm2d):
+    """``torch.nn.InstanceNorm2d`` with a backward slot."""
+
+
+class InstanceNorm3d(BackwardSlot, nn.InstanceNorm3d):
+    """``torch.nn.InstanceNorm3d`` with a backward slot."""
+
+
 class LayerNorm(BackwardSlot, nn.LayerNorm):
     """``torch.nn.LayerNorm`` with a backward slot."""
 

@@ -2,6 +2,7 @@
 
 from brevact.quantizers import ops as ops
 from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
+from brevact.quantizers.dual_precision import DualPrecisionQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.mixed import MixedQuantizer
 from brevact.quantizers.normalized import NormalizedFormat, NormalizedQuantizer
@@ -15,6 +16,7 @@ from brevact.quantizers.weibull import WeibullQuantizer
 __all__ = [
     "ActivationQuantizer",
     "Decoder",
+    "DualPrecisionQuantizer",
     "Granularity",
     "Layout",
     "MixedQuantizer",

@@ -13,22 +13,16 @@ import torch
 from torch import Tensor
 
 from brevact import cpu_kernels
-from brevact.quantizers.geometry import Geometry
-from brevact.quantizers.grid import Grid
+from brevact.quantizers.cpu_grids import dequantize_grid, moments, quantize_grid, ranges  # noqa: F401 (parts of this)
+from brevact.quantizers.cpu_kinds import KINDS
 
 if TYPE_CHECKING:
+    from brevact.quantizers.blocks import MapBlocks
     from brevact.quantizers.packed import PackedSpec
     from brevact.quantizers.uniform import UniformQuantizer
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_KINDS = {
-    torch.float32: cpu_kernels.FLOAT32,
-    torch.bfloat16: cpu_kernels.BFLOAT16,
-    torch.float16: cpu_kernels.FLOAT16,
-    torch.float64: cpu_kernels.FLOAT64,
-    torch.bool: cpu_kernels.BOOL,
-}
-MASKED = frozenset(_KINDS)
+MASKED = frozenset(KINDS)
 """Types that the kernels of masks read."""
 
 
@@ -87,108 +81,6 @@ def dequantize_uniform(
     plan = spec.cpu_plan or _plan(spec)
     threads = torch.get_num_threads()
     cpu_kernels.dequantize_uniform(codes, codes + scale, codes + minimum, factor, target.data_ptr(), plan, threads)
-
-
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """See `grid_dispatch.ranges`.
-
-    Args:
-        flat: (n,) contiguous tensor.
-        geometry: Its groups.
-
-    Returns:
-        `(low, high)`, each (G,) float32.
-    """
-    keys = cpu_kernels.range_keys(flat.data_ptr(), _grid_plan(geometry, flat.dtype, False), torch.get_num_threads())
-    lowest, highest = torch.from_numpy(keys[:, 0].min(0)), torch.from_numpy(keys[:, 1].max(0))
-    low, high = ((key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32) for key in (lowest, highest))
-    broken = ~(torch.isfinite(low) & torch.isfinite(high))
-    return (low + 0.0).masked_fill(broken, float("nan")), (high + 0.0).masked_fill(broken, float("nan"))
-
-
-def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
-    """See `grid_dispatch.moments`.
-
-    Args:
-        flat: (n,) contiguous tensor.
-        geometry: Its groups.
-        offset: (G,) contiguous float32 offsets.
-        inverse: (G,) contiguous float32 factors.
-
-    Returns:
-        (G, 6) int64.
-    """
-    plan = _grid_plan(geometry, flat.dtype, False)
-    pointers = flat.data_ptr(), offset.data_ptr(), inverse.data_ptr()
-    return torch.from_numpy(cpu_kernels.moments(*pointers, plan, torch.get_num_threads()).sum(0))
-
-
-def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
-    """See `grid_dispatch.quantize_grid`.
-
-    Args:
-        flat: (n,) contiguous tensor.
-        geometry: Its blocks and groups.
-        grid: Its levels.
-        seed: Signed 64-bit int or 0-d int64 tensor, None for nearest.
-        codes: Receives the packed codes.
-    """
-    stochastic = seed is not None
-    levels, steps = grid.levels.contiguous(), grid.steps(stochastic=stochastic).contiguous()
-    offset, inverse = _affine(grid.offset, grid.inverse)  # in names, so that their memory lives on
-    affine = (offset.data_ptr(), inverse.data_ptr()) if inverse is not None and offset is not None else (0, 0)
-    rows = cpu_kernels.GridRows(levels.data_ptr(), steps.data_ptr(), levels.shape[1], levels.shape[0])
-    plan = _grid_plan(geometry, flat.dtype, stochastic)
-    key = 0 if seed is None else int(seed)
-    cpu_kernels.quantize_grid(flat.data_ptr(), codes.data_ptr(), affine, rows, key, plan, torch.get_num_threads())
-
-
-def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
-    """See `grid_dispatch.dequantize_grid`.
-
-    Args:
-        codes: Packed codes.
-        geometry: Blocks and groups.
-        grid: Levels.
-        other: Dense factor, or None.
-        target: Dense result; may be `other`.
-    """
-    levels = grid.levels.contiguous()
-    offset, scale = _affine(grid.offset, grid.scale)
-    affine = (offset.data_ptr(), scale.data_ptr()) if scale is not None and offset is not None else (0, 0)
-    rows = cpu_kernels.GridRows(levels.data_ptr(), 0, levels.shape[1], levels.shape[0])
-    factor = 0 if other is None else other.data_ptr()
-    plan = _grid_plan(geometry, target.dtype, False)
-    pointers = factor, target.data_ptr()
-    cpu_kernels.dequantize_grid(codes.data_ptr(), affine, rows, *pointers, plan, torch.get_num_threads())
-
-
-def _affine(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Both, contiguous, or neither: what is missing is 0 or 1."""
-    if factor is None:
-        if offset is None:
-            return None, None
-        factor = torch.ones_like(offset)
-    elif offset is None:
-        offset = torch.zeros_like(factor)
-    return offset.contiguous(), factor.contiguous()
-
-
-@functools.lru_cache(maxsize=4096)
-def _grid_plan(geometry: Geometry, dtype: torch.dtype, stochastic: bool) -> cpu_kernels.UniformPlan:
-    """What the kernels of grids need to know of a tensor."""
-    return cpu_kernels.UniformPlan(
-        numel=geometry.numel,
-        bit_width=geometry.bit_width,
-        block_size=geometry.block_size,
-        inner=geometry.inner,
-        groups=geometry.groups,
-        one_run=geometry.one_run,
-        stochastic=stochastic,
-        scale_kind=cpu_kernels.FLOAT32,
-        minimum_kind=cpu_kernels.FLOAT32,
-        kind=_KINDS[dtype],
-    )
 
 
 def can_pack(codes: Tensor, bit_width: int, block_size: int) -> bool:
@@ -251,7 +143,7 @@ def pack_mask(flat: Tensor, packed: Tensor) -> None:
         flat: (n,) contiguous tensor, bool or floating point.
         packed: uint8 result.
     """
-    pointers = flat.data_ptr(), _KINDS[flat.dtype], packed.data_ptr()
+    pointers = flat.data_ptr(), KINDS[flat.dtype], packed.data_ptr()
     cpu_kernels.pack_mask(*pointers, flat.numel(), torch.get_num_threads())
 
 
@@ -275,8 +167,53 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
         target: Dense result of its dtype; may be `grad`.
         negative_slope: Factor where the mask is unset.
     """
-    pointers = packed.data_ptr(), grad.data_ptr(), target.data_ptr(), _KINDS[grad.dtype]
+    pointers = packed.data_ptr(), grad.data_ptr(), target.data_ptr(), KINDS[grad.dtype]
     cpu_kernels.mask_multiply(*pointers, negative_slope, numel, torch.get_num_threads())
+
+
+def can_split(blocks: MapBlocks) -> bool:
+    """Whether the kernels take blocks of these sides.
+
+    Args:
+        blocks: Division of a tensor into maps and blocks.
+
+    Returns:
+        True if `split_maps` and `join_maps` take them.
+    """
+    return cpu_kernels.can_pool(blocks.block[2])
+
+
+def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -> None:
+    """See `blocks_dispatch.split_maps`.
+
+    Args:
+        flat: Contiguous elements, map by map.
+        blocks: Their division.
+        low: float16 means, written.
+        residual: float32 result.
+    """
+    pointers = flat.data_ptr(), KINDS[flat.dtype], low.data_ptr(), residual.data_ptr()
+    cpu_kernels.split_maps(*pointers, _pooling_plan(blocks), torch.get_num_threads())
+
+
+def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | None, target: Tensor) -> None:
+    """See `blocks_dispatch.join_maps`.
+
+    Args:
+        residual: float32 elements, map by map.
+        blocks: Their division.
+        low: float16 means.
+        other: Contiguous factor, or None.
+        target: Contiguous result; may be `residual` or `other`.
+    """
+    factor = 0 if other is None else other.data_ptr()
+    pointers = residual.data_ptr(), low.data_ptr(), factor, target.data_ptr(), KINDS[target.dtype]
+    cpu_kernels.join_maps(*pointers, _pooling_plan(blocks), torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=4096)
+def _pooling_plan(blocks: MapBlocks) -> cpu_kernels.PoolingPlan:
+    return cpu_kernels.PoolingPlan(maps=blocks.maps, sides=blocks.sides, block=blocks.block)
 
 
 def _plan(spec: PackedSpec[UniformQuantizer]) -> cpu_kernels.UniformPlan:
@@ -291,8 +228,8 @@ def _plan(spec: PackedSpec[UniformQuantizer]) -> cpu_kernels.UniformPlan:
         groups=geometry.groups,
         one_run=geometry.one_run,
         stochastic=quantizer.is_stochastic,
-        scale_kind=_KINDS[quantizer.scale_dtype],
-        minimum_kind=_KINDS[quantizer.minimum_dtype],
-        kind=_KINDS[spec.layout.dtype],
+        scale_kind=KINDS[quantizer.scale_dtype],
+        minimum_kind=KINDS[quantizer.minimum_dtype],
+        kind=KINDS[spec.layout.dtype],
     )
     return plan

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from brevact import triton_kernels
 from brevact.quantizers.geometry import LARGEST_BLOCK
+from brevact.quantizers.gpu_grids import dequantize_grid, moments, quantize_grid, ranges  # noqa: F401 (parts of this module)
 
 if TYPE_CHECKING:
+    from brevact.quantizers.blocks import MapBlocks
     from brevact.quantizers.packed import PackedSpec
     from brevact.quantizers.uniform import UniformQuantizer
 
@@ -165,6 +167,49 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
         negative_slope: Factor where the mask is unset; 0 gives +0.
     """
     triton_kernels.mask_multiply(packed, grad, target, negative_slope, numel).run()
+
+
+def can_split(blocks: MapBlocks) -> bool:
+    """Whether the kernels take a tensor of these maps.
+
+    Args:
+        blocks: Division of a tensor into maps and blocks.
+
+    Returns:
+        True if `split_maps` and `join_maps` take them.
+    """
+    return triton_kernels.can_pool(_pooling_plan(blocks))
+
+
+def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -> None:
+    """See `blocks_dispatch.split_maps`.
+
+    Args:
+        flat: Contiguous elements, map by map.
+        blocks: Their division.
+        low: float16 means, written.
+        residual: float32 result.
+    """
+    for launch in triton_kernels.split_maps(flat, low, residual, _pooling_plan(blocks)):
+        launch.run()
+
+
+def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | None, target: Tensor) -> None:
+    """See `blocks_dispatch.join_maps`.
+
+    Args:
+        residual: float32 elements, map by map.
+        blocks: Their division.
+        low: float16 means.
+        other: Contiguous factor, or None.
+        target: Contiguous result; may be `residual` or `other`.
+    """
+    triton_kernels.join_maps(residual, low, other, target, _pooling_plan(blocks)).run()
+
+
+@functools.lru_cache(maxsize=4096)
+def _pooling_plan(blocks: MapBlocks) -> triton_kernels.PoolingPlan:
+    return triton_kernels.PoolingPlan(maps=blocks.maps, sides=blocks.sides, block=blocks.block)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ class Op(NamedTuple):
     @property
     def is_quadratic(self) -> bool:
         """Whether its gradient is quadratic in what is stored, so that it has a bias of the order of the variance."""
-        return self.name.startswith("batch_norm") and "frozen" not in self.name
+        return "_norm" in self.name and "frozen" not in self.name
 
 
 class Scaled(nn.Module):
@@ -63,9 +63,8 @@ class WeightProduct(nn.Module):
         return x @ self.weight
 
 
-def frozen_batch_norm() -> nn.Module:
-    """Batch norm in eval mode with statistics that are not trivial."""
-    norm = nn.BatchNorm2d(4)
+def frozen(norm: nn.Module) -> nn.Module:
+    """A norm in eval mode with statistics that are not trivial."""
     norm.running_mean.normal_()
     norm.running_var.uniform_(0.5, 2.0)
     return norm.eval()
@@ -91,8 +90,20 @@ PACKED = [
     Op("batch_norm1d", lambda: nn.BatchNorm1d(4), LINE),
     Op("batch_norm2d", lambda: nn.BatchNorm2d(4, momentum=None, eps=1e-3)),
     Op("batch_norm2d no affine", lambda: nn.BatchNorm2d(4, affine=False, track_running_stats=False)),
-    Op("batch_norm2d frozen", frozen_batch_norm),
+    Op("batch_norm2d frozen", lambda: frozen(nn.BatchNorm2d(4))),
     Op("batch_norm3d", lambda: nn.BatchNorm3d(4), VOLUME),
+    Op("layer_norm", lambda: nn.LayerNorm((12, 12))),
+    Op("layer_norm no bias", lambda: nn.LayerNorm(40, bias=False, eps=1e-3), (75, 40)),
+    Op("layer_norm no affine", lambda: nn.LayerNorm(150, elementwise_affine=False), LINE),
+    Op("group_norm", lambda: nn.GroupNorm(2, 4)),
+    Op("group_norm 2-d input", lambda: nn.GroupNorm(1, 40, eps=1e-3), (75, 40)),
+    Op("group_norm no affine", lambda: nn.GroupNorm(2, 4, affine=False), VOLUME),
+    Op("instance_norm1d", lambda: nn.InstanceNorm1d(4), LINE),
+    Op("instance_norm2d", lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
+    Op("instance_norm2d frozen", lambda: frozen(nn.InstanceNorm2d(4, affine=True, track_running_stats=True))),
+    Op("instance_norm3d", lambda: nn.InstanceNorm3d(4, affine=True), VOLUME),
+    Op("rms_norm", lambda: nn.RMSNorm((12, 12), eps=1e-3)),
+    Op("rms_norm no affine", lambda: nn.RMSNorm(40, elementwise_affine=False), (75, 40)),
     Op("silu", nn.SiLU),
     Op("gelu", nn.GELU),
     Op("gelu tanh", lambda: nn.GELU("tanh")),

@@ -238,7 +238,7 @@ def test_empty_batches(op):
     function = op.make()
     try:
         expected_out, expected = run(op, copy.deepcopy(function), x, None)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         with pytest.raises(type(error)):
             run(op, function, x, settings())
         return
@@ -249,7 +249,7 @@ def test_empty_batches(op):
 
 
 def test_frozen_weights_store_no_input():
-    for layer in (nn.Conv2d(4, 4, 3), nn.Linear(12, 12), frozen := ops.frozen_batch_norm()):
+    for layer in (nn.Conv2d(4, 4, 3), nn.Linear(12, 12), frozen := ops.frozen(nn.BatchNorm2d(4))):
         for parameter in layer.parameters():
             parameter.requires_grad_(False)
         x = torch.randn(3, 4, 12, 12, requires_grad=True)
@@ -282,6 +282,23 @@ def test_only_the_bias_trains():
         lambda x: torch.nn.functional.silu(x, True, 3),
         lambda x: torch.nn.functional.max_pool2d(x, 2, padding=3),
         lambda x: torch.nn.functional.batch_norm(x, None, None),
+        lambda x: torch.nn.functional.batch_norm(x[:1, :, :1, :1], None, None, training=True),
+        lambda x: torch.nn.functional.batch_norm(x, None, None, torch.ones(5), training=True),
+        lambda x: torch.nn.functional.layer_norm(x, (13,)),
+        lambda x: torch.nn.functional.layer_norm(x, ()),
+        lambda x: torch.nn.functional.layer_norm(x, (12,), torch.ones(11)),
+        lambda x: torch.nn.functional.layer_norm(x, (12,), torch.ones(12, dtype=torch.float64)),
+        lambda x: torch.nn.functional.layer_norm(x, 12.0),
+        lambda x: torch.nn.functional.group_norm(x, 3),
+        lambda x: torch.nn.functional.group_norm(x, 0),
+        lambda x: torch.nn.functional.group_norm(x[0, 0, 0], 2),
+        lambda x: torch.nn.functional.group_norm(x, 2, torch.ones(3)),
+        lambda x: torch.nn.functional.group_norm(x[:1, :2, :1, :1], 2),
+        lambda x: torch.nn.functional.instance_norm(x[:, :, :1, :1]),
+        lambda x: torch.nn.functional.instance_norm(x, use_input_stats=False),
+        lambda x: torch.nn.functional.instance_norm(x, torch.zeros(5), torch.ones(5)),
+        lambda x: torch.nn.functional.rms_norm(x, (13,)),
+        lambda x: torch.nn.functional.rms_norm(x, (12,), 3.0),
         lambda x: x * torch.randn(5, 3),
     ],
 )

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.quantizers import Rounding
+from brevact.autograd import BackwardSettings, region
+from brevact.quantizers import NormalizedQuantizer, Rounding
 from tests.autograd.measuring import settings, watch_saved
 
 pytestmark = pytest.mark.gpu
@@ -137,3 +138,56 @@ def test_compiled_model_in_cuda_graphs_draws_new_noise():
         run(x).square().sum().backward()
         grads.append(layer.weight.grad.clone())
     assert not torch.equal(grads[-1], grads[-2])
+
+
+NORMS = {
+    "batch_norm": lambda: nn.BatchNorm2d(8),
+    "instance_norm": lambda: nn.InstanceNorm2d(8, affine=True),
+    "layer_norm": lambda: nn.LayerNorm((12, 16)),
+    "group_norm": lambda: nn.GroupNorm(2, 8),
+    "rms_norm": lambda: nn.RMSNorm(16),
+}
+
+
+def run_norm(norm: nn.Module, x: Tensor, chosen: BackwardSettings | None) -> tuple[Tensor, tuple[Tensor, ...], int]:
+    """Output, gradients, and bytes that were stored beside the weights."""
+    leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    with watch_saved() as saved, region(chosen):
+        out = norm(leaf * 1)
+    weights = {p.untyped_storage().data_ptr() for p in norm.parameters()}
+    saved.tensors = [t for t in saved.tensors if t.untyped_storage().data_ptr() not in weights]
+    grads = torch.autograd.grad(out, [leaf, *norm.parameters()], out.detach().sin())
+    return out.detach(), grads, saved.nbytes
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_norms_run_as_torch_does(name, dtype, autocast, memory_format):
+    norm = NORMS[name]().cuda().to(torch.float32 if autocast else dtype)
+    x = torch.randn(8, 8, 12, 16, device="cuda").to(dtype).contiguous(memory_format=memory_format)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        expected_out, expected, _ = run_norm(norm, x, None)
+        out, grads, stored = run_norm(norm, x, settings(bit_width=32))
+    assert torch.equal(out, expected_out) and out.dtype is expected_out.dtype and out.stride() == expected_out.stride()
+    statistics = 2 * 4 * x.numel() // 12
+    assert stored <= x.numel() * dtype.itemsize + statistics  # no float32 copy of an input in bfloat16
+    for grad, reference in zip(grads, expected, strict=True):
+        # sums of some hundred products in another order, rounded to the type
+        atol = 8 * torch.finfo(dtype).eps * reference.abs().max().item()
+        torch.testing.assert_close(grad, reference, rtol=8 * torch.finfo(dtype).eps, atol=atol)
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS if name != "rms_norm"])
+@pytest.mark.parametrize("rounds", [False, True])
+def test_groups_with_nan_have_nan_gradients_on_a_device(name, rounds):
+    norm, x = NORMS[name]().cuda(), torch.randn(8, 8, 12, 16, device="cuda")
+    x[3, 2, 1, 0] = float("nan")
+    chosen = BackwardSettings(NormalizedQuantizer(format="L4", quantize_forward=rounds), min_numel=0)
+    expected_out, expected, _ = run_norm(norm, x, None)
+    out, grads, _ = run_norm(norm, x, chosen)
+    assert torch.equal(out.isnan(), expected_out.isnan())
+    for grad, reference in zip(grads[:2], expected[:2], strict=True):  # the weighting of the output is NaN, too
+        assert torch.equal(grad.isnan(), reference.isnan())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import (
+    DualPrecisionQuantizer,
     Granularity,
     MixedQuantizer,
     NormalizedFormat,
@@ -36,6 +37,7 @@ class Subject:
         unbiased: Whether the expectation of what is decoded is the tensor; None where the rounding says so.
         keeps_zeros: Whether zeros stay zero where no element is negative.
         exact_constants: Whether groups of equal elements decode exactly.
+        roundings: Float32 roundings between an element and what it decodes to, with one to spare.
     """
 
     quantizer: Any
@@ -44,6 +46,7 @@ class Subject:
     unbiased: bool | None = None
     keeps_zeros: bool = True
     exact_constants: bool = True
+    roundings: int = 5
 
     @property
     def is_stochastic(self) -> bool:
@@ -68,7 +71,7 @@ class Subject:
         info = torch.finfo(x.dtype)
         size = torch.maximum(x.double().abs(), packed.dequantize().double().abs().nan_to_num())
         rounding = size * max(info.eps, 2**-23) + info.smallest_normal * info.eps
-        return self.step(packed, x).double() * largest + reach * 5 * 2**-24 + rounding
+        return self.step(packed, x).double() * largest + reach * self.roundings * 2**-24 + rounding
 
 
 def uniform_step(packed: PackedActivation, x: Tensor) -> Tensor:
@@ -113,6 +116,22 @@ def grid_step(packed: PackedActivation, x: Tensor) -> Tensor:
     step = step if scale is None else step * scale
     step = step if offset is None else step + 0.0 * offset  # NaN for broken groups
     return layout.restore((step + 0.0 * levels[:, 0] if z.numel() else step).float())
+
+
+def dual_step(packed: PackedActivation, x: Tensor) -> Tensor:
+    """The stored scale of each element's map."""
+    quantizer, layout = packed.quantizer, packed.layout
+    blocks = quantizer.blocks(layout)
+    scale = unpack_codes(packed.tensors[3], 15, blocks.maps).short().view(torch.bfloat16).float()
+    distinct = [size if d in layout.dims else 1 for d, size in enumerate(layout.shape)]
+    return scale.repeat_interleave(blocks.elements).view(distinct).expand(layout.shape)
+
+
+def _dual(**settings: object) -> Subject:
+    # Zeros are 0 in expectation, constants exact where float16 holds them (tests of their own). Two more roundings:
+    # the means are subtracted and added.
+    quantizer = DualPrecisionQuantizer(**settings)
+    return Subject(quantizer, dual_step, keeps_zeros=False, exact_constants=False, roundings=7)
 
 
 def _mixed(**settings: object) -> Subject:
@@ -163,6 +182,9 @@ SUBJECTS: dict[str, Subject] = {
     **{f"weibull-bucket-{size}": _weibull(bit_width=3, bucket_size=size) for size in (1, 100, None)},
     "weibull-nearest": _weibull(bit_width=3, rounding=Rounding.NEAREST),
     "weibull-keep-zeros": _weibull(bit_width=2, keep_zeros=True),
+    "dual-2": _dual(),
+    "dual-4-block-3": _dual(bit_width=4, block=3),
+    "dual-nearest-8-block-16": _dual(bit_width=8, block=16, rounding=Rounding.NEAREST),
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
 }
 

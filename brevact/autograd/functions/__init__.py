@@ -1,7 +1,8 @@
 """Counterparts of torch functions that store packed activations: one file an op family.
 
 ``HANDLERS`` maps a torch function to its counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns
-``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain).
+``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain). ``FORWARD_QUANTIZED``
+are those that some quantizers change in the forward pass, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from brevact.autograd.functions import (
     smooth,
 )
 
-__all__ = ["HANDLERS"]
+__all__ = ["FORWARD_QUANTIZED", "HANDLERS"]
+
+FORWARD_QUANTIZED = normalization.FORWARD_QUANTIZED
 
 HANDLERS: dict[Callable, Callable] = {
     **convolution.HANDLERS,

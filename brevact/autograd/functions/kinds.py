@@ -3,9 +3,8 @@
 *Exact*: their gradients are singular or exponential in what they save (1/x for a logarithm, exp(y) for a log-softmax,
 1/norm): a rounding error of a fraction of the range would not be noise on the gradient but a different gradient. Most
 are losses and reductions at the end of a model, where little is stored. Attention is among them: the saved log-sum of
-its scores no longer belongs to packed queries and keys.
-
-*Normalizations*: the input is packed, the statistics (one number a group) stay exact.
+its scores no longer belongs to packed queries and keys. So are norms without a counterpart for their arguments: the
+saved statistics would no longer belong to a packed input.
 
 *Layers*: what they return is an activation, even if only a weight went in.
 """
@@ -76,13 +75,13 @@ _SINGULAR = _everywhere(
     *("triangular_solve", "lu_factor", "matrix_exp", "hypot"),
 )
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-_EXACT = frozenset((*_LOSSES, *_SINGULAR, *_ATTENTION))
+_NORMS = _everywhere("layer_norm", "group_norm", "instance_norm", "rms_norm", "batch_norm", "native_layer_norm")
+_EXACT = frozenset((*_LOSSES, *_SINGULAR, *_ATTENTION, *_NORMS))
 
 _DIVISIONS = frozenset((*_everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__))
 _RECIPROCALS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))
 _POWERS = frozenset((*_everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
 
-NORMALIZATIONS = frozenset(_everywhere("layer_norm", "group_norm", "instance_norm", "rms_norm", "native_layer_norm"))
 #: Ask for what a tensor is, not for its values.
 UNSEEN = frozenset(
     getattr(Tensor, name)
@@ -100,8 +99,8 @@ _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 LAYERS = frozenset(
     (
         *_everywhere("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        *_everywhere("linear", "bilinear", "embedding", "embedding_bag", "batch_norm"),
-        *NORMALIZATIONS,
+        *_everywhere("linear", "bilinear", "embedding", "embedding_bag"),
+        *_NORMS,
         *_ATTENTION,
     )
 )

@@ -1,76 +1,31 @@
-"""Batch normalization: the input is stored packed; mean and inverse deviation, one number a channel, as they are.
-
-The backward pass is PyTorch's own formula on the decoded input. It reads the normalized input twice, so that one
-packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a feature map.
-Source: ActNN, arXiv:2104.14129, appendix B.2.
-"""
+"""The calls of torch's norms, read into `norms` for `norm_functions`; what torch should explain is left to torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, load, requires_grad, save
+from brevact.autograd.functions.norm_functions import apply, reacts
+from brevact.autograd.functions.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 
-_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+def _fit(shape: tuple[int, ...], *parameters: Any) -> bool:
+    """Whether weight and bias are tensors of this shape, or None."""
+    return all(p is None or (isinstance(p, Tensor) and p.shape == shape) for p in parameters)
 
 
-class _BatchNorm(Saving):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        region: Region,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> Tensor:
-        out, mean, invstd, _, _ = torch._batch_norm_impl_index(
-            input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-        )
-        needs_input, needs_weight = ctx.needs_input_grad[1:3]
-        needs_x = needs_weight or (training and needs_input)
-        statistics = (mean, invstd) if training else (running_mean, running_var)
-        save(ctx, region.keep(input) if needs_x else None, exact=(weight, *statistics))
-        ctx.training, ctx.eps, ctx.dtype = training, eps, input.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, mean, spread = load(ctx)
-        mask = list(ctx.needs_input_grad[1:4])
-        if kept is None:  # statistics are constants and the weight does not train
-            grads = _frozen_backward(grad, weight, spread, ctx.eps, mask)
-        else:
-            saved = (None, None, mean, spread) if ctx.training else (mean, spread, None, None)
-            grads = _batch_norm_backward(grad, kept.decode(), weight, *saved, ctx.training, ctx.eps, mask)
-        return None, *grads, None, None, None, None, None, None
-
-
-def _frozen_backward(
-    grad: Tensor, weight: Tensor | None, variance: Tensor | None, eps: float, mask: list[bool]
-) -> tuple[Tensor | None, None, Tensor | None]:
-    """Gradients of x and bias when mean and variance are constants: g * weight / sqrt(var + eps), sum of g."""
-    grad_input = grad_bias = None
-    if mask[0]:
-        factor = torch.rsqrt(variance + eps) if weight is None else weight * torch.rsqrt(variance + eps)
-        grad_input = grad * factor.to(grad.dtype).view(1, -1, *[1] * (grad.dim() - 2))
-    if mask[2]:
-        grad_bias = grad.sum([0, *range(2, grad.dim())])
-    return grad_input, None, grad_bias
+def _have_last_dims(input: Any, shape: Any) -> bool:
+    """Whether ``shape`` is that of the last dimensions of a tensor."""
+    if not (isinstance(input, Tensor) and isinstance(shape, tuple | list) and shape):
+        return False
+    return tuple(input.shape[-len(shape) :]) == tuple(shape)
 
 
 def _torch_batch_norm(
@@ -86,15 +41,17 @@ def _torch_batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    if not (
-        region.packs_layer_input(input) and input.dim() >= 2 and input.numel() and requires_grad(input, weight, bias)
-    ):
+    if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
         return NotImplemented
-    if not training and (running_mean is None or running_var is None):
+    if not (training or (running_mean is not None and running_var is not None)):
         return NotImplemented  # torch explains what is missing
-    return region.apply(
-        _BatchNorm, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-    )
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    if training:
+        norm = BatchNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
+    else:
+        norm = Frozen(torch.batch_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
+    return apply(region, norm, input, weight, bias)
 
 
 def _batch_norm(
@@ -117,4 +74,126 @@ def _batch_norm(
     )
 
 
-HANDLERS = {F.batch_norm: _batch_norm, torch.batch_norm: _torch_batch_norm}
+def _torch_instance_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    if not (isinstance(input, Tensor) and input.dim() >= 3 and _fit((input.shape[1],), weight, bias)):
+        return NotImplemented
+    if not (use_input_stats or (running_mean is not None and running_var is not None)):
+        return NotImplemented
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    if use_input_stats:
+        norm = InstanceNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
+    else:
+        norm = Frozen(torch.instance_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
+    return apply(region, norm, input, weight, bias)
+
+
+def _instance_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if use_input_stats and isinstance(input, Tensor) and input.dim() >= 2:
+        F._verify_spatial_size(input.size())
+    cudnn = torch.backends.cudnn.enabled
+    return _torch_instance_norm(
+        region, func, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn
+    )
+
+
+def _layer_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    if not (_have_last_dims(input, normalized_shape) and _fit(tuple(normalized_shape), weight, bias)):
+        return NotImplemented
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    return apply(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
+
+
+def _torch_group_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
+        return NotImplemented
+    if num_groups <= 0 or input.shape[1] % num_groups or not reacts(region, input, weight, bias):
+        return NotImplemented
+    return apply(region, GroupNorm(num_groups, eps), input, weight, bias)
+
+
+def _group_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
+        n, c, *sizes = input.shape
+        F._verify_batch_size([n * c // num_groups, num_groups, *sizes])
+    return _torch_group_norm(region, func, input, num_groups, weight, bias, eps)
+
+
+def _rms_norm(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    if not (_have_last_dims(input, normalized_shape) and _fit(tuple(normalized_shape), weight)):
+        return NotImplemented
+    if not reacts(region, input, weight, None, has_mean=False):
+        return NotImplemented
+    return apply(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
+
+
+_WITH_MEAN: dict[Callable, Callable] = {
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _torch_batch_norm,
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _torch_instance_norm,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    torch.group_norm: _torch_group_norm,
+}
+HANDLERS = {**_WITH_MEAN, F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm}
+#: Norms whose affine step may read rounded values, without gradients and in eval mode too (``quantize_forward``).
+FORWARD_QUANTIZED = frozenset(_WITH_MEAN)

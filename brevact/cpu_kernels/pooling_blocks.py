@@ -1,0 +1,257 @@
+"""Kernels of block means and residuals: `blocks.split_maps` and `blocks.join_maps`, to the same bits.
+
+The work is cut into tiles: the rows of one line of blocks, over so many columns that their sums fit into scratch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.floats import emit, emit_product, float_to_half, half_to_float, stage
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+    u16_at,
+)
+
+DEPTH, HEIGHT, WIDTH, BLOCK_DEPTH, BLOCK_HEIGHT, BLOCK_WIDTH, TILE, ROWS = range(8)
+"""Fields of the table: sides of a map, sides of a block, columns of a tile (whole blocks), rows taken as one."""
+
+LANES = 8
+"""Elements that a loop takes at once: blocks and maps are small, and mostly of this width."""
+
+_WIDE_TILE = 1024
+_LARGEST_MEAN = np.float32(65504.0)
+_LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
+"""Largest finite value of each type that float32 reaches, by code of the type."""
+
+
+def columns_of_tile(block_width: int, width: int) -> int:
+    """Columns of a tile: whole blocks.
+
+    Args:
+        block_width: Columns of a block.
+        width: Columns of a map.
+
+    Returns:
+        The number, at most `memory.LARGEST_BLOCK` if a block has no more.
+    """
+    return min(max(_WIDE_TILE // block_width, 1), -(-width // block_width)) * block_width
+
+
+def rows_at_once(block_height: int, width: int) -> int:
+    """Rows of a line of blocks that are subtracted from or added to as one: all, where maps are narrow, or one.
+
+    Args:
+        block_height: Rows of a block.
+        width: Columns of a map.
+
+    Returns:
+        The number. Rows follow each other in memory; more than one are no more than a wide tile.
+    """
+    return block_height if block_height * width <= _WIDE_TILE else 1
+
+
+@inlined
+def _place(index, table):
+    """Where a tile lies: (first element, rows in depth, rows in height, columns, first block).
+
+    A tile's rows begin `width` elements apart in height and `height * width` in depth.
+    """
+    height, width, tile = load(table, HEIGHT), load(table, WIDTH), load(table, TILE)
+    block_depth, block_height = load(table, BLOCK_DEPTH), load(table, BLOCK_HEIGHT)
+    tiles = (width + tile - 1) // tile
+    slab, column = index // tiles, index % tiles * tile
+    lines = (height + block_height - 1) // block_height
+    layer, j = slab // lines, slab % lines * block_height
+    layers = (load(table, DEPTH) + block_depth - 1) // block_depth
+    item, i = layer // layers, layer % layers * block_depth
+    first = ((item * load(table, DEPTH) + i) * height + j) * width + column
+    block_width = load(table, BLOCK_WIDTH)
+    first_block = slab * ((width + block_width - 1) // block_width) + column // block_width
+    depth = min(block_depth, load(table, DEPTH) - i)
+    return first, depth, min(block_height, height - j), min(tile, width - column), first_block
+
+
+@inlined
+def _fill(x, count, value):
+    """Write a value `count` times; LANES is a number that the compiler knows."""
+    if count == LANES:
+        for k in range(LANES):
+            store(x, k, value)
+    else:
+        for k in range(count):
+            store(x, k, value)
+
+
+@inlined
+def _repeat(means, columns, rows, block_width):
+    """Repeat a row of means, so that it covers `rows` rows."""
+    if columns <= block_width:
+        mean = load(means, 0)
+        for k in range(columns * rows):
+            store(means, k, mean)
+    else:
+        for k in range(columns, columns * rows):
+            store(means, k, load(means, k - columns))
+
+
+@inlined
+def _add(sums, x, count):
+    """sums += x."""
+    whole = count // LANES * LANES
+    for start in range(0, whole, LANES):
+        a, b = advance(sums, start), advance(x, start)
+        for k in range(LANES):
+            store(a, k, load(a, k) + load(b, k))
+    for k in range(whole, count):
+        store(sums, k, load(sums, k) + load(x, k))
+
+
+@inlined
+def _subtract(x, means, out, count, lanes):
+    """out = x - means. By way of scratch, which overlaps nothing, so that the compiler takes LANES elements at once."""
+    whole = count // LANES * LANES
+    for start in range(0, whole, LANES):
+        a, b, c = advance(x, start), advance(means, start), advance(out, start)
+        for k in range(LANES):
+            store(lanes, k, load(a, k) - load(b, k))
+        for k in range(LANES):
+            store(c, k, load(lanes, k))
+    for k in range(whole, count):
+        store(out, k, load(x, k) - load(means, k))
+
+
+@inlined
+def _sum(x, means, values, count, limit):
+    """values = clamp(means + x), in scratch."""
+    for k in range(count):
+        y = load(means, k) + load(x, k)
+        y = limit if y > limit else y
+        store(values, k, -limit if y < -limit else y)
+
+
+@inlined
+def _total(x, count):
+    """Sum of values, one after the other."""
+    total = np.float32(0.0)
+    if count == LANES:
+        for k in range(LANES):
+            total += load(x, k)
+    else:
+        for k in range(count):
+            total += load(x, k)
+    return total
+
+
+@inlined
+def _half_mean(total, count):
+    """float16 bits of a mean; NaN gives 0, and large means the largest float16."""
+    mean = total / count
+    mean = mean if mean == mean else np.float32(0.0)
+    return float_to_half(max(min(mean, _LARGEST_MEAN), -_LARGEST_MEAN))
+
+
+@inlined
+def _means(sums, rows, columns, block_width, low, totals):
+    """Write the means of a line of blocks, and replace the sums of columns by them."""
+    whole = columns // block_width
+    for block in range(whole):
+        store(totals, block, _total(advance(sums, block * block_width), block_width))
+    count = np.float32(rows * block_width)
+    for block in range(whole):
+        store(low, block, _half_mean(load(totals, block), count))
+    tail = columns - whole * block_width
+    if tail:
+        total = _total(advance(sums, whole * block_width), tail)
+        store(low, whole, _half_mean(total, np.float32(rows * tail)))
+    _widen(low, columns, block_width, sums)
+
+
+@inlined
+def _widen(low, columns, block_width, means):
+    """A row of means as float32."""
+    block = 0
+    for k in range(0, columns, block_width):
+        _fill(advance(means, k), min(block_width, columns - k), half_to_float(load(low, block)))
+        block += 1
+
+
+@kernel
+def split_maps_tiles(source, kind, low_at, residual_at, table_at, start, stop):
+    """Means and residual of tiles start to stop.
+
+    Args:
+        source: Address of the elements, map by map.
+        kind: Code of their type.
+        low_at: Address of the float16 means.
+        residual_at: Address of the float32 residual.
+        table_at: Address of the table.
+        start: First tile.
+        stop: One past the last tile.
+    """
+    table = i64_at(table_at)
+    width, plane = load(table, WIDTH), load(table, HEIGHT) * load(table, WIDTH)
+    low, residual = u16_at(low_at), f32_at(residual_at)
+    most = max(load(table, TILE), load(table, ROWS) * width)
+    sums, scratch, lanes = f32_scratch(most), f32_scratch(most), f32_scratch(LANES)
+    for index in range(start, stop):
+        first, depth, height, columns, first_block = _place(index, table)
+        rows = min(load(table, ROWS), height)
+        for k in range(columns):
+            store(sums, k, np.float32(0.0))
+        for i in range(depth):
+            for j in range(0, height, rows):
+                at = first + i * plane + j * width
+                x = stage(source, kind, at, rows * columns, scratch)
+                for row in range(rows):
+                    _add(sums, advance(x, row * columns), columns)
+        _means(sums, depth * height, columns, load(table, BLOCK_WIDTH), advance(low, first_block), scratch)
+        _repeat(sums, columns, rows, load(table, BLOCK_WIDTH))
+        for i in range(depth):
+            for j in range(0, height, rows):
+                at = first + i * plane + j * width
+                x = stage(source, kind, at, rows * columns, scratch)
+                _subtract(x, sums, advance(residual, at), rows * columns, lanes)
+
+
+@kernel
+def join_maps_tiles(residual_at, low_at, other, target, kind, table_at, start, stop):
+    """Add the means to the residual in tiles start to stop, and multiply.
+
+    Args:
+        residual_at: Address of the float32 residual.
+        low_at: Address of the float16 means.
+        other: Address of a factor of the target's type, 0 for none.
+        target: Address of the result; may be `residual_at` or `other`.
+        kind: Code of its type.
+        table_at: Address of the table.
+        start: First tile.
+        stop: One past the last tile.
+    """
+    table = i64_at(table_at)
+    width, plane = load(table, WIDTH), load(table, HEIGHT) * load(table, WIDTH)
+    block_width = load(table, BLOCK_WIDTH)
+    low, residual = u16_at(low_at), f32_at(residual_at)
+    limit = np.float32(_LIMITS[kind])
+    most = max(load(table, TILE), load(table, ROWS) * width)
+    means, values = f32_scratch(most), f32_scratch(most)
+    for index in range(start, stop):
+        first, depth, height, columns, block = _place(index, table)
+        _widen(advance(low, block), columns, block_width, means)
+        rows = min(load(table, ROWS), height)
+        _repeat(means, columns, rows, block_width)
+        for i in range(depth):
+            for j in range(0, height, rows):
+                at = first + i * plane + j * width
+                _sum(advance(residual, at), means, values, rows * columns, limit)
+                if other:
+                    emit_product(values, other, target, kind, at, rows * columns)
+                else:
+                    emit(values, target, kind, at, rows * columns)

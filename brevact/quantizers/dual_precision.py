@@ -1,0 +1,223 @@
+"""Dual precision: block means of a map in float16, what they leave in a few bits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers.blocks import MapBlocks
+from brevact.quantizers.blocks_dispatch import join_maps, split_maps
+from brevact.quantizers.checks import check_input, check_int
+from brevact.quantizers.codes import pack_codes, unpack_codes
+from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
+from brevact.quantizers.uniform import (
+    BIT_WIDTHS,
+    Granularity,
+    Rounding,
+    UniformQuantizer,
+)
+
+SCALE_BITS = 15
+"""Bits of a bfloat16 scale, which has no sign."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualPrecisionQuantizer:
+    """Low-frequency part in float16, residual quantized with a minimum and a scale a map.
+
+    A map is one sample and channel. With blocks of `block` elements along each of its axes:
+    low = float16(mean of the block), r = x - upsample(low), q = round((r - m) / s) as `UniformQuantizer` does it with
+    the map as its group; decoded as upsample(low) + (m + s * q). All arithmetic is float32. A zero after ReLU decodes
+    to exact 0 in maps that are all 0, elsewhere to 0 in expectation.
+
+    Source: DIVISION, arXiv:2208.04187, section 4 (eq. 9, 10). Differs: the residual is taken from the rounded means;
+    blocks at the border that are not full are pooled over the elements they have; minimum and scale are bfloat16,
+    because float16 overflows, and rounded outwards before codes are computed; the scale's sign, always 0, is not
+    stored.
+
+    **Maps.** A tensor of shape (N, C, *spatial) with one to three spatial axes has N * C maps; one of shape (N, F) has
+    N maps along its features; a vector is one map. Expanded axes count as axes of size 1, and such axes at the end are
+    left out: (N, C, 1, 1) is (N, C). An axis shorter than the block has one block.
+
+    **Bytes.** `codes`: those of the residual, map by map whatever the memory order of the tensor, in the block format
+    of `PackedActivation`; `minimum`: one bfloat16 a map; `low`: one float16 a block; `scale_bits`: the low 15 bits of
+    one bfloat16 scale a map, as `pack_codes` packs them. A map that holds NaN or an infinity has NaN metadata and
+    decodes to NaN.
+
+    >>> q = DualPrecisionQuantizer(bit_width=2, block=8)
+    >>> q.quantize(torch.rand(4, 16, 56, 56), seed=0).nbytes  # 802816 bytes in float32
+    56696
+
+    Args:
+        bit_width: Bits a code of the residual: 1 to 8, 12, 16 or 24.
+        block: Side of a block, in elements.
+        rounding: Nearest or stochastic.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument has the wrong type.
+    """
+
+    bit_width: int = 2
+    block: int = 8
+    rounding: Rounding = Rounding.STOCHASTIC
+    _residual: UniformQuantizer = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Validate, and turn strings into enums."""
+        check_int("bit_width", self.bit_width)
+        if self.bit_width not in BIT_WIDTHS[:-1]:
+            raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS[:-1]))}")
+        check_int("block", self.block)
+        if self.block < 1:
+            raise ValueError(f"block: got {self.block}; accepted is a positive int")
+        residual = UniformQuantizer(
+            bit_width=self.bit_width,
+            rounding=self.rounding,
+            granularity=Granularity.SAMPLE,
+            minimum_dtype=torch.bfloat16,
+        )
+        object.__setattr__(self, "rounding", residual.rounding)
+        object.__setattr__(self, "_residual", residual)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self._residual.is_stochastic
+
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        """What is stored for a tensor, known before quantizing.
+
+        Args:
+            layout: Layout of the tensor to quantize.
+
+        Returns:
+            Codes and minimum of the residual, block means, and bits of the scale.
+        """
+        blocks = self.blocks(layout)
+        return (
+            Part("codes", torch.uint8, packed_bytes(layout.numel, self.bit_width, DEFAULT_BLOCK)),
+            Part("minimum", torch.bfloat16, blocks.maps),
+            Part("low", torch.float16, blocks.blocks),
+            Part("scale_bits", torch.uint8, packed_bytes(blocks.maps, SCALE_BITS, DEFAULT_BLOCK)),
+        )
+
+    def blocks(self, layout: Layout) -> MapBlocks:
+        """Maps and blocks of a tensor.
+
+        Args:
+            layout: Layout of the tensor.
+
+        Returns:
+            Its division; equal arguments share one object.
+        """
+        try:
+            return _blocks(layout, self.block)
+        except TypeError:  # symbols have no hash
+            return MapBlocks.of(layout, self.block)
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        """Quantize and pack a tensor.
+
+        Besides the result, memory for the residual is taken for a moment: 4 bytes an element.
+
+        Args:
+            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
+                first.
+            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
+                torch's generator. Unused, and not drawn, for nearest.
+
+        Returns:
+            The packed activation, on the device of `x`.
+
+        Raises:
+            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+        """
+        check_input(x)
+        layout = Layout.of(x)
+        spec = PackedSpec.of(self, layout)
+        blocks = self.blocks(layout)
+        flat = _map_order(layout, layout.flatten(x.detach())).reshape(-1)
+        low, residual = split_maps(flat, blocks)
+        found = self._residual.quantize(residual.view(blocks.maps, blocks.elements), seed)
+        codes, minimum, scale = found.tensors
+        buffer = spec.empty(flat)
+        scale_bits = pack_codes(scale.view(torch.int16), SCALE_BITS)
+        for part, values in zip(spec.split(buffer), (codes, minimum, low, scale_bits), strict=True):
+            part.copy_(values)
+        return PackedActivation(spec, buffer)
+
+    def decode(self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], target: Tensor) -> None:
+        """Decode into memory that is dense in the layout's memory order.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
+        """
+        self._decode(buffer, spec, None, target)
+
+    def decode_multiply(
+        self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], other: Tensor, target: Tensor
+    ) -> None:
+        """Decode, multiply and write to memory that is dense in the layout's memory order.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            other: Factor of the layout's dtype, dense in the layout's memory order.
+            target: Tensor of the layout's dtype, dense in that order; may be `other`.
+        """
+        self._decode(buffer, spec, other, target)
+
+    def _decode(
+        self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], other: Tensor | None, target: Tensor
+    ) -> None:
+        layout = spec.layout
+        if layout.numel == 0:
+            return
+        flat = target.as_strided((layout.numel,), (1,))
+        factor = None if other is None else other.as_strided((layout.numel,), (1,))
+        ordered = _map_order(layout, flat)
+        in_order = ordered.is_contiguous()
+        out = flat if in_order else torch.empty_like(flat)
+        in_place = out.dtype == torch.float32 and other is None
+        residual = out if in_place else out.new_empty(layout.numel, dtype=torch.float32)
+        blocks = self.blocks(layout)
+        self._decode_residual(buffer, spec, blocks, residual)
+        join_maps(residual, blocks, spec.split(buffer)[2], factor if in_order else None, out)
+        if in_order:
+            return
+        out = out.view(ordered.shape)
+        if factor is None:
+            ordered.copy_(out)
+        else:
+            torch.mul(out, _map_order(layout, factor), out=ordered)
+
+    def _decode_residual(
+        self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], blocks: MapBlocks, target: Tensor
+    ) -> None:
+        """Write the residual, map by map, to a flat float32 tensor."""
+        codes, minimum, _, scale_bits = spec.split(buffer)
+        scale = unpack_codes(scale_bits, SCALE_BITS, blocks.maps).to(torch.int16).view(torch.bfloat16)
+        shape, stride = (blocks.maps, blocks.elements), (blocks.elements, 1)
+        inner = PackedSpec.of(self._residual, Layout.of_sizes(shape, stride, torch.float32))
+        stored = inner.empty(buffer)
+        for part, values in zip(inner.split(stored), (codes, minimum, scale), strict=True):
+            part.copy_(values)
+        self._residual.decode(stored, inner, target.view(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _blocks(layout: Layout, block: int) -> MapBlocks:
+    return MapBlocks.of(layout, block)
+
+
+def _map_order(layout: Layout, flat: Tensor) -> Tensor:
+    """Elements in memory order as a view whose axes are in the tensor's own order, so that maps follow each other."""
+    return flat.view(layout.sizes).permute([layout.dims.index(d) for d in sorted(layout.dims)])

@@ -1,0 +1,508 @@
+"""Norms in a region: gradients are the formula on what was stored, of their inputs or of what they normalized."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import brevact
+from brevact.autograd import BackwardSettings, SaveMode, attach_region, region
+from brevact.quantizers import Layout, NormalizedQuantizer, PackedActivation, PackedSpec, Rounding, UniformQuantizer
+from tests.autograd.measuring import Saved, settings, watch_saved
+from tests.autograd.ops import frozen
+
+EXACT_VALUES = settings(bit_width=32)
+NEAREST = settings(bit_width=3, rounding=Rounding.NEAREST)
+
+
+def normalized(min_numel: int = 0, save_mode: SaveMode = SaveMode.SAVE_QUANTIZED, **options: object):
+    """Settings of a quantizer for normalized values."""
+    return BackwardSettings(NormalizedQuantizer(**options), save_mode, min_numel)
+
+
+class Case(NamedTuple):
+    """A norm, and how its formula reads: groups of channels, dimensions with common statistics, shape of the weight."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dims: tuple[int, ...]
+    affine: tuple[int, ...]
+    groups: int = 0
+
+    def module(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The norm with weights that are not trivial."""
+        module = self.make().to(dtype)
+        for parameter in module.parameters():
+            nn.init.uniform_(parameter, 0.5, 2)
+        return module
+
+    def split(self, x: Tensor) -> Tensor:
+        """The tensor with a dimension for the groups."""
+        return x.unflatten(1, (self.groups, -1)) if self.groups else x
+
+    def statistics(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and inverse deviation in float64, to broadcast over a split tensor."""
+        x = self.split(x.double())
+        mean = torch.zeros(()) if self.name == "rms_norm" else x.mean(self.dims, keepdim=True)
+        return mean, ((x - mean).square().mean(self.dims, keepdim=True) + module.eps).rsqrt()
+
+    def gradients(self, module: nn.Module, x: Tensor, z: Tensor, grad: Tensor) -> list[Tensor]:
+        """Gradients of input, weight and bias for a normalized input z, with the statistics of x."""
+        _, invstd = self.statistics(module, x)
+        z, grad, parameters = z.double(), grad.double(), [p.detach().double() for p in module.parameters()]
+        weighted = self.split(grad * parameters[0].view(self.affine) if parameters else grad)
+        shared = (weighted * z).mean(self.dims, keepdim=True)
+        centred = weighted if self.name == "rms_norm" else weighted - weighted.mean(self.dims, keepdim=True)
+        sums = [(grad * z.reshape(grad.shape)).sum_to_size(self.affine), grad.sum_to_size(self.affine)]
+        sums = [total.view(p.shape) for total, p in zip(sums, parameters, strict=False)]
+        return [(invstd * (centred - z * shared)).reshape(grad.shape), *sums]
+
+
+MAP = (3, 4, 12, 12)
+CASES = [
+    Case("batch_norm", lambda: nn.BatchNorm2d(4), MAP, (0, 2, 3), (1, 4, 1, 1)),
+    Case("batch_norm 2-d", lambda: nn.BatchNorm1d(37, affine=False), (75, 37), (0,), (1, 37)),
+    Case("layer_norm", lambda: nn.LayerNorm((12, 12)), MAP, (2, 3), (12, 12)),
+    Case("layer_norm no bias", lambda: nn.LayerNorm(37, bias=False), (5, 7, 37), (2,), (37,)),
+    Case("group_norm", lambda: nn.GroupNorm(2, 4, eps=1e-3), MAP, (2, 3, 4), (1, 4, 1, 1), 2),
+    Case("group_norm 5-d", lambda: nn.GroupNorm(3, 6, affine=False), (2, 6, 3, 5, 7), (2, 3, 4, 5), (1, 6, 1, 1, 1), 3),
+    Case("instance_norm", lambda: nn.InstanceNorm2d(4, affine=True), MAP, (2, 3), (1, 4, 1, 1)),
+    Case("instance_norm 3-d", lambda: nn.InstanceNorm1d(4), (3, 4, 151), (2,), (1, 4, 1)),
+]
+RMS = Case("rms_norm", lambda: nn.RMSNorm((12, 12), eps=1e-3), MAP, (2, 3), (12, 12))
+by_name = {"ids": lambda case: case.name}
+
+
+def forward(function: Callable, x: Tensor, chosen: BackwardSettings | None) -> tuple[Tensor, Tensor, Saved]:
+    """Returns the leaf, the output and what was stored."""
+    leaf = x.detach().requires_grad_()
+    with watch_saved() as saved, region(chosen):
+        out = function(leaf)
+    return leaf, out, saved
+
+
+def weights_like(out: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
+
+
+def run(function: nn.Module, x: Tensor, chosen: BackwardSettings | None) -> tuple[Tensor, list[Tensor], Saved]:
+    """Returns the output, the gradients of input and parameters, and what was stored."""
+    leaf, out, saved = forward(function, x, chosen)
+    grads = torch.autograd.grad(out, [leaf, *function.parameters()], weights_like(out))
+    return out.detach(), list(grads), saved
+
+
+def levels_in(saved: Saved, x: Tensor, chosen: BackwardSettings) -> Tensor:
+    """The normalized values that stored codes stand for, with the shape and memory order of x."""
+    (codes,) = (t for t in saved.tensors if t.dtype is torch.uint8)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    spec = PackedSpec.of(chosen.quantizer.of_normalized, Layout.of((x * 1).to(dtype)))
+    return PackedActivation(spec, codes).dequantize()
+
+
+def assert_gradients(found: list[Tensor], expected: list[Tensor], eps: float) -> None:
+    # Sums of some hundred products in another order, and statistics rounded to the type: relative to the largest entry.
+    for grad, reference in zip(found, expected, strict=True):
+        atol = 64 * eps * reference.abs().max().item()
+        torch.testing.assert_close(grad.double(), reference.double(), rtol=64 * eps, atol=atol)
+
+
+def layouts(shape: tuple[int, ...]) -> list[Tensor]:
+    """Tensors of a shape, with a mean: contiguous, with gaps, transposed, expanded, channels_last."""
+    forms = [
+        torch.randn(shape),
+        torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2],
+        torch.randn(shape[1], shape[0], *shape[2:]).transpose(0, 1),
+        torch.randn(*shape[:-2], 1, shape[-1]),
+    ]
+    if len(shape) == 4:
+        forms.append(torch.randn(shape).to(memory_format=torch.channels_last))
+    return [form.mul_(2).add_(1).expand(shape) for form in forms]
+
+
+@pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_backward_is_the_formula_on_the_decoded_input(case, dtype):
+    module = case.module(dtype)
+    for x in layouts(case.shape):
+        x = x.to(dtype)
+        expected_out, exact, _ = run(copy.deepcopy(module), x, None)
+        out, grads, _ = run(module, x, NEAREST)
+        assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()
+        mean, invstd = case.statistics(module, x)
+        decoded = NEAREST.quantizer.quantize(x).dequantize()
+        z = (case.split(decoded.double()) - mean) * invstd
+        assert_gradients(grads, case.gradients(module, x, z, weights_like(out)), torch.finfo(dtype).eps)
+        assert not torch.allclose(grads[0], exact[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("case", CASES, **by_name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_backward_is_the_formula_on_the_decoded_normalized_input(case, dtype):
+    module, chosen = case.module(dtype), normalized(format="U8")
+    for x in layouts(case.shape):
+        x = x.to(dtype)
+        expected_out, _, _ = run(copy.deepcopy(module), x, None)
+        out, grads, saved = run(module, x, chosen)
+        assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()
+        z = case.split(levels_in(saved, x, chosen).double())
+        mean, invstd = case.statistics(module, x)
+        eps = torch.finfo(dtype).eps
+        # Half a step of an eighth, and the rounding of the statistics to the type.
+        assert ((case.split(x.double()) - mean) * invstd - z).abs().max() <= 1 / 16 + 16 * eps
+        assert_gradients(grads, case.gradients(module, x, z, weights_like(out)), eps)
+        assert [grad.dtype for grad in grads] == [dtype] * len(grads)
+
+
+@pytest.mark.parametrize("case", CASES, **by_name)
+@pytest.mark.parametrize("name", ["L2", "O4", "U5"])
+def test_codes_and_one_number_a_group_are_stored(case, name):
+    module, chosen = case.module(), normalized(format=name)
+    x = torch.randn(case.shape)
+    *_, saved = run(module, x, chosen)
+    mine = [t for t in saved.tensors if not any(t.data_ptr() == p.data_ptr() for p in module.parameters())]
+    codes, invstd = mine
+    assert codes.untyped_storage().nbytes() == (x.numel() + 7) // 8 * int(name[1])
+    assert invstd.numel() == case.statistics(module, x)[1].numel()
+    assert invstd.untyped_storage().nbytes() == 4 * invstd.numel()
+
+
+def test_small_inputs_are_kept_as_they_are():
+    norm, x = nn.LayerNorm(16), torch.randn(8, 16)
+    _, expected, _ = run(norm, x, None)
+    _, grads, saved = run(norm, x, normalized(min_numel=x.numel() + 1))
+    assert all(t.dtype is not torch.uint8 for t in saved.tensors)
+    assert_gradients(grads, expected, torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_quantize_on_backward_gives_the_same_gradients(case, rounding):
+    module, x = case.module(), torch.randn(case.shape)
+    results = []
+    for mode in SaveMode:
+        for forwards in (False, True):
+            torch.manual_seed(0)
+            options = {"save_mode": mode, "rounding": rounding, "quantize_forward": forwards}
+            results.append(run(copy.deepcopy(module), x, normalized(**options)))
+    for (out, grads, _), (late_out, late, _) in zip(results[:2], results[2:], strict=True):
+        assert torch.equal(out, late_out)
+        assert all(torch.equal(a, b) for a, b in zip(grads, late, strict=True))
+
+
+@pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
+@pytest.mark.parametrize("chosen", [NEAREST, normalized()], ids=["input", "normalized"])
+def test_graphs_run_twice_and_gradients_accumulate(case, chosen):
+    module = case.module()
+    inputs = [torch.randn(case.shape) for _ in range(2)]
+    single = [run(module, x, chosen)[1] for x in inputs]
+    graphs = [forward(module, x, chosen)[:2] for x in inputs]
+    for _ in range(2):
+        module.zero_grad()
+        for leaf, out in graphs:
+            leaf.grad = None
+            out.backward(weights_like(out), retain_graph=True)
+        for (leaf, _), grads in zip(graphs, single, strict=True):
+            assert torch.equal(leaf.grad, grads[0])
+        for i, parameter in enumerate(module.parameters(), 1):
+            assert torch.equal(parameter.grad, single[0][i] + single[1][i])
+
+
+@pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
+@pytest.mark.parametrize("chosen", [NEAREST, normalized()], ids=["input", "normalized"])
+def test_no_gradient_is_computed_that_nobody_needs(case, chosen):
+    module, x = case.module(), torch.randn(case.shape)
+    names = [name for name, _ in module.named_parameters()]
+    _, (_, *sums), _ = run(module, x, chosen)
+    for name, expected in zip(names, sums, strict=True):
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        parameter = module.get_parameter(name).requires_grad_()
+        with watch_saved() as saved, region(chosen):
+            out = module(x)
+        assert (name == "bias") == (not saved.tensors)
+        (grad,) = torch.autograd.grad(out, parameter, weights_like(out))
+        torch.testing.assert_close(grad, expected)
+    module.requires_grad_(False)
+    with watch_saved() as saved, region(chosen):
+        module(x)
+    assert not saved.tensors
+
+
+@pytest.mark.parametrize(
+    "norm, size",
+    [
+        (lambda x, b: F.batch_norm(x, None, None, None, b, True), (1, 4, 1, 1)),
+        (lambda x, b: F.instance_norm(x, None, None, None, b), (1, 4, 1, 1)),
+        (lambda x, b: F.layer_norm(x, (12,), None, b), (12,)),
+        (lambda x, b: F.group_norm(x, 2, None, b), (1, 4, 1, 1)),
+    ],
+    ids=["batch_norm", "instance_norm", "layer_norm", "group_norm"],
+)
+@pytest.mark.parametrize("chosen", [EXACT_VALUES, normalized(format="U8")], ids=["input", "normalized"])
+def test_a_bias_without_a_weight_gets_its_gradient(norm, size, chosen):
+    bias = torch.randn(max(size), requires_grad=True)
+    leaf, out, _ = forward(lambda x: norm(x, bias), torch.randn(MAP), chosen)
+    grad_input, grad = torch.autograd.grad(out, [leaf, bias], weights_like(out))
+    torch.testing.assert_close(grad, weights_like(out).sum_to_size(size).flatten())
+    assert grad_input.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("case", CASES, **by_name)
+@pytest.mark.parametrize("forwards", [False, True])
+def test_groups_with_nan_have_nan_gradients_as_in_torch(case, value, forwards):
+    module, x = case.module(), torch.randn(case.shape)
+    x[(0,) * x.dim()] = value
+    expected_out, expected, _ = run(copy.deepcopy(module), x, None)
+    out, grads, _ = run(module, x, normalized(quantize_forward=forwards))
+    assert torch.equal(out.isnan(), expected_out.isnan()) and out.isnan().any()
+    for grad, reference in zip(grads, expected, strict=True):
+        assert torch.equal(grad.isnan(), reference.isnan())
+    assert grads[0].isnan().any()
+
+
+@pytest.mark.parametrize("make", [nn.BatchNorm2d, nn.InstanceNorm2d])
+@pytest.mark.parametrize("forwards", [False, True])
+def test_frozen_statistics_mark_channels_with_nan(make, forwards):
+    norm = frozen(make(4, affine=True, track_running_stats=True))
+    x = torch.randn(MAP)
+    x[0, 1, 2, 3] = float("nan")
+    _, expected, _ = run(norm, x, None)
+    out, grads, saved = run(norm, x, normalized(quantize_forward=forwards))
+    assert any(t.dtype is torch.uint8 for t in saved.tensors)
+    assert out.isnan().nonzero().tolist() == [[0, 1, 2, 3]]
+    torch.testing.assert_close(grads[0], expected[0])  # statistics are constants: it does not read x
+    assert grads[1].isnan().tolist() == [False, True, False, False]
+    torch.testing.assert_close(grads[2], expected[2])
+
+
+@pytest.mark.parametrize("chosen", [NEAREST, normalized(), normalized(quantize_forward=True)])
+def test_frozen_instance_norm_runs_twice_before_backward(chosen):
+    norm = frozen(nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+    leaves = [forward(norm, torch.randn(MAP), chosen)[:2] for _ in range(2)]  # the forward pass writes to the buffers
+    for leaf, out in leaves:
+        out.sum().backward()
+        assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_weights_in_float32_with_inputs_of_16_bits(case, dtype):
+    module, x = case.module(), torch.randn(case.shape).to(dtype)
+    expected_out, expected, _ = run(copy.deepcopy(module), x, None)
+    for chosen in (EXACT_VALUES, normalized(format="U8")):
+        out, grads, _ = run(module, x, chosen)
+        assert torch.equal(out, expected_out)
+        assert [g.dtype for g in grads] == [g.dtype for g in expected]
+        if chosen is EXACT_VALUES:
+            assert_gradients(grads, expected, torch.finfo(dtype).eps / 8)
+
+
+@pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
+@pytest.mark.parametrize("forwards", [False, True])
+def test_autocast_runs_as_torch_does(case, forwards):
+    module, x = case.module(), torch.randn(case.shape).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected_out, expected, _ = run(copy.deepcopy(module), x, None)
+        out, grads, _ = run(module, x, EXACT_VALUES)
+        assert torch.equal(out, expected_out) and out.dtype is expected_out.dtype
+        assert_gradients(grads, expected, torch.finfo(torch.bfloat16).eps / 8)
+        out, _, saved = run(module, x, normalized(quantize_forward=forwards))
+        assert out.dtype is expected_out.dtype
+        assert any(t.dtype is torch.uint8 for t in saved.tensors)
+
+
+def test_norms_of_a_parameter_are_exact():
+    table, norm = nn.Parameter(torch.randn(5000, 4)), nn.LayerNorm(4)
+    with watch_saved() as saved, region(settings(min_numel=1000)):
+        out = norm(table)
+    assert all(t.dtype is not torch.uint8 for t in saved.tensors)
+    (grad,) = torch.autograd.grad(out, table, weights_like(out))
+    torch.testing.assert_close(grad, torch.autograd.grad(norm(table), table, weights_like(out))[0], rtol=0, atol=0)
+
+
+def test_an_input_that_a_layer_shares_is_packed_once():
+    norm, linear, x = nn.LayerNorm(64), nn.Linear(64, 8), torch.randn(32, 64, requires_grad=True)
+    with watch_saved() as saved, region(NEAREST):
+        shared = x * 1
+        norm(shared), linear(shared)
+    assert len({t.data_ptr() for t in saved.tensors if t.dtype is torch.uint8}) == 1
+
+
+# The affine step reads rounded values
+
+
+ROUNDED = normalized(format="L4", quantize_forward=True)
+
+
+def affine(case: Case, module: nn.Module, levels: Tensor) -> Tensor:
+    parameters = [p.detach().view(case.affine) for p in module.parameters()]
+    out = levels * parameters[0] if parameters else levels
+    return out + parameters[1] if len(parameters) > 1 else out
+
+
+@pytest.mark.parametrize("case", CASES, **by_name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_forward_is_the_affine_step_on_the_stored_levels(case, dtype):
+    module = case.module(dtype)
+    for x in layouts(case.shape):
+        x = x.to(dtype)
+        plain = copy.deepcopy(module)
+        expected_out, _, _ = run(plain, x, None)
+        out, grads, saved = run(module, x, ROUNDED)
+        levels = levels_in(saved, x, ROUNDED)
+        assert torch.equal(out, affine(case, module, levels).to(dtype))
+        assert out.stride() == expected_out.stride() and out.dtype is expected_out.dtype
+        eps = torch.finfo(dtype).eps
+        assert_gradients(grads, case.gradients(module, x, case.split(levels), weights_like(out)), eps)
+        for key, value in plain.state_dict().items():  # running statistics
+            assert torch.equal(module.state_dict()[key], value), key
+        for disabled in (torch.no_grad, torch.inference_mode):
+            with watch_saved() as saved, disabled(), region(ROUNDED):
+                again = module(x)
+            assert torch.equal(again, out) and not saved.tensors
+
+
+@pytest.mark.parametrize("make", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_frozen_norms_round_by_their_own_statistics(make):
+    norm = frozen(make(4, affine=True, track_running_stats=True, eps=1e-3))
+    nn.init.uniform_(norm.weight, 0.5, 2)
+    for x in layouts(MAP):
+        view = [1, 4, 1, 1]
+        mean, var, weight, bias = (
+            t.detach().view(view) for t in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        )
+        z = (x - mean) * torch.rsqrt(var + norm.eps)
+        levels = ROUNDED.quantizer.of_normalized.quantize(z).dequantize()
+        out, grads, saved = run(norm, x, ROUNDED)
+        assert torch.equal(out, levels * weight + bias)
+        g = weights_like(out)
+        expected = [g * weight * torch.rsqrt(var + norm.eps), (g * levels).sum((0, 2, 3)), g.sum((0, 2, 3))]
+        assert_gradients(grads, expected, torch.finfo(x.dtype).eps)
+        assert sum(t.untyped_storage().nbytes() for t in saved.tensors if t.dtype is torch.uint8) == x.numel() // 2
+        with torch.no_grad(), region(ROUNDED):
+            assert torch.equal(norm(x), out)
+
+
+def test_inputs_of_any_size_are_rounded():
+    norm, x = nn.BatchNorm1d(4), torch.randn(8, 4)
+    large = normalized(min_numel=10**6, quantize_forward=True)
+    out, _, saved = run(norm, x, large)
+    assert torch.equal(out, levels_in(saved, x, large) * norm.weight + norm.bias)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
+
+
+def functional(model: nn.Sequential, x: Tensor) -> Tensor:
+    """The network with rounded norms, written out."""
+    for layer in model:
+        rounds = isinstance(layer, nn.BatchNorm2d | nn.GroupNorm)
+        with region(ROUNDED if rounds else None):
+            x = layer(x)
+    return x
+
+
+def test_a_model_evaluates_as_it_trains():
+    model, x = brevact.quantize_backward(network(), ROUNDED), torch.randn(4, 3, 14, 14)
+    plain = copy.deepcopy(model)
+    brevact.restore_backward(plain)
+    for mode in (True, False):
+        model.train(mode), plain.train(mode)
+        for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with context():
+                out, expected, without = model(x), functional(plain, x), copy.deepcopy(plain)(x)
+            assert torch.equal(out, expected) and not torch.equal(out, without)
+
+
+def test_an_evaluated_model_packs_nothing_but_what_it_rounds():
+    model = brevact.quantize_backward(network(), ROUNDED).eval()
+    x = torch.randn(4, 3, 14, 14)
+    with watch_saved() as saved:
+        out = model(x)
+    assert sum(t.dtype is torch.uint8 for t in saved.tensors) == 2  # the two norms; no convolution, no ReLU
+    out.sum().backward()
+    model[3].train()  # a module that trains inside
+    with watch_saved() as saved:
+        model(x)
+    assert sum(t.dtype is torch.uint8 for t in saved.tensors) == 3
+
+
+def test_rules_for_other_layers_do_not_apply_in_eval_mode():
+    other = settings(bit_width=2)
+    for rules in ({nn.Conv2d: other, "*": ROUNDED}, {nn.BatchNorm2d: ROUNDED, "*": other}, {"1": None, "*": ROUNDED}):
+        model = brevact.quantize_backward(network(), rules).eval()
+        with watch_saved() as saved:
+            rounded = model(torch.ones(4, 3, 14, 14))
+        norms = 2 if nn.Conv2d in rules else 1
+        assert sum(t.dtype is torch.uint8 for t in saved.tensors) == norms
+        with torch.no_grad():
+            assert torch.equal(model(torch.ones(4, 3, 14, 14)), rounded)
+
+
+def test_checkpointed_layers_recompute_what_they_rounded():
+    model, x = brevact.quantize_backward(network(), ROUNDED), torch.randn(4, 3, 14, 14)
+    reference = copy.deepcopy(model)
+    out = model[0](x)
+    out = checkpoint(model[1:], out, use_reentrant=False)
+    expected = reference(x)
+    assert torch.equal(out, expected)
+    grads, references = (
+        torch.autograd.grad(y, list(net.parameters()), weights_like(y))
+        for y, net in ((out, model), (expected, reference))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(grads, references, strict=True))
+
+
+@pytest.mark.parametrize("chosen", [normalized(), ROUNDED], ids=["backward", "forward"])
+def test_hooks_inside_a_region_see_what_norms_store(chosen):
+    norm, x = nn.BatchNorm2d(4), torch.randn(MAP)
+    _, expected, _ = run(copy.deepcopy(norm), x, chosen)
+    leaf = x.clone().requires_grad_()
+    with region(chosen), torch.autograd.graph.save_on_cpu():
+        out = norm(leaf * 1)
+    grads = torch.autograd.grad(out, [leaf, *norm.parameters()], weights_like(out))
+    if chosen is ROUNDED:
+        assert all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    x = torch.randn(64, 64, requires_grad=True)
+    with region(settings()), watch_saved() as saved:  # the hooks around other ops are in force as before
+        torch.sigmoid(x)
+    assert saved.tensors and saved.tensors[0].dtype is torch.float32
+
+
+def test_attached_regions_round_in_eval_mode_and_leave_no_trace():
+    norm, x = nn.BatchNorm2d(4).eval(), torch.randn(MAP)
+    attach_region(norm, ROUNDED)
+    with torch.no_grad():
+        rounded = norm(x)
+    z = x / (1 + norm.eps) ** 0.5
+    assert torch.equal(rounded, ROUNDED.quantizer.of_normalized.quantize(z).dequantize())
+    assert brevact.autograd.current_region() is None and torch._C._len_torch_function_stack() == 0
+
+
+def test_other_quantizers_do_not_round_the_forward_pass():
+    assert not BackwardSettings(UniformQuantizer()).quantizes_forward
+    assert BackwardSettings(UniformQuantizer()).of_normalized is None
+    assert not normalized().quantizes_forward and ROUNDED.quantizes_forward
+    assert ROUNDED.of_normalized.quantizer == NormalizedQuantizer(format="L4").of_normalized
+
+
+def test_rms_norm_stores_its_input():
+    chosen = normalized(quantize_forward=True)
+    norm, x = nn.RMSNorm(64), torch.randn(32, 64)
+    out, _, saved = run(norm, x, chosen)
+    assert torch.equal(out, F.rms_norm(x, (64,), norm.weight))
+    (codes,) = (t for t in saved.tensors if t.dtype is torch.uint8)
+    assert torch.equal(codes, chosen.quantizer.quantize(x).buffer)

@@ -1,0 +1,238 @@
+"""What is particular to dual precision: block means, the division into maps, offsets and large values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from brevact.quantizers import (
+    DualPrecisionQuantizer,
+    Layout,
+    UniformQuantizer,
+    quantize,
+    read,
+    spell,
+)
+from brevact.quantizers import blocks as reference
+from brevact.quantizers import blocks_dispatch as dispatch
+from brevact.quantizers.blocks import MapBlocks
+from tests.quantizers.subjects import DTYPES, TENSORS, dual_step
+
+SIDES = [(1, 1, 1), (1, 1, 1000), (1, 7, 7), (1, 13, 17), (3, 9, 5), (10, 20, 30), (1, 3, 2050), (1, 1, 5001)]
+
+
+def _low(packed) -> Tensor:
+    return packed.tensors[2].float()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"bit_width": 32}, ValueError, "bit_width: got 32; accepted are 1, 2"),
+        ({"bit_width": 2.0}, TypeError, "bit_width: got 2.0 of type float"),
+        ({"block": 0}, ValueError, "block: got 0; accepted is a positive int"),
+        ({"block": None}, TypeError, "block: got None"),
+        ({"rounding": "up"}, ValueError, "rounding: got 'up'; accepted are Rounding.NEAREST"),
+    ],
+)
+def test_dual_precision_quantizer_names_what_is_wrong(settings, error, message):
+    with pytest.raises(error) as raised:
+        DualPrecisionQuantizer(**settings)
+    assert str(raised.value).startswith(message)
+
+
+def test_quantize_refuses_other_inputs():
+    for x, message in ((torch.zeros(4, dtype=torch.int32), "got a torch.int32 tensor"), ([0.0], "got a list")):
+        with pytest.raises(TypeError, match=message):
+            DualPrecisionQuantizer().quantize(x)
+    with pytest.raises(TypeError, match=r"a tensor of a torch\.func transform"):
+        torch.vmap(lambda y: DualPrecisionQuantizer().quantize(y, seed=0).dequantize())(torch.randn(4, 8, 9))
+
+
+@pytest.mark.parametrize(
+    ("shape", "maps", "sides"),
+    [
+        ((), 1, (1, 1, 1)),
+        ((100,), 1, (1, 1, 100)),
+        ((4, 100), 4, (1, 1, 100)),
+        ((4, 3, 100), 12, (1, 1, 100)),
+        ((4, 3, 9, 14), 12, (1, 9, 14)),
+        ((4, 3, 6, 9, 14), 12, (6, 9, 14)),
+        ((2, 4, 3, 6, 9, 14), 24, (6, 9, 14)),
+        ((1, 3, 9, 14), 3, (1, 9, 14)),
+        ((4, 30, 1, 1), 4, (1, 1, 30)),
+        ((4, 0, 3), 0, (1, 1, 3)),
+    ],
+)
+def test_map_blocks_of_shapes(shape: tuple[int, ...], maps: int, sides: tuple[int, int, int]):
+    blocks = MapBlocks.of(Layout.of(torch.empty(shape)), 8)
+    assert (blocks.maps, blocks.sides) == (maps, sides)
+    assert blocks.block == tuple(min(side, 8) for side in sides)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 7, 7), (2, 3, 8, 14), (2, 3, 9, 28), (2, 3, 33, 2), (2, 3, 5, 9, 17), (5, 41)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_low_part_is_average_pooling_with_true_counts(shape: tuple[int, ...], dtype: torch.dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 3 + 1).to(dtype)
+    exact = x.double() if len(shape) > 2 else x.double().unsqueeze(1)
+    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[exact.dim() - 3]
+    expected = pool(exact, [min(side, 8) for side in exact.shape[2:]], ceil_mode=True).flatten()
+    low = _low(DualPrecisionQuantizer().quantize(x, seed=0)).double()
+    # Half a unit of float16; a float32 rounding for each of up to 512 additions, each of at most the block's sum.
+    reach = x.double().abs().max()
+    assert ((low - expected).abs() <= expected.abs() * 2**-11 + 2**-25 + 512 * 2**-24 * reach).all()
+
+
+@pytest.mark.parametrize("block", [1, 3, 8, 4000, 5000])
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+def test_split_and_join_maps_equal_the_reference(sides: tuple[int, int, int], block: int):
+    blocks = MapBlocks(5, sides, tuple(min(side, block) for side in sides))
+    for dtype in DTYPES:
+        torch.manual_seed(0)
+        flat = (torch.randn(5 * blocks.elements) * 3 + 1).to(dtype)
+        maps = flat.view(5, -1)
+        maps[0, 0], maps[1, -1], maps[2] = float("nan"), float("-inf"), torch.finfo(dtype).max
+        expected_low = torch.full((blocks.blocks,), float("nan"), dtype=torch.float16)
+        expected = torch.full((flat.numel(),), float("nan"))
+        low, residual = dispatch.split_maps(flat, blocks)
+        reference.split_maps(flat, blocks, expected_low, expected)
+        assert torch.equal(low.view(torch.int16), expected_low.view(torch.int16))
+        torch.testing.assert_close(residual, expected, rtol=0, atol=0, equal_nan=True)
+        joined, other = torch.full_like(flat, 0.5), torch.linspace(-2, 3, flat.numel()).to(dtype)
+        whole = reference.join_maps(residual, blocks, low, torch.empty_like(flat))
+        dispatch.join_maps(residual, blocks, low, None, joined)
+        torch.testing.assert_close(joined, whole, rtol=0, atol=0, equal_nan=True)
+        product = whole * other
+        dispatch.join_maps(residual, blocks, low, other, other)
+        torch.testing.assert_close(other, product, rtol=0, atol=0, equal_nan=True)
+
+
+def test_split_maps_on_several_threads_equals_the_reference():
+    blocks = MapBlocks(40, (1, 30, 70), (1, 8, 8))
+    flat = torch.randn(40 * blocks.elements)
+    threads = torch.get_num_threads()
+    expected_low = torch.empty(blocks.blocks, dtype=torch.float16)
+    expected = torch.empty_like(flat)
+    reference.split_maps(flat, blocks, expected_low, expected)
+    try:
+        torch.set_num_threads(4)
+        low, residual = dispatch.split_maps(flat, blocks)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(low, expected_low) and torch.equal(residual, expected)
+
+
+def test_bytes_do_not_depend_on_memory_format_and_dtype():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 9, 14).bfloat16()
+    quantizer = DualPrecisionQuantizer()
+    expected = quantizer.quantize(x, seed=3)
+    gaps = torch.empty(3, 5, 9, 28, dtype=x.dtype)[..., ::2].copy_(x)
+    for same in (x.contiguous(memory_format=torch.channels_last), gaps, x.float(), x.double()):
+        packed = quantizer.quantize(same, seed=3)
+        assert torch.equal(packed.buffer, expected.buffer)
+        assert torch.equal(packed.dequantize().bfloat16(), expected.dequantize())
+
+
+def test_codes_are_those_of_the_residual():
+    """What `UniformQuantizer` stores of the residual, a map a row, with a bfloat16 minimum and scale."""
+    x = torch.randn(4, 6, 9, 14)
+    packed = DualPrecisionQuantizer(bit_width=3).quantize(x, seed=11)
+    low = _low(packed).view(4, 6, 2, 2).repeat_interleave(8, 2).repeat_interleave(8, 3)[:, :, :9, :14]
+    uniform = UniformQuantizer(bit_width=3, granularity="sample", minimum_dtype=torch.bfloat16)
+    expected = uniform.quantize((x - low).view(24, -1), seed=11)
+    assert torch.equal(packed.codes, expected.codes) and torch.equal(packed.minimum, expected.minimum)
+    assert torch.equal(dual_step(packed, x)[:, :, 0, 0].flatten(), expected.scale.float())
+    assert torch.equal(packed.dequantize(), low + expected.dequantize().view(x.shape))
+
+
+@pytest.mark.parametrize("bit_width", [1, 2, 4])
+@pytest.mark.parametrize("side", [7, 8, 14, 28])
+def test_nbytes_is_31_bits_a_map_16_a_block_and_the_codes(bit_width: int, side: int):
+    packed = DualPrecisionQuantizer(bit_width=bit_width).quantize(torch.randn(8, 16, side, side), seed=0)
+    bits = 128 * (31 + 16 * (-(-side // 8)) ** 2 + bit_width * side**2)
+    assert packed.nbytes == bits // 8
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.14159, 1e-30, 1e-6, 65504.0])
+def test_constants_that_float16_holds_are_exact(value: float):
+    value = torch.tensor(value, dtype=torch.float16).item()
+    for shape in ((), (1300,), (2, 3, 100), (2, 3, 9, 14)):
+        x = torch.full(shape, value)
+        assert torch.equal(DualPrecisionQuantizer().quantize(x, seed=1).dequantize(), x)
+
+
+def test_maps_of_zeros_stay_zero():
+    x = torch.randn(3, 5, 9, 14).relu()
+    x[1], x[2, 3] = 0, 0
+    y = DualPrecisionQuantizer().quantize(x, seed=1).dequantize()
+    assert not y[1].any() and not y[2, 3].any() and y[0].any()
+
+
+def test_smooth_maps_have_smaller_errors_than_without_means():
+    torch.manual_seed(0)
+    x = F.interpolate(torch.randn(4, 8, 4, 4), size=(32, 32), mode="bilinear") + 0.05 * torch.randn(4, 8, 32, 32)
+    uniform = UniformQuantizer(granularity="sample").quantize(x.view(32, -1), seed=0).dequantize().view(x.shape)
+    dual = DualPrecisionQuantizer().quantize(x, seed=0).dequantize()
+    assert (dual - x).square().mean() < 0.5 * (uniform - x).square().mean()
+
+
+def test_an_offset_costs_no_more_than_a_unit_of_its_mean():
+    """The residual is taken from the rounded mean: half a unit of float16 at 1000, rounded down to bfloat16."""
+    torch.manual_seed(0)
+    x = 1000.3 + 0.01 * torch.randn(4, 4, 16, 16)
+    packed = DualPrecisionQuantizer().quantize(x, seed=0)
+    step = dual_step(packed, x)
+    assert ((packed.dequantize() - x).abs() <= step + 8 * 2**-24 * 1000).all()
+    residual = 0.25 + 0.06  # half of 2^-1, and the noise
+    assert step.max() * 3 <= (2 * 0.06 + residual * 2**-7) * (1 + 2**-7) + 4 * 2**-24 * 1000
+
+
+@pytest.mark.parametrize("scale", [7e4, 1e6, 1e30, 1.6e38])
+def test_finite_values_beyond_float16_decode_to_finite_values(scale: float):
+    torch.manual_seed(0)
+    for x in (
+        scale * torch.linspace(1, 2, 576).view(1, 1, 24, 24),
+        -scale * (1 + torch.rand(2, 3, 9, 9)),
+        scale * torch.randn(2, 3, 8, 8).sign(),  # sums of either infinity, where they overflow
+    ):
+        packed = DualPrecisionQuantizer().quantize(x, seed=0)
+        y = packed.dequantize()
+        assert torch.isfinite(_low(packed)).all() and torch.isfinite(y).all()
+        assert ((y - x).abs() <= dual_step(packed, x) + 7 * 2**-24 * 2 * x.abs().max()).all()
+
+
+def test_quantizer_is_spelled_and_replaced():
+    quantizer = DualPrecisionQuantizer(bit_width=4, block=4, rounding="nearest")
+    assert read(spell(quantizer)) == quantizer and not quantizer.is_stochastic
+    assert dataclasses.replace(quantizer, bit_width=2).quantize(torch.randn(9), seed=0).nbytes < 30
+
+
+def test_traced_tensors_have_the_shape_of_the_bytes():
+    quantizer = DualPrecisionQuantizer()
+    reals = [make().detach() for make in TENSORS.values()]
+    for real in (torch.randn(3, 4, 9, 14), *reals):
+        with FakeTensorMode() as mode:
+            packed = quantize(quantizer, mode.from_tensor(real), None)
+            y = packed.dequantize()
+        assert packed.buffer.shape == quantizer.quantize(real).buffer.shape
+        assert (y.shape, y.dtype) == (real.shape, real.dtype)
+
+
+def test_a_subclass_that_kernels_do_not_take_gives_the_same_bytes():
+    x, quantizer = torch.randn(4, 6, 9, 14), DualPrecisionQuantizer()
+    packed, plain = quantizer.quantize(x.as_subclass(_Wrapped), seed=5), quantizer.quantize(x, seed=5)
+    assert torch.equal(packed.buffer.as_subclass(Tensor), plain.buffer)
+    assert torch.equal(packed.dequantize().as_subclass(Tensor), plain.dequantize())
+
+
+class _Wrapped(Tensor):
+    """A subclass, which might have no memory of its own."""
