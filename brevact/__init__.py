@@ -58,6 +58,9 @@ from brevact.injectors import (
     U5ForwardBackward,
     U8Backward,
     U8ForwardBackward,
+    WeibullBackward2bit,
+    WeibullBackward3bit,
+    WeibullBackward4bit,
 )
 from brevact.memory import MemoryReport, memory_report
 from brevact.mixing import MixSchedule
@@ -72,6 +75,7 @@ from brevact.quantizers import (
     Rounding,
     SignMagnitudeQuantizer,
     UniformQuantizer,
+    WeibullQuantizer,
 )
 
 __all__ = [
@@ -141,6 +145,10 @@ __all__ = [
     "U8Backward",
     "U8ForwardBackward",
     "UniformQuantizer",
+    "WeibullBackward2bit",
+    "WeibullBackward3bit",
+    "WeibullBackward4bit",
+    "WeibullQuantizer",
     "backward_quant",
     "memory_report",
     "quantize_backward",

@@ -78,6 +78,12 @@ from brevact.injectors.uniform import (
     StochBackward7bit,
     StochBackward8bit,
 )
+from brevact.injectors.weibull import (
+    WeibullBackward2bit,
+    WeibullBackward3bit,
+    WeibullBackward4bit,
+    WeibullLevels,
+)
 
 __all__ = [
     "BackwardQuantProxy",
@@ -143,5 +149,9 @@ __all__ = [
     "U8Backward",
     "U8ForwardBackward",
     "UniformBuckets",
+    "WeibullBackward2bit",
+    "WeibullBackward3bit",
+    "WeibullBackward4bit",
+    "WeibullLevels",
     "backward_settings_from",
 ]

@@ -13,6 +13,7 @@ from brevact.quantizers.sign_magnitude import SignMagnitudeQuantizer
 from brevact.quantizers.spelling import read, spell
 from brevact.quantizers.tracing import is_traced
 from brevact.quantizers.uniform import Granularity, Rounding, UniformQuantizer
+from brevact.quantizers.weibull import WeibullQuantizer
 
 __all__ = [
     "ActivationQuantizer",
@@ -30,6 +31,7 @@ __all__ = [
     "Rounding",
     "SignMagnitudeQuantizer",
     "UniformQuantizer",
+    "WeibullQuantizer",
     "draw_seed",
     "is_traced",
     "mask_multiply",

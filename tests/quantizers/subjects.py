@@ -19,6 +19,7 @@ from brevact.quantizers import (
     Rounding,
     SignMagnitudeQuantizer,
     UniformQuantizer,
+    WeibullQuantizer,
     unpack_codes,
 )
 from brevact.quantizers.sign_magnitude import SignMagnitudeLevels
@@ -161,6 +162,11 @@ def _uniform(**settings: object) -> Subject:
     return Subject(quantizer, uniform_step, constant_dtype=quantizer.minimum_dtype, is_noisy=quantizer.bucket_size != 1)
 
 
+def _weibull(**settings: object) -> Subject:
+    # Nearest is within half the distance of the levels, which is at most that of the farther one.
+    return Subject(WeibullQuantizer(**settings), grid_step, largest_error=1.0)
+
+
 SUBJECTS: dict[str, Subject] = {
     **{
         f"uniform-{rounding.value}-{bit_width}": _uniform(bit_width=bit_width, rounding=rounding)
@@ -187,6 +193,10 @@ SUBJECTS: dict[str, Subject] = {
     },
     "L2-stochastic": replace(_normalized(format="L2", rounding="stochastic"), unbiased=False),  # ends at 1.4 deviations
     "L4-other-channels": _normalized(format="L4", channel_dim=2),
+    **{f"weibull-{bit_width}": _weibull(bit_width=bit_width) for bit_width in (2, 3, 4)},
+    **{f"weibull-bucket-{size}": _weibull(bit_width=3, bucket_size=size) for size in (1, 100, None)},
+    "weibull-nearest": _weibull(bit_width=3, rounding=Rounding.NEAREST),
+    "weibull-keep-zeros": _weibull(bit_width=2, keep_zeros=True),
     "dual-2": _dual(),
     "dual-4-block-3": _dual(bit_width=4, block=3),
     "dual-nearest-8-block-16": _dual(bit_width=8, block=16, rounding=Rounding.NEAREST),
