@@ -12,7 +12,7 @@ from torch import nn
 
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.tracing import TracingMode, text_of
-from brevact.injectors import backward_settings_from
+from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.proxies import is_quant_proxy
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
@@ -29,7 +29,8 @@ def quantizer(source: Any, **overrides: Any) -> Any:
     (152, torch.Size([256]))
 
     Args:
-        source: backward quantizer, such as ``StochBackward2bit``.
+        source: backward quantizer, such as ``StochBackward2bit``, or an activation quantizer of Brevitas, such as
+            ``Int8ActPerTensorFloat``.
         **overrides: settings that replace those of ``source``.
 
     Returns:
@@ -51,6 +52,9 @@ def backward_quant(source: Any, **overrides: Any) -> Any:
     ...     loss = (x @ weight).relu().sum()
     >>> loss.backward()
 
+    An activation quantizer of Brevitas quantizes each tensor by statistics of its own, like a new one: in a block
+    nothing tells tensors apart from one run to the next.
+
     In code that ``torch.compile(fullgraph=True)`` traces, make the region where it is entered: Dynamo knows no context
     manager that was made before.
 
@@ -67,7 +71,7 @@ def backward_quant(source: Any, **overrides: Any) -> Any:
     """
     if torch.compiler.is_dynamo_compiling():
         return TracingMode(_text_of(source, tuple(overrides.items())))
-    return region(_settings(source, overrides))
+    return region(settings_of_block(_settings(source, overrides)))
 
 
 @torch.compiler.assume_constant_result
@@ -86,6 +90,10 @@ def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Mod
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
     >>> model = brevact.quantize_backward(model, {nn.BatchNorm2d: brevact.StochBackward4bit,
     ...                                           "*": brevact.StochBackward2bit})
+
+    An activation quantizer of Brevitas quantizes for backward alone here. One that collects statistics collects them in
+    each module anew; they are copied and pickled with the model, and are not part of its ``state_dict``: a layer's
+    ``act_quant=`` keeps them there.
 
     A model that has run compiled keeps its graphs, whatever changes here: call ``torch.compiler.reset()`` then.
 
@@ -120,7 +128,7 @@ def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Mod
     else:
         rules = {"*": backward_settings_from(policy, **overrides)}
     for module, settings in _assignments(model, rules).items():
-        attach_region(module, settings, _POLICY)
+        attach_region(module, settings_of_module(settings, module), _POLICY)
     return model
 
 

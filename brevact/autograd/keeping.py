@@ -106,7 +106,9 @@ def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
     return (pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)
 
 
-def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, share: bool = True) -> Kept:
+def keep_packed(
+    x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, share: bool = True, place: int = 0
+) -> Kept:
     """Keep ``x`` as the region's settings say.
 
     Args:
@@ -114,6 +116,7 @@ def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, sha
         settings: the region's settings.
         seeds: the region's ``SeedStream``.
         share: whether ``x`` outlives this op as a tensor that other ops may save too; it is then packed once.
+        place: how many tensors the region has kept before, for quantizers that collect statistics of each.
 
     Returns:
         The packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements.
@@ -126,7 +129,10 @@ def keep_packed(x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, sha
         quantizer = settings.quantizer
         if settings.draws_size:
             quantizer = quantizer.sized(Layout.of(x).numel, seeds.next_on_host())
-        found = pack(x.detach(), quantizer, settings.save_mode, seeds.next(x.device) if quantizer.is_stochastic else 0)
+        x = x.detach()
+        if settings.observes:
+            quantizer = quantizer.observed(x, place)
+        found = pack(x, quantizer, settings.save_mode, seeds.next(x.device) if quantizer.is_stochastic else 0)
         if slot is not None:
             slot.fill(*found)
     return found

@@ -9,6 +9,7 @@ Regions nest: the innermost one decides. ``region(None)`` keeps full precision i
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -83,6 +84,7 @@ class Region:
         self.packs = settings is not None and not norms_only
         self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
+        self.places = itertools.count()  # of the tensors that it keeps
 
     def __enter__(self) -> Region:
         self.parent = current_region()
@@ -169,7 +171,7 @@ class Region:
 
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         """Keep a floating-point activation for backward as the settings say."""
-        return keep_packed(x, self.settings, self.seeds, share=share)
+        return keep_packed(x, self.settings, self.seeds, share=share, place=next(self.places))
 
     def keep_normalized(self, z: Tensor) -> Kept:
         """Keep the normalized input of a norm, for quantizers that have a form for it."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from brevact.quantizers import read, spell
 
@@ -27,6 +30,7 @@ class SaveMode(str, enum.Enum):
 
 
 _keys: dict[tuple[Any, ...], int] = {}
+_keys_of_modules: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
 #: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
@@ -69,6 +73,9 @@ class BackwardSettings:
     quantizes_forward: bool = field(init=False, repr=False, compare=False)
     """Whether norms go on with the values that are stored, in eval mode and without gradients too."""
 
+    observes: bool = field(init=False, repr=False, compare=False)
+    """Whether the quantizer has statistics, which it takes of each tensor in the forward pass (``observed``)."""
+
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
             raise TypeError(
@@ -96,9 +103,15 @@ class BackwardSettings:
         rounds = getattr(self.quantizer, "of_normalized", None) is not None
         rounds = rounds and getattr(self.quantizer, "quantize_forward", False)
         object.__setattr__(self, "quantizes_forward", bool(rounds))
-        fields = (self.quantizer, self.save_mode, self.min_numel)
-        object.__setattr__(self, "key", _keys.setdefault(fields, next(_numbers)))
-        object.__setattr__(self, "spelled", spell(self) if _has_text(self.quantizer) else None)
+        object.__setattr__(self, "observes", callable(getattr(self.quantizer, "observed", None)))
+        if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
+            keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
+            fields: tuple[Any, ...] = (self.save_mode, self.min_numel)
+        else:
+            keys, has_text = _keys, _has_text(self.quantizer)
+            fields = (self.quantizer, self.save_mode, self.min_numel)
+        object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
+        object.__setattr__(self, "spelled", spell(self) if has_text else None)
 
     @functools.cached_property
     def of_normalized(self) -> BackwardSettings | None:

@@ -119,7 +119,9 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
     if mode.spelled is None:
         raise TypeError(
             "the backward quantizer of this region cannot be compiled: it has no text form. Make it a dataclass at the "
-            "top level of a module, with fields that are numbers, strings, None, enums or dtypes"
+            "top level of a module, with fields that are numbers, strings, None, enums or dtypes; or, for one that "
+            "keeps statistics, as those of Brevitas do, compile without fullgraph=True, so that its layers run as "
+            "they are"
         )
     # At full precision, too: in the graph the function is out of reach of a region around this one.
     if not args and "input" in kwargs:

@@ -1,11 +1,13 @@
 """Backward quantizers in Brevitas' dialect: injector classes for the activation slots of a layer.
 
 A leaf (``StochBackward2bit``) is a class of data; ``.let(bucket_size=128)``, a subclass or a layer's keywords change
-it. ``backward_settings_from`` resolves one into what a region takes. Importing this package makes every Brevitas
-injector picklable (``brevact.injectors.pickling``).
+it. ``backward_settings_from`` resolves one into what a region takes, an activation injector of Brevitas itself as well
+(``BrevitasQuantizer``). Importing this package makes every Brevitas injector picklable
+(``brevact.injectors.pickling``).
 """
 
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
+from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.dual_precision import DualPrecisionBackward2bit, DualPrecisionBackward4bit, DualPrecisionMaps
 from brevact.injectors.fragments import (
     BackwardQuantSolver,
@@ -52,7 +54,7 @@ from brevact.injectors.normalized import (
     U8Backward,
     U8ForwardBackward,
 )
-from brevact.injectors.settings import backward_settings_from
+from brevact.injectors.settings import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.sign_magnitude import (
     SignMagnitudeBackward,
     SignMagnitudeBuckets,
@@ -88,6 +90,7 @@ from brevact.injectors.weibull import (
 __all__ = [
     "BackwardQuantProxy",
     "BackwardQuantSolver",
+    "BrevitasQuantizer",
     "DualPrecisionBackward2bit",
     "DualPrecisionBackward4bit",
     "DualPrecisionMaps",
@@ -154,4 +157,6 @@ __all__ = [
     "WeibullBackward4bit",
     "WeibullLevels",
     "backward_settings_from",
+    "settings_of_block",
+    "settings_of_module",
 ]

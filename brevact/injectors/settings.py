@@ -11,16 +11,24 @@ from dependencies.exceptions import DependencyError
 from torch import nn
 
 from brevact.autograd import BackwardSettings
+from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
+from brevact.injectors.brevitas_source import group_dim_of, is_act_quantizer, quantizes_parameters
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, unknown_setting, written_values
 
 ACCEPTED = (
     "a backward quantizer (StochBackward2bit, NearestBackward4bit, ..., or a class derived from one), "
+    "an activation quantizer of Brevitas (brevitas.quant.Int8ActPerTensorFloat, ...), "
     "an activation quantizer object (quantize and is_stochastic: brevact.quantizers.ActivationQuantizer), or "
     "BackwardSettings"
 )
+#: Settings of a region, which may stand beside those of Brevitas' injectors.
+_OF_REGION = ("save_mode", "min_numel")
+#: Names that Brevitas' layers and proxies fill in.
+_FROM_BREVITAS = ("act_impl", "passthrough_act", "proxy_class", "proxy_module", "module", "tensor_quant")
+_OF_GROUPS = ("group_size", "group_dim")
 
 
-def backward_settings_from(source: Any, **overrides: Any) -> BackwardSettings:
+def backward_settings_from(source: Any, layer: nn.Module | None = None, /, **overrides: Any) -> BackwardSettings:
     """Resolve a backward quantizer, with overrides, into the settings of a region.
 
     >>> from brevact.injectors import StochBackward2bit
@@ -28,8 +36,10 @@ def backward_settings_from(source: Any, **overrides: Any) -> BackwardSettings:
     128
 
     Args:
-        source: a backward injector class; an activation quantizer object; ``BackwardSettings``; or the proxy in the
-            slot of another layer (``layer.act_quant``), whose settings are taken.
+        source: a backward injector class; an activation injector of Brevitas, which then quantizes for backward alone;
+            an activation quantizer object; ``BackwardSettings``; or the proxy in the slot of another layer
+            (``layer.act_quant``), whose settings are taken.
+        layer: the layer that the quantizer is for, if it is for one: groups lie along its channels or features.
         **overrides: settings that replace those of ``source``: ``bit_width``, ``bucket_size``, ``save_mode``, ...
 
     Returns:
@@ -43,6 +53,8 @@ def backward_settings_from(source: Any, **overrides: Any) -> BackwardSettings:
         injector = source.let(**overrides) if overrides else source
         _refuse_forward_quant(injector)
         return resolve(injector)
+    if is_act_quantizer(source):
+        return _settings_of_brevitas(source, layer, overrides)
     settings = _built_settings(source)
     return _replaced(settings, overrides) if overrides else settings
 
@@ -75,31 +87,58 @@ def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
         )
 
 
+def _settings_of_brevitas(source: type, layer: nn.Module | None, overrides: dict[str, Any]) -> BackwardSettings:
+    """Build a quantizer from an activation injector of Brevitas; a name that it does not ask for raises."""
+    own = {name: value for name, value in overrides.items() if name not in _OF_REGION}
+    quantizer = BrevitasQuantizer(source.let(**own) if own else source, group_dim=group_dim_of(layer))
+    accepted = quantizer.asked - set(_FROM_BREVITAS)
+    if quantizer.format.group is None:
+        accepted -= set(_OF_GROUPS)
+    for name, value in own.items():
+        if name not in accepted:
+            raise unknown_setting(name, value, source.__name__, accepted | set(_OF_REGION))
+    width = quantizer.format.codes.bit_width
+    if own.get("bit_width", width) != width:
+        raise ValueError(
+            f"bit_width={own['bit_width']!r} of {source.__name__} does not fit exponent_bit_width and "
+            f"mantissa_bit_width, which make codes of {width} bits; state all three"
+        )
+    of_region = {name: getattr(source, name) for name in _OF_REGION if name in source}
+    return BackwardSettings(
+        quantizer, **of_region | {name: overrides[name] for name in _OF_REGION if name in overrides}
+    )
+
+
 def _built_settings(source: Any) -> BackwardSettings:
     if isinstance(source, BackwardSettings):
         return source
+    if not inspect.isclass(source) and callable(getattr(source, "quantize", None)):
+        return BackwardSettings(source)
     if isinstance(source, nn.Module):  # a proxy: BackwardQuantProxy, or a Brevitas proxy that carries one
         settings = getattr(getattr(source, "backward_quant", source), "settings", None)
         if isinstance(settings, BackwardSettings):
             return settings
-    elif not inspect.isclass(source) and callable(getattr(source, "quantize", None)):
-        return BackwardSettings(source)
     raise TypeError(f"{_description(source)}; accepted: {ACCEPTED}")
 
 
 def _description(source: Any) -> str:
     if inspect.isclass(source) and issubclass(source, (Injector, ExtendedInjector)):
-        if "proxy_class" in source:
+        if quantizes_parameters(source):
             return (
-                f"{source.__name__} quantizes the forward pass and is no backward quantizer; put it into input_quant=, "
-                "or beside a backward quantizer with forward_quant="
+                f"{source.__name__} quantizes a weight or a bias, and no activations; put it into weight_quant= or "
+                "bias_quant= of a Brevitas layer"
             )
+        if "proxy_class" in source:
+            return f"{source.__name__} quantizes no activations by itself"
         return f"{source.__name__} is a fragment and lacks the solver: inherit from BackwardQuantSolver last"
     return f"{source!r} (of type {type(source).__name__}) is no backward quantizer"
 
 
 def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> BackwardSettings:
     quantizer = settings.quantizer
+    if isinstance(quantizer, BrevitasQuantizer):
+        of_region = {name: getattr(settings, name) for name in _OF_REGION}
+        return _settings_of_brevitas(quantizer.source, None, of_region | overrides)
     of_settings = _settable(settings) - {"quantizer"}
     of_quantizer = _settable(quantizer)
     for name, value in overrides.items():
@@ -123,3 +162,21 @@ def _settable(value: Any) -> set[str]:
     return (
         {field.name for field in dataclasses.fields(value) if field.init} if dataclasses.is_dataclass(value) else set()
     )
+
+
+def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:
+    """Return settings for the tensors of one module out of many: what collects statistics collects this one's own."""
+    if settings is None or not isinstance(settings.quantizer, BrevitasQuantizer):
+        return settings
+    return _with_quantizer(settings, settings.quantizer.for_module(module))
+
+
+def settings_of_block(settings: BackwardSettings | None) -> BackwardSettings | None:
+    """Return settings for a block of code, where no module tells tensors apart: each has statistics of its own."""
+    if settings is None or not isinstance(settings.quantizer, BrevitasQuantizer):
+        return settings
+    return _with_quantizer(settings, settings.quantizer.for_each_tensor())
+
+
+def _with_quantizer(settings: BackwardSettings, quantizer: BrevitasQuantizer) -> BackwardSettings:
+    return settings if quantizer is settings.quantizer else dataclasses.replace(settings, quantizer=quantizer)

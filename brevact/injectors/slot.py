@@ -20,7 +20,10 @@ from brevact.injectors.settings import resolve
 
 
 class BackwardQuantProxy(nn.Module):
-    """The backward quantizer of one layer, or of several that share it; it has no parameters and no state.
+    """The backward quantizer of one layer, or of several that share it.
+
+    It has no parameters and no state, unless the quantizer is a module that has: one of Brevitas' with its statistics,
+    which are then saved and moved with the layer, as its child ``quantizer``.
 
     Args:
         settings: what the layers store for backward.
@@ -29,6 +32,8 @@ class BackwardQuantProxy(nn.Module):
     def __init__(self, settings: BackwardSettings) -> None:
         super().__init__()
         self.settings = settings
+        if isinstance(settings.quantizer, nn.Module):
+            self.quantizer = settings.quantizer
 
     def add_tracked_module(self, layer: nn.Module) -> None:
         """Let the whole forward of ``layer`` run in a region with these settings.
@@ -54,10 +59,11 @@ class BackwardQuantProxy(nn.Module):
         """Return the quantizer's settings, and those of the region that are not the default."""
         quantizer = self.settings.quantizer
         stated = {name: getattr(quantizer, name) for name in _field_defaults(quantizer)}
+        described = quantizer.extra_repr() if isinstance(quantizer, nn.Module) else type(quantizer).__name__
         for name, default in _field_defaults(self.settings).items():
             if name != "quantizer" and getattr(self.settings, name) != default:
                 stated[name] = getattr(self.settings, name)
-        return ", ".join([type(quantizer).__name__, *(f"{name}={_plain(value)}" for name, value in stated.items())])
+        return ", ".join([described, *(f"{name}={_plain(value)}" for name, value in stated.items())])
 
 
 def _field_defaults(value: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+from brevitas.quant.solver import ActQuantSolver
 from torch import nn
 
 from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver, backward_settings_from
@@ -23,9 +24,10 @@ class BackwardSlot:
     List it first: ``class ReLU(BackwardSlot, torch.nn.ReLU)``. The layer's whole forward then runs in a region with
     that quantizer while the layer trains; forward, parameters and ``state_dict`` keys stay those of the base class.
 
-    ``act_quant`` is a backward injector class, an activation quantizer, the ``act_quant`` of another layer (to share
-    its settings), or None for a plain layer, whose ``act_`` settings are then ignored, as Brevitas does; a name that no
-    backward quantizer has as a setting raises nevertheless.
+    ``act_quant`` is a backward injector class, an activation injector of Brevitas (which here quantizes for backward
+    alone), an activation quantizer, the ``act_quant`` of another layer (to share its settings), or None for a plain
+    layer, whose ``act_`` settings are then ignored, as Brevitas does; a name that no backward quantizer has as a
+    setting raises nevertheless.
     """
 
     act_quant: BackwardQuantProxy | None
@@ -55,7 +57,7 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
         if takes_any_keyword:
             _check_keywords(cls, names, kwargs, act_quant)
         initialize(self, *args, **kwargs)
-        self.act_quant = None if act_quant is None else _proxy(act_quant, overrides)
+        self.act_quant = None if act_quant is None else _proxy(act_quant, self, overrides)
         if self.act_quant is not None:
             self.act_quant.add_tracked_module(self)
 
@@ -96,7 +98,8 @@ def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides:
     """Raise for a name that is a setting of no backward quantizer, such as ``act_qaunt``, beside ``act_quant=None``."""
     if not overrides:
         return
-    settings = {ACT_PREFIX + name for injector in _backward_injectors() for name in known_names(injector)}
+    settings = {ACT_PREFIX + name for injector in _derived(BackwardQuantSolver) for name in known_names(injector)}
+    settings |= {ACT_PREFIX + name for injector in _derived(ActQuantSolver) for name in injector.__dependencies__}
     for name, value in overrides.items():
         if name in settings:
             continue
@@ -108,16 +111,16 @@ def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides:
         )
 
 
-def _backward_injectors() -> Iterator[BackwardInjectorType]:
-    """Yield every class of backward quantizers that exists."""
-    classes = [BackwardQuantSolver]
+def _derived(solver: type) -> Iterator[type]:
+    """Yield every class of quantizers with this solver that exists."""
+    classes = [solver]
     while classes:
         injector = classes.pop()
         yield injector
         classes.extend(type.__subclasses__(injector))
 
 
-def _proxy(source: Any, overrides: dict[str, Any]) -> BackwardQuantProxy:
+def _proxy(source: Any, layer: nn.Module, overrides: dict[str, Any]) -> BackwardQuantProxy:
     if isinstance(source, BackwardQuantProxy):
         if overrides:
             name, value = next(iter(overrides.items()))
@@ -126,6 +129,5 @@ def _proxy(source: Any, overrides: dict[str, Any]) -> BackwardQuantProxy:
                 "class with this setting instead"
             )
         return source
-    return BackwardQuantProxy(
-        backward_settings_from(source, **{name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()})
-    )
+    settings = {name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()}
+    return BackwardQuantProxy(backward_settings_from(source, layer, **settings))

@@ -1,5 +1,6 @@
 import pytest
-from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
+from brevitas.quant import Int8WeightPerTensorFloat, Int16Bias, Uint8ActPerTensorFloat
+from brevitas.quant.scaled_int import TruncTo8bit
 from torch import nn
 
 from brevact.autograd import BackwardSettings, SaveMode
@@ -68,8 +69,9 @@ def test_backward_settings_from_refuses_settings_of_another_type():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (Int8ActPerTensorFloat, "quantizes the forward pass and is no backward quantizer"),
-        (Int8WeightPerTensorFloat, "quantizes the forward pass and is no backward quantizer"),
+        (Int8WeightPerTensorFloat, r"quantizes a weight or a bias.*put it into weight_quant= or bias_quant="),
+        (Int16Bias, "Int16Bias quantizes a weight or a bias"),
+        (TruncTo8bit, "TruncTo8bit quantizes no activations by itself"),
         (StochasticRounding, "fragment and lacks the solver: inherit from BackwardQuantSolver last"),
         (UniformQuantizer, "is no backward quantizer"),
         ("StochBackward2bit", "of type str"),

@@ -5,7 +5,7 @@ import pickle
 import brevitas.nn as qnn
 import pytest
 import torch
-from brevitas.quant import Int8ActPerTensorFloat, Uint8ActPerTensorFloat
+from brevitas.quant import Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
 from torch import nn
 
 import brevact.nn as bnn
@@ -92,7 +92,7 @@ def test_shared_proxy_cannot_be_changed():
 @pytest.mark.parametrize(
     ("act_quant", "message"),
     [
-        (Int8ActPerTensorFloat, "Int8ActPerTensorFloat quantizes the forward pass"),
+        (Int8WeightPerTensorFloat, "Int8WeightPerTensorFloat quantizes a weight or a bias"),
         (StochasticRounding, "is a fragment"),
         ("StochBackward2bit", "of type str"),
         (nn.ReLU(), "of type ReLU"),

@@ -1,0 +1,95 @@
+"""Brevitas' own activation injectors: which classes they are, which names they ask for, and what they build."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from brevitas.inject import ExtendedInjector, Injector
+from brevitas.proxy.parameter_quant import BiasQuantProxyFromInjectorBase, WeightQuantProxyFromInjectorBase
+from brevitas.proxy.runtime_quant import ActQuantProxyFromInjectorBase
+from brevitas.quant.solver.act import SolveActScalingShape
+from dependencies.exceptions import DependencyError
+from torch import nn
+
+
+def is_act_quantizer(source: Any) -> bool:
+    """Whether this is an injector class with which Brevitas quantizes activations."""
+    return _has_proxy(source, ActQuantProxyFromInjectorBase)
+
+
+def quantizes_parameters(source: Any) -> bool:
+    """Whether this is an injector class with which Brevitas quantizes weights or biases."""
+    return _has_proxy(source, (WeightQuantProxyFromInjectorBase, BiasQuantProxyFromInjectorBase))
+
+
+def group_dim_of(module: nn.Module | None) -> int:
+    """The dimension along which groups of a module's activations lie, where nothing else is said.
+
+    Brevitas' rule: 1, the channels, for a convolution, and the last one for a linear layer. Differs: where Brevitas
+    asks for ``group_dim``, batch normalization has 1 and all else has the last one.
+    """
+    over_channels = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
+    return 1 if isinstance(module, over_channels) else -1
+
+
+def with_group_dim(injector: type, group_dim: int) -> type:
+    """Return an injector of groups with the dimension that they lie along, unless it states its own."""
+    rule = SolveActScalingShape.__dependencies__["group_dim"]
+    if "group_size" in injector and injector.__dependencies__.get("group_dim") is rule:
+        return injector.let(group_dim=group_dim)
+    return injector
+
+
+def build_tensor_quant(injector: type) -> tuple[nn.Module, frozenset[str]]:
+    """Build Brevitas' modules.
+
+    Args:
+        injector: class of an activation quantizer.
+
+    Returns:
+        Its ``tensor_quant``, without the proxy that would put it into a forward pass, and every name that was asked for
+        on the way, optional ones included.
+
+    Raises:
+        TypeError: the injector lacks a value, or quantizes nothing.
+        ValueError: Brevitas refuses a value.
+    """
+    probe = injector.let(proxy_module=nn.Identity())
+    asked = _Asked(probe.__dependencies__)
+    type.__setattr__(probe, "__dependencies__", asked)
+    try:
+        tensor_quant = probe.tensor_quant
+        if "proxy_module" in asked.names:  # to search for the best scale by calling it
+            proxy = injector.proxy_class(nn.Identity(), injector)
+            tensor_quant = proxy.fused_activation_quant_proxy.tensor_quant
+    except DependencyError as error:
+        raise TypeError(f"{injector.__name__} is incomplete: {error}. State the missing setting") from error
+    except Exception as error:
+        raise ValueError(
+            f"{injector.__name__} cannot be built: {type(error).__name__}: {error}; check the settings that differ "
+            "from those of the class in brevitas.quant"
+        ) from error
+    if tensor_quant is None:
+        raise TypeError(f"{injector.__name__} quantizes nothing; pass act_quant=None for a plain layer")
+    return tensor_quant, frozenset(asked.names)
+
+
+class _Asked(dict[str, Any]):
+    """Dependencies of an injector that note which names its resolution looks up."""
+
+    def __init__(self, dependencies: dict[str, Any]) -> None:
+        super().__init__(dependencies)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def _has_proxy(source: Any, kinds: type | tuple[type, ...]) -> bool:
+    if not inspect.isclass(source) or not issubclass(source, (Injector, ExtendedInjector)):
+        return False
+    if "proxy_class" not in source:
+        return False
+    return inspect.isclass(source.proxy_class) and issubclass(source.proxy_class, kinds)

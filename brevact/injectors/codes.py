@@ -1,0 +1,155 @@
+"""Integers of a range, and minifloats, as codes of few bits: pure data, without state."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegerCodes:
+    """Integers in [minimum, minimum + step * (2^bit_width - 1)] as codes of ``bit_width`` bits.
+
+    Args:
+        bit_width: bits a code, 1 to 32.
+        minimum: integer that code 0 stands for.
+        step: distance of neighbours; 2 for the binary -1 and 1.
+    """
+
+    bit_width: int
+    minimum: int
+    step: int = 1
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the codes of integers that are stored as floats; those out of range get the nearest code.
+
+        Args:
+            values: floating-point tensor of integers, any shape.
+
+        Returns:
+            Integer tensor of its shape, uint8 up to 8 bits.
+        """
+        largest = self.minimum + self.step * (2**self.bit_width - 1)
+        if self.bit_width <= 8:
+            codes = values.to(torch.int16)
+        else:  # a bound may lie between the numbers of the type, or be infinity in it
+            codes = values.double().clamp_(self.minimum, largest).to(torch.int64)
+        codes = codes.clamp_(self.minimum, largest).sub_(self.minimum)
+        if self.step != 1:
+            codes = codes.div_(self.step, rounding_mode="floor")
+        return codes.to(torch.uint8) if self.bit_width <= 8 else codes
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the integers of codes.
+
+        Args:
+            codes: integer tensor.
+            dtype: floating-point type of the result.
+
+        Returns:
+            Tensor of its shape.
+        """
+        wide = torch.int64 if self.bit_width > 30 else torch.int32
+        return codes.to(wide).mul(self.step).add_(self.minimum).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinifloatCodes:
+    """Minifloats: sign s, exponent field e, mantissa field m of M bits stand for (-1)^s * 2^(e - bias) * (1 + m / 2^M).
+
+    The field e = 0 is that of subnormals, 2^(1 - bias) * m / 2^M. A code is s, e, m from its highest bit down; zeros
+    keep their sign.
+
+    >>> e2m1 = MinifloatCodes(exponent_bit_width=2, mantissa_bit_width=1, exponent_bias=1)
+    >>> e2m1.bit_width, [e2m1.decode(torch.tensor([code]), torch.float32).item() for code in (1, 2, 7, 15)]
+    (4, [0.5, 1.0, 6.0, -6.0])
+
+    Source: OCP 8-bit floating point specification 1.0; OCP microscaling formats specification 1.0, section 5.3.
+
+    Args:
+        exponent_bit_width: bits of the exponent field, at least 1.
+        mantissa_bit_width: bits of the mantissa field.
+        exponent_bias: what is subtracted from the exponent field.
+        signed: whether there is a sign bit.
+        infinity: mantissa field that means infinity under the highest exponent field, or None.
+        nan: mantissa fields that mean NaN there.
+    """
+
+    exponent_bit_width: int
+    mantissa_bit_width: int
+    exponent_bias: int
+    signed: bool = True
+    infinity: int | None = None
+    nan: tuple[int, ...] = ()
+
+    @property
+    def bit_width(self) -> int:
+        """Bits a code."""
+        return int(self.signed) + self.exponent_bit_width + self.mantissa_bit_width
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the codes of minifloats; where a value is none, that of the nearest one.
+
+        Args:
+            values: floating-point tensor of any shape.
+
+        Returns:
+            int32 tensor of its shape.
+        """
+        dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+        magnitudes = values.abs().to(dtype).contiguous()
+        codes = torch.bucketize(magnitudes, _boundaries(self, dtype, values.device), out_int32=True)
+        top = (2**self.exponent_bit_width - 1) << self.mantissa_bit_width
+        if self.infinity is not None:
+            codes.masked_fill_(magnitudes.isinf(), top + self.infinity)
+        if self.nan:
+            codes.masked_fill_(magnitudes.isnan(), top + self.nan[0])
+        if self.signed:
+            codes += values.signbit().to(torch.int32) << (self.bit_width - 1)
+        return codes
+
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the minifloats of codes.
+
+        Args:
+            codes: integer tensor.
+            dtype: floating-point type of the result.
+
+        Returns:
+            Tensor of its shape.
+        """
+        return _values(self, dtype, codes.device)[codes.to(torch.int32)]
+
+
+def _magnitudes(codes: MinifloatCodes) -> list[float]:
+    """What the codes without a sign stand for, in ascending order but for infinity and NaN."""
+    top = 2**codes.exponent_bit_width - 1
+    found = []
+    for field, mantissa in itertools.product(range(top + 1), range(2**codes.mantissa_bit_width)):
+        significand = mantissa + (2**codes.mantissa_bit_width if field else 0)
+        found.append(math.ldexp(significand, max(field, 1) - codes.exponent_bias - codes.mantissa_bit_width))
+        if field == top and mantissa == codes.infinity:
+            found[-1] = math.inf
+        if field == top and mantissa in codes.nan:
+            found[-1] = math.nan
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _values(codes: MinifloatCodes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    magnitudes = _magnitudes(codes)
+    signed = [*magnitudes, *(-x for x in magnitudes)] if codes.signed else magnitudes
+    return torch.tensor(signed, dtype=torch.float64, device="cpu").to(device, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _boundaries(codes: MinifloatCodes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Half-way between neighbouring finite magnitudes."""
+    finite = [x for x in _magnitudes(codes) if math.isfinite(x)]
+    halves = [(a + b) / 2 for a, b in itertools.pairwise(finite)]
+    return torch.tensor(halves, dtype=torch.float64, device="cpu").to(device, dtype)
