@@ -25,13 +25,12 @@ _UNALIGNED = ["levels_ptr", "steps_ptr", "offset_ptr", "inverse_ptr", "scale_ptr
 
 
 @triton.jit
-def count_reached(z, row_ptr, mask, SIZE: tl.constexpr, BIT_WIDTH: tl.constexpr):
+def count_reached(z, row_ptr, SIZE: tl.constexpr, BIT_WIDTH: tl.constexpr):
     """How many of SIZE - 1 ascending numbers z reaches, by binary search; none if z is NaN.
 
     Args:
         z: Values.
         row_ptr: The first of the numbers: a scalar, or a tensor that z's shape broadcasts.
-        mask: Which pointers are valid, or None for all.
         SIZE: At most 2^BIT_WIDTH, at least 2.
         BIT_WIDTH: Halvings.
     """
@@ -40,26 +39,26 @@ def count_reached(z, row_ptr, mask, SIZE: tl.constexpr, BIT_WIDTH: tl.constexpr)
         probe = count + (1 << (BIT_WIDTH - 1 - k))
         if SIZE < (1 << BIT_WIDTH):
             probe = tl.minimum(probe, SIZE - 1)
-        count = tl.where(z >= tl.load(row_ptr + (probe - 1), mask=mask), probe, count)
+        count = tl.where(z >= tl.load(row_ptr + (probe - 1)), probe, count)
     return count
 
 
 @triton.jit
 def codes_on_row(
-    z, words, levels_ptr, steps_ptr, mask,
+    z, words, levels_ptr, steps_ptr,
     i: tl.constexpr, SIZE: tl.constexpr, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Codes (int32) of plane i of a tile, see `grid_reference.positions`. Pointers are to each value's row."""
     if STOCHASTIC:
         # a value that reaches the last level lies in the last gap, too
-        index = tl.minimum(count_reached(z, levels_ptr + 1, mask, SIZE, BIT_WIDTH), SIZE - 2)
-        low, step = tl.load(levels_ptr + index, mask=mask), tl.load(steps_ptr + index, mask=mask)
+        index = tl.minimum(count_reached(z, levels_ptr + 1, SIZE, BIT_WIDTH), SIZE - 2)
+        low, step = tl.load(levels_ptr + index), tl.load(steps_ptr + index)
         fraction = (z - low) * step
         fraction = tl.where(fraction > 0.0, tl.minimum(fraction, 1.0), 0.0)  # 0 for NaN as well
         t = float_of_code(index.to(tl.uint32), BIT_WIDTH) + fraction
         q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
     else:
-        q = count_reached(z, steps_ptr, mask, SIZE, BIT_WIDTH)
+        q = count_reached(z, steps_ptr, SIZE, BIT_WIDTH)
     return q
 
 
@@ -68,11 +67,11 @@ def _group_of_plane(
     i: tl.constexpr, first, row, column, stride, inner, groups,
     BLOCK: tl.constexpr, INNER: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Groups of plane i of a tile, one a row if BY_ROW, else one an element."""
+    """Groups of plane i of a tile, one a row if BY_ROW, else one an element; the last for what does not exist."""
     offset = row * BLOCK + i * stride
     if not BY_ROW:
         offset += column
-    return group_of(first, offset, inner, groups, INNER)
+    return tl.minimum(group_of(first, offset, inner, groups, INNER), groups - 1)
 
 
 @triton.jit
@@ -91,24 +90,24 @@ def quantize_grid_tile(
     GROUPED: tl.constexpr = GROUP_ROWS or offset_ptr is not None or inverse_ptr is not None
     planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
     words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
-    levels_row_ptr, steps_row_ptr, mask = levels_ptr, steps_ptr, None
+    levels_row_ptr, steps_row_ptr = levels_ptr, steps_ptr
     codes = ()
     for i in tl.static_range(8):
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         if GROUPED and not (BY_ROW and i % PLANES):
             group = _group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, INNER, BY_ROW)
             if offset_ptr is not None:
-                base = tl.load(offset_ptr + group, mask=valid)
+                base = tl.load(offset_ptr + group)
             if inverse_ptr is not None:
-                inverse = tl.load(inverse_ptr + group, mask=valid)
+                inverse = tl.load(inverse_ptr + group)
             if GROUP_ROWS:
-                levels_row_ptr, steps_row_ptr, mask = levels_ptr + group * SIZE, steps_ptr + group * (SIZE - 1), valid
+                levels_row_ptr, steps_row_ptr = levels_ptr + group * SIZE, steps_ptr + group * (SIZE - 1)
         z = widen(planes[i])
         if offset_ptr is not None:
             z -= base
         if inverse_ptr is not None:
             z *= inverse
-        q = codes_on_row(z, words, levels_row_ptr, steps_row_ptr, mask, i, SIZE, BIT_WIDTH, STOCHASTIC)
+        q = codes_on_row(z, words, levels_row_ptr, steps_row_ptr, i, SIZE, BIT_WIDTH, STOCHASTIC)
         if RAGGED:
             q = tl.where(valid, q, 0)
         codes += (q,)
@@ -128,21 +127,21 @@ def dequantize_grid_tile(
     BY_ROW: tl.constexpr = ALIGNED and not RAGGED
     GROUPED: tl.constexpr = GROUP_ROWS or offset_ptr is not None or scale_ptr is not None
     packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
-    row_ptr, mask = levels_ptr, None
+    row_ptr = levels_ptr
     for i in tl.static_range(8):
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         if GROUPED and not (BY_ROW and i % PLANES):
             group = _group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, INNER, BY_ROW)
             if offset_ptr is not None:
-                base = tl.load(offset_ptr + group, mask=valid)
+                base = tl.load(offset_ptr + group)
             if scale_ptr is not None:
-                scale = tl.load(scale_ptr + group, mask=valid)
+                scale = tl.load(scale_ptr + group)
             if GROUP_ROWS:
-                row_ptr, mask = levels_ptr + group * SIZE, valid
+                row_ptr = levels_ptr + group * SIZE
         q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
         if SIZE < (1 << BIT_WIDTH):
             q = tl.minimum(q, SIZE - 1)
-        y = tl.load(row_ptr + q, mask=mask)
+        y = tl.load(row_ptr + q)
         if scale_ptr is not None:
             y = scale * y
         if offset_ptr is not None:
