@@ -37,6 +37,11 @@ class WeibullQuantizer(GridQuantizer):
     - levels above the minimum, whose distance counts as the magnitude (or below the maximum, likewise): always so where
       a bucket has values on one side only, for example after ReLU, whose zeros stay exact.
 
+    Stored beside the codes: float32 minimum, maximum and offset of each bucket (the offset is zero, or the end on which
+    the magnitudes stand), and bfloat16 distances from the offset of its 2^bit_width - 2 other levels. Code 0 stands for
+    the minimum, the last one for the maximum, those between for offset + distance, clamped to the two. Minimum and
+    maximum are NaN for a bucket that held NaN or an infinity, or whose range float32 cannot hold.
+
     Source: TinyScript (Fu et al., ICML 2020), algorithms 1 and 2, equation 2. Differs: levels are best for the largest
     value of the bucket, not for 3 standard deviations; shapes go up to 4, not 1; the split of levels between the sides
     is chosen, not even, and zero is left out where that has less variance, unless `keep_zeros`.

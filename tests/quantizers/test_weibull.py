@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer, WeibullQuantizer, grid_reference
+from brevact.quantizers.grid import SMALLEST_GAP
 from brevact.quantizers.weibull_fit import UNITS, SideFits
 from brevact.quantizers.weibull_levels import level_table
 
@@ -166,8 +167,8 @@ def test_any_finite_values_decode_within_their_range(values: list[float], bit_wi
         low, high = rows.aminmax()
         if torch.isfinite(high - low):
             assert (decoded >= low).all() and (decoded <= high).all()
-            if high - low >= 2.0**-100:
-                assert decoded[rows.argmin()] == low and decoded[rows.argmax()] == high
+            ends = torch.stack((decoded[rows.argmin()] - low, decoded[rows.argmax()] - high))
+            assert (ends.abs() <= 15 * SMALLEST_GAP).all()  # levels that are closer count as one
         else:
             assert decoded.isnan().all()
 
@@ -205,11 +206,9 @@ def test_bytes_are_the_same_on_a_gpu(bit_width: int, draw: Callable[[int], Tenso
 def test_stored_bytes_are_codes_three_ends_and_levels(numel: int):
     groups = -(-numel // BUCKET)
     for bit_width in (2, 3, 4):
-        metadata = groups * (12 + 2 * (2**bit_width - 2))
+        codes, metadata = bit_width * -(-numel // 8), groups * (12 + 2 * (2**bit_width - 2))
         packed = WeibullQuantizer(bit_width=bit_width).quantize(torch.randn(numel), seed=0)
-        assert packed.nbytes == bit_width * -(-numel // 8) + metadata + (-(bit_width * -(-numel // 8)) % 4) * (
-            numel > 0
-        )
+        assert packed.nbytes == metadata + -(-codes // 4) * 4
 
 
 def test_first_use_under_a_mode_leaves_no_trace():
