@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from benchmarks.records import write_rows
 from brevact import triton_kernels
 from brevact.quantizers import Granularity, Layout, PackedSpec, UniformQuantizer
 from brevact.quantizers.gpu import plan_of
+from brevact.quantizers.gpu_grids import grid_plan_of
 from brevact.triton_kernels import Launch
 
 TARGETS = {
@@ -40,7 +42,8 @@ TARGETS = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
-OPERATIONS = ("nearest", "stochastic", "dequantize", "dequantize_multiply", "masks", "codes")
+GRID_OPERATIONS = ("grid_nearest", "grid_stochastic", "grid_dequantize", "grid_moments")
+OPERATIONS = ("nearest", "stochastic", "dequantize", "dequantize_multiply", "masks", "codes", *GRID_OPERATIONS)
 BUCKETS = ("512", "64", "16", "100", "4096", "8192", "tensor", "channel", "channels_last", "huge")
 """Bucket sizes, other granularities, and "huge": the default bucket size in a tensor of 2^31 elements."""
 ALIGNED_RUN = 16  # elements: a multiple lets Triton see that the runs of groups are aligned
@@ -113,7 +116,7 @@ def _rows(variant: Variant) -> list[Row]:
                 "dtype": variant.dtype,
                 "threads": launch.threads,
                 "constants": ",".join(f"{name}={int(value)}" for name, value in launch.constants.items()),
-                "multiplies": int("other_ptr" in launch.kernel.arg_names and launch.arguments[3] is not None),
+                "multiplies": int(_multiplies(launch)),
                 "int64": int(any(isinstance(value, int) and value >= 2**31 for value in launch.arguments)),
                 **{name: needs[name] for name in ("registers", "spills", "shared", "barriers")},
                 "loads": _widths(needs["loads"]),
@@ -124,12 +127,19 @@ def _rows(variant: Variant) -> list[Row]:
     return rows
 
 
+def _multiplies(launch: Launch) -> bool:
+    names = launch.kernel.arg_names  # constants come last
+    return "other_ptr" in names and launch.arguments[names.index("other_ptr")] is not None
+
+
 def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     """Launches of a variant, and how many 128-bit loads and stores each must have at least: one a plane."""
     if variant.operation == "masks":
         yield from _mask_launches(DTYPES[variant.dtype])
     elif variant.operation == "codes":
         yield from _code_launches(variant.bit_width)
+    elif variant.operation in GRID_OPERATIONS:
+        yield from _grid_launches(variant)
     else:
         yield from _uniform_launches(variant)
 
@@ -168,6 +178,32 @@ def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         in_runs = constants.get("INNER_TILE", 1) > 1 and plan.inner % ALIGNED_RUN == 0
         in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
         yield launch, 8 * in_tiles or int(in_runs), 0
+
+
+def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
+    """Channels share their levels, buckets have rows of their own, and a whole tensor has nothing but levels."""
+    if variant.bit_width > 8:
+        return
+    quantizer, x = _subject(variant)
+    spec = PackedSpec.of(quantizer, Layout.of(x))
+    stochastic = variant.operation == "grid_stochastic"
+    geometry = dataclasses.replace(quantizer.geometry(spec.layout), block_size=512)
+    plan, size = grid_plan_of(geometry, stochastic), 1 << variant.bit_width
+    per_group = _meta(geometry.groups, torch.float32)
+    if variant.operation == "grid_moments":
+        launch, _ = triton_kernels.moments(x, per_group, per_group, plan)
+        yield launch, int(launch.constants["INNER_TILE"] > 1 and plan.inner % ALIGNED_RUN == 0), 0
+        return
+    affine = None if variant.bucket == "tensor" else per_group
+    count = 1 if variant.bucket in ("tensor", "channel", "channels_last") else geometry.groups
+    levels, steps = _meta((count, size), torch.float32), _meta((count, size - 1), torch.float32)
+    rows, codes = triton_kernels.GridRows(levels, steps, affine, affine), spec.split(spec.empty(x))[0]
+    if variant.operation == "grid_dequantize":
+        yield triton_kernels.dequantize_grid(codes, rows, None, x, plan), 0, 8
+    else:
+        seed = _meta((), torch.int64) if stochastic else None
+        wide = affine is None or plan.rows_in_groups or x.itemsize == 4
+        yield triton_kernels.quantize_grid(x, codes, rows, seed, plan), 8 * wide, 0
 
 
 def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:

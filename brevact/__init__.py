@@ -29,6 +29,9 @@ from brevact.injectors import (
     NearestBackward8bit,
     O4Backward,
     O4ForwardBackward,
+    SignMagnitudeBackward,
+    SignMagnitudeGlobalBackward,
+    SignMagnitudeL2Backward,
     StochBackward1bit,
     StochBackward2bit,
     StochBackward2bit4bitMix,
@@ -55,6 +58,9 @@ from brevact.injectors import (
     U5ForwardBackward,
     U8Backward,
     U8ForwardBackward,
+    WeibullBackward2bit,
+    WeibullBackward3bit,
+    WeibullBackward4bit,
 )
 from brevact.memory import MemoryReport, memory_report
 from brevact.mixing import MixSchedule
@@ -67,7 +73,9 @@ from brevact.quantizers import (
     NormalizedQuantizer,
     PackedActivation,
     Rounding,
+    SignMagnitudeQuantizer,
     UniformQuantizer,
+    WeibullQuantizer,
 )
 
 __all__ = [
@@ -106,6 +114,10 @@ __all__ = [
     "PackedActivation",
     "Rounding",
     "SaveMode",
+    "SignMagnitudeBackward",
+    "SignMagnitudeGlobalBackward",
+    "SignMagnitudeL2Backward",
+    "SignMagnitudeQuantizer",
     "StochBackward1bit",
     "StochBackward2bit",
     "StochBackward2bit4bitMix",
@@ -133,6 +145,10 @@ __all__ = [
     "U8Backward",
     "U8ForwardBackward",
     "UniformQuantizer",
+    "WeibullBackward2bit",
+    "WeibullBackward3bit",
+    "WeibullBackward4bit",
+    "WeibullQuantizer",
     "backward_quant",
     "memory_report",
     "quantize_backward",

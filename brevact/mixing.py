@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
+from brevact.quantizers import MixingQuantizer
 
 _KINDS = ("constant", "linear", "cosine", "step")
 #: Probabilities are rounded to so many decimals: a run then has few settings, which are equal from step to step.
@@ -18,7 +20,9 @@ _DECIMALS = 3
 
 
 class MixSchedule:
-    """Sets ``mix_prob`` of a model's mixing quantizers, step by step; call ``step()`` once an iteration.
+    """Sets the probability of a model's mixing quantizers, step by step; call ``step()`` once an iteration.
+
+    That is ``mix_prob`` of ``StochBackward2bit4bitMix`` and its like, ``mix_levels_prob`` of ``SignMagnitudeBackward``.
 
     With t = min(step / steps, 1): constant p = start; linear p = start + (end - start) t; cosine
     p = end + (start - end) (1 + cos(pi t)) / 2; step p = start + (end - start) floor(t * stairs) / stairs, in equal
@@ -32,7 +36,8 @@ class MixSchedule:
     >>> schedule.mix_prob
     0.75
 
-    Under ``torch.compile`` a new probability means a new graph: use "constant", or "step" with few stairs.
+    Layers that get a mixing quantizer later follow from the next step on. Under ``torch.compile`` a new probability
+    means a new graph: use "constant", or "step" with few stairs.
 
     Args:
         model: module whose backward quantizers mix two widths: from ``quantize_backward`` or ``act_quant=``.
@@ -59,23 +64,9 @@ class MixSchedule:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
-        if kind not in _KINDS:
-            raise ValueError(f"kind={kind!r}; accepted are {', '.join(_KINDS)}")
-        for name, number in (("steps", steps), ("stairs", stairs)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}={number!r}; accepted is an integer of at least 1")
         self._model = model
-        mixing = [settings for _, settings in self._holders()]
-        if not mixing:
-            raise ValueError(
-                "model has no quantizer that mixes two widths; give it one first: "
-                "brevact.quantize_backward(model, brevact.StochBackward2bit4bitMix)"
-            )
-        start = mixing[0].quantizer.mix_prob if start is None else start
-        for name, probability in (("start", start), ("end", end)):
-            if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
-                raise ValueError(f"{name}={probability!r}; accepted is a number from 0 to 1")
-        self._plan = {"kind": kind, "start": float(start), "end": float(end), "steps": steps, "stairs": stairs}
+        start = self._holders()[0][1].quantizer.probability if start is None else start
+        self._plan = _checked({"kind": kind, "start": start, "end": end, "steps": steps, "stairs": stairs})
         self._done = 0
         self._apply()
 
@@ -93,11 +84,13 @@ class MixSchedule:
         return round(start + (end - start) * t, _DECIMALS)
 
     def step(self) -> None:
-        """Go on by one training step."""
-        before = self.mix_prob
+        """Go on by one training step.
+
+        Raises:
+            ValueError: the model has no mixing quantizer any more.
+        """
         self._done += 1
-        if self.mix_prob != before:
-            self._apply()
+        self._apply()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plan and the number of steps done, for a checkpoint."""
@@ -108,19 +101,27 @@ class MixSchedule:
 
         Raises:
             ValueError: ``state`` is not what :meth:`state_dict` returned.
+            TypeError: ``state`` is no mapping.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state: got {state!r} of type {type(state).__name__}; accepted is what state_dict() gave")
         if set(state) != {*self._plan, "done"}:
             expected = ", ".join(sorted({*self._plan, "done"}))
             raise ValueError(f"state has the keys {', '.join(sorted(map(str, state)))}; expected are {expected}")
-        self._plan = {name: state[name] for name in self._plan}
-        self._done = state["done"]
+        plan, done = _checked({name: state[name] for name in self._plan}), state["done"]
+        if isinstance(done, bool) or not isinstance(done, int) or done < 0:
+            raise ValueError(f"done={done!r}; accepted is an integer of at least 0")
+        self._plan, self._done = plan, done
         self._apply()
 
     def _apply(self) -> None:
         changed: dict[BackwardSettings, BackwardSettings] = {}  # what was one object stays one
+        probability = self.mix_prob
         for holder, settings in self._holders():
+            if settings.quantizer.probability == probability:
+                continue
             if settings not in changed:
-                quantizer = dataclasses.replace(settings.quantizer, mix_prob=self.mix_prob)
+                quantizer = settings.quantizer.with_probability(probability)
                 changed[settings] = dataclasses.replace(settings, quantizer=quantizer)
             holder.settings = changed[settings]
 
@@ -131,8 +132,29 @@ class MixSchedule:
             holders += regions_of(module)
             if isinstance(module, BackwardQuantProxy):
                 holders.append(module)
-        return [
+        mixing = [
             (holder, holder.settings)
             for holder in holders
-            if holder.settings is not None and hasattr(holder.settings.quantizer, "mix_prob")
+            if holder.settings is not None and isinstance(holder.settings.quantizer, MixingQuantizer)
         ]
+        if not mixing:
+            raise ValueError(
+                "model has no quantizer that mixes two widths; give it one first: "
+                "brevact.quantize_backward(model, brevact.StochBackward2bit4bitMix)"
+            )
+        return mixing
+
+
+def _checked(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a schedule, or a ValueError that names what is out of range."""
+    if plan["kind"] not in _KINDS:
+        raise ValueError(f"kind={plan['kind']!r}; accepted are {', '.join(_KINDS)}")
+    for name in ("steps", "stairs"):
+        number = plan[name]
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r}; accepted is an integer of at least 1")
+    for name in ("start", "end"):
+        probability = plan[name]
+        if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
+            raise ValueError(f"{name}={probability!r}; accepted is a number from 0 to 1")
+    return {**plan, "start": float(plan["start"]), "end": float(plan["end"])}

@@ -5,19 +5,31 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import brevact
-from brevact import MixSchedule, StochBackward2bit, StochBackward2bit4bitMix
+from brevact import MixSchedule, SaveMode, SignMagnitudeBackward, StochBackward2bit, StochBackward2bit4bitMix
 from brevact import nn as bnn
+from brevact.autograd.hooks import regions_of
 
 
-def model() -> nn.Module:
+def model(source: object = StochBackward2bit4bitMix) -> nn.Module:
     layers = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
-    return brevact.quantize_backward(layers, StochBackward2bit4bitMix)
+    return brevact.quantize_backward(layers, source)
+
+
+def probabilities(net: nn.Module) -> set[float]:
+    return {hook.settings.quantizer.probability for module in net.modules() for hook in regions_of(module)}
+
+
+def gradients(net: nn.Module, batch: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    net.zero_grad()
+    (run or net)(batch).square().mean().backward()
+    return [p.grad.clone() for p in net.parameters()]
 
 
 def kept(net: nn.Module) -> int:
@@ -71,7 +83,7 @@ def test_layers_with_slots_follow_and_others_stay():
 def test_modules_that_shared_settings_share_the_new_ones():
     net = model()
     MixSchedule(net, start=0.3)
-    settings = {id(hook.settings) for m in net.modules() for hook in brevact.autograd.hooks.regions_of(m)}
+    settings = {id(hook.settings) for m in net.modules() for hook in regions_of(m)}
     assert len(settings) == 1
 
 
@@ -87,8 +99,165 @@ def test_a_schedule_resumes_from_a_checkpoint():
     for _ in range(3):
         schedule.step(), resumed.step()
         assert resumed.mix_prob == schedule.mix_prob
-    probabilities = {hook.settings.quantizer.mix_prob for hook in brevact.autograd.hooks.regions_of(other)}
-    assert probabilities == {schedule.mix_prob}
+    assert probabilities(other) == {schedule.mix_prob}
+
+
+def test_levels_mixed_by_sign_and_magnitude_follow_beside_widths():
+    net = nn.Sequential(model(SignMagnitudeBackward), model())
+    schedule = MixSchedule(net, "linear", end=0.0, steps=2)
+    assert schedule.mix_prob == 0.3  # the first quantizer's
+    sizes = []
+    for expected in (0.3, 0.15, 0.0):
+        assert probabilities(net) == {expected}
+        sizes.append(kept(net))
+        schedule.step()
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_copies_of_a_model_go_their_own_ways():
+    net = model()
+    schedule = MixSchedule(net, "linear", start=1.0, end=0.0, steps=2)
+    alone = copy.deepcopy(net)
+    both, own = copy.deepcopy((net, schedule))
+    schedule.step()
+    assert (probabilities(net), probabilities(alone), probabilities(both)) == ({0.5}, {1.0}, {1.0})
+    own.step(), own.step()
+    assert (probabilities(net), probabilities(both)) == ({0.5}, {0.0})
+
+
+def test_a_pickled_model_resumes_with_the_state_of_its_schedule():
+    net = model()
+    schedule = MixSchedule(net, "linear", start=1.0, end=0.0, steps=4)
+    schedule.step()
+    stored = pickle.loads(pickle.dumps({"model": net, "schedule": schedule.state_dict()}))
+    other = stored["model"]
+    assert probabilities(other) == {0.75}
+    resumed = MixSchedule(other)
+    resumed.load_state_dict(stored["schedule"])
+    resumed.step()
+    assert probabilities(other) == {0.5}
+
+
+def test_a_schedule_outlives_a_change_of_policy():
+    net = model()
+    schedule = MixSchedule(net, start=0.25)
+    brevact.restore_backward(net)
+    with pytest.raises(ValueError, match="no quantizer that mixes"):
+        schedule.step()
+    brevact.quantize_backward(net, StochBackward2bit4bitMix)
+    schedule.step()
+    assert probabilities(net) == {0.25}
+
+
+@pytest.mark.parametrize("mode", SaveMode)
+def test_a_step_between_forward_and_backward_changes_nothing(mode):
+    net, batch = model(StochBackward2bit4bitMix.let(save_mode=mode)), torch.randn(512, 256)
+    found = []
+    for end in (0.5, 0.0):
+        schedule = MixSchedule(net, "linear", start=0.5, end=end, steps=1)
+        net.zero_grad()
+        torch.manual_seed(1)
+        loss = net(batch).square().mean()
+        schedule.step()
+        assert probabilities(net) == {end}
+        loss.backward()
+        found.append([p.grad.clone() for p in net.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+MIXTURES = [
+    StochBackward2bit4bitMix,
+    brevact.NearestBackward3bit6bitMix,
+    SignMagnitudeBackward,
+    brevact.SignMagnitudeGlobalBackward,
+    brevact.SignMagnitudeL2Backward,
+]
+
+
+class Images(nn.Module):
+    """Convolutions in channels_last, and activations that several ops read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.branches = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.head = nn.Linear(8 * 9 * 9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.silu(self.norm(self.conv(x)))
+        x = torch.relu(x + sum(branch(x) for branch in self.branches))
+        return self.head(x.flatten(1))
+
+
+@pytest.mark.parametrize("source", MIXTURES, ids=lambda leaf: leaf.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quantizing_on_backward_gives_the_same_gradients(source, dtype):
+    def run(mode: SaveMode) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = brevact.quantize_backward(Images(), source, save_mode=mode, min_numel=0).to(dtype)
+        images = torch.randn(5, 3, 9, 9).to(dtype, memory_format=torch.channels_last)
+        torch.manual_seed(1)
+        loss = net(images).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad for p in net.parameters()]
+
+    stored, late = map(run, SaveMode)
+    assert all(map(torch.equal, stored, late))
+    assert all(grad.isfinite().all() for grad in stored)
+
+
+@pytest.mark.parametrize("source", MIXTURES, ids=lambda leaf: leaf.__name__)
+def test_backward_twice_reads_the_same_bytes(source):
+    net = model(source)
+    loss = net(torch.randn(512, 256)).square().mean()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    loss.backward()
+    assert all(map(torch.equal, first, [p.grad for p in net.parameters()]))
+
+
+@pytest.mark.parametrize("source", MIXTURES, ids=lambda leaf: leaf.__name__)
+def test_reports_count_the_bytes_of_mixtures(source):
+    report = brevact.memory_report(model(source), torch.randn(512, 256))
+    assert report.saved_bytes < report.plain_bytes / 3
+
+
+def test_compiled_mixtures_place_their_buckets_anew_in_each_run():
+    torch._dynamo.reset()
+    net, batch = model(brevact.NearestBackward2bit4bitMix), torch.randn(512, 256)  # rounding draws nothing
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.manual_seed(0)
+    first, second = gradients(net, batch, run), gradients(net, batch, run)
+    torch.manual_seed(0)
+    again = gradients(net, batch, run)
+    assert not torch.equal(first[0], second[0])
+    assert all(map(torch.equal, first, again))
+
+
+def test_compiled_models_follow_the_schedule_in_a_new_graph():
+    torch._dynamo.reset()
+    exact, batch = model(brevact.NearestBackward4bit), torch.randn(512, 256)
+    net = brevact.restore_backward(copy.deepcopy(exact))
+    brevact.quantize_backward(net, brevact.NearestBackward2bit4bitMix)
+    schedule = MixSchedule(net, "step", start=0.0, end=1.0, steps=1, stairs=1)
+    run = torch.compile(net, backend="aot_eager", fullgraph=True)
+    expected = gradients(exact, batch)
+    assert not torch.allclose(gradients(net, batch, run)[0], expected[0])
+    schedule.step()
+    assert all(map(torch.allclose, gradients(net, batch, run), expected))
+
+
+def test_compiled_mixtures_take_dynamic_sizes():
+    torch._dynamo.reset()
+    net = model(brevact.NearestBackward4bit8bitMix.let(bit_width=8, mix_bit_width=12))
+    exact = brevact.restore_backward(copy.deepcopy(net))
+    run = torch.compile(net, backend="aot_eager", fullgraph=True, dynamic=True)
+    for size in (256, 100, 300):
+        batch = torch.randn(size, 256)
+        for found, expected in zip(gradients(net, batch, run), gradients(exact, batch), strict=True):
+            assert (found - expected).norm() < 0.01 * expected.norm()  # 8 bits and more, to nearest
 
 
 @pytest.mark.parametrize(
@@ -114,5 +283,19 @@ def test_a_model_without_mixing_raises():
 
 
 def test_state_of_something_else_raises():
+    schedule = MixSchedule(model(), "linear", steps=2)
+    good = schedule.state_dict()
     with pytest.raises(ValueError, match="expected are"):
-        MixSchedule(model()).load_state_dict({"last_epoch": 3})
+        schedule.load_state_dict({"last_epoch": 3})
+    with pytest.raises(TypeError, match="state: got None"):
+        schedule.load_state_dict(None)
+    for wrong, error in (
+        ({"kind": "expo"}, "kind='expo'"),
+        ({"start": 2.0}, "start=2.0"),
+        ({"steps": 0}, "steps=0"),
+        ({"done": -1}, "done=-1"),
+        ({"done": 1.5}, "done=1.5"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            schedule.load_state_dict({**good, **wrong})
+    assert schedule.state_dict() == good

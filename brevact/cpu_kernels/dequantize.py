@@ -14,7 +14,10 @@ from brevact.cpu_kernels.groups import (
     KIND,
     MINIMUM_KIND,
     NUMEL,
+    ROWS,
     SCALE_KIND,
+    in_one_run,
+    place_of,
     read_metadata,
 )
 from brevact.cpu_kernels.memory import (
@@ -98,6 +101,30 @@ def _decode_segments(q, first, count, scale, minimum, limit, table):
         e += run
 
 
+@inlined
+def emit_rows(values, other, target, first, count, table):
+    """Write float32 values to elements first to first + count of the rows, and multiply; see `floats.emit_product`.
+
+    Args:
+        values: float32 pointer.
+        other: Address of the factor, 0 for none.
+        target: Address of the tensor that holds the rows; may be `other`.
+        first: First element.
+        count: Number of elements.
+        table: The table of the rows.
+    """
+    kind, inner = load(table, KIND), load(table, INNER)
+    e = 0
+    while e < count:
+        run = min(inner - (first + e) % inner, count - e) if load(table, ROWS) else count
+        place = place_of(first + e, table)
+        if other:
+            emit_product(advance(values, e), other, target, kind, place, run)
+        else:
+            emit(advance(values, e), target, kind, place, run)
+        e += run
+
+
 @kernel
 def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, stop):
     """Decode blocks start to stop, and multiply.
@@ -124,8 +151,8 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, sto
         count = min(block, numel - first)
         columns = (count + 7) // 8
         packed = advance(u8_at(codes), first // 8 * bit_width)
-        direct = kind == FLOAT32 and other == 0 and count == 8 * columns
-        values = advance(f32_at(target), first) if direct else scratch
+        direct = kind == FLOAT32 and other == 0 and count == 8 * columns and in_one_run(first, count, table)
+        values = advance(f32_at(target), place_of(first, table)) if direct else scratch
         whole = first % inner + count <= inner  # the block lies in one group
         if bit_width < 8 and (whole or (load(table, FUSED) != 0 and inner % columns == 0 and count == block)):
             bytes_to_words(packed, columns, bit_width, low, high)
@@ -144,7 +171,5 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, sto
                 for e in range(8 * columns):
                     store(values, e, np.float32(np.int32(load(wide, e))))
             _decode_segments(values, first, count, scale, minimum, limit, table)
-        if other:
-            emit_product(values, other, target, kind, first, count)
-        elif not direct:
-            emit(values, target, kind, first, count)
+        if not direct:
+            emit_rows(values, other, target, first, count, table)

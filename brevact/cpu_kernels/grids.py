@@ -1,12 +1,13 @@
-"""Kernels of quantizers on grids; the bytes of `grid_reference`. Offsets, scales and rows may be missing: address 0."""
+"""Kernels of quantizers on grids; the bytes of `grid_reference`. Offsets and factors may be missing: address 0."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from brevact.cpu_kernels.dequantize import LIMITS, limited
-from brevact.cpu_kernels.floats import emit, emit_product, stage
+from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product, stage
 from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, INNER, KIND, NUMEL, STOCHASTIC
+from brevact.cpu_kernels.levels import place, place_each
 from brevact.cpu_kernels.memory import (
     advance,
     as_u32,
@@ -16,20 +17,17 @@ from brevact.cpu_kernels.memory import (
     inlined,
     kernel,
     load,
-    rint,
     store,
     u8_at,
     u32_scratch,
 )
 from brevact.cpu_kernels.philox import column_words
-from brevact.cpu_kernels.planes import bytes_to_codes, codes_to_bytes, words_to_bytes
+from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words, codes_to_bytes, words_to_bytes
 from brevact.cpu_kernels.quantize import round_narrow, round_wide
-
-LARGEST_UNIT = np.float32(65536.0)
 
 
 @inlined
-def _affine(x, first, count, offset, factor, table, z):
+def affine(x, first, count, offset, factor, table, z):
     """z = (x - offset) * factor of each element's group, for elements first to first + count."""
     inner, groups = load(table, INNER), load(table, GROUPS)
     offsets, factors = f32_at(offset), f32_at(factor)
@@ -49,40 +47,20 @@ def _affine(x, first, count, offset, factor, table, z):
 
 
 @inlined
-def _place(z, count, levels, steps, size, stochastic, t):
-    """Positions of values on one row of levels, as `grid_reference.positions` defines them."""
-    if not stochastic:
-        for e in range(count):
-            store(t, e, np.float32(0.0))
-        for k in range(size - 1):
-            bound = load(steps, k)
-            for e in range(count):
-                store(t, e, load(t, e) + (np.float32(1.0) if load(z, e) >= bound else np.float32(0.0)))
-        return
-    low, inverse = load(levels, 0), load(steps, 0)
-    for e in range(count):
-        fraction = (load(z, e) - low) * inverse
-        fraction = fraction if fraction > np.float32(0.0) else np.float32(0.0)  # NaN as well
-        store(t, e, fraction if fraction < np.float32(1.0) else np.float32(1.0))
-    for k in range(1, size - 1):
-        low, inverse, base = load(levels, k), load(steps, k), np.float32(k)
-        for e in range(count):
-            fraction = (load(z, e) - low) * inverse
-            fraction = fraction if fraction > np.float32(0.0) else np.float32(0.0)
-            reached = base + (fraction if fraction < np.float32(1.0) else np.float32(1.0))
-            store(t, e, reached if load(z, e) >= low else load(t, e))
-
-
-@inlined
-def _place_by_group(z, first, count, levels, steps, size, stochastic, table, t):
-    """Positions where each group has a row of its own."""
+def _place_by_group(z, first, count, levels, steps, size, rows, stochastic, table, t, scratch):
+    """Positions on the one row of levels, or each group's own."""
     inner, groups = load(table, INNER), load(table, GROUPS)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
-        run = min(inner - (first + e) % inner, count - e)
+        group, run = np.int64(0), count
+        if rows > 1:
+            group = (first + e) // inner % groups
+            run = min(groups - group, count - e) if inner == 1 else min(inner - (first + e) % inner, count - e)
         row, row_steps = advance(levels, group * size), advance(steps, group * (size - 1))
-        _place(advance(z, e), run, row, row_steps, size, stochastic, advance(t, e))
+        if rows > 1 and inner == 1:
+            place_each(advance(z, e), run, row, row_steps, size, stochastic, advance(t, e), advance(scratch, e))
+        else:
+            place(advance(z, e), run, row, row_steps, size, stochastic, advance(t, e), advance(scratch, e))
         e += run
 
 
@@ -109,7 +87,7 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
     stochastic = load(table, STOCHASTIC) != 0
     k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
     top = (np.int64(1) << bit_width) - 1
-    t, scratch, values = f32_scratch(block), f32_scratch(block), f32_scratch(block)
+    t, fractions, scratch, values = f32_scratch(block), f32_scratch(block), f32_scratch(block), f32_scratch(block)
     wide = as_u32(scratch)
     columns = block // 8
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
@@ -120,12 +98,9 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
         columns = (count + 7) // 8
         z = stage(source, load(table, KIND), first, count, scratch)
         if inverse:
-            _affine(z, first, count, offset, inverse, table, values)
+            affine(z, first, count, offset, inverse, table, values)
             z = values
-        if rows > 1:
-            _place_by_group(z, first, count, f32_at(levels), f32_at(steps), size, stochastic, table, t)
-        else:
-            _place(z, count, f32_at(levels), f32_at(steps), size, stochastic, t)
+        _place_by_group(z, first, count, f32_at(levels), f32_at(steps), size, rows, stochastic, table, t, fractions)
         for e in range(count, 8 * columns):
             store(t, e, np.float32(0.0))
         if stochastic:
@@ -140,24 +115,75 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
 
 
 @inlined
-def _scale_levels(values, first, count, offset, scale, limit, table):
-    """clamp(offset + scale * value) of each element's group, in place."""
+def _decode_row(levels, offset, scale, group, size, entries, limit, row):
+    """What the codes below `entries` stand for in a group; those from `size` on are as the last level."""
+    m = load(f32_at(offset), group) if scale else np.float32(-0.0)  # which adds nothing, to zeros too
+    s = load(f32_at(scale), group) if scale else np.float32(1.0)
+    for k in range(size):
+        store(row, k, limited(m + s * load(levels, k), limit))
+    for k in range(size, entries):
+        store(row, k, load(row, size - 1))
+
+
+@inlined
+def _scale_each(values, first, count, offset, scale, groups, limit):
+    """clamp(offset + scale * value) of elements first to first + count, each in another group than the one before."""
+    e = 0
+    while e < count:
+        group = (first + e) % groups
+        run = min(groups - group, count - e)
+        m, s, y = advance(f32_at(offset), group), advance(f32_at(scale), group), advance(values, e)
+        for g in range(run):
+            store(y, g, limited(load(m, g) + load(s, g) * load(y, g), limit))
+        e += run
+
+
+@inlined
+def _decode_planes(packed, columns, bit_width, row, low, high, values):
+    """Values of a block whose codes all stand for the same."""
+    count = 8 * columns
+    if bit_width == 8:
+        for e in range(count):
+            store(values, e, load(row, np.int64(load(packed, e))))
+        return
+    bytes_to_words(packed, columns, bit_width, low, high)
+    mask, i, start = np.uint32((1 << bit_width) - 1), 0, 0
+    r0, r1, r2, r3 = load(row, 0), load(row, 1), load(row, mask - 1), load(row, mask)
+    while start < count:  # planes; a loop of eight would be unrolled, which takes long to compile
+        plane, words, shift = advance(values, start), high if i & 4 else low, np.uint32((i & 3) * bit_width)
+        if bit_width <= 2:  # blending four values is faster than looking one up
+            for j in range(columns):
+                q = np.uint32(np.uint32(load(words, j) >> shift) & mask)
+                odd = np.uint32(q & np.uint32(1)) != np.uint32(0)
+                store(plane, j, (r3 if odd else r2) if q > np.uint32(1) else (r1 if odd else r0))
+        else:
+            for j in range(columns):
+                store(plane, j, load(row, np.int64(np.uint32(np.uint32(load(words, j) >> shift) & mask))))
+        i, start = i + 1, start + columns
+
+
+@inlined
+def _decode_segments(words, first, count, levels, offset, scale, size, rows, entries, limit, table, row, values):
+    """Values of elements first to first + count of several groups, from their codes."""
     inner, groups = load(table, INNER), load(table, GROUPS)
-    offsets, scales = f32_at(offset), f32_at(scale)
     e = 0
     while e < count:
         group = (first + e) // inner % groups
-        if inner == 1:
-            run = min(groups - group, count - e)
-            for g in range(run):
-                y = load(offsets, group + g) + load(scales, group + g) * load(values, e + g)
-                store(values, e + g, limited(y, limit))
-        else:
-            run = min(inner - (first + e) % inner, count - e)
-            m, s = load(offsets, group), load(scales, group)
-            for g in range(e, e + run):
-                store(values, g, limited(m + s * load(values, g), limit))
+        run = min(inner - (first + e) % inner, count - e)
+        _decode_row(advance(levels, group * size if rows > 1 else 0), offset, scale, group, size, entries, limit, row)
+        for g in range(e, e + run):
+            store(values, g, load(row, np.int64(load(words, g))))
         e += run
+
+
+@inlined
+def _look_up_each(words, first, count, levels, size, groups, limit, values):
+    """Levels of elements first to first + count, each on another group's row than the one before."""
+    last, group = np.int64(size - 1), first % groups
+    for e in range(count):
+        code = np.int64(load(words, e))
+        store(values, e, limited(load(levels, group * size + (code if code < last else last)), limit))
+        group = group + 1 if group + 1 < groups else np.int64(0)
 
 
 @kernel
@@ -180,84 +206,39 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, other, targ
     table = i64_at(table_at)
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner, groups = load(table, INNER), load(table, GROUPS)
-    limit = np.float32(LIMITS[kind])
-    values, q = f32_scratch(block), u32_scratch(block)
-    last = np.uint32(size - 1)
+    if scale == 0 and rows == 1:
+        inner, groups = numel, 1
+    limit, entries = np.float32(LIMITS[kind]), np.int64(1) << bit_width
+    each = inner == 1 and groups > 1  # element is in another group than the one before
+    loose = np.float32(np.inf) if each and scale else limit
+    scratch, words, row, in_row = f32_scratch(block), u32_scratch(block), f32_scratch(entries), np.int64(-1)
+    low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        bytes_to_codes(advance(u8_at(codes), first // 8 * bit_width), (count + 7) // 8, bit_width, q)
-        if rows > 1:
-            e = 0
-            while e < count:
-                group = (first + e) // inner % groups
-                run = min(inner - (first + e) % inner, count - e)
-                row = advance(f32_at(levels), group * size)
-                for g in range(e, e + run):
-                    store(values, g, limited(load(row, np.int64(min(load(q, g), last))), limit))
-                e += run
+        columns = (count + 7) // 8
+        packed = advance(u8_at(codes), first // 8 * bit_width)
+        direct = kind == FLOAT32 and other == 0 and count == 8 * columns
+        values = advance(f32_at(target), first) if direct else scratch
+        if first % inner + count <= inner or (each and rows == 1):  # all codes stand for the same, but for the scales
+            group = first // inner % groups if rows > 1 or not each else np.int64(0)
+            if group != in_row:
+                own = advance(f32_at(levels), group * size if rows > 1 else 0)
+                _decode_row(own, offset, 0 if each else scale, group, size, entries, loose, row)
+                in_row = group
+            _decode_planes(packed, columns, bit_width, row, low, high, values)
         else:
-            row = f32_at(levels)
-            for e in range(count):
-                store(values, e, limited(load(row, np.int64(min(load(q, e), last))), limit))
-        if scale:
-            _scale_levels(values, first, count, offset, scale, limit, table)
+            bytes_to_codes(packed, columns, bit_width, words)
+            if each:
+                _look_up_each(words, first, count, f32_at(levels), size, groups, loose, values)
+            else:
+                _decode_segments(
+                    words, first, count, f32_at(levels), offset, scale, size, rows, entries, limit, table, row, values
+                )
+                in_row = np.int64(-1)
+        if each and scale:
+            _scale_each(values, first, count, offset, scale, groups, limit)
         if other:
             emit_product(values, other, target, kind, first, count)
-        else:
+        elif not direct:
             emit(values, target, kind, first, count)
-
-
-@inlined
-def _add(x, count, m, s, sums):
-    """Add values of one group to its six sums."""
-    n0, s0, q0 = np.int64(0), np.int64(0), np.int64(0)
-    n1, s1, q1 = np.int64(0), np.int64(0), np.int64(0)
-    for e in range(count):
-        z = (load(x, e) - m) * s
-        size = abs(z)
-        size = size if size < LARGEST_UNIT else LARGEST_UNIT
-        r = np.int64(np.int32(rint(size if z == z else np.float32(0.0))))
-        below, above = np.int64(z < np.float32(0.0)), np.int64(z > np.float32(0.0))
-        n0, s0, q0 = n0 + below, s0 + below * r, q0 + below * r * r
-        n1, s1, q1 = n1 + above, s1 + above * r, q1 + above * r * r
-    store(sums, 0, load(sums, 0) + n0)
-    store(sums, 1, load(sums, 1) + s0)
-    store(sums, 2, load(sums, 2) + q0)
-    store(sums, 3, load(sums, 3) + n1)
-    store(sums, 4, load(sums, 4) + s1)
-    store(sums, 5, load(sums, 5) + q1)
-
-
-@kernel
-def add_moments(source, offset, inverse, sums_at, table_at, blocks, parts, start, stop):
-    """Add the moments of parts start to stop of a tensor to the sums of each part.
-
-    Args:
-        source: Address of the elements.
-        offset: Address of the groups' offsets.
-        inverse: Address of the groups' factors.
-        sums_at: Address of int64 sums, six a group for each part.
-        table_at: Address of the table.
-        blocks: Number of blocks.
-        parts: Number of parts, each a run of blocks.
-        start: First part.
-        stop: One past the last part.
-    """
-    table = i64_at(table_at)
-    numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
-    offsets, factors = f32_at(offset), f32_at(inverse)
-    scratch = f32_scratch(block)
-    for part in range(start, stop):
-        sums = advance(i64_at(sums_at), 6 * part * groups)
-        for index in range(blocks * part // parts, blocks * (part + 1) // parts):
-            first = index * block
-            count = min(block, numel - first)
-            x = stage(source, load(table, KIND), first, count, scratch)
-            e = 0
-            while e < count:
-                group = (first + e) // inner % groups
-                run = min(inner - (first + e) % inner, count - e)
-                own = advance(sums, 6 * group)
-                _add(advance(x, e), run, load(offsets, group), load(factors, group), own)
-                e += run

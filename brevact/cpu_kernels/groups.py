@@ -25,8 +25,9 @@ from brevact.cpu_kernels.memory import (
     u16_at,
 )
 
-NUMEL, BIT_WIDTH, BLOCK, INNER, GROUPS, FUSED, STOCHASTIC, SCALE_KIND, MINIMUM_KIND, KIND = range(10)
-"""Fields of the table. FUSED: every group is one run inside one block."""
+NUMEL, BIT_WIDTH, BLOCK, INNER, GROUPS, FUSED, STOCHASTIC, SCALE_KIND, MINIMUM_KIND, KIND, ROWS = range(11)
+"""Fields of the table. FUSED: every group is one run inside one block. ROWS: address of int64 indices, or 0 for a whole
+tensor: the elements are some groups of a tensor, its rows, group g being row ROWS[g] of INNER elements there."""
 
 LOWEST_KEY, HIGHEST_KEY = np.int32(-(2**31)), np.int32(2**31 - 1)
 _MINUS_INFINITY_KEY, _INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
@@ -95,13 +96,56 @@ def inverse_of(scale):
 
 
 @inlined
+def place_of(element, table):
+    """Where an element of the rows lies in the tensor that holds them."""
+    rows, inner = load(table, ROWS), load(table, INNER)
+    return load(i64_at(rows), element // inner) * inner + element % inner if rows else element
+
+
+@inlined
+def in_one_run(first, count, table):
+    """Whether elements first to first + count lie behind each other."""
+    inner = load(table, INNER)
+    return load(table, ROWS) == 0 or first % inner + count <= inner
+
+
+@inlined
+def stage_rows(source, first, count, scratch, table):
+    """Elements first to first + count of the rows as float32; see `floats.stage`.
+
+    Args:
+        source: Address of the tensor that holds the rows.
+        first: First element.
+        count: Number of elements.
+        scratch: float32 pointer, used unless the elements are float32 and lie behind each other.
+        table: The table of the rows.
+
+    Returns:
+        float32 pointer to the elements.
+    """
+    kind, inner = load(table, KIND), load(table, INNER)
+    if in_one_run(first, count, table):
+        return stage(source, kind, place_of(first, table), count, scratch)
+    e = 0
+    while e < count:
+        run = min(inner - (first + e) % inner, count - e)
+        to = advance(scratch, e)
+        x = stage(source, kind, place_of(first + e, table), run, to)
+        if kind == FLOAT32:
+            for i in range(run):
+                store(to, i, load(x, i))
+        e += run
+    return scratch
+
+
+@inlined
 def _extend_ranges(source, lows, highs, table, start, stop, scratch):
     """Widen the key ranges of all groups by the elements of blocks start to stop."""
     numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
-        x = stage(source, load(table, KIND), first, count, scratch)
+        x = stage_rows(source, first, count, scratch, table)
         e = 0
         while e < count:
             group = (first + e) // inner % groups

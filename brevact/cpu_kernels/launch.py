@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from brevact.cpu_kernels import codes as code_kernels
-from brevact.cpu_kernels import grids, groups, masks
+from brevact.cpu_kernels import grids, groups, masks, random_words
 from brevact.cpu_kernels.dequantize import dequantize_blocks
+from brevact.cpu_kernels.moments import COLUMNS, add_moments
 from brevact.cpu_kernels.quantize import quantize_blocks
 from brevact.cpu_kernels.teams import share
 
@@ -29,6 +30,8 @@ class UniformPlan:
         scale_kind: Code of the scale's type, see `floats`.
         minimum_kind: Code of the minimum's type.
         kind: Code of the tensor's type.
+        rows: Address of int64 indices, where the tensor is made of some groups of another one, at whose address its
+            elements are read and written: group g is row rows[g], of `inner` elements. 0 otherwise.
     """
 
     numel: int
@@ -41,6 +44,7 @@ class UniformPlan:
     scale_kind: int
     minimum_kind: int
     kind: int
+    rows: int = 0
     blocks: int = field(init=False)
     fused: bool = field(init=False)
     table: np.ndarray = field(init=False, repr=False, compare=False)
@@ -49,7 +53,7 @@ class UniformPlan:
     def __post_init__(self) -> None:
         """Fill the table that the kernels read."""
         fused = self.one_run and self.block_size % self.inner == 0
-        table = np.empty(10, dtype=np.int64)
+        table = np.empty(11, dtype=np.int64)
         table[groups.NUMEL] = self.numel
         table[groups.BIT_WIDTH] = self.bit_width
         table[groups.BLOCK] = self.block_size
@@ -60,6 +64,7 @@ class UniformPlan:
         table[groups.SCALE_KIND] = self.scale_kind
         table[groups.MINIMUM_KIND] = self.minimum_kind
         table[groups.KIND] = self.kind
+        table[groups.ROWS] = self.rows
         object.__setattr__(self, "blocks", -(-self.numel // self.block_size))
         object.__setattr__(self, "fused", fused)
         object.__setattr__(self, "table", table)
@@ -139,11 +144,11 @@ def moments(source: int, offset: int, inverse: int, plan: UniformPlan, threads: 
         threads: Most threads to use.
 
     Returns:
-        (parts, G, 6) int64 sums of parts of the tensor.
+        (parts, 6, G) int64 sums of parts of the tensor.
     """
-    sums = np.zeros((_parts(plan, threads), plan.groups, 6), dtype=np.int64)
+    sums = np.zeros((_parts(plan, threads), COLUMNS, plan.groups), dtype=np.int64)
     arguments = (source, offset, inverse, sums.ctypes.data, plan.address, plan.blocks, len(sums))
-    share(grids.add_moments, arguments, len(sums), -(-plan.numel // len(sums)), threads)
+    share(add_moments, arguments, len(sums), -(-plan.numel // len(sums)), threads)
     return sums
 
 
@@ -205,6 +210,19 @@ def dequantize_uniform(
     """
     arguments = (codes, scale, minimum, other, target, plan.address)
     share(dequantize_blocks, arguments, plan.blocks, plan.block_size, threads)
+
+
+def draw_words(seed: int, words: int, count: int, threads: int) -> None:
+    """Random 32-bit words of a seed.
+
+    Args:
+        seed: A signed 64-bit integer.
+        words: Address of int64 words, written.
+        count: Number of words.
+        threads: Most threads to use.
+    """
+    block = random_words.BLOCK
+    share(random_words.random_word_blocks, (seed, words, count), -(-count // block), block, threads)
 
 
 def pack_codes(

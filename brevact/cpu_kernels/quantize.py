@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.floats import stage
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
@@ -12,7 +11,6 @@ from brevact.cpu_kernels.groups import (
     GROUPS,
     HIGHEST_KEY,
     INNER,
-    KIND,
     LOWEST_KEY,
     MINIMUM_KIND,
     NUMEL,
@@ -22,6 +20,7 @@ from brevact.cpu_kernels.groups import (
     extend,
     inverse_of,
     read_metadata,
+    stage_rows,
 )
 from brevact.cpu_kernels.memory import (
     advance,
@@ -184,7 +183,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
         first = index * block
         count = min(block, numel - first)
         columns = (count + 7) // 8
-        x = stage(source, load(table, KIND), first, count, scratch)
+        x = stage_rows(source, first, count, scratch, table)
         if fused:
             e = 0
             while e < count:

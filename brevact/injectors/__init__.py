@@ -53,6 +53,12 @@ from brevact.injectors.normalized import (
     U8ForwardBackward,
 )
 from brevact.injectors.settings import backward_settings_from
+from brevact.injectors.sign_magnitude import (
+    SignMagnitudeBackward,
+    SignMagnitudeBuckets,
+    SignMagnitudeGlobalBackward,
+    SignMagnitudeL2Backward,
+)
 from brevact.injectors.slot import BackwardQuantProxy
 from brevact.injectors.uniform import (
     NearestBackward1bit,
@@ -71,6 +77,12 @@ from brevact.injectors.uniform import (
     StochBackward6bit,
     StochBackward7bit,
     StochBackward8bit,
+)
+from brevact.injectors.weibull import (
+    WeibullBackward2bit,
+    WeibullBackward3bit,
+    WeibullBackward4bit,
+    WeibullLevels,
 )
 
 __all__ = [
@@ -105,6 +117,10 @@ __all__ = [
     "O4Backward",
     "O4ForwardBackward",
     "SaveQuantized",
+    "SignMagnitudeBackward",
+    "SignMagnitudeBuckets",
+    "SignMagnitudeGlobalBackward",
+    "SignMagnitudeL2Backward",
     "StochBackward1bit",
     "StochBackward2bit",
     "StochBackward2bit4bitMix",
@@ -133,5 +149,9 @@ __all__ = [
     "U8Backward",
     "U8ForwardBackward",
     "UniformBuckets",
+    "WeibullBackward2bit",
+    "WeibullBackward3bit",
+    "WeibullBackward4bit",
+    "WeibullLevels",
     "backward_settings_from",
 ]

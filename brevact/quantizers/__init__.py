@@ -5,12 +5,15 @@ from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpac
 from brevact.quantizers.dual_precision import DualPrecisionQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.mixed import MixedQuantizer
+from brevact.quantizers.mixing_quantizer import MixingQuantizer
 from brevact.quantizers.normalized import NormalizedFormat, NormalizedQuantizer
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
+from brevact.quantizers.sign_magnitude import SignMagnitudeQuantizer
 from brevact.quantizers.spelling import read, spell
 from brevact.quantizers.tracing import is_traced
 from brevact.quantizers.uniform import Granularity, Rounding, UniformQuantizer
+from brevact.quantizers.weibull import WeibullQuantizer
 
 __all__ = [
     "ActivationQuantizer",
@@ -19,13 +22,16 @@ __all__ = [
     "Granularity",
     "Layout",
     "MixedQuantizer",
+    "MixingQuantizer",
     "NormalizedFormat",
     "NormalizedQuantizer",
     "PackedActivation",
     "PackedSpec",
     "Part",
     "Rounding",
+    "SignMagnitudeQuantizer",
     "UniformQuantizer",
+    "WeibullQuantizer",
     "draw_seed",
     "is_traced",
     "mask_multiply",

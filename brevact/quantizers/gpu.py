@@ -14,6 +14,7 @@ from torch import Tensor
 
 from brevact import triton_kernels
 from brevact.quantizers.geometry import LARGEST_BLOCK
+from brevact.quantizers.gpu_grids import dequantize_grid, moments, quantize_grid, ranges  # noqa: F401 (parts of this module)
 
 if TYPE_CHECKING:
     from brevact.quantizers.blocks import MapBlocks

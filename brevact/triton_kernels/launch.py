@@ -15,6 +15,8 @@ THREADS = 128
 """Threads of a program, unless its tile asks for another number."""
 WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
+_LEAST_TILES = 8  # of a part of a group, so that what the parts find stays small beside the tensor
+_PROGRAMS = 1024  # that keep a large GPU busy
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,48 @@ def tiling(numel: int, block_size: int, itemsize: int, least: int = 0) -> Tiling
         return Tiling(0, columns, threads, blocks)
     rows = max(THREADS * a_thread // columns, least // block_size, 1)
     return Tiling(rows, columns, max(rows * columns // a_thread, 64), -(-blocks // rows))
+
+
+@dataclass(frozen=True)
+class GroupTiling:
+    """How programs reduce the groups of a tensor: some groups each, or a part of some groups, the parts joined later.
+
+    Args:
+        shape: Extents of a tile, as constants: runs of a group, groups, elements of a run.
+        repeats: Number of runs of one group.
+        group_tiles: Number of programs beside each other that all groups need.
+        parts: Number of programs that share a group.
+    """
+
+    shape: dict[str, int]
+    repeats: int
+    group_tiles: int
+    parts: int
+
+
+def group_tiling(numel: int, inner: int, groups: int, one_run: bool, tile: int, least: int = 1) -> GroupTiling:
+    """Tiles of whole runs of several groups, or pieces of one run.
+
+    Args:
+        numel: Number of elements.
+        inner: Consecutive elements of one group.
+        groups: Number of groups.
+        one_run: Whether each group is a single run of elements.
+        tile: Elements of a tile, a power of two.
+        least: Elements of a group that a part has at least.
+
+    Returns:
+        The tiling.
+    """
+    repeats = 1 if one_run else numel // (inner * groups)
+    inner_tile = min(next_power_of_2(inner), tile)
+    groups_tile = min(next_power_of_2(max(groups, 1)), tile // inner_tile)
+    repeats_tile = min(next_power_of_2(max(repeats, 1)), tile // (inner_tile * groups_tile))
+    shape = {"REPEATS_TILE": repeats_tile, "GROUPS_TILE": groups_tile, "INNER_TILE": inner_tile}
+    tiles = -(-repeats // repeats_tile) * -(-inner // inner_tile)
+    group_tiles = -(-groups // groups_tile)
+    most = min(tiles // _LEAST_TILES, inner * repeats // least)
+    return GroupTiling(shape, repeats, group_tiles, max(min(_PROGRAMS // max(group_tiles, 1), most), 1))
 
 
 @functools.cache

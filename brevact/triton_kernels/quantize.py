@@ -10,7 +10,7 @@ from brevact.triton_kernels.tiles import element_mask, load_planes, single_block
 
 
 @triton.jit
-def _seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
+def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Random words of a tile's columns; column 0 of a block is its first element / 8. Unused for nearest.
 
     The seed is loaded as a tensor: tensors derived from loads have the loads' layout, whereas those from indices alone
@@ -67,7 +67,7 @@ def quantize_whole_blocks(
     GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, W)[None, :]
     planes = load_planes(x_ptr + first, row, column, W, rows, BLOCK, RAGGED=False)
-    words = _seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+    words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
     q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
     codes = ()
     for start in tl.static_range(0, 8, PLANES):
@@ -130,7 +130,7 @@ def quantize_ragged_block(
     row, index = tl.zeros((1, 1), tl.int32), tl.arange(0, COLUMNS_2)
     column, columns = index[None, :], (count + 7) // 8
     planes = load_planes(x_ptr + first, row, column, columns, count, BLOCK, RAGGED=True)
-    words = _seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+    words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
     codes = ()
     for i in tl.static_range(8):
         group = tl.minimum((i * columns + index) // INNER, GROUPS_2 - 1)
@@ -170,7 +170,7 @@ def quantize_calibrated_tile(
 ):  # fmt: skip
     """Round and pack a tile whose groups have been calibrated. ALIGNED: a row of a whole block's plane is in one."""
     planes = load_planes(x_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
-    words = _seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
+    words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
     codes = ()
     for i in tl.static_range(8):
         valid = element_mask(i, row, column, stride, limit, RAGGED)

@@ -24,21 +24,27 @@ def _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, B
 
 
 @triton.jit
-def range_of_part(
-    x_ptr, first_group, part, numel, inner, groups, repeats, parts,
+def tiles_of_part(part, parts, inner, repeats, REPEATS_TILE: tl.constexpr, INNER_TILE: tl.constexpr):
+    """First tile of one of `parts` equal shares of a group's tiles, and one past the last."""
+    tiles = tl.cdiv(repeats, REPEATS_TILE).to(tl.int64) * tl.cdiv(inner, INNER_TILE)
+    share = tl.cdiv(tiles, parts)
+    return part * share, tl.minimum((part + 1) * share, tiles)
+
+
+@triton.jit
+def elements_of_tile(
+    tile, first_group, numel, inner, groups, repeats,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Lowest and highest key of GROUPS_TILE groups over one of `parts` equal shares of their tiles.
+    """Elements of a tile of runs: the first (int64), the others' distances from it, and which of them exist.
 
     Args:
-        x_ptr: Elements.
+        tile: Which tile of the groups (int64).
         first_group: First of the groups (int64).
-        part: Which share.
         numel: Number of elements.
         inner: Consecutive elements of one group.
         groups: Number of groups.
         repeats: Number of runs of one group.
-        parts: Number of shares.
         REPEATS_TILE: Runs of a group in a tile; 1 unless all groups, and whole runs, are in one tile.
         GROUPS_TILE: Groups of a tile; 1 unless runs are whole in a tile.
         INNER_TILE: Elements of a run in a tile.
@@ -47,15 +53,26 @@ def range_of_part(
     g = tl.arange(0, GROUPS_TILE)[None, :, None]
     e = tl.arange(0, INNER_TILE)[None, None, :]
     along = tl.cdiv(inner, INNER_TILE)  # tiles
-    tiles = tl.cdiv(repeats, REPEATS_TILE).to(tl.int64) * along
-    share = tl.cdiv(tiles, parts)
+    o0, e0 = tile // along * REPEATS_TILE, tile % along * INNER_TILE
+    start = (o0 * groups + first_group) * inner + e0
+    offset = (o * groups + g) * inner + e
+    valid = (o < repeats - o0) & (g < groups - first_group) & (e < inner - e0) & (offset < numel - start)
+    return start, offset, valid
+
+
+@triton.jit
+def range_of_part(
+    x_ptr, first_group, part, numel, inner, groups, repeats, parts,
+    REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
+):  # fmt: skip
+    """Lowest and highest key of GROUPS_TILE groups over one of `parts` equal shares of their tiles."""
     low = tl.full((REPEATS_TILE, GROUPS_TILE, INNER_TILE), float("inf"), tl.float32)
     high = -low
-    for tile in range(part * share, tl.minimum((part + 1) * share, tiles)):
-        o0, e0 = tile // along * REPEATS_TILE, tile % along * INNER_TILE
-        start = (o0 * groups + first_group) * inner + e0
-        offset = (o * groups + g) * inner + e
-        valid = (o < repeats - o0) & (g < groups - first_group) & (e < inner - e0) & (offset < numel - start)
+    begin, end = tiles_of_part(part, parts, inner, repeats, REPEATS_TILE, INNER_TILE)
+    for tile in range(begin, end):
+        start, offset, valid = elements_of_tile(
+            tile, first_group, numel, inner, groups, repeats, REPEATS_TILE, GROUPS_TILE, INNER_TILE
+        )
         x = widen(tl.load(x_ptr + start + offset, mask=valid))
         low, high = minimum(low, tl.where(valid, x, low)), maximum(high, tl.where(valid, x, high))
     low_GE, high_GE = tl.min(key_of(low), axis=0), tl.max(key_of(high), axis=0)

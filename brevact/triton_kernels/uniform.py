@@ -10,16 +10,15 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from brevact.triton_kernels.dequantize import dequantize_kernel
-from brevact.triton_kernels.launch import THREADS, Launch, tiling
+from brevact.triton_kernels.launch import Launch, group_tiling, tiling
 from brevact.triton_kernels.quantize import quantize_calibrated_kernel, quantize_kernel
 from brevact.triton_kernels.ranges import calibrate_kernel, join_ranges_kernel, ranges_kernel
 
 LARGEST_TILE = 16384
 """Elements of the largest group that one program holds in registers."""
-_RANGES_TILE = 2048
+RANGES_TILE = 2048
+"""Elements of a tile of the kernels that find ranges."""
 _JOIN_TILE = 64
-_LEAST_TILES = 8  # of a part of a group, so that the parts' keys stay small beside the tensor
-_PROGRAMS = 1024  # that keep a large GPU busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,28 +114,21 @@ def quantize_uniform(
 
 def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, plan: UniformPlan) -> Iterator[Launch]:
     """Metadata of all groups, each by one program, or by several and a second launch that joins their ranges."""
-    repeats = 1 if plan.one_run else plan.numel // (plan.inner * plan.groups)
-    inner_tile = min(next_power_of_2(plan.inner), _RANGES_TILE)
-    groups_tile = min(next_power_of_2(max(plan.groups, 1)), _RANGES_TILE // inner_tile)
-    repeats_tile = min(next_power_of_2(max(repeats, 1)), _RANGES_TILE // (inner_tile * groups_tile))
-    shape = {"REPEATS_TILE": repeats_tile, "GROUPS_TILE": groups_tile, "INNER_TILE": inner_tile}
-    tiles = -(-repeats // repeats_tile) * -(-plan.inner // inner_tile)
-    group_tiles = -(-plan.groups // groups_tile)
-    parts = max(min(_PROGRAMS // max(group_tiles, 1), tiles // _LEAST_TILES), 1)
-    sizes = (plan.numel, plan.inner, plan.groups, repeats)
-    if parts == 1:
-        constants = {"BIT_WIDTH": plan.bit_width, **shape}
-        yield Launch(calibrate_kernel, (group_tiles,), (x, scale, minimum, inverse, *sizes), constants)
+    tiles = group_tiling(plan.numel, plan.inner, plan.groups, plan.one_run, RANGES_TILE)
+    sizes = (plan.numel, plan.inner, plan.groups, tiles.repeats)
+    if tiles.parts == 1:
+        constants = {"BIT_WIDTH": plan.bit_width, **tiles.shape}
+        yield Launch(calibrate_kernel, (tiles.group_tiles,), (x, scale, minimum, inverse, *sizes), constants)
         return
-    keys = x.new_empty(2 * parts * plan.groups, dtype=torch.int32)
-    yield Launch(ranges_kernel, (group_tiles, parts), (x, keys, *sizes), shape)
+    keys = x.new_empty(2 * tiles.parts * plan.groups, dtype=torch.int32)
+    yield Launch(ranges_kernel, (tiles.group_tiles, tiles.parts), (x, keys, *sizes), tiles.shape)
     constants = {
         "BIT_WIDTH": plan.bit_width,
-        "PARTS_TILE": min(next_power_of_2(parts), _JOIN_TILE),
+        "PARTS_TILE": min(next_power_of_2(tiles.parts), _JOIN_TILE),
         "GROUPS_TILE": min(next_power_of_2(plan.groups), _JOIN_TILE),
     }
     grid = (-(-plan.groups // constants["GROUPS_TILE"]),)
-    yield Launch(join_ranges_kernel, grid, (keys, scale, minimum, inverse, parts, plan.groups), constants, THREADS)
+    yield Launch(join_ranges_kernel, grid, (keys, scale, minimum, inverse, tiles.parts, plan.groups), constants)
 
 
 def dequantize_uniform(

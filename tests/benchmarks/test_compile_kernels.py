@@ -25,6 +25,13 @@ def test_main_compiles_kernels_of_two_passes_and_odd_buckets():
     assert main([*options, "--buckets", "100", "tensor", "--operations", "nearest"]) == 0
 
 
+def test_main_compiles_kernels_of_grids_for_every_target_without_spills_and_narrow_loads():
+    from benchmarks.compile_kernels import GRID_OPERATIONS, main
+
+    options = ["--bit-widths", "4", "--dtypes", "bfloat16", "--buckets", "channel"]
+    assert main([*options, "--operations", *GRID_OPERATIONS]) == 0
+
+
 def test_rows_name_narrow_loads(monkeypatch: pytest.MonkeyPatch):
     from benchmarks import compile_kernels, offline_compiler
 

@@ -17,9 +17,13 @@ from brevact.quantizers import (
     NormalizedQuantizer,
     PackedActivation,
     Rounding,
+    SignMagnitudeQuantizer,
     UniformQuantizer,
+    WeibullQuantizer,
     unpack_codes,
 )
+from brevact.quantizers.sign_magnitude import SignMagnitudeLevels
+from brevact.quantizers.sized_mix import SizedMix
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -35,7 +39,8 @@ class Subject:
         largest_error: Steps by which an element may change; None for 1 (stochastic) and 0.5 (nearest).
         unbiased: Whether the expectation of what is decoded is the tensor; None where the rounding says so.
         keeps_zeros: Whether zeros stay zero where no element is negative.
-        exact_constants: Whether groups of equal elements decode exactly.
+        constant_dtype: What a group of equal elements is stored in exactly; None if it is not.
+        is_noisy: Whether seeds show; they do not where each element is a bucket of its own.
         roundings: Float32 roundings between an element and what it decodes to, with one to spare.
     """
 
@@ -44,7 +49,8 @@ class Subject:
     largest_error: float | None = None
     unbiased: bool | None = None
     keeps_zeros: bool = True
-    exact_constants: bool = True
+    constant_dtype: torch.dtype | None = torch.float32
+    is_noisy: bool = True
     roundings: int = 5
 
     @property
@@ -80,20 +86,23 @@ def uniform_step(packed: PackedActivation, x: Tensor) -> Tensor:
     return packed.layout.restore(packed.scale.float()[group])
 
 
+def sign_magnitude_step(packed: PackedActivation, x: Tensor) -> Tensor:
+    """The stored scale of each element's bucket, over the number of levels."""
+    geometry = packed.quantizer.geometry(packed.layout)
+    group = torch.arange(geometry.numel) // geometry.inner
+    return packed.layout.restore(packed.scale.float()[group] / packed.quantizer.levels)
+
+
 def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
-    """The stored scale of each element's bucket, which the decoder puts into place like any other values."""
-    sized = packed.quantizer
+    """The step of each element by the quantizer of its bucket."""
+    quantizer = packed.quantizer
+    if not isinstance(quantizer, SizedMix):  # buckets that are all alike
+        return (sign_magnitude_step if isinstance(quantizer, SignMagnitudeLevels) else uniform_step)(packed, x)
     *packs, mask = packed.tensors
-    steps = []
-    for spec, pack in zip(sized._specs(packed.layout), packs, strict=True):
-        part = PackedActivation(spec, pack[: spec.nbytes])
-        steps.append(part.scale.float().repeat_interleave(sized.size)[: spec.layout.numel])
-    full = sized.numel // sized.size
-    is_high = unpack_codes(mask, 1, full).bool().repeat_interleave(sized.size)
-    tail = torch.full((sized.numel % sized.size,), sized.high_tail)
-    where = torch.cat((is_high, tail))
-    result = torch.empty(sized.numel)
-    result[~where], result[where] = steps
+    result, size = torch.empty(quantizer.numel), quantizer.size
+    is_high = unpack_codes(mask, 1, -(-quantizer.numel // size)).bool().repeat_interleave(size)[: quantizer.numel]
+    for spec, pack, where in zip(quantizer.specs(packed.layout), packs, (~is_high, is_high), strict=True):
+        result[where] = mixed_step(PackedActivation(spec, pack[: spec.nbytes]), x)
     return packed.layout.restore(result)
 
 
@@ -130,7 +139,7 @@ def _dual(**settings: object) -> Subject:
     # Zeros are 0 in expectation, constants exact where float16 holds them (tests of their own). Two more roundings:
     # the means are subtracted and added.
     quantizer = DualPrecisionQuantizer(**settings)
-    return Subject(quantizer, dual_step, keeps_zeros=False, exact_constants=False, roundings=7)
+    return Subject(quantizer, dual_step, keeps_zeros=False, constant_dtype=None, roundings=7)
 
 
 def _mixed(**settings: object) -> Subject:
@@ -142,8 +151,20 @@ def _normalized(**settings: object) -> Subject:
     return Subject(NormalizedQuantizer(**settings), grid_step, largest_error=1.0, keeps_zeros=False)
 
 
+def _sign_magnitude(**settings: object) -> Subject:
+    quantizer = SignMagnitudeQuantizer(**settings)
+    exact = quantizer.use_max and quantizer.scale_dtype is torch.float32
+    return Subject(quantizer, mixed_step, constant_dtype=torch.float32 if exact else None)
+
+
 def _uniform(**settings: object) -> Subject:
-    return Subject(UniformQuantizer(**settings), uniform_step)
+    quantizer = UniformQuantizer(**settings)
+    return Subject(quantizer, uniform_step, constant_dtype=quantizer.minimum_dtype, is_noisy=quantizer.bucket_size != 1)
+
+
+def _weibull(**settings: object) -> Subject:
+    # Nearest is within half the distance of the levels, which is at most that of the farther one.
+    return Subject(WeibullQuantizer(**settings), grid_step, largest_error=1.0)
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -172,9 +193,20 @@ SUBJECTS: dict[str, Subject] = {
     },
     "L2-stochastic": replace(_normalized(format="L2", rounding="stochastic"), unbiased=False),  # ends at 1.4 deviations
     "L4-other-channels": _normalized(format="L4", channel_dim=2),
+    **{f"weibull-{bit_width}": _weibull(bit_width=bit_width) for bit_width in (2, 3, 4)},
+    **{f"weibull-bucket-{size}": _weibull(bit_width=3, bucket_size=size) for size in (1, 100, None)},
+    "weibull-nearest": _weibull(bit_width=3, rounding=Rounding.NEAREST),
+    "weibull-keep-zeros": _weibull(bit_width=2, keep_zeros=True),
     "dual-2": _dual(),
     "dual-4-block-3": _dual(bit_width=4, block=3),
     "dual-nearest-8-block-16": _dual(bit_width=8, block=16, rounding=Rounding.NEAREST),
+    "sign-magnitude": _sign_magnitude(),
+    "sign-magnitude-nearest-4": _sign_magnitude(rounding=Rounding.NEAREST, mix_levels_prob=0),
+    "sign-magnitude-nearest-3-7": _sign_magnitude(rounding=Rounding.NEAREST, base_levels=3, mix_levels=7),
+    "sign-magnitude-l2": _sign_magnitude(use_max=False),
+    "sign-magnitude-bucket-100": _sign_magnitude(bucket=100, base_levels=1, mix_levels=64, mix_levels_prob=0.5),
+    "sign-magnitude-tensor": _sign_magnitude(bucket=None, mix_levels_prob=0.5),
+    "sign-magnitude-bfloat16-scale": _sign_magnitude(scale_dtype=torch.bfloat16),
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
 }
 

@@ -22,7 +22,7 @@ def _where(has: Callable[[Subject], bool]) -> pytest.MarkDecorator:
 
 unbiased_subject = _where(lambda subject: subject.is_unbiased)
 zero_keeping_subject = _where(lambda subject: subject.keeps_zeros)
-constant_keeping_subject = _where(lambda subject: subject.exact_constants)
+constant_keeping_subject = _where(lambda subject: subject.constant_dtype is not None)
 
 
 def _same(packed: PackedActivation, other: PackedActivation) -> bool:
@@ -98,9 +98,7 @@ def test_quantize_repeats_with_the_seed(subject: Subject):
     assert _same(first, subject.quantizer.quantize(x, seed=12345))
     assert _same(first, subject.quantizer.quantize(x, seed=torch.tensor(12345)))
     assert _same(first, subject.quantizer.quantize(x, seed=12345 + 2**64))
-    noisy = (
-        subject.is_stochastic and getattr(subject.quantizer, "bucket_size", None) != 1
-    )  # a bucket of one is constant
+    noisy = subject.is_stochastic and subject.is_noisy
     assert torch.equal(first.buffer, subject.quantizer.quantize(x, seed=12346).buffer) != noisy
 
 
@@ -170,8 +168,7 @@ def test_dequantize_multiply_equals_the_two_steps(subject: Subject):
 @constant_keeping_subject
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.14159, 1e-30, 65504.0])
 def test_dequantize_of_a_constant_is_exact(subject: Subject, value: float):
-    held = getattr(subject.quantizer, "minimum_dtype", torch.float32)  # by the stored minimum, where there is one
-    value = torch.tensor(value, dtype=held).item()
+    value = torch.tensor(value, dtype=subject.constant_dtype).item()  # what the stored minimum or scale can hold
     for shape in ((1300,), (2, 3, 100)):
         x = torch.full(shape, value)
         assert torch.equal(subject.quantizer.quantize(x, seed=1).dequantize(), x)

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from brevact.quantizers import Granularity, MixedQuantizer, Rounding, UniformQuantizer, unpack_codes
+from brevact.quantizers import (
+    Granularity,
+    MixedQuantizer,
+    MixingQuantizer,
+    PackedActivation,
+    Rounding,
+    SignMagnitudeQuantizer,
+    UniformQuantizer,
+    unpack_codes,
+)
 
 
 def placed(packed) -> torch.Tensor:
-    """Whether each full bucket is high."""
-    return unpack_codes(packed.tensors[2], 1, packed.quantizer.numel // packed.quantizer.size).bool()
+    """Whether each bucket is high."""
+    if isinstance(packed.quantizer, UniformQuantizer):  # all are alike
+        buckets = -(-packed.layout.numel // packed.quantizer.bucket_size)
+        return torch.full((buckets,), packed.quantizer.bit_width > 2)
+    return unpack_codes(packed.tensors[2], 1, -(-packed.quantizer.numel // packed.quantizer.size)).bool()
 
 
 @pytest.mark.parametrize(
@@ -29,25 +45,31 @@ def test_stored_bytes_follow_the_mixture(low, high, probability):
 def test_a_mixture_of_tensors_follows_the_probability():
     quantizer = MixedQuantizer(granularity=Granularity.TENSOR, mix_prob=0.3)
     draws = 2000
-    high = sum(quantizer.quantize(torch.zeros(8), seed=seed).quantizer.high for seed in range(draws))
+    high = sum(quantizer.quantize(torch.zeros(8), seed=seed).quantizer == quantizer.high for seed in range(draws))
     assert abs(high / draws - 0.3) <= 5 * (0.3 * 0.7 / draws) ** 0.5
 
 
 def test_every_bucket_is_equally_likely_to_be_high():
     quantizer, draws = MixedQuantizer(bucket_size=8, mix_prob=0.25), 2000
     x = torch.zeros(8 * 30 + 3)
-    counts = sum(placed(quantizer.quantize(x, seed=seed)).double() for seed in range(draws))
-    # 30 buckets: 5 standard errors each.
+    counts = torch.stack([placed(quantizer.quantize(x, seed=seed)) for seed in range(draws)]).double().sum(0)
+    # 31 buckets, the ragged one among them: 5 standard errors each.
     assert ((counts / draws - 0.25).abs() <= 5 * (0.25 * 0.75 / draws) ** 0.5).all()
-    tails = sum(quantizer.quantize(x, seed=seed).quantizer.high_tail for seed in range(draws))
-    assert abs(tails / draws - 0.25) <= 5 * (0.25 * 0.75 / draws) ** 0.5
 
 
 def test_buckets_are_drawn_independently():
     # Var of the number of high buckets is that of a binomial: n p (1 - p), with a standard error of 2 / draws.
     quantizer, draws, n = MixedQuantizer(bucket_size=8), 2000, 40
-    numbers = torch.tensor([float(quantizer.sized(8 * n, seed).high) for seed in range(draws)])
+    numbers = torch.tensor([float(quantizer.sized(8 * n, seed).high_count) for seed in range(draws)])
     assert abs(numbers.var() / (n / 4) - 1) <= 5 * (2 / draws) ** 0.5
+
+
+def test_pairs_of_buckets_are_high_as_often_as_independent_ones():
+    quantizer, draws, n = MixedQuantizer(bucket_size=8, mix_prob=0.5), 2000, 12
+    x = torch.zeros(8 * n)
+    high = torch.stack([placed(quantizer.quantize(x, seed=seed)) for seed in range(draws)]).double()
+    both = (high.t() @ high / draws)[~torch.eye(n, dtype=torch.bool)]
+    assert ((both - 0.25).abs() <= 5 * (0.25 * 0.75 / draws) ** 0.5).all()  # 66 pairs
 
 
 @pytest.mark.parametrize("rounding", Rounding)
@@ -71,6 +93,153 @@ def test_low_and_high_buckets_do_not_share_noise():
     packed = quantizer.quantize(x, seed=1)
     rows, high = packed.dequantize().view(40, 512), placed(packed)
     assert not torch.equal(rows[~high][0], rows[high][0])
+
+
+def parts_of(packed: PackedActivation) -> tuple[list[PackedActivation], tuple[Tensor, Tensor]]:
+    """The packed low and high elements, and where each kind lies in memory."""
+    sized = packed.quantizer
+    is_high = placed(packed).repeat_interleave(sized.size)[: sized.numel]
+    packs = zip(sized.specs(packed.layout), packed.tensors, strict=False)
+    return [PackedActivation(spec, pack[: spec.nbytes]) for spec, pack in packs], (~is_high, is_high)
+
+
+def assert_each_kind_is_stored_as_its_quantizer_does(quantizer: MixingQuantizer, x: Tensor, seed: int) -> None:
+    packed = quantizer.quantize(x, seed=seed)
+    own, places = parts_of(packed)
+    flat, decoded, other = x.reshape(-1), packed.dequantize().reshape(-1), torch.randn(x.shape).to(x.dtype)
+    product, in_place = packed.dequantize_multiply(other), other.clone()
+    assert packed.dequantize_multiply(in_place, out=in_place) is in_place
+    kinds = (quantizer.low, seed), (quantizer.high, seed + 0x5851F42D4C957F2D)  # the high ones have a key of their own
+    for part, where, (kind, key) in zip(own, places, kinds, strict=True):
+        alone = kind.quantize(flat[where], seed=key)
+        assert torch.equal(part.buffer, alone.buffer)
+        values = alone.dequantize()
+        assert values.numel()
+        torch.testing.assert_close(decoded[where], values, rtol=0, atol=0, equal_nan=True)
+        expected = values * other.reshape(-1)[where]
+        for got in (product, in_place):
+            torch.testing.assert_close(got.reshape(-1)[where], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 100, 512, 1000, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_kernels_find_buckets_where_they_lie(size: int, dtype: torch.dtype):
+    torch.manual_seed(size)
+    for length in (11 * size, 10 * size + max(size // 3, 1), 35_001 + 4 * size):
+        x = torch.randn(length).mul(3).add(1).to(dtype)
+        x[length // 2] = float("nan")
+        for quantizer in (
+            MixedQuantizer(bucket_size=size),
+            MixedQuantizer(bucket_size=size, bit_width=8, mix_bit_width=12, minimum_dtype=torch.bfloat16),
+        ):
+            assert_each_kind_is_stored_as_its_quantizer_does(quantizer, x, seed=5)
+
+
+class Wrapped(Tensor):
+    """A tensor that the kernels do not take."""
+
+
+def test_plain_torch_gives_the_bytes_and_values_of_the_kernels():
+    torch.manual_seed(0)
+    for size, length in ((64, 6400), (100, 12_345), (5000, 52_001)):
+        quantizer, x = MixedQuantizer(bucket_size=size), torch.randn(length)
+        packed, plain = quantizer.quantize(x, seed=9), quantizer.quantize(x.as_subclass(Wrapped), seed=9)
+        assert torch.equal(packed.buffer, plain.buffer.as_subclass(Tensor))
+        out = torch.empty(length).as_subclass(Wrapped)
+        assert torch.equal(packed.dequantize(out=out).as_subclass(Tensor), packed.dequantize())
+        other = torch.randn(length)
+        product = packed.dequantize_multiply(other.as_subclass(Wrapped)).as_subclass(Tensor)
+        assert torch.equal(product, packed.dequantize_multiply(other))
+
+
+def test_large_tensors_are_decoded_in_runs_of_whole_buckets():
+    x = torch.randn(6_000_123)
+    quantizer = SignMagnitudeQuantizer(bucket=1000, base_levels=1, mix_levels=3, mix_levels_prob=0.1)
+    assert_each_kind_is_stored_as_its_quantizer_does(quantizer, x, seed=1)
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the bytes of the largest storage that an op made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return result
+
+
+def test_quantize_and_decode_allocate_no_tensor_beside_the_results():
+    quantizer, x = MixedQuantizer(), torch.randn(1 << 18)
+    with Allocations() as quantizing:
+        packed = quantizer.quantize(x, seed=1)
+    out, other = torch.empty_like(x), torch.randn_like(x)
+    with Allocations() as decoding:
+        packed.dequantize(out=out)
+        packed.dequantize_multiply(other, out=out)
+    assert quantizing.largest == packed.nbytes < 4 * x.numel() / 8
+    assert decoding.largest <= 8 * x.numel() / 512  # an index a bucket
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_buckets_that_are_all_alike_are_stored_as_without_mixing(rounding):
+    x = torch.randn(70, 33)
+    for settings, width in (({"mix_prob": 0}, 2), ({"mix_prob": 1}, 4), ({"granularity": "tensor", "mix_prob": 1}, 4)):
+        packed = MixedQuantizer(**settings, rounding=rounding).quantize(x, seed=3)
+        settings.pop("mix_prob")
+        plain = UniformQuantizer(bit_width=width, rounding=rounding, **settings).quantize(x, seed=3)
+        assert packed.nbytes == plain.nbytes and torch.equal(packed.buffer, plain.buffer)
+
+
+def test_without_chance_no_seed_is_drawn():
+    for probability in (0.0, 1.0):
+        quantizer = MixedQuantizer(mix_prob=probability, rounding=Rounding.NEAREST)
+        assert not quantizer.is_stochastic
+        state = torch.get_rng_state()
+        quantizer.quantize(torch.randn(2000, generator=torch.Generator().manual_seed(0)))
+        assert torch.equal(state, torch.get_rng_state())
+    assert MixedQuantizer(rounding=Rounding.NEAREST).is_stochastic
+
+
+def test_another_probability_is_another_quantizer():
+    mixed, signs = MixedQuantizer(bit_width=3), SignMagnitudeQuantizer(bucket=64)
+    assert mixed.with_probability(0.25) == MixedQuantizer(bit_width=3, mix_prob=0.25)
+    assert signs.with_probability(0.25) == SignMagnitudeQuantizer(bucket=64, mix_levels_prob=0.25)
+    assert signs.with_probability(0.25).probability == 0.25
+    with pytest.raises(ValueError, match="mix_levels_prob: got 2"):
+        signs.with_probability(2)
+
+
+def test_a_tensor_of_another_size_than_was_drawn_for_raises():
+    sized = MixedQuantizer(bucket_size=64).sized(6400, 0)
+    with pytest.raises(ValueError, match="6464 distinct elements"):
+        sized.quantize(torch.randn(6464))
+
+
+def test_what_cannot_be_quantized_raises():
+    for x in ([1.0], torch.arange(3), torch.randn(3, 3).to_sparse()):
+        with pytest.raises(TypeError, match="x: got"):
+            MixedQuantizer().quantize(x)
+    with pytest.raises(TypeError, match="seed: got"):
+        MixedQuantizer().quantize(torch.randn(8), seed=1.5)
+    with pytest.raises(TypeError, match=r"torch\.func transform"):
+        torch.func.vmap(lambda x: MixedQuantizer().quantize(x, seed=1).dequantize())(torch.randn(3, 64))
+
+
+def test_fake_tensors_are_quantized_to_fake_bytes():
+    with FakeTensorMode():
+        for quantizer in (MixedQuantizer(), SignMagnitudeQuantizer()):
+            for seed in (None, 1):
+                x = torch.randn(3000)
+                packed = quantizer.quantize(x, seed=seed)
+                assert packed.dequantize().shape == packed.dequantize_multiply(x).shape == x.shape
+    packed = SignMagnitudeQuantizer(mix_levels_prob=0).quantize(torch.ones(8))  # no fake levels have stayed behind
+    assert packed.dequantize().tolist() == [1.0] * 8
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from brevact import triton_kernels
-from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, gpu, reference
-from brevact.quantizers.geometry import packed_bytes
+from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, gpu, grid_reference, reference
+from brevact.quantizers.geometry import Geometry, packed_bytes
+from brevact.quantizers.gpu_grids import grid_plan_of
+from brevact.quantizers.grid import Grid
+from brevact.quantizers.range_keys import ranges_of_keys
+from tests.quantizers.grid_cases import GridCase
 
 SEED = -0x123456789ABCDEF
 
@@ -45,6 +49,52 @@ def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, mu
         values = values * target.cpu()
     triton_kernels.dequantize_uniform(codes, scale, minimum, target if multiply else None, target, plan).run()
     assert_same_values(target, values)
+
+
+def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:
+    """Quantize to levels and decode, or decode times a factor, equal the reference.
+
+    Args:
+        case: Tensor, groups and levels, on the CPU.
+        device: Where the kernels run.
+    """
+    geometry, grid, dtype = case.geometry, case.grid, case.x.dtype
+    seed = None if case.seed is None else torch.tensor(case.seed)
+    expected = grid_reference.quantize_grid(case.x, geometry, grid, seed)
+    values = grid_reference.dequantize_grid(expected, geometry, grid, torch.empty_like(case.x))
+    parts = (grid.levels, grid.bounds, grid.offset, grid.scale)
+    there = Grid(*(None if part is None else part.to(device) for part in parts))
+    codes = filled(expected.numel(), torch.uint8, device)
+    gpu.quantize_grid(case.x.to(device), geometry, there, case.seed, codes)
+    assert torch.equal(codes.cpu(), expected), (geometry, case.seed, dtype)
+    target = filled(geometry.numel, dtype, device)
+    if case.multiply:
+        target.copy_(torch.linspace(-3, 5, geometry.numel))
+        values = values * target.cpu()
+    gpu.dequantize_grid(codes, geometry, there, target if case.multiply else None, target)
+    assert_same_values(target, values)
+
+
+def check_statistics(x: Tensor, geometry: Geometry, device: torch.device | str = "cpu") -> None:
+    """Ranges and moments of groups equal the reference.
+
+    Args:
+        x: Flat tensor on the CPU.
+        geometry: Its groups.
+        device: Where the kernels run.
+    """
+    there, plan = x.to(device), grid_plan_of(geometry, False)
+    launch, keys = triton_kernels.ranges(there, plan)
+    keys.view(torch.uint8).fill_(0xFF)
+    launch.run()
+    for got, want in zip(ranges_of_keys(keys), grid_reference.ranges(x, geometry), strict=True):
+        assert_same_values(got, want)
+    offset, inverse = torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4
+    inverse[::7] *= 1e4
+    launch, sums = triton_kernels.moments(there, offset.to(device), inverse.to(device), plan)
+    sums.view(torch.uint8).fill_(0xFF)
+    launch.run()
+    assert torch.equal(sums.sum(0).cpu(), grid_reference.moments(x, geometry, offset, inverse))
 
 
 def assert_same_values(got: Tensor, want: Tensor) -> None:

@@ -8,6 +8,8 @@ import torch
 from brevact.quantizers import (
     Granularity,
     Layout,
+    NormalizedFormat,
+    NormalizedQuantizer,
     Rounding,
     UniformQuantizer,
     mask_multiply,
@@ -16,7 +18,17 @@ from brevact.quantizers import (
     unpack_codes,
     unpack_mask,
 )
-from tests.triton_kernels.checks import assert_same_values, check_codes, check_mask, check_quantizer
+from brevact.quantizers.geometry import Geometry
+from tests.quantizers.grid_cases import GridCase, buckets, channels, random_grid, values_around
+from tests.triton_kernels.checks import (
+    SEED,
+    assert_same_values,
+    check_codes,
+    check_grid,
+    check_mask,
+    check_quantizer,
+    check_statistics,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +97,70 @@ def test_quantize_gives_the_bytes_of_the_cpu_for_every_memory_layout():
         if x.cuda().stride() == x.stride():
             assert torch.equal(on_device.buffer.cpu(), packed.buffer)
             assert_same_values(on_device.dequantize(), packed.dequantize())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("bit_width", range(1, 9))
+def test_quantize_grid_bytes_for_every_bit_width(bit_width: int, seed: int | None, dtype: torch.dtype):
+    torch.manual_seed(bit_width)
+    for length in LENGTHS[1:]:
+        for rows_by_group in (False, True):
+            for size in {1 << bit_width, max(3 << bit_width >> 2, 2)}:
+                geometry = buckets(length, bit_width, 1000)
+                grid = random_grid(geometry.groups, size, rows_by_group=rows_by_group)
+                x = values_around(grid, length, dtype)
+                check_grid(GridCase(x, geometry, grid, seed, multiply=rows_by_group), "cuda")
+
+
+GRID_DIVISIONS = [
+    *(buckets(100_003, 4, size) for size in (1, 64, 100, 512, 4096, 16384, 100_003)),
+    *(channels(8, 64, inner, 4) for inner in (1, 49, 64, 56 * 56)),
+    channels(5000, 48, 1, 4),
+    channels(3, 6, 99, 4),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("geometry", GRID_DIVISIONS, ids=str)
+def test_quantize_grid_bytes_for_every_way_to_divide_a_tensor(geometry: Geometry, dtype: torch.dtype):
+    torch.manual_seed(0)
+    for seed in (None, SEED):
+        for flags in range(16):
+            names = ("rows_by_group", "has_bounds", "has_offset", "has_scale")
+            grid = random_grid(geometry.groups, 16, **{name: bool(flags >> i & 1) for i, name in enumerate(names)})
+            x = values_around(grid, geometry.numel, dtype)
+            check_grid(GridCase(x, geometry, grid, seed, multiply=bool(flags & 1)), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "geometry", [*GRID_DIVISIONS, buckets(1 << 22, 4, 1 << 22), channels(64, 3, 12544, 4)], ids=str
+)
+def test_statistics_of_groups_equal_the_reference(geometry: Geometry, dtype: torch.dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(geometry.numel) * 3).to(dtype)
+    check_statistics(x, geometry, "cuda")
+    x[::997], x[1::1013], x[2::1019] = float("nan"), float("inf"), -float("inf")
+    check_statistics(x, geometry, "cuda")
+
+
+def test_normalized_quantizer_gives_the_bytes_of_the_cpu_and_does_not_synchronise():
+    torch.manual_seed(0)
+    x = torch.randn(8, 48, 14, 14)
+    for name in NormalizedFormat:
+        for rounding in Rounding:
+            quantizer = NormalizedQuantizer(format=name, rounding=rounding)
+            packed, there, key = quantizer.quantize(x, seed=7), x.cuda(), torch.tensor(7, device="cuda")
+            quantizer.quantize(there, seed=key).dequantize()  # compiles
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                on_device = quantizer.quantize(there, seed=key)
+                values = on_device.dequantize()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert torch.equal(on_device.buffer.cpu(), packed.buffer)
+            assert_same_values(values, packed.dequantize())
 
 
 def test_codes_and_masks_equal_the_reference():

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MODULES = ("interpreted_packing.py", "interpreted_groups.py", "interpreted_bit_widths.py", "interpreted_pooling.py")
+MODULES = (
+    "interpreted_packing.py",
+    "interpreted_groups.py",
+    "interpreted_bit_widths.py",
+    "interpreted_pooling.py",
+    "interpreted_grids.py",
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,88 @@
+"""Kernel that counts and sums the values on either side of each group's offset; `grid_reference.moments`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.floats import stage
+from brevact.cpu_kernels.grids import affine
+from brevact.cpu_kernels.groups import BLOCK, GROUPS, INNER, KIND, NUMEL
+from brevact.cpu_kernels.memory import advance, f32_scratch, i64_at, inlined, kernel, load, rint, store, u32_scratch
+
+COLUMNS = 6
+"""Sums of a group: count, sum and sum of squares below its offset, then above."""
+_LARGEST_UNIT = np.float32(65536.0)
+
+
+@inlined
+def _split(z, count, counts, units, sign):
+    """Whether sign * z > 0, and min(rint(|z|), 65536) where it is, else 0."""
+    for e in range(count):
+        v = load(z, e) * sign
+        r = np.uint32(np.int32(rint(v if v < _LARGEST_UNIT else _LARGEST_UNIT)))
+        store(counts, e, np.uint32(v > np.float32(0.0)))
+        store(units, e, r if v > np.float32(0.0) else np.uint32(0))
+
+
+@inlined
+def _add_run(counts, units, count, group, groups, sums):
+    """Add elements of one group: sums of a block fit 32 bits, those of squares do not."""
+    n, s, q = np.uint32(0), np.uint32(0), np.uint64(0)
+    for e in range(count):
+        n = np.uint32(n + load(counts, e))
+        s = np.uint32(s + load(units, e))
+        q = np.uint64(q + np.uint64(np.uint64(load(units, e)) * np.uint64(load(units, e))))
+    store(sums, group, load(sums, group) + np.int64(n))
+    store(sums, groups + group, load(sums, groups + group) + np.int64(s))
+    store(sums, 2 * groups + group, load(sums, 2 * groups + group) + np.int64(q))
+
+
+@inlined
+def _add_each(counts, units, count, group, groups, sums):
+    """Add elements that are each in a group of their own."""
+    n, s, q = advance(sums, group), advance(sums, groups + group), advance(sums, 2 * groups + group)
+    for e in range(count):
+        store(n, e, load(n, e) + np.int64(load(counts, e)))
+    for e in range(count):
+        store(s, e, load(s, e) + np.int64(load(units, e)))
+    for e in range(count):
+        r = np.uint64(load(units, e))
+        store(q, e, load(q, e) + np.int64(np.uint64(r * r)))
+
+
+@kernel
+def add_moments(source, offset, inverse, sums_at, table_at, blocks, parts, start, stop):
+    """Add the moments of parts start to stop of a tensor to the sums of each part.
+
+    Args:
+        source: Address of the elements.
+        offset: Address of the groups' offsets.
+        inverse: Address of the groups' factors.
+        sums_at: Address of int64 sums: for each part six, each of all groups.
+        table_at: Address of the table.
+        blocks: Number of blocks.
+        parts: Number of parts, each a run of blocks.
+        start: First part.
+        stop: One past the last part.
+    """
+    table = i64_at(table_at)
+    numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
+    scratch, z, counts, units = f32_scratch(block), f32_scratch(block), u32_scratch(block), u32_scratch(block)
+    for part in range(start, stop):
+        for index in range(blocks * part // parts, blocks * (part + 1) // parts):
+            first = index * block
+            count = min(block, numel - first)
+            affine(stage(source, load(table, KIND), first, count, scratch), first, count, offset, inverse, table, z)
+            for side in range(2):
+                _split(z, count, counts, units, np.float32(2 * side - 1))
+                sums = advance(i64_at(sums_at), (2 * part + side) * 3 * groups)
+                e = 0
+                while e < count:
+                    group = (first + e) // inner % groups
+                    if inner == 1:
+                        run = min(groups - group, count - e)
+                        _add_each(advance(counts, e), advance(units, e), run, group, groups, sums)
+                    else:
+                        run = min(inner - (first + e) % inner, count - e)
+                        _add_run(advance(counts, e), advance(units, e), run, group, groups, sums)
+                    e += run

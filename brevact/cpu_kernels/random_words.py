@@ -1,0 +1,34 @@
+"""Kernel of random words for choices that are made once a bucket."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from brevact.cpu_kernels.memory import advance, i64_at, kernel, load, store, u32_scratch
+from brevact.cpu_kernels.philox import column_words
+
+BLOCK = 1024
+"""Words of a block."""
+
+
+@kernel
+def random_word_blocks(seed, words_at, count, start, stop):
+    """Random 32-bit words of blocks start to stop: word i is word i & 3 of column i >> 2, see `column_words`.
+
+    Args:
+        seed: Key of the random bits.
+        words_at: Address of int64 words.
+        count: Number of words.
+        start: First block.
+        stop: One past the last block.
+    """
+    k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
+    columns = BLOCK // 4
+    w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
+    for index in range(start, stop):
+        first = index * BLOCK
+        words = advance(i64_at(words_at), first)
+        column_words(first // 4, columns, k0, k1, w0, w1, w2, w3)
+        for i in range(min(BLOCK, count - first)):
+            word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
+            store(words, i, np.int64(load(word, i >> 2)))

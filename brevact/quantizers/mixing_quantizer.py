@@ -1,0 +1,136 @@
+"""Mixing of two quantizers: some buckets of a tensor are stored by another one than the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from brevact.quantizers.checks import check_input
+from brevact.quantizers.dispatch import refuse_wrapped
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedActivation
+from brevact.quantizers.philox import seed_value
+from brevact.quantizers.sized_mix import BucketQuantizer, SizedMix
+from brevact.quantizers.tracing import is_traced
+
+Self = TypeVar("Self", bound="MixingQuantizer")
+
+
+class MixingQuantizer(ABC):
+    """Quantizer that stores each bucket by `high` with a probability, independently, and by `low` otherwise.
+
+    The number of high buckets, k ~ Binomial(n, probability), is drawn on the host, and a random k-subset on the device:
+    the distribution is that of independent draws, and the size is known without waiting for the device. A tensor whose
+    buckets all turn out alike is stored as that quantizer alone would.
+
+    A graph of `torch.compile` has fixed sizes: there k is drawn when the graph is traced, once for each tensor that it
+    stores, and each run draws which k buckets are high; tensors of another size make another graph, `dynamic=True` or
+    not. The same holds for a CUDA graph.
+
+    A subclass is a frozen dataclass, one field of which is the probability.
+    """
+
+    __slots__ = ()
+
+    probability_field: ClassVar[str]
+    """Name of the field that holds the probability of `high`."""
+
+    @property
+    @abstractmethod
+    def low(self) -> BucketQuantizer:
+        """Quantizer of most buckets."""
+
+    @property
+    @abstractmethod
+    def high(self) -> BucketQuantizer:
+        """Quantizer of the others."""
+
+    @property
+    @abstractmethod
+    def group_size(self) -> int | None:
+        """Elements of a bucket, None for the whole tensor."""
+
+    @property
+    def probability(self) -> float:
+        """Probability of `high`."""
+        return float(getattr(self, self.probability_field))
+
+    def with_probability(self: Self, probability: float) -> Self:
+        """The same mixture with another probability.
+
+        Args:
+            probability: Probability of `high`, from 0 to 1.
+
+        Returns:
+            A quantizer of the same class.
+        """
+        changed: Any = {self.probability_field: probability}
+        return dataclasses.replace(self, **changed)  # type: ignore[type-var]
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed: by rounding, or by the choice of the buckets."""
+        return self.low.is_stochastic or self.high.is_stochastic or 0 < self.probability < 1
+
+    def sized(self, numel: int, host_seed: int) -> BucketQuantizer | SizedMix:
+        """Draw how many buckets of a tensor are high.
+
+        Args:
+            numel: Distinct elements of the tensor.
+            host_seed: Seed of the draw, an int.
+
+        Returns:
+            A quantizer of tensors of that many elements, whose bytes are known beforehand.
+        """
+        size = self.group_size or max(numel, 1)
+        with _disable_current_modes():  # of fake tensors, which have no values
+            generator = torch.Generator("cpu").manual_seed(host_seed)
+            counts = torch.tensor([numel // size, int(numel % size > 0)], dtype=torch.float64, device="cpu")
+            drawn = torch.binomial(counts, torch.full_like(counts, self.probability), generator=generator)
+            high, tail = map(int, drawn.tolist())
+        if high + tail == 0:
+            return self.low
+        if high + tail == -(-numel // size):
+            return self.high
+        return SizedMix(low=self.low, high=self.high, numel=numel, size=size, high_count=high, high_tail=bool(tail))
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        """Quantize and pack a tensor.
+
+        Args:
+            x: float32, bfloat16, float16 or float64 tensor of any shape and strides.
+            seed: Key of the random bits: an int, a 0-d int64 tensor, or None to draw one from torch's generator. With
+                a tensor on a device the number of high buckets is drawn from torch's default generator on the host.
+
+        Returns:
+            The packed activation, on the device of `x`.
+
+        Raises:
+            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+        """
+        check_input(x)
+        refuse_wrapped(x)
+        numel = Layout.of(x).numel
+        if not self.is_stochastic:
+            return self.sized(numel, 0).quantize(x)
+        key = seed_value(seed, x.device)
+        on_host = not isinstance(key, Tensor) or (key.is_cpu and not is_traced(key))
+        if on_host:
+            host_seed = int(key)
+        else:
+            with _disable_current_modes():
+                host_seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        return self.sized(numel, host_seed).quantize(x, key)
+
+
+def check_probability(name: str, value: object) -> None:
+    """Raise a TypeError for what is no number, and a ValueError for one outside of 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}; accepted is a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: got {value!r}; accepted is a number from 0 to 1")

@@ -1,0 +1,218 @@
+"""Sign and magnitude: levels that are evenly spaced between minus and plus the scale of each bucket."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers import grid_dispatch
+from brevact.quantizers.checks import check_int, member_of
+from brevact.quantizers.geometry import Geometry, block_size_for
+from brevact.quantizers.grid import SMALLEST_GAP, Grid
+from brevact.quantizers.grid_quantizer import GridQuantizer
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.mixing_quantizer import MixingQuantizer, check_probability
+from brevact.quantizers.packed import Part
+from brevact.quantizers.tracing import is_traced
+from brevact.quantizers.uniform import Rounding
+
+LARGEST_LEVELS = 256
+_SCALE_DTYPES = (torch.float32, torch.bfloat16)
+_UNITS = 65535.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignMagnitudeLevels(GridQuantizer):
+    """Quantizer to `levels` magnitudes, their negatives, and 0: what `SignMagnitudeQuantizer` stores a bucket as.
+
+    Args:
+        levels: Magnitudes beside 0, 1 to 256. A code takes ceil(log2(2 * levels + 1)) bits.
+        bucket: Elements that share a scale; None for the whole tensor.
+        use_max: Whether the scale is the largest magnitude, or the L2 norm of the bucket.
+        rounding: Nearest (ties to even magnitudes) or stochastic.
+        scale_dtype: Stored type of the scale, float32 or bfloat16.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument has the wrong type.
+    """
+
+    levels: int
+    bucket: int | None
+    use_max: bool
+    rounding: Rounding
+    scale_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        """Validate, and turn strings into enums."""
+        _check_levels("levels", self.levels)
+        if self.bucket is not None:
+            check_int("bucket", self.bucket)
+            if self.bucket < 1:
+                raise ValueError(f"bucket: got {self.bucket}; accepted is a positive int, or None for the whole tensor")
+        if not isinstance(self.use_max, bool):
+            raise TypeError(f"use_max: got {self.use_max!r}; accepted are True (maximum) and False (L2 norm)")
+        object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
+        if self.scale_dtype not in _SCALE_DTYPES:
+            accepted = " and ".join(map(str, _SCALE_DTYPES))
+            raise ValueError(
+                f"scale_dtype: got {self.scale_dtype}; accepted are {accepted} (torch.float16 overflows at 65504)"
+            )
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self.rounding is Rounding.STOCHASTIC
+
+    def geometry(self, layout: Layout) -> Geometry:
+        """Blocks, and a group a bucket.
+
+        Args:
+            layout: Layout of the tensor.
+
+        Returns:
+            Its packing grid.
+        """
+        numel = layout.numel
+        inner = max(numel, 1) if self.bucket is None else self.bucket
+        return Geometry(
+            numel=numel,
+            bit_width=(2 * self.levels).bit_length(),
+            block_size=block_size_for(self.bucket),
+            inner=inner,
+            groups=-(-numel // inner),
+            one_run=True,
+        )
+
+    def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
+        """The scale of each bucket."""
+        return (Part("scale", self.scale_dtype, geometry.groups),)
+
+    def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
+        """Scale of each bucket, rounded up to its type; NaN where the bucket holds NaN or an infinity.
+
+        The L2 norm counts magnitudes in 65535ths of the largest one, so that it is the same on every device.
+
+        Args:
+            flat: (n,) tensor.
+            geometry: Its groups.
+
+        Returns:
+            `(scale,)`, (G,).
+        """
+        low, high = grid_dispatch.ranges(flat, geometry)
+        largest = torch.maximum(-low, high)  # no smaller than any magnitude: level 1 is never exceeded
+        scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)
+        if not self.use_max:
+            inverse = torch.where(scale > 0, torch.full_like(scale, _UNITS) / scale, 0.0)
+            sums = grid_dispatch.moments(flat, geometry, torch.zeros_like(scale), inverse)
+            norm = (sums[:, 2] + sums[:, 5]).double().sqrt() * (scale.double() / torch.full_like(scale, _UNITS))
+            scale = torch.maximum(norm.clamp(max=torch.finfo(torch.float32).max).float(), scale)
+        if self.scale_dtype == torch.bfloat16:
+            scale = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+        broken = ~(torch.isfinite(largest) & torch.isfinite(scale))
+        return (scale.to(self.scale_dtype).masked_fill(broken, float("nan")),)  # each device has NaNs of its own
+
+    def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
+        """Levels -1 to 1 in units of the scale."""
+        make = _levels.__wrapped__ if is_traced(metadata[0]) else _levels  # fake tensors must not stay in the cache
+        return Grid(*make(self.levels, device), None, metadata[0].float())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignMagnitudeQuantizer(MixingQuantizer):
+    """Quantizer of signs and magnitudes: q = round(|a| / scale * levels), decoded as sign(a) * q / levels * scale.
+
+    The scale of a bucket is its largest magnitude, or its L2 norm. `levels` is `mix_levels` in a fraction
+    `mix_levels_prob` of the buckets, `base_levels` in the others (see `MixedQuantizer`); `bucket=None` draws once for
+    the tensor, as the thesis' global variant does.
+
+    A code has 2 * levels + 1 values: `base_levels=4`, which the thesis calls 2 bits, has the nine values 0, +-1/4, ...,
+    +-1 and takes 4 bits, and `mix_levels=16` 6. That is what is stored, and what `nbytes` says.
+
+    Source: J. Li, master's thesis, Heidelberg University, 2025, listings 5.1, 5.2 and 5.5. Differs: there the quantized
+    values are kept in full precision; magnitudes are clamped to 1 - 1e-8 (which is 1 in float32) and scales to 1e-8;
+    here a bucket that holds NaN or an infinity decodes to NaN.
+
+    >>> q = SignMagnitudeQuantizer(rounding="nearest", mix_levels_prob=0)
+    >>> q.quantize(torch.tensor([-1.0, -0.4, 0.0, 0.1, 0.7])).dequantize()
+    tensor([-1.0000, -0.5000,  0.0000,  0.0000,  0.7500])
+
+    Args:
+        base_levels: Magnitudes beside 0 in most buckets, 1 to 256.
+        bucket: Elements that share a scale; None for the whole tensor.
+        use_max: Whether the scale is the largest magnitude of the bucket, or its L2 norm, which is unbiased as well and
+            much coarser: of 512 normal values it is some 22 standard deviations.
+        mix_levels: Magnitudes beside 0 in the other buckets.
+        mix_levels_prob: Probability of `mix_levels`, from 0 to 1.
+        rounding: Nearest (ties to even magnitudes) or stochastic.
+        scale_dtype: Stored type of the scale: float32, or bfloat16, rounded up.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument has the wrong type.
+    """
+
+    base_levels: int = 4
+    bucket: int | None = 512
+    use_max: bool = True
+    mix_levels: int = 16
+    mix_levels_prob: float = 0.3
+    rounding: Rounding = Rounding.STOCHASTIC
+    scale_dtype: torch.dtype = torch.float32
+
+    probability_field = "mix_levels_prob"
+
+    def __post_init__(self) -> None:
+        """Validate, and turn strings into enums."""
+        _check_levels("base_levels", self.base_levels)
+        _check_levels("mix_levels", self.mix_levels)
+        check_probability("mix_levels_prob", self.mix_levels_prob)
+        object.__setattr__(self, "rounding", self.low.rounding)  # checks the rest
+
+    @functools.cached_property
+    def low(self) -> SignMagnitudeLevels:
+        """Quantizer of most buckets."""
+        return self._of(self.base_levels)
+
+    @functools.cached_property
+    def high(self) -> SignMagnitudeLevels:
+        """Quantizer of the others."""
+        return self._of(self.mix_levels)
+
+    @property
+    def group_size(self) -> int | None:
+        """Elements of a bucket, None for the whole tensor."""
+        return self.bucket
+
+    def _of(self, levels: int) -> SignMagnitudeLevels:
+        return SignMagnitudeLevels(
+            levels=levels,
+            bucket=self.bucket,
+            use_max=self.use_max,
+            rounding=self.rounding,
+            scale_dtype=self.scale_dtype,
+        )
+
+
+def _check_levels(name: str, levels: object) -> None:
+    check_int(name, levels)
+    if not 1 <= levels <= LARGEST_LEVELS:  # type: ignore[operator]
+        raise ValueError(f"{name}: got {levels}; accepted is an int from 1 to {LARGEST_LEVELS}")
+
+
+@functools.lru_cache(maxsize=64)
+def _levels(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(1, 2 n + 1) levels k / n and (1, 2 n) bounds; half-way between two magnitudes lies in the even one."""
+    with torch.inference_mode(False):
+        k = torch.arange(count + 1, dtype=torch.float64, device="cpu")
+        levels, halves = (k / count).float(), ((k[:-1] + 0.5) / count).float()
+        even = k[:-1] % 2 == 0  # the smaller of the two is
+        far, zero = torch.full_like(halves, 2.0), torch.zeros_like(halves)
+        bounds = torch.where(even, torch.nextafter(halves, far), halves)
+        mirrored = torch.where(even, -halves, torch.nextafter(-halves, zero))
+        levels = torch.cat((-levels[1:].flip(0), levels))
+        return levels[None].to(device), torch.cat((mirrored.flip(0), bounds))[None].to(device)

@@ -1,0 +1,178 @@
+"""The stored form of a tensor whose buckets are of two kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers import row_dispatch
+from brevact.quantizers.codes import pack_mask, unpack_mask
+from brevact.quantizers.dispatch import flat_memory
+from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
+from brevact.quantizers.philox import seed_value
+from brevact.quantizers.tracing import is_traced
+
+_HIGH_KEY = 0x5851F42D4C957F2D  # what the seed of the high buckets is moved by
+_PLACEMENT_KEY = 0x2545F4914F6CDD1D  # and the seed that chooses them
+
+
+class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
+    """Quantizer of buckets: each run of so many elements has metadata of its own, and depends on no other.
+
+    What it stores of a 1-D tensor are packed codes, then arrays of one value a bucket.
+    """
+
+    def geometry(self, layout: Layout) -> Geometry:
+        """Blocks and groups of a tensor: a group is a bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedMix:
+    """A `MixingQuantizer` for tensors of one size, with the numbers of buckets drawn, of which each kind has some.
+
+    Bytes: the low buckets in memory order, as `low` stores a 1-D tensor of them; the high ones likewise, from the next
+    multiple of 4; a mask of one bit a bucket, set where it is high. The ragged last bucket is one as well.
+
+    Args:
+        low: Quantizer of most buckets.
+        high: Quantizer of the others.
+        numel: Elements of the tensors.
+        size: Elements of a bucket.
+        high_count: How many full buckets are high.
+        high_tail: Whether the ragged last bucket is.
+    """
+
+    low: BucketQuantizer
+    high: BucketQuantizer
+    numel: int
+    size: int
+    high_count: int
+    high_tail: bool
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed: they do, by the placement of the buckets."""
+        return True
+
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        """What is stored for a tensor.
+
+        Args:
+            layout: Its layout, of `numel` elements.
+
+        Returns:
+            The buckets of either kind, and the mask.
+        """
+        low, high = self.specs(layout)
+        aligned = -(-low.nbytes // 4) * 4
+        sizes = {"low": aligned, "high": high.nbytes, "mask": packed_bytes(self._buckets, 1, DEFAULT_BLOCK)}
+        return tuple(Part(name, torch.uint8, size) for name, size in sizes.items())
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        """See `MixingQuantizer.quantize`.
+
+        Args:
+            x: Tensor of `numel` distinct elements.
+            seed: Key of the random bits: an int, a 0-d int64 tensor, or None to draw one.
+
+        Returns:
+            The packed activation.
+
+        Raises:
+            ValueError: If `x` has another number of distinct elements.
+        """
+        layout, key = Layout.of(x), seed_value(seed, x.device)
+        if layout.numel != self.numel:
+            raise ValueError(
+                f"x: got a tensor of {layout.numel} distinct elements; the numbers of buckets were drawn for one of "
+                f"{self.numel}; quantize it by the MixingQuantizer, or call its sized with that number"
+            )
+        spec: PackedSpec[SizedMix] = PackedSpec(self, layout)
+        specs = self.specs(layout)
+        padded = any(part.has_padding for part in specs) or specs[0].nbytes % 4
+        with torch.no_grad():
+            flat = layout.flatten(x.detach())
+            buffer = (flat.new_zeros if padded else flat.new_empty)(spec.nbytes, dtype=torch.uint8)
+            *packs, mask = spec.split(buffer)
+            is_high = self._choose(_moved(key, _PLACEMENT_KEY), flat.device)
+            mask.copy_(pack_mask(is_high))
+            seeds = key, _moved(key, _HIGH_KEY)
+            for part, rows, own, pack in zip(specs, self._rows(is_high), seeds, packs, strict=True):
+                row_dispatch.quantize_rows(flat, rows, self.size, part, own, pack[: part.nbytes])
+        return PackedActivation(spec, buffer)
+
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
+        """Decode into memory that is dense in the layout's memory order.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
+        """
+        self._decode(buffer, spec, None, target)
+
+    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
+        """Decode, multiply and write to memory that is dense in the layout's memory order.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            other: Factor of the layout's dtype, dense in the layout's memory order.
+            target: Tensor of the layout's dtype, dense in that order; may be `other`.
+        """
+        self._decode(buffer, spec, flat_memory(other, self.numel), target)
+
+    def specs(self, layout: Layout) -> tuple[PackedSpec[Any], PackedSpec[Any]]:
+        """Specs of the 1-D tensors of low and of high elements.
+
+        Args:
+            layout: Layout of the tensor.
+
+        Returns:
+            `(low, high)`.
+        """
+        high = self.high_count * self.size + (self.numel % self.size if self.high_tail else 0)
+        numels = ((self.low, self.numel - high), (self.high, high))
+        a, b = (PackedSpec(quantizer, Layout((n,), (1,), layout.dtype)) for quantizer, n in numels)
+        return a, b
+
+    @property
+    def _buckets(self) -> int:
+        return -(-self.numel // self.size)
+
+    def _decode(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+        *packs, mask = spec.split(buffer)
+        rows = self._rows(unpack_mask(mask, Layout((self._buckets,), (1,), torch.bool)))
+        with torch.no_grad():
+            flat = flat_memory(target, self.numel)
+            for part, own, pack in zip(self.specs(spec.layout), rows, packs, strict=True):
+                row_dispatch.dequantize_rows(pack[: part.nbytes], part, own, self.size, other, flat)
+
+    def _choose(self, key: int | Tensor, device: torch.device) -> Tensor:
+        """(buckets,) bool: True for `high_count` of the full buckets, those with the largest random words."""
+        full = self.numel // self.size
+        is_high = torch.zeros(self._buckets, dtype=torch.bool, device=device)
+        if self.high_count:
+            words = row_dispatch.random_words(full, key, device)
+            unequal = words << 31 | torch.arange(full, device=device)
+            torch.ge(unequal, unequal.kthvalue(full - self.high_count + 1).values, out=is_high[:full])
+        is_high[full:] = self.high_tail
+        return is_high
+
+    def _rows(self, is_high: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices of the low buckets and of the high ones, each in ascending order."""
+        if is_high.is_cpu and not is_traced(is_high):
+            return is_high.logical_not().nonzero().view(-1), is_high.nonzero().view(-1)
+        order = is_high.to(torch.uint8).argsort(stable=True)  # nonzero would wait for the device
+        low = self._buckets - self.high_count - self.high_tail
+        return order[:low], order[low:]
+
+
+def _moved(key: int | Tensor, shift: int) -> int | Tensor:
+    """Another key; int64 tensors wrap around by themselves."""
+    return key + shift if isinstance(key, Tensor) else seed_value(key + shift, torch.device("cpu"))

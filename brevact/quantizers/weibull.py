@@ -1,0 +1,153 @@
+"""The Weibull quantizer: levels of least variance for the long-tailed values of each bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers import grid_dispatch
+from brevact.quantizers.checks import check_int, member_of
+from brevact.quantizers.geometry import Geometry, block_size_for
+from brevact.quantizers.grid import Grid
+from brevact.quantizers.grid_quantizer import GridQuantizer
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import Part
+from brevact.quantizers.uniform import Rounding
+from brevact.quantizers.weibull_fit import UNITS, SideFits
+
+BIT_WIDTHS = (2, 3, 4)
+_SMALLEST_WIDTH = 2.0**-100
+"""Buckets with a narrower range have no levels but their ends and zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeibullQuantizer(GridQuantizer):
+    """Quantizer to the levels at which stochastic rounding has least variance if a bucket's sides are Weibull.
+
+    The magnitudes of a side (the values on one side of zero, zeros excluded) have density
+    k / s (x / s)^(k - 1) exp(-(x / s)^k): its shape k comes from E[x^2] / E[x]^2, its scale s from the mean, and the
+    levels for this shape and this largest value from a table. A bucket has 2^bit_width levels, of which its minimum and
+    maximum are two, so that nothing is clipped. By the variance that is expected, it takes one of these sets, all
+    between the minimum and the maximum:
+
+    - zero, and levels on both sides, dealt out in any proportion;
+    - as many levels on either side, and no zero;
+    - levels above the minimum, whose distance counts as the magnitude (or below the maximum, likewise): always so where
+      a bucket has values on one side only, for example after ReLU, whose zeros stay exact.
+
+    Source: TinyScript (Fu et al., ICML 2020), algorithms 1 and 2, equation 2. Differs: levels are best for the largest
+    value of the bucket, not for 3 standard deviations; shapes go up to 4, not 1; the split of levels between the sides
+    is chosen, not even, and zero is left out where that has less variance, unless `keep_zeros`.
+
+    >>> q = WeibullQuantizer(bit_width=2)
+    >>> x = torch.tensor([0.0, 0.0, 0.1, 0.1, 0.2, 0.3, 0.5, 8.0])
+    >>> q.quantize(x, seed=0).dequantize()[[0, 1, 7]]
+    tensor([0., 0., 8.])
+
+    Args:
+        bit_width: Bits a code: 2, 3 or 4.
+        rounding: Stochastic: unbiased. Nearest: to the closer of the same levels.
+        bucket_size: Consecutive elements that share levels; None for the whole tensor.
+        keep_zeros: Whether zeros stay exact in buckets with values on both sides, too.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument has the wrong type.
+    """
+
+    bit_width: int = 2
+    rounding: Rounding = Rounding.STOCHASTIC
+    bucket_size: int | None = 4096
+    keep_zeros: bool = False
+
+    def __post_init__(self) -> None:
+        """Validate, and turn strings into enums."""
+        check_int("bit_width", self.bit_width)
+        if self.bit_width not in BIT_WIDTHS:
+            raise ValueError(
+                f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}; for others use "
+                "UniformQuantizer"
+            )
+        if self.bucket_size is not None:
+            check_int("bucket_size", self.bucket_size)
+            if self.bucket_size < 1:
+                raise ValueError(
+                    f"bucket_size: got {self.bucket_size}; accepted is a positive int, or None for the whole tensor"
+                )
+        object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
+        if not isinstance(self.keep_zeros, bool):
+            raise TypeError(f"keep_zeros: got {self.keep_zeros!r}; accepted are True and False")
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self.rounding is Rounding.STOCHASTIC
+
+    def geometry(self, layout: Layout) -> Geometry:
+        """Blocks, and a group a bucket.
+
+        Args:
+            layout: Layout of the tensor.
+
+        Returns:
+            Its packing grid.
+        """
+        inner = layout.numel if self.bucket_size is None else self.bucket_size
+        return Geometry(
+            numel=layout.numel,
+            bit_width=self.bit_width,
+            block_size=block_size_for(self.bucket_size),
+            inner=max(inner, 1),
+            groups=-(-layout.numel // inner) if layout.numel else 0,
+            one_run=True,
+        )
+
+    def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
+        """Minimum, maximum and offset of each bucket, then the levels between as distances from the offset."""
+        groups = geometry.groups
+        ends = (Part(name, torch.float32, groups) for name in ("minimum", "maximum", "offset"))
+        return *ends, Part("levels", torch.bfloat16, groups * ((1 << self.bit_width) - 2))
+
+    def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
+        """Choose the levels of each bucket.
+
+        Args:
+            flat: (n,) tensor.
+            geometry: Its buckets.
+
+        Returns:
+            Minimum, maximum and offset, each (G,) float32, and (G, 2^bit_width - 2) bfloat16 ascending distances from
+            the offset. Minimum and maximum are NaN for buckets with NaN or infinity, or with a range beyond float32.
+        """
+        low, high = grid_dispatch.ranges(flat, geometry)
+        broken = ~torch.isfinite(high - low)
+        low, high = low.masked_fill(broken, 0.0), high.masked_fill(broken, 0.0)
+        middle = low.clamp(min=0.0).minimum(high)  # zero, or the end that is closest to it
+        width = (high - middle).maximum(middle - low)
+        units = torch.full_like(width, UNITS)  # a tensor: CUDA multiplies by a scalar's inverse
+        inverse = torch.where(width >= _SMALLEST_WIDTH, units / width, 0.0)
+        sums = grid_dispatch.moments(flat, geometry, middle, inverse)
+        below, above = ((part.double() * inverse).round() for part in (middle - low, high - middle))
+        count = 1 << self.bit_width
+        fits = SideFits.of(sums.double(), below, above, _sizes(geometry, flat.device), count)
+        chosen = fits.variances(keep_zeros=self.keep_zeros).argmin(1)
+        offset = torch.where(chosen == count, low, torch.where(chosen == count - 1, high, middle))
+        largest = torch.finfo(torch.bfloat16).max
+        levels_GN = (fits.levels(chosen) * (width.double() / units)[:, None]).float().clamp(-largest, largest)
+        low, high = low.masked_fill(broken, torch.nan), high.masked_fill(broken, torch.nan)
+        return low, high, offset, levels_GN.bfloat16()
+
+    def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
+        """The stored levels between the minimum and the maximum of each bucket."""
+        low, high, offset, levels = metadata
+        low, high = low[:, None], high[:, None]
+        between = (offset[:, None] + levels.view(geometry.groups, (1 << self.bit_width) - 2).float()).clamp(low, high)
+        return Grid(torch.cat((low, between, high), 1))
+
+
+def _sizes(geometry: Geometry, device: torch.device) -> Tensor:
+    """Number of elements of each bucket, (G,) float64; the last may have fewer."""
+    start = torch.arange(geometry.groups, device=device) * geometry.inner
+    return (geometry.numel - start).clamp(max=geometry.inner).double()

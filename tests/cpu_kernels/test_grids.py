@@ -1,0 +1,172 @@
+"""Kernels of quantizers on grids give the reference's bytes, and write every byte of their results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from brevact import cpu_kernels
+from brevact.cpu_kernels.grids import dequantize_grid_blocks, quantize_grid_blocks
+from brevact.quantizers import cpu, grid_reference
+from brevact.quantizers.geometry import Geometry
+from brevact.quantizers.grid import Grid
+from brevact.quantizers.philox import column_bits
+from brevact.quantizers.reference import pack, round_codes
+from tests.quantizers.grid_cases import GridCase, buckets, channels, grid_cases, random_grid, values_around
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SEED = -0x123456789ABCDEF
+DIVISIONS = [
+    buckets(1, 3, 512),
+    buckets(520, 3, 1),
+    buckets(1095, 3, 64),
+    buckets(1095, 3, 100),
+    buckets(5003, 3, 5000),
+    buckets(1095, 3, 1095),
+    buckets(1300, 3, 600, block_size=600),
+    channels(3, 6, 99, 3),
+    channels(60, 6, 1, 3),
+    channels(2, 600, 1, 3),
+    channels(700, 1, 1, 3),
+    channels(1, 5, 130, 3),
+]
+
+
+def _filled(length: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose unwritten bytes show."""
+    return torch.full((length * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
+
+
+def _check(case: GridCase) -> None:
+    geometry, grid, dtype = case.geometry, case.grid, case.x.dtype
+    seed = None if case.seed is None else torch.tensor(case.seed)
+    expected = grid_reference.quantize_grid(case.x, geometry, grid, seed)
+    values = grid_reference.dequantize_grid(expected, geometry, grid, torch.empty_like(case.x))
+    codes, target = _filled(expected.numel(), torch.uint8), _filled(geometry.numel, dtype)
+    cpu.quantize_grid(case.x, geometry, grid, case.seed, codes)
+    assert torch.equal(codes, expected), (geometry, case.seed, dtype)
+    if case.multiply:
+        target.copy_(torch.linspace(-3, 5, geometry.numel))
+        values = values * target
+    cpu.dequantize_grid(codes, geometry, grid, target if case.multiply else None, target)
+    _assert_same_values(target, values)
+
+
+def _assert_same_values(got: Tensor, want: Tensor) -> None:
+    """The same bytes but for those of NaNs, which torch writes in several ways."""
+    assert torch.equal(got.isnan(), want.isnan())
+    got, want = (x.masked_fill(x.isnan(), 0.0) for x in (got, want))
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("bit_width", range(1, 9))
+def test_quantize_grid_bytes_for_every_bit_width(bit_width: int, seed: int | None, dtype: torch.dtype):
+    torch.manual_seed(bit_width)
+    geometry = buckets(1095, bit_width, 200)
+    for rows_by_group in (False, True):
+        for size in {2, (1 << bit_width) - 1, 1 << bit_width} - {1}:
+            grid = random_grid(geometry.groups, size, rows_by_group=rows_by_group)
+            x = values_around(grid, geometry.numel, dtype)
+            _check(GridCase(x, geometry, grid, seed, multiply=rows_by_group))
+
+
+@pytest.mark.parametrize("geometry", DIVISIONS, ids=str)
+def test_quantize_grid_bytes_for_every_way_to_divide_a_tensor(geometry: Geometry):
+    torch.manual_seed(geometry.numel)
+    for seed in (None, SEED):
+        for flags in range(16):
+            names = ("rows_by_group", "has_bounds", "has_offset", "has_scale")
+            grid = random_grid(geometry.groups, 8, **{name: bool(flags >> i & 1) for i, name in enumerate(names)})
+            x = values_around(grid, geometry.numel, DTYPES[flags % 4])
+            _check(GridCase(x, geometry, grid, seed, multiply=bool(flags & 4)))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(case=grid_cases(DTYPES, 6000))
+def test_quantize_grid_bytes_of_any_tensor(case: GridCase):
+    _check(case)
+
+
+@pytest.mark.parametrize("rows_by_group", [False, True])
+@pytest.mark.parametrize("geometry", [buckets(200_001, 4, 4096), channels(50, 100, 40, 4), channels(2000, 100, 1, 4)])
+def test_quantize_grid_bytes_on_several_threads(geometry: Geometry, rows_by_group: bool):
+    torch.manual_seed(0)
+    grid = random_grid(geometry.groups, 16, rows_by_group=rows_by_group)
+    x = values_around(grid, geometry.numel, torch.float32)
+    _check(GridCase(x, geometry, grid, SEED, multiply=False))
+
+
+def test_dequantize_grid_clamps_values_and_not_levels():
+    """Levels beyond float16 whose scale brings them back; a scale that takes small levels beyond it."""
+    levels = torch.tensor([[-1e6, -1.0, 1.0, 1e6]])
+    for scale, offset in ((1e-3, None), (1e5, None), (1e-3, 5e4), (None, 7e4)):
+        grid = Grid(levels, scale=None if scale is None else torch.tensor([scale]))
+        grid = Grid(levels, None, None if offset is None else torch.tensor([offset]), grid.scale)
+        x = torch.linspace(-1, 1, 100).half() * 2000
+        _check(GridCase(x, buckets(100, 2, 100), grid, None, multiply=False))
+
+
+def test_dequantize_grid_keeps_the_signs_of_zeros():
+    for offset, scale in ((None, torch.tensor([2.0])), (torch.tensor([-0.0]), None), (torch.tensor([0.0]), None)):
+        grid = Grid(torch.tensor([[-0.0, 1.0]]), None, offset, scale)
+        _check(GridCase(torch.zeros(20), buckets(20, 1, 20), grid, None, multiply=False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "geometry", [*DIVISIONS, buckets(200_001, 4, 4096), channels(50, 100, 40, 4), channels(2000, 100, 1, 4)], ids=str
+)
+def test_statistics_for_every_way_to_divide_a_tensor(geometry: Geometry, dtype: torch.dtype):
+    torch.manual_seed(geometry.numel)
+    x = torch.randn(geometry.numel) * 3
+    for special in (False, True):
+        if special:
+            x[::97], x[1::101], x[2::103], x[3::107] = float("nan"), 0.0, -float("inf"), float("inf")
+        y = x.to(dtype)
+        for got, want in zip(cpu.ranges(y, geometry), grid_reference.ranges(y, geometry), strict=True):
+            _assert_same_values(got, want)
+        offset, inverse = torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4
+        inverse[::3] *= 1e4
+        got = cpu.moments(y, geometry, offset, inverse)
+        assert torch.equal(got, grid_reference.moments(y, geometry, offset, inverse))
+
+
+@pytest.mark.parametrize("first_block", [0, 2**22, 2**23 + 5, 2**36])  # elements up to 2^45: columns beyond 2^32
+@pytest.mark.parametrize("bit_width", [2, 8])
+def test_quantize_grid_blocks_far_into_a_tensor(first_block: int, bit_width: int):
+    """Addresses are shifted so that one block, a group of its own, falls on buffers."""
+    torch.manual_seed(0)
+    first, size, seed = first_block * 512, 1 << bit_width, 99
+    grid, x = random_grid(1, size), torch.randn(512)
+    plan = cpu_kernels.UniformPlan(
+        numel=first + 512,
+        bit_width=bit_width,
+        block_size=512,
+        inner=512,
+        groups=first_block + 1,
+        one_run=True,
+        stochastic=True,
+        scale_kind=cpu_kernels.FLOAT32,
+        minimum_kind=cpu_kernels.FLOAT32,
+        kind=cpu_kernels.FLOAT32,
+    )
+    steps, inverse = grid.steps(stochastic=True), grid.inverse
+    codes, target = _filled(64 * bit_width, torch.uint8), _filled(512, torch.float32)
+    codes_at, offset_at = codes.data_ptr() - first // 8 * bit_width, grid.offset.data_ptr() - 4 * first_block
+    levels_at = grid.levels.data_ptr() - 4 * size * first_block
+    steps_at = steps.data_ptr() - 4 * (size - 1) * first_block
+    inverse_at, scale_at = inverse.data_ptr() - 4 * first_block, grid.scale.data_ptr() - 4 * first_block
+    rows, blocks = (size, first_block + 1), (plan.address, first_block, first_block + 1)
+    x_at, target_at = x.data_ptr() - 4 * first, target.data_ptr() - 4 * first
+    quantize_grid_blocks(x_at, codes_at, offset_at, inverse_at, levels_at, steps_at, *rows, seed, *blocks)
+    dequantize_grid_blocks(codes_at, offset_at, scale_at, levels_at, *rows, 0, target_at, *blocks)
+    z = (x - grid.offset) * inverse
+    t = grid_reference.positions(z, grid.levels, steps, stochastic=True)
+    bits = column_bits(torch.arange(first // 8, first // 8 + 64), torch.tensor(seed)).flatten()
+    q = round_codes(t, bits)
+    assert torch.equal(codes, pack(q, bit_width, 512))
+    assert torch.equal(target, grid.offset + grid.scale * grid.levels[0, q])

@@ -1,0 +1,139 @@
+"""Tensors, divisions into groups and grids for the tests of kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from brevact.quantizers.geometry import Geometry
+from brevact.quantizers.grid import Grid
+
+SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40)
+
+
+def buckets(numel: int, bit_width: int, bucket_size: int, block_size: int = 512) -> Geometry:
+    """Groups of consecutive elements; the last may be short.
+
+    Args:
+        numel: Number of elements.
+        bit_width: Bits a code.
+        bucket_size: Elements of a group.
+        block_size: Elements in a packing block.
+    """
+    return Geometry(numel, bit_width, block_size, bucket_size, -(-numel // bucket_size), True)
+
+
+def channels(repeats: int, groups: int, inner: int, bit_width: int, block_size: int = 512) -> Geometry:
+    """Groups of several runs; `inner` = 1 for channels_last.
+
+    Args:
+        repeats: Runs of a group.
+        groups: Number of groups.
+        inner: Elements of a run.
+        bit_width: Bits a code.
+        block_size: Elements in a packing block.
+    """
+    return Geometry(repeats * groups * inner, bit_width, block_size, inner, groups, repeats == 1)
+
+
+def random_grid(
+    groups: int,
+    size: int,
+    *,
+    rows_by_group: bool = False,
+    has_bounds: bool = False,
+    has_offset: bool = True,
+    has_scale: bool = True,
+) -> Grid:
+    """Random ascending levels, some equal, and some closer than normal numbers; a constant group and a broken one.
+
+    Args:
+        groups: Number of groups.
+        size: Levels of a row.
+        rows_by_group: Whether each group has a row of its own.
+        has_bounds: Whether bounds of nearest rounding are given.
+        has_offset: Whether groups have offsets.
+        has_scale: Whether groups have scales.
+    """
+    levels = torch.randn(groups if rows_by_group else 1, size) * 2
+    levels[:, 4:6] = levels[:, 3:4]
+    levels[:, 1:3] = torch.tensor([0.0, 1e-39])[: size - 1]
+    levels = levels.sort(1).values
+    bounds = torch.randn(len(levels), size - 1).sort(1).values * 2 if has_bounds else None
+    offset = torch.randn(groups) if has_offset else None
+    scale = torch.rand(groups) + 0.1 if has_scale else None
+    if scale is not None and groups > 2:
+        scale[1] = 0.0
+    if offset is not None and groups > 3:
+        offset[3] = float("nan")
+    return Grid(levels, bounds, offset, scale)
+
+
+def values_around(grid: Grid, numel: int, dtype: torch.dtype) -> Tensor:
+    """Random values, some of them on levels, at bounds, and special.
+
+    Args:
+        grid: Levels to hit.
+        numel: Number of elements.
+        dtype: Their type.
+    """
+    targets = torch.cat((grid.levels.flatten(), grid.steps(stochastic=False).flatten()))
+    x = torch.randn(numel) * 2
+    hits = torch.rand(numel) < 0.2
+    x[hits] = targets[torch.randint(len(targets), (int(hits.sum()),))]
+    info = torch.finfo(dtype)
+    special = torch.tensor([*SPECIAL, info.max, info.min, info.tiny], dtype=torch.float64)
+    x = x.to(torch.float64)
+    hits = torch.rand(numel) < 0.03
+    x[hits] = special[torch.randint(len(special), (int(hits.sum()),))]
+    return x.to(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class GridCase:
+    """What one check of kernels takes.
+
+    Args:
+        x: Flat tensor.
+        geometry: Its blocks and groups.
+        grid: Its levels.
+        seed: Seed of stochastic rounding, None for nearest.
+        multiply: Whether to decode times a factor.
+    """
+
+    x: Tensor
+    geometry: Geometry
+    grid: Grid
+    seed: int | None
+    multiply: bool
+
+
+@st.composite
+def grid_cases(draw: Callable, dtypes: tuple[torch.dtype, ...], most: int) -> GridCase:
+    """Any tensor on any grid.
+
+    Args:
+        draw: Hypothesis's.
+        dtypes: Types to draw from.
+        most: Largest number of elements, about.
+    """
+    bit_width, block_size = draw(st.integers(1, 8)), draw(st.sampled_from([512, 512, 64, 1024]))
+    if draw(st.booleans()):
+        numel = draw(st.integers(1, most))
+        bucket_size = draw(st.one_of(st.sampled_from([64, 256, 4096, numel]), st.integers(1, 700)))
+        geometry = buckets(numel, bit_width, bucket_size, block_size)
+    else:
+        groups, inner = draw(st.integers(1, 40)), draw(st.one_of(st.just(1), st.integers(1, 90)))
+        repeats = draw(st.integers(1, max(most // (groups * inner), 1)))
+        geometry = channels(repeats, groups, inner, bit_width, block_size)
+    torch.manual_seed(draw(st.integers(0, 2**32)))
+    flags = ("rows_by_group", "has_bounds", "has_offset", "has_scale")
+    size = draw(st.one_of(st.just(1 << bit_width), st.integers(2, 1 << bit_width)))
+    grid = random_grid(geometry.groups, size, **{flag: draw(st.booleans()) for flag in flags})
+    x = values_around(grid, geometry.numel, draw(st.sampled_from(dtypes)))
+    seed = draw(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)))
+    return GridCase(x, geometry, grid, seed, draw(st.booleans()))

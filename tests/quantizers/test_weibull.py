@@ -1,0 +1,249 @@
+"""The Weibull quantizer: less variance than evenly spaced levels, exact ends and zeros, the same on every device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer, WeibullQuantizer, grid_reference
+from brevact.quantizers.weibull_fit import UNITS, SideFits
+from brevact.quantizers.weibull_levels import level_table
+
+BUCKET = 4096
+every_width = pytest.mark.parametrize("bit_width", [2, 3, 4])
+
+
+def _weibull(shape: float) -> Callable[[int], Tensor]:
+    def draw(numel: int) -> Tensor:
+        magnitude = (-torch.rand(numel, dtype=torch.float64).clamp(min=2**-53).log()) ** (1 / shape)
+        return (magnitude * torch.randn(numel).sign()).float()
+
+    return draw
+
+
+LONG_TAILED: dict[str, Callable[[int], Tensor]] = {
+    **{f"Weibull {shape}": _weibull(shape) for shape in (0.3, 0.5, 0.7, 1.0)},
+    "ReLU": lambda numel: torch.randn(numel).relu(),
+    "SiLU": lambda numel: torch.nn.functional.silu(torch.randn(numel) * 2),
+    "log-normal": lambda numel: torch.randn(numel).exp(),
+    "dropout": lambda numel: torch.nn.functional.dropout(torch.randn(numel)),
+}
+OTHERS = {
+    "normal": torch.randn,
+    "offset": lambda numel: torch.randn(numel) * 0.01 + 1000,
+    "negative": lambda numel: -torch.randn(numel).relu(),
+}
+every_data = pytest.mark.parametrize("draw", [*LONG_TAILED.values(), *OTHERS.values()], ids=[*LONG_TAILED, *OTHERS])
+
+
+def _levels(packed: PackedActivation) -> Tensor:
+    geometry = packed.quantizer.geometry(packed.layout)
+    return packed.quantizer.grid(geometry, packed.tensors[1:], packed.buffer.device).levels
+
+
+def _variance(x: Tensor, levels: Tensor) -> float:
+    """Mean of (b - x)(x - a) over whole buckets, a and b the levels around x."""
+    rows = x.view(len(levels), -1)
+    above = torch.searchsorted(levels, rows, right=True).clamp(1, levels.shape[1] - 1)
+    a, b = (levels.gather(1, index).double() for index in (above - 1, above))
+    return float(((b - rows) * (rows - a)).mean())
+
+
+def _even_variance(x: Tensor, quantizer: UniformQuantizer) -> float:
+    packed = quantizer.quantize(x, seed=0)
+    steps = torch.arange(2**quantizer.bit_width, dtype=torch.float64)
+    return _variance(x, packed.minimum[:, None].double() + packed.scale[:, None].double() * steps)
+
+
+@every_width
+@pytest.mark.parametrize("draw", LONG_TAILED.values(), ids=LONG_TAILED.keys())
+def test_variance_is_less_than_with_even_levels(bit_width: int, draw: Callable[[int], Tensor]):
+    """Also than with those of the smaller buckets that uniform quantizers have by default."""
+    torch.manual_seed(0)
+    x = draw(16 * BUCKET)
+    found = _variance(x, _levels(WeibullQuantizer(bit_width=bit_width).quantize(x, seed=0)))
+    assert found < _even_variance(x, UniformQuantizer(bit_width=bit_width))
+    assert found < 0.7 * _even_variance(x, UniformQuantizer(bit_width=bit_width, bucket_size=BUCKET))
+
+
+@every_width
+@every_data
+def test_decoded_values_have_the_variance_of_the_levels(bit_width: int, draw: Callable[[int], Tensor]):
+    """Within 5 standard errors, and 2^-20 for probabilities in 65536ths."""
+    torch.manual_seed(0)
+    x = draw(16 * BUCKET)
+    packed = WeibullQuantizer(bit_width=bit_width).quantize(x, seed=0)
+    squares = (packed.dequantize().double() - x.double()).square()
+    expected = _variance(x, _levels(packed))
+    assert abs(squares.mean() - expected) <= 5 * squares.std() / math.sqrt(x.numel()) + expected * 2**-10
+
+
+@every_width
+@every_data
+def test_no_other_set_of_levels_has_much_less_variance(bit_width: int, draw: Callable[[int], Tensor]):
+    """The quantizer knows expectations only: what it takes is within a tenth of the best for the values themselves."""
+    torch.manual_seed(0)
+    count, x = 1 << bit_width, draw(BUCKET)
+    chosen = _variance(x, _levels(WeibullQuantizer(bit_width=bit_width).quantize(x, seed=0)))
+    low, high = x.double().aminmax()
+    middle = low.clamp(min=0).minimum(high)
+    unit = torch.maximum(high - middle, middle - low) / UNITS
+    r = (x - middle) / unit
+    moments = [[side.sum(), (side * r.abs()).sum(), (side * r * r).sum()] for side in (r < 0, r > 0)]
+    sums = torch.tensor(moments, dtype=torch.float64).view(1, 6)
+    size = torch.tensor([BUCKET], dtype=torch.float64)
+    fits = SideFits.of(sums, (middle - low)[None] / unit, (high - middle)[None] / unit, size, count)
+    best = math.inf
+    for other in range(count + 1):
+        stands_on = {count - 1: high, count: low}.get(other, middle)
+        between = (stands_on + fits.levels(torch.tensor([other]))[0] * unit).clamp(low, high)
+        levels = torch.cat((low[None], between, high[None])).float()
+        assert (levels.diff() >= 0).all()
+        best = min(best, _variance(x, levels[None]))
+    assert chosen <= 1.1 * best
+
+
+@every_width
+@every_data
+def test_levels_are_those_of_the_negated_tensor(bit_width: int, draw: Callable[[int], Tensor]):
+    torch.manual_seed(0)
+    x, quantizer = draw(4 * BUCKET), WeibullQuantizer(bit_width=bit_width)
+    there, back = (_levels(quantizer.quantize(values, seed=0)) for values in (x, -x))
+    assert torch.equal(there, -back.flip(1))
+
+
+@every_width
+@every_data
+def test_minimum_and_maximum_are_exact(bit_width: int, draw: Callable[[int], Tensor]):
+    torch.manual_seed(0)
+    x = draw(4 * BUCKET + 100)
+    y = WeibullQuantizer(bit_width=bit_width).quantize(x, seed=1).dequantize()
+    for rows, decoded in zip(x.split(BUCKET), y.split(BUCKET), strict=True):
+        for end in (rows.argmin(), rows.argmax()):
+            assert decoded[end] == rows[end]
+        assert (decoded >= rows.min()).all() and (decoded <= rows.max()).all()
+
+
+@every_width
+def test_keep_zeros_keeps_zeros_on_both_sides(bit_width: int):
+    torch.manual_seed(0)
+    x = torch.randn(3 * BUCKET + 11)
+    x[::10] = 0.0
+    y = WeibullQuantizer(bit_width=bit_width, keep_zeros=True).quantize(x, seed=1).dequantize()
+    assert (y[::10] == 0).all()
+    assert not (WeibullQuantizer(bit_width=bit_width).quantize(x, seed=1).dequantize()[::10] == 0).all()
+
+
+def test_many_zeros_make_zero_a_level():
+    torch.manual_seed(0)
+    x = torch.nn.functional.dropout(torch.randn(4 * BUCKET))
+    for bit_width in (2, 3, 4):
+        assert (_levels(WeibullQuantizer(bit_width=bit_width).quantize(x, seed=0)) == 0).any(1).all()
+
+
+LARGEST = torch.finfo(torch.float32).max
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-38, 3e-31, LARGEST, -LARGEST, 0.49 * LARGEST, 1e-10, 65504.0)
+values = st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_nan=False, allow_infinity=False)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(values=values, bit_width=st.sampled_from((2, 3, 4)), keep_zeros=st.booleans())
+def test_any_finite_values_decode_within_their_range(values: list[float], bit_width: int, keep_zeros: bool):
+    x = torch.tensor(values, dtype=torch.float32)
+    quantizer = WeibullQuantizer(bit_width=bit_width, bucket_size=7, keep_zeros=keep_zeros)
+    packed = quantizer.quantize(x, seed=1)
+    assert (_levels(packed).nan_to_num().diff(dim=1) >= 0).all()
+    for rows, decoded in zip(x.split(7), packed.dequantize().split(7), strict=True):
+        if not rows.numel():
+            continue
+        low, high = rows.aminmax()
+        if torch.isfinite(high - low):
+            assert (decoded >= low).all() and (decoded <= high).all()
+            if high - low >= 2.0**-100:
+                assert decoded[rows.argmin()] == low and decoded[rows.argmax()] == high
+        else:
+            assert decoded.isnan().all()
+
+
+@every_width
+@every_data
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_bytes_are_those_of_the_plain_torch_definition(
+    bit_width: int, draw: Callable[[int], Tensor], dtype: torch.dtype
+):
+    torch.manual_seed(0)
+    x = draw(2 * BUCKET + 77).to(dtype)
+    packed = WeibullQuantizer(bit_width=bit_width).quantize(x, seed=3)
+    geometry = packed.quantizer.geometry(packed.layout)
+    codes, low, high, offset, levels = packed.tensors
+    expected = grid_reference.ranges(x, geometry)
+    assert torch.equal(low, expected[0]) and torch.equal(high, expected[1])
+    assert torch.equal(torch.where(offset == low, low, torch.where(offset == high, high, 0.0)), offset)
+    grid = packed.quantizer.grid(geometry, (low, high, offset, levels), x.device)
+    assert torch.equal(codes, grid_reference.quantize_grid(x, geometry, grid, torch.tensor(3)))
+
+
+@pytest.mark.gpu
+@every_width
+@every_data
+def test_bytes_are_the_same_on_a_gpu(bit_width: int, draw: Callable[[int], Tensor]):
+    torch.manual_seed(0)
+    x = draw(5 * BUCKET + 77)
+    x[BUCKET] = torch.nan
+    quantizer = WeibullQuantizer(bit_width=bit_width)
+    assert torch.equal(quantizer.quantize(x.cuda(), seed=3).buffer.cpu(), quantizer.quantize(x, seed=3).buffer)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 3 * 4096])
+def test_stored_bytes_are_codes_three_ends_and_levels(numel: int):
+    groups = -(-numel // BUCKET)
+    for bit_width in (2, 3, 4):
+        metadata = groups * (12 + 2 * (2**bit_width - 2))
+        packed = WeibullQuantizer(bit_width=bit_width).quantize(torch.randn(numel), seed=0)
+        assert packed.nbytes == bit_width * -(-numel // 8) + metadata + (-(bit_width * -(-numel // 8)) % 4) * (
+            numel > 0
+        )
+
+
+def test_first_use_under_a_mode_leaves_no_trace():
+    x = torch.randn(5000)
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(), torch.device("meta")):
+        level_table.cache_clear()
+        with mode:
+            WeibullQuantizer().quantize(x, seed=0).dequantize()
+        packed = WeibullQuantizer().quantize(x, seed=0)
+        assert type(packed.buffer) is Tensor and not packed.buffer.is_inference()
+        assert packed.dequantize().isfinite().all()
+
+
+def test_nearest_is_closer_than_stochastic():
+    torch.manual_seed(0)
+    x = torch.randn(4 * BUCKET)
+    nearest, stochastic = (WeibullQuantizer(bit_width=3, rounding=rounding) for rounding in reversed(Rounding))
+    assert not stochastic.is_stochastic and nearest.is_stochastic
+    errors = [(q.quantize(x, seed=0).dequantize() - x).abs() for q in (stochastic, nearest)]
+    assert (errors[0] <= errors[1] + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("settings_", "error", "message"),
+    [
+        ({"bit_width": 5}, ValueError, "bit_width: got 5; accepted are 2, 3, 4"),
+        ({"bit_width": "2"}, TypeError, "bit_width: got '2'"),
+        ({"bucket_size": 0}, ValueError, "bucket_size: got 0"),
+        ({"rounding": "up"}, ValueError, "rounding: got 'up'"),
+        ({"keep_zeros": 1}, TypeError, "keep_zeros: got 1; accepted are True and False"),
+        ({"levels": 4}, TypeError, "levels"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_raise(settings_: dict[str, object], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        WeibullQuantizer(**settings_)
