@@ -8,6 +8,10 @@ mean and deviation are kept anyway. Elsewhere each channel stores its mean and d
 training and in eval mode, so that what is stored is what the forward pass used. All other layers, and all layers under
 the other quantizers here, compute their outputs as ever. ``quantize_forward=True`` says the same.
 
+A function that is checkpointed inside ``with brevact.backward_quant(...)`` is recomputed outside the block, where its
+norms are not quantized: give such models these quantizers by a policy or by ``act_quant=``, which recomputation keeps.
+With stochastic rounding the outputs of norms are random, in eval mode too.
+
 Source: B. Graham, Low-precision batch-normalized activations, arXiv:1702.08231, table 1. Differs: sign(0) is +1.
 """
 

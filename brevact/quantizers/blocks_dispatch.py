@@ -22,6 +22,8 @@ def split_maps(flat: Tensor, blocks: MapBlocks) -> tuple[Tensor, Tensor]:
     """
     low = flat.new_empty(blocks.blocks, dtype=torch.float16)
     residual = flat.new_empty(flat.numel(), dtype=torch.float32)
+    if flat.numel() == 0:
+        return low, residual
     kernels = kernels_for(flat, low, residual)
     if kernels is not None and kernels.can_split(blocks):
         kernels.split_maps(flat, blocks, low, residual)

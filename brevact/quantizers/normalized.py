@@ -226,11 +226,19 @@ def _geometry(layout: Layout, format: NormalizedFormat, inner: int, groups: int)
     )
 
 
-@functools.lru_cache(maxsize=64)
 def _levels(format: NormalizedFormat, device: torch.device) -> tuple[Tensor, Tensor]:
     """(1, N) levels and (1, N - 1) bounds. On log scales a negative value that meets a bound takes the lower level."""
+    if torch._C._len_torch_dispatch_stack():  # a mode's tensors, such as fake ones, do not outlive it
+        return _make_levels(format, device)
+    return _kept_levels(format, device)
+
+
+def _make_levels(format: NormalizedFormat, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         levels, bounds = (torch.tensor(half, dtype=torch.float64, device="cpu").float() for half in format.halves())
         mirrored = -bounds if format.value.startswith("U") else torch.nextafter(-bounds, torch.zeros_like(bounds))
         bounds = torch.cat((mirrored.flip(0), torch.zeros(1, device="cpu"), bounds))
         return torch.cat((-levels.flip(0), levels))[None].to(device), bounds[None].to(device)
+
+
+_kept_levels = functools.lru_cache(maxsize=64)(_make_levels)

@@ -11,11 +11,21 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import brevact
-from brevact import StochBackward2bit, StochBackward8bit
+from brevact import (
+    DualPrecisionBackward2bit,
+    L4Backward,
+    L4ForwardBackward,
+    StochBackward2bit,
+    StochBackward8bit,
+    StochL4Backward,
+)
 from brevact.autograd import current_region, region
 from brevact.autograd.seeds import SeedStream
 from brevact.quantizers import Rounding
 from tests.autograd.measuring import settings, watch_saved
+
+LEAVES = (StochBackward2bit, L4Backward, StochL4Backward, L4ForwardBackward, DualPrecisionBackward2bit)
+every_leaf = pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.__name__)
 
 
 def wide(count: int = 3) -> nn.Sequential:
@@ -30,15 +40,17 @@ def stored_bits(model: nn.Module, x: Tensor) -> float:
 # weights and activations
 
 
-def test_a_full_precision_first_layer_does_not_stop_packing():
-    model = brevact.quantize_backward(wide(), {"0": None, "*": StochBackward2bit})
+@every_leaf
+def test_a_full_precision_first_layer_does_not_stop_packing(leaf):
+    model = brevact.quantize_backward(wide(), {"0": None, "*": leaf})
     assert stored_bits(model, torch.randn(64, 256)) < 10  # one of six tensors is the input at 32 bits
 
 
-def test_a_stem_outside_the_region_does_not_stop_packing():
+@every_leaf
+def test_a_stem_outside_the_region_does_not_stop_packing(leaf):
     net, x = wide(), torch.randn(64, 256)
     stem = net[0](x)
-    with watch_saved() as saved, brevact.backward_quant(StochBackward2bit):
+    with watch_saved() as saved, brevact.backward_quant(leaf):
         net[1:](stem)
     assert sum(t.dtype is torch.uint8 for t in saved.tensors) == 5
     assert not [t for t in saved.tensors if t.is_floating_point() and t.shape == (64, 256)]
@@ -97,7 +109,8 @@ def test_notes_of_derived_weights_do_not_pile_up():
     assert len(state._derived) <= 64
 
 
-def test_what_layers_make_of_learned_inputs_is_an_activation():
+@every_leaf
+def test_what_layers_make_of_learned_inputs_is_an_activation(leaf):
     class Model(nn.Module):
         def __init__(self, make: object) -> None:
             super().__init__()
@@ -113,7 +126,7 @@ def test_what_layers_make_of_learned_inputs_is_an_activation():
         lambda p: p + p.new_zeros(64, 256).index_add_(0, ids, p),
     )
     for make in makes:
-        model = brevact.quantize_backward(Model(make), StochBackward2bit)
+        model = brevact.quantize_backward(Model(make), leaf)
         with watch_saved() as saved:
             model(torch.zeros(1))
         assert sum(t.dtype is torch.uint8 for t in saved.tensors) >= 5
@@ -138,7 +151,8 @@ def test_generators_that_begin_with_a_transposed_convolution_pack():
     ],
 )
 @pytest.mark.parametrize("grad", [True, False])
-def test_weights_computed_from_weights_are_not_packed(make, grad):
+@every_leaf
+def test_weights_computed_from_weights_are_not_packed(make, grad, leaf):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -151,30 +165,32 @@ def test_weights_computed_from_weights_are_not_packed(make, grad):
 
     model, x = Model(), torch.randn(32, 64, requires_grad=True)
     expected = torch.autograd.grad(model(x * 1).sum(), x)[0]
-    brevact.quantize_backward(model, StochBackward2bit, min_numel=0)
+    brevact.quantize_backward(model, leaf, min_numel=0)
     assert torch.equal(torch.autograd.grad(model(x * 1).sum(), x)[0], expected)
 
 
-def test_frozen_weights_of_einsum_stay_exact_under_autocast():
+@every_leaf
+def test_frozen_weights_of_einsum_stay_exact_under_autocast(leaf):
     model = nn.Module()
     model.weight = nn.Parameter(torch.randn(96, 64), requires_grad=False)
     model.forward = lambda x: torch.einsum("bi,oi->bo", x, model.weight)
     x = torch.randn(32, 64, requires_grad=True)
     with torch.autocast("cpu"):
         expected = torch.autograd.grad(model(x * 1).float().sum(), x)[0]
-        brevact.quantize_backward(model, StochBackward2bit, min_numel=0)
+        brevact.quantize_backward(model, leaf, min_numel=0)
         assert torch.equal(torch.autograd.grad(model(x * 1).float().sum(), x)[0], expected)
 
 
-def test_two_brevitas_models_do_not_share_regions():
+@every_leaf
+def test_two_brevitas_models_do_not_share_regions(leaf):
     import brevitas.nn as qnn
     from brevitas.quant import Int8ActPerTensorFloat
 
     a, b = (nn.Sequential(qnn.QuantConv2d(3, 8, 3, input_quant=Int8ActPerTensorFloat)) for _ in range(2))
-    brevact.quantize_backward(a, StochBackward2bit)
+    brevact.quantize_backward(a, leaf)
     with pytest.raises(ValueError, match="no backward policy"):
         brevact.restore_backward(b)
-    brevact.quantize_backward(b, StochBackward2bit)
+    brevact.quantize_backward(b, leaf)
     brevact.restore_backward(b)
     rows = brevact.memory_report(a, torch.randn(8, 3, 16, 16)).rows
     assert [row.layer for row in rows] == ["0"]
@@ -248,15 +264,16 @@ def test_regions_of_one_recomputation_do_not_share_noise():
 # regions that end badly
 
 
-def test_a_region_ends_when_a_forward_is_interrupted():
+@every_leaf
+def test_a_region_ends_when_a_forward_is_interrupted(leaf):
     class Interrupted(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise KeyboardInterrupt
 
-    model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), Interrupted()), StochBackward2bit)
+    model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), Interrupted()), leaf)
     with pytest.raises(KeyboardInterrupt):
         model(torch.randn(4, 64))
-    other = brevact.quantize_backward(nn.Linear(64, 64), StochBackward2bit)
+    other = brevact.quantize_backward(nn.Linear(64, 64), leaf)
     with watch_saved() as saved:
         other.eval()(torch.randn(64, 64, requires_grad=True) * 1)
     assert current_region() is None
@@ -335,8 +352,9 @@ def test_an_op_that_raises_leaves_no_trace_in_the_region():
     assert saved.tensors[-1].dtype is torch.uint8
 
 
-def test_a_region_that_cannot_be_entered_leaves_nothing_behind():
-    model, x = brevact.quantize_backward(nn.Linear(8, 8), StochBackward2bit), torch.randn(4, 8)
+@every_leaf
+def test_a_region_that_cannot_be_entered_leaves_nothing_behind(leaf):
+    model, x = brevact.quantize_backward(nn.Linear(8, 8), leaf), torch.randn(4, 8)
     parameters = dict(model.named_parameters())
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
@@ -430,3 +448,89 @@ def test_meta_tensors_run_in_a_region():
     model = nn.Sequential(nn.Linear(64, 64), nn.SiLU()).to("meta")
     with torch.device("meta"), region(settings(min_numel=10**9)):
         assert model(torch.randn(8, 64)).shape == (8, 64)
+
+
+# what other systems got wrong about what they keep between forward and backward
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+
+
+def gradients(model: nn.Module, loss: Tensor, **options: bool) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters()), **options))
+
+
+def loss_of(model: nn.Module, x: Tensor, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    return model(x).square().sum()
+
+
+@every_leaf
+def test_forwards_before_one_backward_do_not_overwrite_each_other(leaf):
+    model, x = brevact.quantize_backward(convolutions(), leaf, min_numel=0), torch.randn(4, 3, 9, 9)
+    expected = gradients(model, loss_of(model, x, 1))
+    first = loss_of(model, x, 1)
+    for scale in (100.0, 0.01):
+        loss_of(model, scale * x, 2)
+    assert all(map(torch.equal, gradients(model, first), expected))
+
+
+@every_leaf
+def test_a_second_backward_of_a_kept_graph_is_the_first(leaf):
+    model, x = brevact.quantize_backward(convolutions(), leaf, min_numel=0), torch.randn(4, 3, 9, 9)
+    loss = loss_of(model, x)
+    first = gradients(model, loss, retain_graph=True)
+    assert all(map(torch.equal, gradients(model, loss), first))
+
+
+@every_leaf
+def test_models_with_different_quantizers_do_not_mix(leaf):
+    model, x = brevact.quantize_backward(convolutions(), leaf, min_numel=0), torch.randn(4, 3, 9, 9)
+    other = brevact.quantize_backward(convolutions(), StochBackward8bit, min_numel=0)
+    expected = gradients(model, loss_of(model, x, 1))
+    loss = loss_of(model, x, 1)
+    gradients(other, loss_of(other, x, 2))
+    assert all(map(torch.equal, gradients(model, loss), expected))
+
+
+@every_leaf
+def test_noise_is_drawn_anew_for_every_layer_and_step(leaf):
+    layers = [nn.Linear(64, 64) for _ in range(2)]
+    x, codes = torch.randn(64, 64), []
+    for _ in range(2):
+        for layer in layers:
+            with watch_saved() as saved, brevact.backward_quant(leaf, min_numel=0):
+                layer(x.clone())
+            codes.extend(t for t in saved.tensors if t.dtype is torch.uint8)
+    assert len(codes) == 4
+    differ = [not torch.equal(a, b) for i, a in enumerate(codes) for b in codes[:i]]
+    assert differ == [brevact.quantizer(leaf).is_stochastic] * 6
+
+
+@every_leaf
+def test_linear_layers_take_any_number_of_axes_and_memory_order(leaf):
+    layer = brevact.quantize_backward(nn.Linear(8, 5), leaf, min_numel=0)
+    for x in (torch.randn(8), torch.randn(2, 3, 8), torch.randn(2, 8, 4, 6).to(memory_format=torch.channels_last)):
+        x = (x if x.dim() < 4 else x.permute(0, 2, 3, 1)).requires_grad_()
+        grad = torch.autograd.grad(layer(x).sum(), x)[0]
+        torch.testing.assert_close(grad, layer.weight.sum(0).expand(x.shape))
+
+
+@every_leaf
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_seen_in_the_gradient(leaf, value):
+    layer, x = brevact.quantize_backward(nn.Linear(64, 8), leaf, min_numel=0), torch.randn(64, 64)
+    x[5, 7] = value
+    layer(x)[:5].sum().backward()
+    assert not torch.isfinite(layer.weight.grad[:, 7]).any()
+
+
+@every_leaf
+def test_both_save_modes_give_the_same_gradients(leaf):
+    x, grads = torch.randn(4, 3, 9, 9), []
+    for mode in brevact.SaveMode:
+        model = brevact.quantize_backward(convolutions(), leaf, min_numel=0, save_mode=mode)
+        grads.append(gradients(model, loss_of(model, x)))
+    assert all(map(torch.equal, *grads))

@@ -170,6 +170,12 @@ def test_constants_that_float16_holds_are_exact(value: float):
         assert torch.equal(DualPrecisionQuantizer().quantize(x, seed=1).dequantize(), x)
 
 
+@pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 4), (2, 3, 0), (2, 3, 0, 5), (2, 3, 4, 0)])
+def test_quantize_takes_tensors_without_elements(shape: tuple[int, ...]):
+    packed = DualPrecisionQuantizer().quantize(torch.empty(shape))
+    assert packed.nbytes == 0 and packed.dequantize().shape == shape
+
+
 def test_maps_of_zeros_stay_zero():
     x = torch.randn(3, 5, 9, 14).relu()
     x[1], x[2, 3] = 0, 0

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brevact.quantizers import NormalizedFormat, NormalizedQuantizer, Rounding
+from brevact.quantizers import NormalizedFormat, NormalizedQuantizer, Rounding, normalized
 
 
 def _sign(x: Tensor) -> Tensor:
@@ -135,3 +136,17 @@ def test_normalized_values_store_codes_alone():
 def test_wrong_settings_raise(setting, error, message):
     with pytest.raises(error, match=message):
         NormalizedQuantizer(**setting)
+
+
+@pytest.mark.parametrize("format", NormalizedFormat)
+def test_levels_of_fake_tensors_and_of_real_ones_are_kept_apart(format):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    for quantizer in (NormalizedQuantizer(format=format), NormalizedQuantizer(format=format).of_normalized):
+        expected = quantizer.quantize(x).dequantize()
+        normalized._kept_levels.cache_clear()  # as in a process that begins with fake tensors
+        with FakeTensorMode():
+            assert quantizer.quantize(torch.randn(2, 3, 8, 8)).dequantize().shape == x.shape
+        assert torch.equal(quantizer.quantize(x).dequantize(), expected)
+        with FakeTensorMode():
+            assert quantizer.quantize(torch.randn(2, 3, 8, 8)).dequantize().shape == x.shape
