@@ -141,7 +141,7 @@ class NormalizedQuantizer(GridQuantizer):
         channel_dim: Dimension whose indices share a mean and a deviation; may be negative. A tensor without it is one
             group.
         quantize_forward: Whether norm layers compute their output from the quantized values, so that what they store is
-            what the forward pass used.
+            what the forward pass used; with nearest rounding only.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -160,6 +160,11 @@ class NormalizedQuantizer(GridQuantizer):
         check_int("channel_dim", self.channel_dim)
         if not isinstance(self.quantize_forward, bool):
             raise TypeError(f"quantize_forward: got {self.quantize_forward!r}; accepted are True and False")
+        if self.quantize_forward and self.is_stochastic:
+            raise ValueError(
+                "quantize_forward=True with rounding='stochastic': got both; a forward pass in eval mode would be random, "
+                "and one that a checkpoint recomputes another one; use rounding='nearest', or quantize_forward=False"
+            )
 
     @property
     def is_stochastic(self) -> bool:

@@ -131,6 +131,7 @@ def test_normalized_values_store_codes_alone():
         ({"rounding": "up"}, ValueError, "rounding: got 'up'"),
         ({"channel_dim": 1.0}, TypeError, "channel_dim: got 1.0"),
         ({"quantize_forward": 1}, TypeError, "quantize_forward: got 1"),
+        ({"quantize_forward": True, "rounding": "stochastic"}, ValueError, "quantize_forward=True with rounding"),
     ],
 )
 def test_wrong_settings_raise(setting, error, message):
