@@ -162,8 +162,8 @@ class NormalizedQuantizer(GridQuantizer):
             raise TypeError(f"quantize_forward: got {self.quantize_forward!r}; accepted are True and False")
         if self.quantize_forward and self.is_stochastic:
             raise ValueError(
-                "quantize_forward=True with rounding='stochastic': forward passes would be random in eval mode, too, and"
-                " others when a checkpoint recomputes them; use rounding='nearest', or quantize_forward=False"
+                "quantize_forward=True with rounding='stochastic': forward passes would be random in eval mode too,"
+                " and others when a checkpoint recomputes them; use rounding='nearest', or quantize_forward=False"
             )
 
     @property
