@@ -140,7 +140,7 @@ def _scale_each(values, first, count, offset, scale, groups, limit):
 
 @inlined
 def _decode_planes(packed, columns, bit_width, row, low, high, values):
-    """Values of a block whose codes all stand for the same."""
+    """Values of a block whose codes, of at most 8 bits, all stand for the same."""
     count = 8 * columns
     if bit_width == 8:
         for e in range(count):
@@ -220,16 +220,21 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, other, targ
         packed = advance(u8_at(codes), first // 8 * bit_width)
         direct = kind == FLOAT32 and other == 0 and count == 8 * columns
         values = advance(f32_at(target), first) if direct else scratch
-        if first % inner + count <= inner or (each and rows == 1):  # all codes stand for the same, but for the scales
+        shared = first % inner + count <= inner or (each and rows == 1)  # all codes stand for the same, but for scales
+        if shared:
             group = first // inner % groups if rows > 1 or not each else np.int64(0)
             if group != in_row:
                 own = advance(f32_at(levels), group * size if rows > 1 else 0)
                 _decode_row(own, offset, 0 if each else scale, group, size, entries, loose, row)
                 in_row = group
+        if shared and bit_width <= 8:
             _decode_planes(packed, columns, bit_width, row, low, high, values)
         else:
             bytes_to_codes(packed, columns, bit_width, words)
-            if each:
+            if shared:
+                for e in range(count):
+                    store(values, e, load(row, np.int64(load(words, e))))
+            elif each:
                 _look_up_each(words, first, count, f32_at(levels), size, groups, loose, values)
             else:
                 _decode_segments(

@@ -63,7 +63,7 @@ def _assert_same_values(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("bit_width", range(1, 9))
+@pytest.mark.parametrize("bit_width", range(1, 11))
 def test_quantize_grid_bytes_for_every_bit_width(bit_width: int, seed: int | None, dtype: torch.dtype):
     torch.manual_seed(bit_width)
     geometry = buckets(1095, bit_width, 200)

@@ -121,7 +121,7 @@ def grid_cases(draw: Callable, dtypes: tuple[torch.dtype, ...], most: int) -> Gr
         dtypes: Types to draw from.
         most: Largest number of elements, about.
     """
-    bit_width, block_size = draw(st.integers(1, 8)), draw(st.sampled_from([512, 512, 64, 1024]))
+    bit_width, block_size = draw(st.integers(1, 10)), draw(st.sampled_from([512, 512, 64, 1024]))
     if draw(st.booleans()):
         numel = draw(st.integers(1, most))
         bucket_size = draw(st.one_of(st.sampled_from([64, 256, 4096, numel]), st.integers(1, 700)))

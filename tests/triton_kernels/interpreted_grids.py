@@ -22,7 +22,7 @@ BLOCK = 512
 
 
 @pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("bit_width", range(1, 9))
+@pytest.mark.parametrize("bit_width", range(1, 11))
 def test_quantize_grid_bytes_for_every_bit_width(bit_width: int, seed: int | None):
     """Types take turns: what depends on them does not depend on the width."""
     torch.manual_seed(bit_width)
