@@ -7,9 +7,9 @@ import numpy as np
 from brevact.cpu_kernels.memory import advance, as_i32, inlined, load, store
 
 _MOST_COMPARED = 32
-"""Levels that are counted one by one: comparing is eight times as fast as halving, which gathers."""
+"""Numbers of which all are compared with; among more, every 2nd, 4th ..., and halving finds the place between two."""
 _MOST_BLENDED = 8
-"""Levels whose distances are taken one by one, which is faster than gathering a value's own level."""
+"""Levels whose distances are all taken, which is faster than looking up each value's own."""
 
 
 @inlined
@@ -28,11 +28,8 @@ def _compare(z, count, row, unit, size, q):
         b2, b3 = _number(row, k + 2 * unit, size), _number(row, k + 3 * unit, size)
         for e in range(count):
             v = load(z, e)
-            pair, other = (
-                np.int32(np.int32(v >= b0) + np.int32(v >= b1)),
-                np.int32(np.int32(v >= b2) + np.int32(v >= b3)),
-            )
-            store(q, e, np.int32(load(q, e) + np.int32(pair + other)))
+            low, high = np.int32(v >= b0) + np.int32(v >= b1), np.int32(v >= b2) + np.int32(v >= b3)
+            store(q, e, np.int32(load(q, e) + np.int32(low + high)))
 
 
 @inlined
