@@ -5,7 +5,7 @@
 Launches are built for tensors on the meta device, so what is compiled is what is launched. The exit status is 1 if a
 kernel spills registers, or if one whose tensors are aligned moves a plane of elements in other than 128-bit accesses.
 Columns `loads` and `stores` count the instructions on global memory by width in bits; they include those of the ragged
-last block, which are narrow. `spills` counts accesses to local memory (NVIDIA) or spilled registers (AMD). For gfx942
+last block, which are narrow. `spills` counts accesses to local memory (NVIDIA) or to scratch memory (AMD). For gfx942
 all of it comes from the assembly and its metadata: nothing needs the device.
 """
 

@@ -76,14 +76,16 @@ def resources(kernel: CompiledKernel, target: GPUTarget) -> dict[str, Any]:
 
 
 def _of_assembly(assembly: str) -> dict[str, Any]:
-    fields = {name: int(count) for name, count in re.findall(r"\.(\w+_count):\s+(\d+)", assembly)}
+    fields = {name: int(count) for name, count in re.findall(r"\.(\w+_count|\w+_fixed_size):\s+(\d+)", assembly)}
+    # Scalar registers that are spilled go to lanes of vector registers, which costs no memory.
+    scratch = len(re.findall(r"^\s+scratch_(?:load|store)", assembly, re.MULTILINE))
     bits = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
     accesses = {"load": collections.Counter(), "store": collections.Counter()}
     for kind, size in re.findall(r"^\s+(?:global|buffer|flat)_(load|store)_(\w+)", assembly, re.MULTILINE):
         accesses[kind][bits.get(size, 8 if "byte" in size else 16)] += 1
     return {
         "registers": fields["vgpr_count"],
-        "spills": fields["vgpr_spill_count"] + fields["sgpr_spill_count"],
+        "spills": max(scratch, fields["vgpr_spill_count"], int(fields["private_segment_fixed_size"] > 0)),
         "barriers": len(re.findall(r"^\s+s_barrier", assembly, re.MULTILINE)),
         "loads": accesses["load"],
         "stores": accesses["store"],
