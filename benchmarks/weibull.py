@@ -11,6 +11,7 @@ buffer; ratios are to the uniform quantizer with buckets of 512.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--csv", help="append the rows to this file")
     options = parser.parse_args()
-    if options.numel % (512 * options.bucket_size):
+    if options.numel % math.lcm(512, options.bucket_size):
         parser.error(f"--numel {options.numel}: not whole buckets of 512 and of {options.bucket_size}")
     torch.set_num_threads(options.threads)
     write_rows(list(measure(options.numel, options.timed, options.bucket_size, options.repeats)), options.csv)
