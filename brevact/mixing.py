@@ -15,7 +15,7 @@ from brevact.injectors import BackwardQuantProxy
 from brevact.quantizers import MixingQuantizer
 
 _KINDS = ("constant", "linear", "cosine", "step")
-#: Probabilities are rounded to so many decimals: a run then has few settings, which are equal from step to step.
+#: Those between start and end are rounded to so many decimals: a run then has few settings, equal from step to step.
 _DECIMALS = 3
 
 
@@ -75,8 +75,10 @@ class MixSchedule:
         """Probability of the higher width in the next step."""
         kind, start, end = self._plan["kind"], self._plan["start"], self._plan["end"]
         t = min(self._done / self._plan["steps"], 1.0)
-        if kind == "constant":
-            return round(start, _DECIMALS)
+        if kind == "constant" or t == 0:
+            return start
+        if t == 1:
+            return end
         if kind == "cosine":
             return round(end + (start - end) * (1 + math.cos(math.pi * t)) / 2, _DECIMALS)
         if kind == "step":

@@ -55,6 +55,16 @@ def test_schedules_follow_their_formulas(kind, expected):
     assert schedule.mix_prob == pytest.approx(expected[-1])  # and stays there
 
 
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "step"])
+def test_a_schedule_starts_and_ends_where_it_is_told(kind):
+    net = model(StochBackward2bit4bitMix.let(mix_prob=1 / 3))
+    schedule = MixSchedule(net, kind, end=0.0004, steps=2, stairs=2)  # of more decimals than those between
+    assert probabilities(net) == {1 / 3}
+    for _ in range(3):
+        schedule.step()
+    assert probabilities(net) == {1 / 3 if kind == "constant" else 0.0004}
+
+
 def test_stored_bytes_follow_the_schedule():
     net = model()
     schedule = MixSchedule(net, "linear", start=1.0, end=0.0, steps=2)
