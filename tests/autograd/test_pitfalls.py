@@ -15,16 +15,28 @@ from brevact import (
     DualPrecisionBackward2bit,
     L4Backward,
     L4ForwardBackward,
+    SignMagnitudeBackward,
     StochBackward2bit,
+    StochBackward2bit4bitMix,
     StochBackward8bit,
     StochL4Backward,
+    WeibullBackward2bit,
 )
 from brevact.autograd import current_region, region
 from brevact.autograd.seeds import SeedStream
 from brevact.quantizers import Rounding
 from tests.autograd.measuring import settings, watch_saved
 
-LEAVES = (StochBackward2bit, L4Backward, StochL4Backward, L4ForwardBackward, DualPrecisionBackward2bit)
+LEAVES = (
+    StochBackward2bit,
+    StochBackward2bit4bitMix,
+    SignMagnitudeBackward,
+    WeibullBackward2bit,
+    L4Backward,
+    StochL4Backward,
+    L4ForwardBackward,
+    DualPrecisionBackward2bit,
+)
 every_leaf = pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.__name__)
 
 
@@ -534,3 +546,105 @@ def test_both_save_modes_give_the_same_gradients(leaf):
         model = brevact.quantize_backward(convolutions(), leaf, min_numel=0, save_mode=mode)
         grads.append(gradients(model, loss_of(model, x)))
     assert all(map(torch.equal, *grads))
+
+
+# what quantizers store, and draw
+
+every_noisy_leaf = pytest.mark.parametrize("leaf", LEAVES[:4], ids=lambda leaf: leaf.__name__)
+
+
+def packs(leaf: object) -> object:
+    """Settings that pack every tensor, however small."""
+    return brevact.injectors.backward_settings_from(leaf, min_numel=0)
+
+
+@every_noisy_leaf
+def test_no_kind_shares_noise_between_tensors_or_steps(leaf):
+    model, x = wide(), torch.randn(64, 256)
+    with watch_saved() as saved, region(packs(leaf)):
+        for _ in range(2):
+            model(x.clone())
+    codes = [t for t in saved.tensors if t.dtype is torch.uint8]
+    noise = [t for i, t in enumerate(codes) if all(not torch.equal(t, other) for other in codes[:i])]
+    assert len(codes) == len(noise) == 12
+
+
+@every_noisy_leaf
+def test_graphs_of_each_kind_run_twice(leaf):
+    model = brevact.quantize_backward(wide(), leaf)
+    loss = model(torch.randn(64, 256)).square().mean()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    for parameter, grad in zip(model.parameters(), once, strict=True):
+        assert torch.equal(parameter.grad, 2 * grad)
+
+
+@every_noisy_leaf
+def test_forwards_before_a_backward_keep_what_each_kind_stored(leaf):
+    model = brevact.quantize_backward(wide(), leaf)
+    batches, grads = [torch.randn(64, 256) * size for size in (1, 100)], []
+    for split in (True, False):
+        torch.manual_seed(0)
+        model.zero_grad()
+        losses = []
+        for batch in batches:  # ranges of the second are not those of the first
+            losses.append(model(batch).square().mean())
+            if split:
+                losses[-1].backward()
+        if not split:
+            sum(losses).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@every_noisy_leaf
+def test_edits_in_place_do_not_reach_what_each_kind_stored(leaf):
+    grads = []
+    for edit in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(64, 64, requires_grad=True)
+        with region(packs(leaf)):
+            hidden = x * 1
+            out = F.silu(hidden)
+            if edit:
+                hidden.add_(1)
+        grads.append(torch.autograd.grad(out.sum(), x)[0])
+    assert torch.equal(*grads)
+
+
+@every_noisy_leaf
+def test_dropout_is_recomputed_as_it_was_with_each_kind(leaf):
+    plain, packed = Block(None), Block(True)
+    packed.load_state_dict(plain.state_dict())
+    brevact.quantize_backward(packed, leaf, min_numel=0)
+    x, grads = torch.randn(64, 64, requires_grad=True), []
+    for model in (plain, packed):
+        torch.manual_seed(1)
+        model(x).square().sum().backward()  # of linear layers: x.grad depends on nothing that is rounded
+        grads.append(x.grad)
+        x.grad = None
+    assert torch.equal(*grads)
+
+
+@every_noisy_leaf
+def test_a_nan_stays_one_in_gradients_of_each_kind(leaf):
+    x = torch.randn(4, 4096)
+    x[1, 7] = float("nan")
+    weight = torch.randn(8, 4096, requires_grad=True)
+    with region(packs(leaf)):
+        out = F.linear(x, weight)[1]
+    assert torch.autograd.grad(out.sum(), weight)[0][:, 7].isnan().all()
+
+
+@every_noisy_leaf
+@pytest.mark.parametrize("op", [lambda x: 1.0 / x, lambda x: x**0.5, lambda x: F.log_softmax(x, -1)])
+def test_singular_gradients_of_each_kind_are_exact(leaf, op):
+    x = (torch.rand(64, 64) * 10 + 0.01).requires_grad_()
+    weights, grads = torch.randn(64, 64), []
+    for chosen in (None, packs(leaf)):
+        with region(chosen):
+            out = op(x + 0)
+        grads.append(torch.autograd.grad((out * weights).sum(), x)[0])
+    torch.testing.assert_close(grads[1], grads[0])
