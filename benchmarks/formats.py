@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -237,7 +238,8 @@ _PAGE = """
     *EfficientNetV2*: what autograd keeps for a training step of the nano size that has learnt digits for two epochs.
     Bits are measured: all bytes of the storage times 8, divided by the elements. With y the decoded x, error is
     |y - x| / |x|, bias |E y - x| / |x| (0: less than 3 standard errors of the estimate from eight draws), variance
-    E |y - E y|^2 / |x|^2, norms over all elements. Times are relative to `clone()` on two cores of an Intel Xeon.
+    E |y - E y|^2 / |x|^2, norms over all elements. Times are relative to `clone()` on two cores of an Intel Xeon
+    that were busy with other work as well: they are for orientation.
 
     ![Bits an element and relative error of every quantizer](formats.png)
 """
@@ -262,7 +264,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         for index, name in enumerate(families):
             mine = [row for row in rows if row["data"] == data and family(row["quantizer"]) == name]
             bits, error = ([float(row[key]) for row in mine] for key in ("bits", "error"))
-            panel.plot(bits, error, "o", color=f"C{index}", alpha=0.8, label=name)
+            panel.plot(bits, error, "o", color=colormaps["tab20"](index), alpha=0.9, label=name)
             for row, x, y in zip(mine, bits, error, strict=True):
                 short = row["quantizer"].replace("Backward", "").removeprefix(name).removesuffix("bit")
                 panel.annotate(short, (x, y), (3, 3), textcoords="offset points", fontsize=6)
