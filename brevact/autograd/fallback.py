@@ -97,6 +97,10 @@ class SavedTensorHooks:
         if self._replaced is not None:
             self._replaced.push()
 
+    def are_in_recomputation(self) -> bool:
+        """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
+        return self._outer is not None and self._outer[0].__qualname__.startswith("_recomputation_hook.")
+
     def push(self) -> None:
         """Activate the hooks."""
         push_hooks(*self.pair)

@@ -91,7 +91,7 @@ class Region:
         self.hooks = SavedTensorHooks(self)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
         if self.parent is None:
-            self.seeds = SeedStream()
+            self.seeds = SeedStream(self.owner, replays=self.hooks.are_in_recomputation())
             self.state = ModelState(self.owner)
             self.mode = _EagerMode()
             self.mode.__enter__()

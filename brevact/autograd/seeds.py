@@ -9,8 +9,11 @@ with a quantizer of their own, without a region around them) that one draw lies 
 While a CUDA graph is captured, seeds come from the device's default generator, which the graph advances in each replay:
 each replay draws new noise.
 
-While a backward pass runs, a region belongs to a recomputation (checkpoint), which rewinds the generator by itself:
-there the generator does not move, and the regions of one backward pass are told apart by counting them.
+While a backward pass runs, a region belongs to a recomputation (checkpoint), which rewinds the generator by itself. If
+it was a root region in the forward pass, too (a layer with a quantizer of its own in a non-reentrant checkpoint), it
+does what it did there: the same seeds, and the generator moves on. Otherwise (a reentrant checkpoint, a region around
+the checkpoint that is gone) the generator does not move, and the regions of one backward pass are told apart by
+counting them.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: SplitMix64's in
 _lock = threading.Lock()
 _in_use: collections.Counter[int] = collections.Counter()  # bases of the regions that are active, in all threads
 _recomputed: tuple[int, int] = (-1, 0)  # the backward pass that runs, and how many regions it has entered
+_MOST_ROOTS = 1 << 16
+_roots: collections.OrderedDict[int, int] = (
+    collections.OrderedDict()
+)  # ids of their owners, by base: root regions of forwards
 
 
 class SeedStream:
@@ -42,9 +49,15 @@ class SeedStream:
 
     CPU seeds are Python integers; on other devices they are 0-d int64 tensors on the device, drawn there, so that no
     draw synchronizes.
+
+    Args:
+        owner: module whose forward runs in the region; None for a ``with`` block.
+        replays: whether the region belongs to the recomputation of a non-reentrant checkpoint.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object = None, *, replays: bool = False) -> None:
+        self._owner = id(owner) if replays or torch._C._current_graph_task_id() == -1 else None
+        self._moves = True
         self._base: int | None = None
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
 
@@ -55,7 +68,7 @@ class SeedStream:
         stream = self._streams.get(device)
         if stream is None:
             if self._base is None:
-                self._base = _claim_base()
+                self._base, self._moves = _claim_base(self._owner)
             place = 0 if device.index is None else device.index + 1
             stream = self._streams[device] = _seeds(device, _mix(self._base, place))
         return next(stream)
@@ -72,26 +85,34 @@ class SeedStream:
             _in_use[self._base] -= 1
             if not _in_use[self._base]:
                 del _in_use[self._base]
-        if torch._C._current_graph_task_id() == -1:
+        if self._moves:
             torch.randint(_LOW, _HIGH, (), device="cpu", generator=torch.default_generator)
 
 
-def _claim_base() -> int:
-    """Return a seed for a region: what the default generator draws next, changed where another region has it."""
+def _claim_base(owner: int | None) -> tuple[int, bool]:
+    """Return a seed for a region, and whether the generator moves on when it ends.
+
+    The seed is what the default generator draws next, changed where another region has it.
+    """
     global _recomputed
     fork = torch.Generator("cpu")
     fork.set_state(torch.default_generator.get_state())
     base = int(torch.randint(_LOW, _HIGH, (), device="cpu", generator=fork)) % 2**64
     with _lock:
         backward = torch._C._current_graph_task_id()
-        if backward != -1:
+        moves = backward == -1 or (owner is not None and _roots.get(base) == owner)
+        if backward == -1 and owner is not None:
+            _roots[base] = owner
+            if len(_roots) > _MOST_ROOTS:
+                _roots.popitem(last=False)
+        elif not moves:
             count = _recomputed[1] + 1 if _recomputed[0] == backward else 0
             _recomputed = (backward, count)
             base = _mix(base, count)
         while base in _in_use:  # a region of another thread that forked the same state
             base = _mix(base, 1)
         _in_use[base] += 1
-    return base
+    return base, moves
 
 
 def _mix(base: int, count: int) -> int:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import brevact
+import brevact.nn as bnn
 from brevact import (
     DualPrecisionBackward2bit,
     L4Backward,
@@ -648,3 +649,27 @@ def test_singular_gradients_of_each_kind_are_exact(leaf, op):
             out = op(x + 0)
         grads.append(torch.autograd.grad((out * weights).sum(), x)[0])
     torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("leaf", [StochBackward2bit, StochBackward2bit4bitMix], ids=lambda leaf: leaf.__name__)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_with_regions_of_their_own_recompute_the_same_dropout(leaf, use_reentrant):
+    masks = []
+
+    class Noted(nn.Module):
+        def forward(self, x):
+            masks.append(nn.functional.dropout(torch.ones_like(x)))
+            return x * masks[-1]
+
+    torch.manual_seed(0)
+    quant = {"weight_quant": None, "act_quant": leaf.let(min_numel=0)}
+    blocks = [nn.Sequential(bnn.QuantLinear(64, 64, bias=True, **quant), Noted()) for _ in range(3)]
+    x = torch.randn(64, 64, requires_grad=True)
+    for _ in range(2):
+        masks.clear()
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y, use_reentrant=use_reentrant)
+        forward = list(masks)
+        y.square().sum().backward()
+        assert len(masks) == 6 and all(map(torch.equal, masks[3:], reversed(forward)))

@@ -164,7 +164,8 @@ def _uniform(**settings: object) -> Subject:
 
 def _weibull(**settings: object) -> Subject:
     # Nearest is within half the distance of the levels, which is at most that of the farther one.
-    return Subject(WeibullQuantizer(**settings), grid_step, largest_error=1.0)
+    quantizer = WeibullQuantizer(**settings)
+    return Subject(quantizer, grid_step, largest_error=1.0, is_noisy=quantizer.bucket_size != 1)
 
 
 SUBJECTS: dict[str, Subject] = {
