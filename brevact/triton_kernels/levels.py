@@ -67,11 +67,11 @@ def _group_of_plane(
     i: tl.constexpr, first, row, column, stride, inner, groups,
     BLOCK: tl.constexpr, INNER: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Groups of plane i of a tile, one a row if BY_ROW, else one an element; the last for what does not exist."""
+    """Groups of plane i of a tile, one a row if BY_ROW, else one an element."""
     offset = row * BLOCK + i * stride
     if not BY_ROW:
         offset += column
-    return tl.minimum(group_of(first, offset, inner, groups, INNER), groups - 1)
+    return group_of(first, offset, inner, groups, INNER)
 
 
 @triton.jit
@@ -97,11 +97,12 @@ def quantize_grid_tile(
         if GROUPED and not (BY_ROW and i % PLANES):
             group = _group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, INNER, BY_ROW)
             if offset_ptr is not None:
-                base = tl.load(offset_ptr + group)
+                base = tl.load(offset_ptr + group, mask=valid)
             if inverse_ptr is not None:
-                inverse = tl.load(inverse_ptr + group)
+                inverse = tl.load(inverse_ptr + group, mask=valid)
             if GROUP_ROWS:
-                levels_row_ptr, steps_row_ptr = levels_ptr + group * SIZE, steps_ptr + group * (SIZE - 1)
+                own = tl.minimum(group, groups - 1)  # masks, of what does not exist, would make spills likelier
+                levels_row_ptr, steps_row_ptr = levels_ptr + own * SIZE, steps_ptr + own * (SIZE - 1)
         z = widen(planes[i])
         if offset_ptr is not None:
             z -= base
@@ -133,11 +134,11 @@ def dequantize_grid_tile(
         if GROUPED and not (BY_ROW and i % PLANES):
             group = _group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, INNER, BY_ROW)
             if offset_ptr is not None:
-                base = tl.load(offset_ptr + group)
+                base = tl.load(offset_ptr + group, mask=valid)
             if scale_ptr is not None:
-                scale = tl.load(scale_ptr + group)
+                scale = tl.load(scale_ptr + group, mask=valid)
             if GROUP_ROWS:
-                row_ptr = levels_ptr + group * SIZE
+                row_ptr = levels_ptr + tl.minimum(group, groups - 1) * SIZE
         q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
         if SIZE < (1 << BIT_WIDTH):
             q = tl.minimum(q, SIZE - 1)
