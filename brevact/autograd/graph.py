@@ -32,7 +32,7 @@ from brevact.quantizers import Layout, draw_seed, is_traced, read
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
 
-NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate((*HANDLERS, *PRODUCTS))}
+NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS)))}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
@@ -49,10 +49,9 @@ def call_in_graph(
 def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     if spelled != FULL_PRECISION:
         region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
-        if func in PRODUCTS:
-            result = func(*args, **kwargs)
-            return result if region.are_weights((args, kwargs)) else _Product.apply(result)
-        if not is_inplace(func, args, kwargs):
+        if func not in HANDLERS:
+            result = NotImplemented
+        elif not is_inplace(func, args, kwargs):
             result = HANDLERS[func](region, func, *args, **kwargs)
         else:  # the compiler knows in-place changes by ops of its own, not by Functions
             region.copy = args[0].clone()
@@ -61,6 +60,8 @@ def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args:
                 result = args[0].copy_(result)
         if result is not NotImplemented:
             return result
+        if func in PRODUCTS and not region.are_weights((args, kwargs)):
+            return _Product.apply(func(*args, **kwargs))
     return func(*args, **kwargs)
 
 

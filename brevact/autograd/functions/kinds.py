@@ -92,7 +92,10 @@ UNSEEN = frozenset(
 )
 #: Matrix products, whose factors may be weights or activations.
 PRODUCTS = frozenset(
-    (*_everywhere("matmul", "mm", "bmm", "addmm", "baddbmm", "mv"), torch.einsum, Tensor.__matmul__, Tensor.__rmatmul__)
+    (
+        *_everywhere("matmul", "mm", "bmm", "mv", "dot", "addmm", "addbmm", "baddbmm", "addmv"),
+        *(torch.einsum, Tensor.__matmul__, Tensor.__rmatmul__),
+    )
 )
 GETITEM = Tensor.__getitem__
 _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
