@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from brevact.autograd.functions import (
+    attention,
     convolution,
     elementwise,
     linear,
@@ -33,4 +34,5 @@ HANDLERS: dict[Callable, Callable] = {
     **pooling.HANDLERS,
     **elementwise.HANDLERS,
     **products.HANDLERS,
+    **attention.HANDLERS,
 }
