@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -49,6 +50,12 @@ def call_in_graph(
 def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     if spelled != FULL_PRECISION:
         region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
+        return _call_in(region, func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if func in NAMES:
         if func not in HANDLERS:
             result = NotImplemented
         elif not is_inplace(func, args, kwargs):
@@ -63,6 +70,29 @@ def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args:
         if func in PRODUCTS and not region.are_weights((args, kwargs)):
             return _Product.apply(func(*args, **kwargs))
     return func(*args, **kwargs)
+
+
+class _InnerMode(TorchFunctionMode):
+    """Hands the functions that a handler calls to their counterparts, too."""
+
+    def __init__(self, region: _TracedRegion) -> None:
+        super().__init__()
+        self._region = region
+
+    def __enter__(self) -> _InnerMode:
+        self._enabled = torch._C._EnableTorchFunction()  # which is off in a node of the graph
+        self._enabled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._enabled.__exit__(*exc_info)
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return _call_in(self._region, func, args, kwargs or {})
 
 
 class _Product(Saving):
@@ -83,6 +113,7 @@ class _TracedRegion:
     def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
         self.settings = settings
         self._parameters = parameters
+        self.mode = _InnerMode(self)
         self.copy: Tensor | None = None  # of the argument that is overwritten
 
     def is_activation(self, x: Any) -> bool:

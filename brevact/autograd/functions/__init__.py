@@ -14,6 +14,7 @@ from brevact.autograd.functions import (
     convolution,
     elementwise,
     linear,
+    multi_head,
     normalization,
     piecewise_linear,
     pooling,
@@ -35,4 +36,5 @@ HANDLERS: dict[Callable, Callable] = {
     **elementwise.HANDLERS,
     **products.HANDLERS,
     **attention.HANDLERS,
+    **multi_head.HANDLERS,
 }
