@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.operands import keep_operand, without_autocast_cache
+from brevact.autograd.keeping import keep_mask
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
 
@@ -54,41 +55,42 @@ class _Attention(Saving):
         value: Tensor,
         mask: Tensor | None,
         options: _Options,
+        backend: int | None,
     ) -> Tensor:
-        state = ctx.backend = None
-        if options.dropout_p > 0:
+        ctx.needs = needs = ctx.needs_input_grad[2:6]
+        state = dropped = None
+        if backend is not None and not is_traced(query):
             state = _generator_state(query.device)
-            ctx.backend = torch._fused_sdp_choice(query, key, value, mask, *options[:2], **_named(options))
         # Of the mask torch asks whether it needs a gradient, also of the copy that autocast makes of it.
-        with torch.set_grad_enabled(ctx.needs_input_grad[5] and torch._C._is_any_autocast_enabled()):
-            out = without_autocast_cache(attend, query, key, value, mask).detach()
-        finer = _with_finer_scores(region)
+        with torch.set_grad_enabled(needs[3] and torch._C._is_any_autocast_enabled()):
+            if backend is not None and is_traced(query):
+                out, dropped = without_autocast_cache(_math, query, key, value, mask, *options[:2], **_named(options))
+            else:
+                out = without_autocast_cache(attend, query, key, value, mask)
+        out, finer = out.detach(), _with_finer_scores(region)
         of_query, of_key = keep_operand(finer, query), keep_operand(finer, key)
-        needs = ctx.needs_input_grad[2:6]
-        reads_value = needs[0] or needs[1] or needs[3]
-        of_value = keep_operand(region, value) if reads_value else None
-        save(ctx, of_query, of_key, of_value, exact=(mask, state))
-        ctx.options, ctx.dtype, ctx.value_shape = options, out.dtype, value.shape
+        of_value = keep_operand(region, value) if needs[0] or needs[1] or needs[3] else None
+        of_dropout = None if dropped is None else keep_mask(dropped != 0)
+        save(ctx, of_query, of_key, of_value, of_dropout, exact=(mask, state))
+        ctx.options, ctx.backend, ctx.dtype, ctx.value_shape = options, backend, out.dtype, value.shape
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (query, key, value, mask))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *kept, mask, state = load(ctx)
-        inputs = [None if item is None else item.decode() for item in kept]
-        if inputs[2] is None:
-            inputs[2] = grad.new_zeros(ctx.value_shape)
-        inputs.append(mask)
-        needs = ctx.needs_input_grad[2:6]
+        query, key, value, dropped = (None if item is None else item.decode() for item in kept)
+        value = grad.new_zeros(ctx.value_shape) if value is None else value
         leaves = [
             x if x is None or x.dtype is torch.bool else x.detach().to(ctx.dtype).requires_grad_(need)
-            for x, need in zip(inputs, needs, strict=True)
+            for x, need in zip((query, key, value, mask), ctx.needs, strict=True)
         ]
         with _undisturbed(grad.device), _replaying(state, grad.device):
-            out = _attend_again(leaves, ctx.options, ctx.backend)
-            found = iter(torch.autograd.grad(out, [x for x, need in zip(leaves, needs, strict=True) if need], grad))
-        grads = (next(found).to(dtype) if need else None for need, dtype in zip(needs, ctx.dtypes, strict=True))
-        return None, None, *grads, None
+            out = _attend_again(leaves, ctx.options, ctx.backend, dropped)
+            wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if need]
+            found = iter(torch.autograd.grad(out, wanted, grad))
+        grads = (next(found).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True))
+        return None, None, *grads, None, None
 
 
 def _named(options: _Options) -> dict[str, Any]:
@@ -111,10 +113,10 @@ def _score_settings(is_stochastic: bool, save_mode: SaveMode, min_numel: int) ->
     return BackwardSettings(UniformQuantizer(bit_width=_SCORE_BITS, rounding=rounding), save_mode, min_numel)
 
 
-def _attend_again(leaves: list[Any], options: _Options, backend: int | None) -> Tensor:
+def _attend_again(leaves: list[Any], options: _Options, backend: int | None, dropped: Tensor | None) -> Tensor:
     """Run the attention on decoded inputs: with dropout by the same kernel, whose random numbers it needs."""
     if backend == SDPBackend.MATH.value:
-        return _math(*leaves, *options[:2], **_named(options))[0]
+        return _math(*leaves, *options[:2], dropped, **_named(options))[0]
     with ExitStack() as stack:
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
@@ -171,19 +173,25 @@ def _scaled_dot_product_attention(
         return NotImplemented
     if max(x.numel() for x in tensors) < region.settings.min_numel or region.are_weights(tensors):
         return NotImplemented
-    if len({x.device for x in tensors}) > 1 or (dropout_p > 0 and not _can_replay(query)):
+    if len({x.device for x in tensors}) > 1:
         return NotImplemented
     options = _Options(dropout_p, is_causal, scale, enable_gqa)
+    backend = None
+    if dropout_p > 0:
+        backend = torch._fused_sdp_choice(*tensors, attn_mask, *options[:2], **_named(options))
+        if not _can_replay(query, backend):
+            return NotImplemented
     return region.apply(
-        _Attention, lambda *inputs: func(*inputs, *options[:2], **_named(options)), *tensors, attn_mask, options
+        *(_Attention, lambda *inputs: func(*inputs, *options[:2], **_named(options))),
+        *(*tensors, attn_mask, options, backend),
     )
 
 
-def _can_replay(x: Tensor) -> bool:
-    """Return whether dropout can draw the same numbers again: not in graphs, whose generator is out of reach."""
-    if is_traced(x) or x.device.type not in ("cpu", "cuda"):
-        return False
-    return x.device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+def _can_replay(x: Tensor, backend: int) -> bool:
+    """Return whether dropout can be had again: in a graph, whose generator is out of reach, by the stored mask alone."""
+    if is_traced(x):
+        return backend == SDPBackend.MATH.value
+    return x.device.type == "cpu" or (x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing())
 
 
 HANDLERS: dict[Callable, Callable] = {F.scaled_dot_product_attention: _scaled_dot_product_attention}

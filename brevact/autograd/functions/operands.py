@@ -54,12 +54,12 @@ def keep_operand(region: Region, x: Tensor) -> Kept:
     return tensors, _Viewed(decoder, inverse, x.shape)
 
 
-def without_autocast_cache(call: Callable[..., Any], *args: Any) -> Any:
+def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call torch inside a Function: a copy of a weight that autocast makes there has no graph, and is for no other op."""
     if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
-        return call(*args)
+        return call(*args, **kwargs)
     torch.set_autocast_cache_enabled(False)
     try:
-        return call(*args)
+        return call(*args, **kwargs)
     finally:
         torch.set_autocast_cache_enabled(True)
