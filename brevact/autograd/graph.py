@@ -33,7 +33,9 @@ from brevact.quantizers import Layout, draw_seed, is_traced, read
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
 
-NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS)))}
+NAMES: dict[Callable, str] = {
+    func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS)))
+}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 

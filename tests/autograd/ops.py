@@ -13,7 +13,8 @@ from torch.nn import functional as F
 class Op(NamedTuple):
     """A function of one activation, as a module that holds its weights.
 
-    `stored` says what a region keeps for it: "packed" (an approximation), "exact" (masks, indices) or "nothing".
+    `stored` says what a region keeps for it: "packed" (an approximation), "scores" (one with 8 bits for some tensors),
+    "exact" (masks, indices) or "nothing".
     """
 
     name: str
@@ -61,6 +62,18 @@ class WeightProduct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight
+
+
+class Attention(nn.Module):
+    """Projections and attention over the last but one dimension, with heads before it."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(project(x) for project in self.projections), **self.options)
 
 
 def frozen(norm: nn.Module) -> nn.Module:
@@ -121,6 +134,19 @@ PACKED = [
     Op("affine", Affine),
     Op("square", lambda: lambda x: x * x),
 ]
+PRODUCTS = [
+    Op("matmul", lambda: lambda x: x @ x),
+    Op("matmul with weight", WeightProduct),
+    Op("mm", lambda: lambda x: torch.mm(x, x), (40, 40)),
+    Op("bmm", lambda: lambda x: x.bmm(x), (3, 20, 20)),
+    Op("addmm", lambda: lambda x: torch.addmm(x, x, x, beta=0.5, alpha=2), (40, 40)),
+    Op("addbmm", lambda: lambda x: torch.addbmm(x[0], x, x), (3, 20, 20)),
+    Op("baddbmm", lambda: lambda x: x.baddbmm(x, x), (3, 20, 20)),
+    Op("einsum", lambda: lambda x: torch.einsum("bchw,bcvw->bchv", x, x)),
+    Op("attention", Attention, stored="scores"),
+    Op("attention causal", lambda: Attention(is_causal=True, scale=0.5), stored="scores"),
+]
+PACKED += PRODUCTS
 EXACT = [
     Op("relu", nn.ReLU, stored="exact"),
     Op("relu method", lambda: Tensor.relu, stored="exact"),
@@ -158,7 +184,6 @@ NOTHING = [
 FALLBACK = [
     Op("conv_transpose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2)),
     Op("exp", lambda: torch.exp),
-    Op("matmul with weight", WeightProduct),
 ]
 INPLACE = [
     Op("relu_", lambda: nn.ReLU(True), stored="exact"),

@@ -1,8 +1,8 @@
 """Matrix products: each factor that is an activation is stored packed, weights and small factors as they are.
 
-With C = A B and the gradient g of C: dL/dA = g B^T and dL/dB = A^T g, summed over broadcast dimensions, where A and B are
-what was stored. A factor is stored only when the other one needs a gradient. Unbiased: each gradient is linear in the
-one factor that it reads, also in products of a tensor with itself. Source: GACT, arXiv:2206.11357, section 3.1.
+With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the decoded A^, B^, summed over broadcast
+dimensions. A factor is stored only when the other one needs a gradient. Unbiased: each gradient is linear in the one
+factor that it reads, also in products of a tensor with itself. Source: GACT, arXiv:2206.11357, section 3.1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class _Matmul(NamedTuple):
             batch = list(range(grad.dim() - 2))
             a = a.expand(*grad.shape[:-2], *a.shape[-2:])
             return torch.tensordot(a, grad, dims=([*batch, -2], [*batch, -2])).reshape(self.second)
-        return (a.mT @ grad).sum_to_size(self.second if len(self.second) > 1 else (*self.second, 1)).reshape(self.second)
+        return (
+            (a.mT @ grad).sum_to_size(self.second if len(self.second) > 1 else (*self.second, 1)).reshape(self.second)
+        )
 
     def _matrices(self, grad: Tensor) -> Tensor:
         """Give the gradient the dimensions that vectors lack."""
@@ -188,7 +190,9 @@ def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
         return None
     sizes: dict[str, int] = {}
     for part, shape in zip(labels, shapes, strict=True):
-        if len(part) != len(shape) or any(sizes.setdefault(x, size) != size for x, size in zip(part, shape, strict=True)):
+        if len(part) != len(shape) or any(
+            sizes.setdefault(x, size) != size for x, size in zip(part, shape, strict=True)
+        ):
             return None
     return _Einsum(*labels, out, sizes)
 
