@@ -59,19 +59,19 @@ class _Attention(Saving):
         backend: int | None,
     ) -> Tensor:
         ctx.needs = needs = ctx.needs_input_grad[2:6]
-        state = dropped = None
+        state = after_dropout = None
         if backend is not None and not is_traced(query):
             state = _generator_state(query.device)
         # Of the mask torch asks whether it needs a gradient, also of the copy that autocast makes of it.
         with torch.set_grad_enabled(needs[3] and torch._C._is_any_autocast_enabled()):
             if backend is not None and is_traced(query):
-                out, dropped = without_autocast_cache(_math, query, key, value, mask, *options[:2], **_named(options))
+                out, after_dropout = without_autocast_cache(_by_math, query, key, value, mask, options)
             else:
                 out = without_autocast_cache(attend, query, key, value, mask)
         out, finer = out.detach(), _with_finer_scores(region)
         of_query, of_key = keep_operand(finer, query), keep_operand(finer, key)
         of_value = keep_operand(region, value) if needs[0] or needs[1] or needs[3] else None
-        of_dropout = None if dropped is None else keep_mask(dropped != 0)
+        of_dropout = None if after_dropout is None else keep_mask(after_dropout != 0)
         save(ctx, of_query, of_key, of_value, of_dropout, exact=(mask, state))
         ctx.options, ctx.backend, ctx.dtype, ctx.value_shape = options, backend, out.dtype, value.shape
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (query, key, value, mask))
@@ -80,14 +80,14 @@ class _Attention(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *kept, mask, state = load(ctx)
-        query, key, value, dropped = (None if item is None else item.decode() for item in kept)
+        query, key, value, passed = (None if item is None else item.decode() for item in kept)
         value = grad.new_zeros(ctx.value_shape) if value is None else value
         leaves = [
             x if x is None or x.dtype is torch.bool else x.detach().to(ctx.dtype).requires_grad_(need)
             for x, need in zip((query, key, value, mask), ctx.needs, strict=True)
         ]
         with _undisturbed(grad.device), _replaying(state, grad.device):
-            out = _attend_again(leaves, ctx.options, ctx.backend, dropped)
+            out = _attend_again(leaves, ctx.options, ctx.backend, passed)
             wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad))
         grads = (next(found).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True))
@@ -114,10 +114,31 @@ def _score_settings(is_stochastic: bool, save_mode: SaveMode, min_numel: int) ->
     return BackwardSettings(UniformQuantizer(bit_width=_SCORE_BITS, rounding=rounding), save_mode, min_numel)
 
 
-def _attend_again(leaves: list[Any], options: _Options, backend: int | None, dropped: Tensor | None) -> Tensor:
+def _by_math(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and the probabilities after dropout."""
+    if mask is not None and mask.dtype is torch.bool:  # the op would add it
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
+    return _math(query, key, value, mask, *options[:2], **_named(options))
+
+
+def _by_stored_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options, passed: Tensor
+) -> Tensor:
+    """Attend with the dropout of the forward pass."""
+    exact = _by_math(query, key, value[..., :0], mask, options._replace(dropout_p=0.0))[1]
+    if options.enable_gqa:
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    return (exact * (passed / (1 - options.dropout_p)).to(exact.dtype)) @ value
+
+
+def _attend_again(leaves: list[Any], options: _Options, backend: int | None, passed: Tensor | None) -> Tensor:
     """Run the attention on decoded inputs: with dropout by the same kernel, whose random numbers it needs."""
+    if passed is not None:
+        return _by_stored_dropout(*leaves, options, passed)
     if backend == SDPBackend.MATH.value:
-        return _math(*leaves, *options[:2], dropped, **_named(options))[0]
+        return _by_math(*leaves, options)[0]
     with ExitStack() as stack:
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
