@@ -120,6 +120,8 @@ PACKED = [
     Op("squeeze-excitation", Scaled),
     Op("affine", Affine),
     Op("square", lambda: lambda x: x * x),
+    Op("cube", lambda: lambda x: x**3),
+    Op("pow", lambda: lambda x: torch.pow(x, 4)),
 ]
 EXACT = [
     Op("relu", nn.ReLU, stored="exact"),

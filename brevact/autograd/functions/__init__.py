@@ -16,6 +16,7 @@ from brevact.autograd.functions import (
     normalization,
     piecewise_linear,
     pooling,
+    powers,
     smooth,
 )
 
@@ -31,4 +32,5 @@ HANDLERS: dict[Callable, Callable] = {
     **smooth.HANDLERS,
     **pooling.HANDLERS,
     **elementwise.HANDLERS,
+    **powers.HANDLERS,
 }
