@@ -123,7 +123,7 @@ def resnet() -> Subject:
     config = transformers.ResNetConfig(
         embedding_size=32, hidden_sizes=[64, 128], depths=[2, 2], layer_type="basic", num_labels=10
     )
-    return Subject(transformers.ResNetForImageClassification(config), _images(8, 64))
+    return Subject(transformers.ResNetForImageClassification(config), _images(4, 64))
 
 
 def convnext() -> Subject:
@@ -135,14 +135,14 @@ def convnext() -> Subject:
 
 def mobilenet_v2() -> Subject:
     config = transformers.MobileNetV2Config(image_size=64, depth_multiplier=0.5, num_labels=10)
-    return Subject(transformers.MobileNetV2ForImageClassification(config), _images(16, 64))
+    return Subject(transformers.MobileNetV2ForImageClassification(config), _images(6, 64))
 
 
 def regnet() -> Subject:
     config = transformers.RegNetConfig(
         embedding_size=32, hidden_sizes=[32, 64], depths=[1, 2], groups_width=16, layer_type="y", num_labels=10
     )
-    return Subject(transformers.RegNetForImageClassification(config), _images(8, 64))
+    return Subject(transformers.RegNetForImageClassification(config), _images(4, 64))
 
 
 class _WhisperClassifier(nn.Module):
@@ -188,11 +188,11 @@ def mamba() -> Subject:
 
 
 def efficientnetv2_nano() -> Subject:
-    return Subject(WithLoss(efficientnetv2("nano", image_size=32, classes=10)), _images(16, 32))
+    return Subject(WithLoss(efficientnetv2("nano", image_size=32, classes=10)), _images(8, 32))
 
 
 def resnet20() -> Subject:
-    return Subject(WithLoss(ResNet20(classes=10)), _images(16, 32))
+    return Subject(WithLoss(ResNet20(classes=10)), _images(8, 32))
 
 
 TRANSFORMERS: dict[str, Callable[[], Subject]] = {
