@@ -133,6 +133,8 @@ PACKED = [
     Op("squeeze-excitation", Scaled),
     Op("affine", Affine),
     Op("square", lambda: lambda x: x * x),
+    Op("cube", lambda: lambda x: x**3),
+    Op("pow", lambda: lambda x: torch.pow(x, 4)),
 ]
 PRODUCTS = [
     Op("matmul", lambda: lambda x: x @ x),

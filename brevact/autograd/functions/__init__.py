@@ -18,6 +18,7 @@ from brevact.autograd.functions import (
     normalization,
     piecewise_linear,
     pooling,
+    powers,
     products,
     smooth,
 )
@@ -37,4 +38,5 @@ HANDLERS: dict[Callable, Callable] = {
     **products.HANDLERS,
     **attention.HANDLERS,
     **multi_head.HANDLERS,
+    **powers.HANDLERS,
 }

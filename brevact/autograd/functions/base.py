@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeping import Decoder, Kept
+from brevact.autograd import recording
+from brevact.autograd.keeping import Decoder, Kept, keep_as_it_is
 from brevact.quantizers import is_traced
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -58,6 +59,10 @@ def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -
             start, stop = stop, stop + len(kept)
             tensors += kept
             recipe.append((start, stop, decoder))
+    if recording.of_thread.recorder is not None:
+        for x in exact:
+            if x is not None:
+                keep_as_it_is(x)
     ctx.save_for_backward(*tensors, *exact)
     ctx.recipe, ctx.kept_count = recipe, stop
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, as_tuple
+from brevact.autograd.functions.base import Saving, as_tuple, load, save
 from brevact.quantizers import pack_codes, unpack_codes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _MaxPool(Saving):
         out, index = pool(input)
         geometry = windows(out)
         codes = geometry.position(index).to(torch.int32).reshape(-1)
-        ctx.save_for_backward(pack_codes(codes, geometry.bit_width))
+        save(ctx, exact=(pack_codes(codes, geometry.bit_width),))
         ctx.windows, ctx.run_backward, ctx.out_shape = geometry, backward, index.shape
         ctx.input_like = (input.shape, input.stride(), input.dtype)
         ctx.mark_non_differentiable(index)
@@ -91,7 +91,7 @@ class _MaxPool(Saving):
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 5
-        (packed,) = ctx.saved_tensors
+        (packed,) = load(ctx)
         codes = unpack_codes(packed, ctx.windows.bit_width, math.prod(ctx.out_shape))
         index = ctx.windows.index(codes.to(torch.int64).view(ctx.out_shape))
         return None, None, None, None, ctx.run_backward(grad, _like(ctx.input_like, grad), index)
