@@ -82,6 +82,14 @@ PACKED = [
     Op("conv2d reflect", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")),
     Op("conv2d unbatched", lambda: nn.Conv2d(4, 6, 3), (4, 15, 14)),
     Op("conv3d", lambda: nn.Conv3d(4, 5, 3, padding=(0, 1, 2)), VOLUME),
+    Op("conv_transpose1d", lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1), LINE),
+    Op("conv_transpose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2)),
+    Op(
+        "conv_transpose2d grouped dilated",
+        lambda: nn.ConvTranspose2d(4, 6, (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=False, dilation=(1, 2)),
+    ),
+    Op("conv_transpose2d unbatched", lambda: nn.ConvTranspose2d(4, 6, 3), (4, 15, 14)),
+    Op("conv_transpose3d", lambda: nn.ConvTranspose3d(4, 2, 2, stride=2, groups=2), VOLUME),
     Op("linear", lambda: nn.Linear(20, 7), (30, 20)),
     Op("linear 1-d", lambda: nn.Linear(500, 7), (500,)),
     Op("linear 3-d", lambda: nn.Linear(20, 7, bias=False), (5, 6, 20)),
@@ -156,8 +164,8 @@ NOTHING = [
     Op("adaptive_avg_pool3d", lambda: nn.AdaptiveAvgPool3d((2, None, 3)), VOLUME, "nothing"),
 ]
 FALLBACK = [
-    Op("conv_transpose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2)),
     Op("exp", lambda: torch.exp),
+    Op("square method", lambda: Tensor.square),
     Op("matmul with weight", WeightProduct),
 ]
 INPLACE = [
