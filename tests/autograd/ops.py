@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Op(NamedTuple):
     @property
     def is_quadratic(self) -> bool:
         """Whether its gradient is quadratic in what is stored, so that it has a bias of the order of the variance."""
-        return "_norm" in self.name and "frozen" not in self.name
+        return ("_norm" in self.name and "frozen" not in self.name) or self.name.startswith("softm")
 
 
 class Scaled(nn.Module):
@@ -68,6 +69,23 @@ def frozen(norm: nn.Module) -> nn.Module:
     norm.running_mean.normal_()
     norm.running_var.uniform_(0.5, 2.0)
     return norm.eval()
+
+
+def loss(criterion: nn.Module, *, probabilities: bool = False) -> Callable[[Tensor], Tensor]:
+    """A loss with targets that are fixed by the shape of its input."""
+    criterion = copy.deepcopy(criterion)
+
+    def function(x: Tensor) -> Tensor:
+        if probabilities:
+            target = torch.linspace(-2, 2, x.numel(), dtype=x.dtype).view(x.shape).softmax(1)
+        else:
+            sizes = (*x.shape[:1], *x.shape[2:])
+            target = torch.arange(x.numel() // x.shape[1]).view(sizes) * 7 % x.shape[1]
+        weight = criterion.weight
+        criterion.weight = None if weight is None else weight.to(x.dtype)
+        return criterion(x, target)
+
+    return function
 
 
 MAP, LINE, VOLUME = (3, 4, 12, 12), (3, 4, 150), (2, 4, 7, 8, 9)
@@ -125,6 +143,20 @@ PACKED = [
     Op("selu", nn.SELU),
     Op("softplus", lambda: nn.Softplus(beta=2, threshold=3)),
     Op("log_sigmoid", nn.LogSigmoid),
+    Op("softmax", lambda: nn.Softmax(-1)),
+    Op("softmax function", lambda: lambda x: torch.softmax(x, 1, dtype=torch.promote_types(x.dtype, torch.float32))),
+    Op("softmax2d", nn.Softmax2d),
+    Op("softmin", lambda: nn.Softmin(1), LINE),
+    Op("log_softmax", lambda: nn.LogSoftmax(1)),
+    Op("log_softmax method", lambda: lambda x: x.log_softmax(-1), (75, 40)),
+    Op("cross_entropy", lambda: loss(nn.CrossEntropyLoss()), (20, 150)),
+    Op("cross_entropy map", lambda: loss(nn.CrossEntropyLoss(ignore_index=2, reduction="sum")), (3, 40, 12, 12)),
+    Op(
+        "cross_entropy smoothed",
+        lambda: loss(nn.CrossEntropyLoss(torch.rand(150), label_smoothing=0.2, reduction="none")),
+        (20, 150),
+    ),
+    Op("cross_entropy probabilities", lambda: loss(nn.CrossEntropyLoss(), probabilities=True)),
     Op("squeeze-excitation", Scaled),
     Op("affine", Affine),
     Op("square", lambda: lambda x: x * x),

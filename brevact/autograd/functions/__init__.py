@@ -13,9 +13,11 @@ from brevact.autograd.functions import (
     convolution,
     elementwise,
     linear,
+    losses,
     normalization,
     piecewise_linear,
     pooling,
+    probabilities,
     smooth,
 )
 
@@ -31,4 +33,6 @@ HANDLERS: dict[Callable, Callable] = {
     **smooth.HANDLERS,
     **pooling.HANDLERS,
     **elementwise.HANDLERS,
+    **probabilities.HANDLERS,
+    **losses.HANDLERS,
 }
