@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -71,21 +70,20 @@ def frozen(norm: nn.Module) -> nn.Module:
     return norm.eval()
 
 
-def loss(criterion: nn.Module, *, probabilities: bool = False) -> Callable[[Tensor], Tensor]:
-    """A loss with targets that are fixed by the shape of its input."""
-    criterion = copy.deepcopy(criterion)
+class Loss(nn.Module):
+    """A loss with fixed targets: class indices, or class probabilities."""
 
-    def function(x: Tensor) -> Tensor:
+    def __init__(self, criterion: nn.Module, shape: tuple[int, ...], *, probabilities: bool = False) -> None:
+        super().__init__()
+        self.criterion = criterion
         if probabilities:
-            target = torch.linspace(-2, 2, x.numel(), dtype=x.dtype).view(x.shape).softmax(1)
+            target = torch.randn(shape).softmax(1)
         else:
-            sizes = (*x.shape[:1], *x.shape[2:])
-            target = torch.arange(x.numel() // x.shape[1]).view(sizes) * 7 % x.shape[1]
-        weight = criterion.weight
-        criterion.weight = None if weight is None else weight.to(x.dtype)
-        return criterion(x, target)
+            target = torch.randint(0, shape[1], (shape[0], *shape[2:]))
+        self.register_buffer("target", target)
 
-    return function
+    def forward(self, x: Tensor) -> Tensor:
+        return self.criterion(x, self.target[: len(x)])
 
 
 MAP, LINE, VOLUME = (3, 4, 12, 12), (3, 4, 150), (2, 4, 7, 8, 9)
@@ -149,14 +147,14 @@ PACKED = [
     Op("softmin", lambda: nn.Softmin(1), LINE),
     Op("log_softmax", lambda: nn.LogSoftmax(1)),
     Op("log_softmax method", lambda: lambda x: x.log_softmax(-1), (75, 40)),
-    Op("cross_entropy", lambda: loss(nn.CrossEntropyLoss()), (20, 150)),
-    Op("cross_entropy map", lambda: loss(nn.CrossEntropyLoss(ignore_index=2, reduction="sum")), (3, 40, 12, 12)),
+    Op("cross_entropy", lambda: Loss(nn.CrossEntropyLoss(), (20, 150)), (20, 150)),
+    Op("cross_entropy map", lambda: Loss(nn.CrossEntropyLoss(ignore_index=2, reduction="sum"), MAP)),
     Op(
         "cross_entropy smoothed",
-        lambda: loss(nn.CrossEntropyLoss(torch.rand(150), label_smoothing=0.2, reduction="none")),
+        lambda: Loss(nn.CrossEntropyLoss(torch.rand(150), label_smoothing=0.2, reduction="none"), (20, 150)),
         (20, 150),
     ),
-    Op("cross_entropy probabilities", lambda: loss(nn.CrossEntropyLoss(), probabilities=True)),
+    Op("cross_entropy probabilities", lambda: Loss(nn.CrossEntropyLoss(), MAP, probabilities=True)),
     Op("squeeze-excitation", Scaled),
     Op("affine", Affine),
     Op("square", lambda: lambda x: x * x),
@@ -172,6 +170,16 @@ EXACT = [
     Op("clamp", lambda: lambda x: x.clamp(-0.5, 0.7), stored="exact"),
     Op("clamp min", lambda: lambda x: torch.clamp(x, min=0.1), stored="exact"),
     Op("dropout", lambda: nn.Dropout(0.3), stored="exact"),
+    Op("dropout1d", lambda: nn.Dropout1d(0.3), LINE, "exact"),
+    Op("dropout1d unbatched", lambda: nn.Dropout1d(0.3), (40, 150), "exact"),
+    Op("dropout2d", lambda: nn.Dropout2d(0.3), (6, 40, 5, 5), "exact"),
+    Op("dropout3d", lambda: nn.Dropout3d(0.3), VOLUME, "exact"),
+    Op("dropout3d unbatched", lambda: nn.Dropout3d(0.3), (40, 3, 4, 5), "exact"),
+    Op("alpha_dropout", lambda: nn.AlphaDropout(0.3), stored="exact"),
+    Op("feature_alpha_dropout", lambda: nn.FeatureAlphaDropout(0.3), (6, 40, 5, 5), "exact"),
+    Op("feature_dropout", lambda: lambda x: torch.feature_dropout(x, 0.4, True), (6, 40, 5, 5), "exact"),
+    Op("softshrink", lambda: nn.Softshrink(0.3), stored="exact"),
+    Op("hardshrink", lambda: nn.Hardshrink(0.3), stored="exact"),
     Op("max_pool1d", lambda: nn.MaxPool1d(4, 2, 1, dilation=1), LINE, "exact"),
     Op("max_pool2d", lambda: nn.MaxPool2d(2), stored="exact"),
     Op(
@@ -207,6 +215,9 @@ INPLACE = [
     Op("hardtanh_", lambda: nn.Hardtanh(inplace=True), stored="exact"),
     Op("clamp_", lambda: lambda x: x.clamp_(-0.5, 0.7), stored="exact"),
     Op("dropout_", lambda: nn.Dropout(0.4, True), stored="exact"),
+    Op("dropout2d_", lambda: nn.Dropout2d(0.4, True), (6, 40, 5, 5), "exact"),
+    Op("alpha_dropout_", lambda: nn.AlphaDropout(0.4, True), stored="exact"),
+    Op("feature_alpha_dropout_", lambda: lambda x: torch.feature_alpha_dropout_(x, 0.4, True), stored="exact"),
     Op("silu_", lambda: nn.SiLU(True)),
     Op("hardswish_", lambda: nn.Hardswish(True)),
     Op("mish_", lambda: nn.Mish(True)),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from brevact.autograd.functions import (
     convolution,
+    dropout,
     elementwise,
     linear,
     losses,
@@ -30,6 +31,7 @@ HANDLERS: dict[Callable, Callable] = {
     **linear.HANDLERS,
     **normalization.HANDLERS,
     **piecewise_linear.HANDLERS,
+    **dropout.HANDLERS,
     **smooth.HANDLERS,
     **pooling.HANDLERS,
     **elementwise.HANDLERS,
