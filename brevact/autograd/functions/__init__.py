@@ -19,6 +19,7 @@ from brevact.autograd.functions import (
     piecewise_linear,
     pooling,
     probabilities,
+    rectifiers,
     smooth,
 )
 
@@ -32,6 +33,7 @@ HANDLERS: dict[Callable, Callable] = {
     **normalization.HANDLERS,
     **piecewise_linear.HANDLERS,
     **dropout.HANDLERS,
+    **rectifiers.HANDLERS,
     **smooth.HANDLERS,
     **pooling.HANDLERS,
     **elementwise.HANDLERS,

@@ -69,6 +69,10 @@ def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fal
     return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope))
 
 
+def _frozen_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> _Pieces:
+    return _leaky_relu(input, (lower + upper) / 2)
+
+
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
     return _Pieces(lambda x: aten.threshold_backward(expanded_one(x), x, threshold).bool(), inplace)
 
@@ -110,6 +114,8 @@ def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Call
     return handle
 
 
+#: Randomized ReLU outside of training: a leaky ReLU with the mean slope. The rest is in ``rectifiers``.
+frozen_rrelu, frozen_rrelu_ = _handler(_frozen_rrelu), _handler(_frozen_rrelu, always_inplace=True)
 _RULES = {
     _relu: (F.relu, torch.relu, Tensor.relu),
     _hardtanh: (F.hardtanh,),
