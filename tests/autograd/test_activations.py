@@ -38,7 +38,7 @@ SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 0.
 
 @pytest.mark.parametrize(
     "function",
-    [torch.abs, F.softshrink, F.hardshrink, lambda x: x.hardshrink(0.0), lambda x: abs(x), F.rrelu],
+    [torch.abs, F.softshrink, F.hardshrink, lambda x: x.hardshrink(0.0), lambda x: abs(x), F.rrelu, torch.nan_to_num],
 )
 def test_masks_of_special_numbers_are_torchs_own(function):
     assert_as_torch(function, SPECIAL, bit_width=1)

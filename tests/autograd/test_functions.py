@@ -159,7 +159,7 @@ def test_stored_bytes_shrink(op):
 
 
 @pytest.mark.parametrize("op", ops.NOTHING, **by_name)
-def test_average_pooling_stores_nothing(op):
+def test_what_depends_on_sizes_alone_stores_nothing(op):
     x = torch.randn(op.shape, requires_grad=True).clone()
     with watch_saved() as saved, region(settings()):
         op.make()(x)

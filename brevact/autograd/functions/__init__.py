@@ -14,12 +14,14 @@ from brevact.autograd.functions import (
     dropout,
     elementwise,
     linear,
+    lookups,
     losses,
     normalization,
     piecewise_linear,
     pooling,
     probabilities,
     rectifiers,
+    selections,
     smooth,
 )
 
@@ -38,5 +40,7 @@ HANDLERS: dict[Callable, Callable] = {
     **pooling.HANDLERS,
     **elementwise.HANDLERS,
     **probabilities.HANDLERS,
+    **lookups.HANDLERS,
+    **selections.HANDLERS,
     **losses.HANDLERS,
 }

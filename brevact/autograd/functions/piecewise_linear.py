@@ -97,6 +97,20 @@ def _clamp(input: Tensor, min: float | None = None, max: float | None = None) ->
     return _Pieces(mask)
 
 
+def _clamp_min(input: Tensor, min: float) -> _Pieces:
+    return _clamp(input, min=min)
+
+
+def _clamp_max(input: Tensor, max: float) -> _Pieces:
+    return _clamp(input, max=max)
+
+
+def _nan_to_num(
+    input: Tensor, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> _Pieces:
+    return _Pieces(torch.isfinite)
+
+
 def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Callable:
     """Make the handler of a function whose parameters ``rule`` has, too."""
 
@@ -126,6 +140,9 @@ _RULES = {
     _softshrink: (F.softshrink,),
     _hardshrink: (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
     _clamp: (torch.clamp, torch.clip, Tensor.clamp, Tensor.clip),
+    _nan_to_num: (torch.nan_to_num, Tensor.nan_to_num),
+    _clamp_min: (torch.clamp_min, Tensor.clamp_min),
+    _clamp_max: (torch.clamp_max, Tensor.clamp_max),
 }
 _INPLACE_RULES = {
     _relu: (F.relu_, torch.relu_, Tensor.relu_),
@@ -133,6 +150,9 @@ _INPLACE_RULES = {
     _leaky_relu: (F.leaky_relu_,),
     _threshold: (F.threshold_, torch.threshold_),
     _clamp: (torch.clamp_, torch.clip_, Tensor.clamp_, Tensor.clip_),
+    _nan_to_num: (torch.nan_to_num_, Tensor.nan_to_num_),
+    _clamp_min: (torch.clamp_min_, Tensor.clamp_min_),
+    _clamp_max: (torch.clamp_max_, Tensor.clamp_max_),
 }
 HANDLERS = {
     **{func: _handler(rule) for rule, funcs in _RULES.items() for func in funcs},
