@@ -109,6 +109,10 @@ class SavedTensorHooks:
         """Return whether no other saved-tensor hooks were entered inside the region."""
         return top_hooks(True) == self.pair
 
+    def are_hooked(self) -> bool:
+        """Return whether hooks around the region see what it stores."""
+        return self._outer is not None
+
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)
         if kept[1] is AS_IT_IS and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
