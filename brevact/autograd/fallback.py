@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+#: Classes of torch.utils.checkpoint whose hooks stand around a forward pass and around its recomputation.
+_CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 class _Stored:
@@ -99,7 +101,7 @@ class SavedTensorHooks:
 
     def are_in_recomputation(self) -> bool:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
-        return self._outer is not None and self._outer[0].__qualname__.startswith("_recomputation_hook.")
+        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])
 
     def push(self) -> None:
         """Activate the hooks."""
@@ -112,6 +114,10 @@ class SavedTensorHooks:
     def are_innermost(self) -> bool:
         """Return whether no other saved-tensor hooks were entered inside the region."""
         return top_hooks(True) == self.pair
+
+    def are_in_checkpoint(self) -> bool:
+        """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
+        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS
@@ -113,11 +112,9 @@ class _TracedRegion:
         if x.numel() < self.settings.min_numel:
             return keep_as_it_is(x)
         quantizer = self.settings.quantizer
-        if self.settings.draws_size:  # once, for all runs of the graph
-            numel, seed = int(Layout.of(x).numel), torch.default_generator.initial_seed() + next(_draws)
-            with _disable_current_modes():
-                quantizer = quantizer.sized(numel, seed % 2**63)
-        key = self._seed(x, share) if quantizer.is_stochastic else 0
+        if self.settings.draws_size:
+            quantizer = self._once("quantizer", x, share, lambda: self._sized(x))
+        key = self._once("seed", x, share, lambda: draw_seed(x.device)) if quantizer.is_stochastic else 0
         return pack(x.detach(), quantizer, self.settings.save_mode, key)
 
     def keep_normalized(self, z: Tensor) -> Kept:
@@ -127,16 +124,21 @@ class _TracedRegion:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.
         return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
 
-    def _seed(self, x: Tensor, share: bool) -> Tensor:
-        """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
+    def _sized(self, x: Tensor) -> Any:
+        """The quantizer with its size drawn, once for all runs of the graph."""
+        seed = torch.default_generator.initial_seed() + next(_draws)
+        return self.settings.quantizer.sized(int(Layout.of(x).numel), seed % 2**63)
+
+    def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
+        """What is drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
         if not share or not isinstance(x, FunctionalTensor):  # what Dynamo itself runs leaves no trace
-            return draw_seed(x.device)
-        seeds = _seeds.setdefault(x, {})
-        key = x._version, self.settings.key
-        if key not in seeds:
-            seeds[key] = draw_seed(x.device)
-        return seeds[key]
+            return draw()
+        drawn = _drawn.setdefault(x, {})
+        key = name, x._version, self.settings.key
+        if key not in drawn:
+            drawn[key] = draw()
+        return drawn[key]
 
 
-_seeds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _draws = itertools.count()

@@ -171,7 +171,8 @@ class Region:
 
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         """Keep a floating-point activation for backward as the settings say."""
-        return keep_packed(x, self.settings, self.seeds, share=share, place=next(self.places))
+        repeats, place = self.hooks.are_in_checkpoint(), next(self.places)
+        return keep_packed(x, self.settings, self.seeds, share=share, repeats=repeats, place=place)
 
     def keep_normalized(self, z: Tensor) -> Kept:
         """Keep the normalized input of a norm, for quantizers that have a form for it."""
