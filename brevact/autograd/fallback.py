@@ -16,6 +16,7 @@ from torch import Tensor
 
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask
+from brevact.autograd.transforms import NO_TRANSFORMS
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -71,7 +72,10 @@ class _Suspended:
 
 
 class SavedTensorHooks:
-    """The saved-tensor hooks of one region; entered inside another region's, they take their place."""
+    """The saved-tensor hooks of one region; entered inside another region's, they take their place.
+
+    A region of full precision has none.
+    """
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -87,15 +91,18 @@ class SavedTensorHooks:
             self._replaced = parent.hooks
             self._replaced.pop()
         self._outer = top_hooks(True)
+        if self._region.settings is None:
+            return
         try:
             self.push()
-        except RuntimeError:
+        except RuntimeError as error:
             if self._replaced is not None:
                 self._replaced.push()
-            raise
+            raise NotImplementedError(NO_TRANSFORMS) from error
 
     def __exit__(self, *exc_info: object) -> None:
-        self.pop()
+        if self._region.settings is not None:
+            self.pop()
         if self._replaced is not None:
             self._replaced.push()
 

@@ -25,8 +25,9 @@ from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplac
 from brevact.autograd.functions.kinds import PRODUCTS
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.provenance import comes_from_layer, tensors_in
+from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
-from brevact.quantizers import Layout, draw_seed, is_traced, read
+from brevact.quantizers import Layout, is_traced, read
 
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
@@ -114,7 +115,7 @@ class _TracedRegion:
         quantizer = self.settings.quantizer
         if self.settings.draws_size:
             quantizer = self._once("quantizer", x, share, lambda: self._sized(x))
-        key = self._once("seed", x, share, lambda: draw_seed(x.device)) if quantizer.is_stochastic else 0
+        key = self._once("seed", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
         return pack(x.detach(), quantizer, self.settings.save_mode, key)
 
     def keep_normalized(self, z: Tensor) -> Kept:
@@ -126,7 +127,7 @@ class _TracedRegion:
 
     def _sized(self, x: Tensor) -> Any:
         """The quantizer with its size drawn, once for all runs of the graph."""
-        seed = torch.default_generator.initial_seed() + next(_draws)
+        seed = (torch.default_generator.initial_seed() ^ rank_seed()) + next(_draws)
         return self.settings.quantizer.sized(int(Layout.of(x).numel), seed % 2**63)
 
     def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
