@@ -6,9 +6,9 @@ two tensors and no two steps share noise, and the random numbers that the model 
 masks, say) are those of the model without backward quantization. Between two root regions of one forward pass (layers
 with a quantizer of their own, without a region around them) that one draw lies between the model's own.
 
-The processes of a distributed run, of which each has its part of the batch, draw different noise, also where all of them
-were seeded alike: the rank in the default process group is mixed into each seed (rank 0 draws what a single process
-does). Gradients of parameters that several ranks hold are equal on them once they are reduced, as by DDP and FSDP.
+The processes of a distributed run, of which each has its part of the batch, draw different noise, also where all were
+seeded alike: the rank in the default process group is mixed into each seed (rank 0 draws what a single process does).
+Gradients of a parameter that several ranks hold are equal on them once they are reduced, as by DDP and FSDP.
 
 While a CUDA graph is captured, seeds come from the device's default generator, which the graph advances in each replay:
 each replay draws new noise.

@@ -85,7 +85,7 @@ def test_channels_last_models_keep_their_formats(autocast):
         x.requires_grad_()
         activations: list[Tensor] = []
         for layer in each:
-            layer.register_forward_hook(lambda layer, args, out: activations.append(out))
+            layer.register_forward_hook(lambda layer, args, out, seen=activations: seen.append(out))
         with torch.autocast("cpu", enabled=autocast):
             out = each(x)
         out.float().square().sum().backward()

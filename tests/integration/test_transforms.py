@@ -152,7 +152,7 @@ def test_traced_programs_store_what_torch_stores():
 
 
 def test_scripting_says_what_to_do():
-    with pytest.raises(AttributeError, match="brevact.restore_backward"):
+    with pytest.raises(AttributeError, match=r"brevact\.restore_backward"):
         torch.jit.script(quantized(mlp()).eval())
 
 
