@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from recipes.efficientnetv2 import default_folder, main
+from recipes.command_line import default_folder
+from recipes.efficientnetv2 import RECIPE, EfficientNetV2Settings, main
 from recipes.files import read_checkpoint, read_rows, write_checkpoint
+from recipes.metrics import ACCURACY
 from recipes.models import EfficientNetV2
-from recipes.runs import COLUMNS
-from recipes.settings import Settings
+from recipes.runs import columns
 
 #: Command line of the smallest run: two steps an epoch.
 TINY = "--train-size 16 --test-size 8 --batch-size 8 --epochs 2 --warmup-epochs 0.5".split()
@@ -49,10 +50,10 @@ def results_without_time(folder):
 def test_main_writes_history_summary_and_pictures(tmp_path, capsys):
     arguments = [*TINY, "--act-quant", "StochBackward2bit", "--act-override", "bucket_size=256"]
     assert main([*arguments, "--out-dir", str(tmp_path)]) == 0
-    names = {"checkpoint.pt", "history.csv", "summary.json", "accuracy.png", "memory.csv", "memory.png"}
+    names = {"checkpoint.pt", "history.csv", "summary.json", "history.png", "memory.csv", "memory.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     rows = read_rows(tmp_path / "history.csv")
-    assert [row["epoch"] for row in rows] == ["1", "2"] and tuple(rows[0]) == COLUMNS
+    assert [row["epoch"] for row in rows] == ["1", "2"] and tuple(rows[0]) == columns(ACCURACY)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["finished"] is True and summary["epochs"] == 2
     assert summary["test_accuracy"] == pytest.approx(float(rows[-1]["test_accuracy"]))
@@ -65,7 +66,7 @@ def test_main_writes_history_summary_and_pictures(tmp_path, capsys):
     assert stored == [summary["saved_bytes"], summary["plain_bytes"]]
     assert summary["saved_bytes"] < summary["plain_bytes"] / 4
     assert float(rows[0]["saved_mib"]) == pytest.approx(summary["saved_bytes"] / 2**20)
-    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("accuracy.png", "memory.png"))
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("history.png", "memory.png"))
     assert f"test accuracy {summary['test_accuracy']:.2%}" in capsys.readouterr().out
 
 
@@ -195,12 +196,12 @@ def test_main_refuses_a_damaged_plan_of_a_comparison(tmp_path, capsys, content):
 
 
 def test_default_folder_tells_the_changed_quantizer():
-    changed = Settings(act_quant="StochBackward2bit", act_override=("bit_width=4", "name=../x"))
-    assert default_folder(changed, None) == Path("runs/digits-nano-StochBackward2bit-bit_width=4-name=.._x")
+    changed = EfficientNetV2Settings(act_quant="StochBackward2bit", act_override=("bit_width=4", "name=../x"))
+    assert default_folder(RECIPE, changed, None) == Path("runs/digits-nano-StochBackward2bit-bit_width=4-name=.._x")
     cases = replace(changed, act_quant=None, save_mode="quantize_on_backward", act_override=("bit_width=4",))
     expected = Path("runs/digits-nano-comparison-bit_width=4-quantize_on_backward")
-    assert default_folder(cases, ("StochBackward2bit",)) == expected
-    assert default_folder(Settings(), None) == Path("runs/digits-nano-full-precision")
+    assert default_folder(RECIPE, cases, ("StochBackward2bit",)) == expected
+    assert default_folder(RECIPE, EfficientNetV2Settings(), None) == Path("runs/digits-nano-full-precision")
 
 
 def test_main_resumes_a_finished_run_without_training(tmp_path):
