@@ -2,7 +2,9 @@
 
 The text that needs no download is the reference of the Python language that comes with every Python, as the module
 `pydoc_data.topics` of its standard library: what `help("for")` prints. Its licence is the Python Software Foundation
-License Version 2. It differs a little from one release of Python to the next.
+License Version 2. It differs a little from one release of Python to the next. Of Python 3.11.7's, with no paragraph
+twice, 337,255 characters are trained on and 35,844 held out; 1.6 % of the latter's stretches of 40 characters, the
+rules of tables for the most part, occur in the former too.
 """
 
 import hashlib
