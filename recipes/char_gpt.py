@@ -61,7 +61,9 @@ class CharGptSettings(Settings):
     generate: int = setting(200, "characters of sample text at the end", type=int)
     temperature: float = setting(0.8, "of the sample text", type=float)
 
-    epochs: int = setting(5, "passes over the training text", type=int)
+    epochs: int = setting(6, "passes over the training text", type=int)
+    batch_size: int = setting(16, "windows of the text in a training step", type=int)
+    lr: float = setting(1e-3, "largest learning rate of AdamW", type=float)
     label_smoothing: float = setting(0.0, "share of the target spread over all characters", type=float)
     clip_grad_norm: float | None = setting(1.0, "largest norm of all gradients together", type=float)
     dropout: float = setting(0.0, "dropout of embeddings, attention and residual branches", type=float)

@@ -1,13 +1,13 @@
 """A small Vision Transformer with 2 or 4 bits an activation for backward.
 
     python -m recipes.vit --compare StochBackward2bit StochBackward4bit
-    python -m recipes.vit --dataset cifar10 --train-size 5000 --test-size 2000 --act-quant StochBackward2bit
+    python -m recipes.vit --dataset cifar10 --patch-size 4 --epochs 50 --act-quant StochBackward2bit
 
-The first one trains the nano size (six blocks of 96 channels, patches of 4 x 4 pixels) on scikit-learn's digits three
+The first one trains the nano size (six blocks of 96 channels, patches of 8 x 8 pixels) on scikit-learn's digits three
 times. The tiny and small sizes are those of DeiT; a token of its own or the mean of all patches is classified:
 
-    python -m recipes.vit --dataset cifar100 --model tiny --pool mean --stochastic-depth 0.1 --epochs 100 \\
-        --batch-size 128 --lr 1e-3 --warmup-epochs 5 --act-quant StochBackward4bit
+    python -m recipes.vit --dataset cifar100 --model tiny --patch-size 4 --pool mean --stochastic-depth 0.1 \\
+        --epochs 100 --batch-size 128 --warmup-epochs 5 --act-quant StochBackward4bit
 
 An interrupted run or comparison goes on with `--resume DIR`, and ends in the weights of an uninterrupted one.
 """
@@ -39,9 +39,10 @@ class VitSettings(images.ImageSettings):
     )
 
     model: str = setting("nano", "size of the Vision Transformer", choices=tuple(VIT_SIZES))
-    patch_size: int = setting(4, "height and width of a patch, in pixels", type=int)
+    patch_size: int = setting(8, "height and width of a patch, in pixels", type=int)
     pool: str = setting("class", "what is classified: a token of its own, or the mean of all patches", choices=POOLS)
 
+    epochs: int = setting(20, "passes over the training images", type=int)
     lr: float = setting(1e-3, "largest learning rate of AdamW", type=float)
     clip_grad_norm: float | None = setting(1.0, "largest norm of all gradients together", type=float)
     dropout: float = setting(0.0, "dropout of embeddings, attention and residual branches", type=float)
