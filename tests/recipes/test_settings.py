@@ -27,6 +27,13 @@ def test_parse_help_states_every_default(capsys):
     assert "largest norm of all gradients together (default: none)" in text
 
 
+def test_parse_help_shows_the_settings_of_a_recipe_before_those_of_all(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    text = capsys.readouterr().out
+    assert text.index("  --dataset ") < text.index("  --model ") < text.index("  --act-quant ")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,6 +1,5 @@
 """`python -m recipes.vit`: what differs from the other recipes that classify images."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -42,14 +41,6 @@ def test_main_resumes_an_interrupted_run_to_the_same_result(tmp_path):
     assert main(["--resume", str(stopped)]) == 0
     assert results_without_time(stopped) == results_without_time(whole)
     assert same_weights(whole, stopped)
-
-
-def test_main_takes_forward_quantizers_and_the_mean_of_patches(tmp_path):
-    forward = ["--weight-quant", "Int8WeightPerTensorFloat", "--input-quant", "Int8ActPerTensorFloat"]
-    arguments = [*TINY, *forward, "--pool", "mean", "--epochs", "1", "--act-quant", "StochBackward2bit"]
-    assert main([*arguments, "--out-dir", str(tmp_path)]) == 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["saved_bytes"] < summary["plain_bytes"]
 
 
 @pytest.mark.parametrize(
