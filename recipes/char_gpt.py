@@ -51,7 +51,7 @@ class CharGptSettings(Settings):
     MAY_CHANGE_ON_RESUME: ClassVar[frozenset[str]] = frozenset({"device", "generate", "temperature"})
 
     model: str = setting("nano", "size of the GPT", choices=tuple(GPT_SIZES))
-    context: int = setting(128, "characters that the model sees", type=int)
+    context: int = setting(64, "characters that the model sees", type=int)
     norm: str = setting("layer", "LayerNorm or RMSNorm", choices=tuple(NORMS))
     mlp: str = setting("gelu", "MLP of the blocks", choices=tuple(MLPS))
     head: str = setting("tied", "weight of the head: that of the embedding, or its own", choices=HEADS)
