@@ -129,7 +129,7 @@ class SavedTensorHooks:
 
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)
-        if kept[1] is AS_IT_IS and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
+        if kept[0][0] is x and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
             kept = (x.detach(),), AS_IT_IS
         return _Stored(kept, self._outer)
 
