@@ -2,9 +2,9 @@
 
 *Exact*: their gradients are singular or exponential in what they save (1/x for a logarithm, exp(y) for a log-softmax,
 1/norm): a rounding error of a fraction of the range would not be noise on the gradient but a different gradient. Most
-are losses and reductions at the end of a model, where little is stored. Attention is among them: the saved log-sum of
-its scores no longer belongs to packed queries and keys. So are norms without a counterpart for their arguments: the
-saved statistics would no longer belong to a packed input.
+are losses and reductions at the end of a model, where little is stored. Attention and norms are among them where their
+counterparts do not know the arguments: the saved log-sum of scores no longer belongs to packed queries and keys, saved
+statistics no longer to a packed input.
 
 *Layers*: what they return is an activation, even if only a weight went in.
 """
