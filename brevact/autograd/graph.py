@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS
@@ -27,8 +26,9 @@ from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplac
 from brevact.autograd.functions.kinds import PRODUCTS
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.provenance import comes_from_layer, tensors_in
+from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
-from brevact.quantizers import Layout, draw_seed, is_traced, read
+from brevact.quantizers import Layout, is_traced, read
 
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
@@ -147,11 +147,9 @@ class _TracedRegion:
         if x.numel() < self.settings.min_numel:
             return keep_as_it_is(x)
         quantizer = self.settings.quantizer
-        if self.settings.draws_size:  # once, for all runs of the graph
-            numel, seed = int(Layout.of(x).numel), torch.default_generator.initial_seed() + next(_draws)
-            with _disable_current_modes():
-                quantizer = quantizer.sized(numel, seed % 2**63)
-        key = self._seed(x, share) if quantizer.is_stochastic else 0
+        if self.settings.draws_size:
+            quantizer = self._once("quantizer", x, share, lambda: self._sized(x))
+        key = self._once("seed", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
         return pack(x.detach(), quantizer, self.settings.save_mode, key)
 
     def keep_normalized(self, z: Tensor) -> Kept:
@@ -161,16 +159,21 @@ class _TracedRegion:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.
         return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
 
-    def _seed(self, x: Tensor, share: bool) -> Tensor:
-        """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
+    def _sized(self, x: Tensor) -> Any:
+        """The quantizer with its size drawn, once for all runs of the graph."""
+        seed = (torch.default_generator.initial_seed() ^ rank_seed()) + next(_draws)
+        return self.settings.quantizer.sized(int(Layout.of(x).numel), seed % 2**63)
+
+    def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
+        """What is drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
         if not share or not isinstance(x, FunctionalTensor):  # what Dynamo itself runs leaves no trace
-            return draw_seed(x.device)
-        seeds = _seeds.setdefault(x, {})
-        key = x._version, self.settings.key
-        if key not in seeds:
-            seeds[key] = draw_seed(x.device)
-        return seeds[key]
+            return draw()
+        drawn = _drawn.setdefault(x, {})
+        key = name, x._version, self.settings.key
+        if key not in drawn:
+            drawn[key] = draw()
+        return drawn[key]
 
 
-_seeds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _draws = itertools.count()

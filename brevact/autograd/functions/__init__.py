@@ -12,14 +12,20 @@ from collections.abc import Callable
 from brevact.autograd.functions import (
     attention,
     convolution,
+    dropout,
     elementwise,
     linear,
+    lookups,
+    losses,
     multi_head,
     normalization,
     piecewise_linear,
     pooling,
     powers,
+    probabilities,
     products,
+    rectifiers,
+    selections,
     smooth,
 )
 
@@ -32,6 +38,8 @@ HANDLERS: dict[Callable, Callable] = {
     **linear.HANDLERS,
     **normalization.HANDLERS,
     **piecewise_linear.HANDLERS,
+    **dropout.HANDLERS,
+    **rectifiers.HANDLERS,
     **smooth.HANDLERS,
     **pooling.HANDLERS,
     **elementwise.HANDLERS,
@@ -39,4 +47,8 @@ HANDLERS: dict[Callable, Callable] = {
     **attention.HANDLERS,
     **multi_head.HANDLERS,
     **powers.HANDLERS,
+    **probabilities.HANDLERS,
+    **lookups.HANDLERS,
+    **selections.HANDLERS,
+    **losses.HANDLERS,
 }
