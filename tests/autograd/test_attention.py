@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import brevact
-from brevact.autograd import SaveMode, attach_region, region
+from brevact.autograd import BackwardSettings, SaveMode, attach_region, region
 from brevact.quantizers import Rounding, UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
 
@@ -143,6 +143,34 @@ def test_attention_of_constants(wanted):
             for grad, reference in zip(grads, expected, strict=True):
                 torch.testing.assert_close(grad, reference)
     assert [t.dtype for t in saved.tensors].count(torch.uint8) == (2 if wanted == "v" else 3)
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        brevact.StochBackward2bit4bitMix,
+        brevact.L4Backward,
+        brevact.WeibullBackward3bit,
+        brevact.DualPrecisionBackward2bit,
+        brevact.SignMagnitudeBackward,
+    ],
+    ids=lambda leaf: leaf.__name__,
+)
+def test_attention_with_other_formats(quantizer):
+    leaves = tensors((2, 4, 32, 16), (2, 4, 32, 16), (2, 4, 32, 16))
+    chosen = BackwardSettings(brevact.quantizer(quantizer), min_numel=0)
+    expected_out, expected = run(leaves, None, is_causal=True)
+    out, grads = run(leaves, chosen, is_causal=True)
+    assert torch.equal(out, expected_out)
+    # the value's gradient reads queries and keys alone, of 8 bits: steps of some 3 % of a deviation in scores
+    torch.testing.assert_close(grads[2], expected[2], rtol=0, atol=0.1 * expected[2].abs().max().item())
+    assert all(F.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.5 for a, b in zip(grads, expected, strict=True))
+
+
+def test_causal_masks_that_are_subclasses_are_left_to_torch():
+    from torch.nn.attention.bias import causal_lower_right
+
+    check(tensors(Q, K, K), counts=False, attn_mask=causal_lower_right(8, 10))
 
 
 def finer(bit_width: int, rounding: Rounding) -> UniformQuantizer:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd.functions.base import Saving, load, requires_grad, save
+from brevact.autograd.functions.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.functions.operands import keep_operand, without_autocast_cache
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -191,7 +191,7 @@ def _scaled_dot_product_attention(
     tensors = (query, key, value)
     if not all(region.is_activation(x) for x in tensors) or not requires_grad(*tensors, attn_mask):
         return NotImplemented
-    if attn_mask is not None and attn_mask.dtype is not torch.bool and not region.is_activation(attn_mask):
+    if attn_mask is not None and not _is_mask(region, attn_mask):
         return NotImplemented
     if max(x.numel() for x in tensors) < region.settings.min_numel or region.are_weights(tensors):
         return NotImplemented
@@ -206,6 +206,13 @@ def _scaled_dot_product_attention(
     return region.apply(
         *(_Attention, lambda *inputs: func(*inputs, *options[:2], **_named(options))),
         *(*tensors, attn_mask, options, backend),
+    )
+
+
+def _is_mask(region: Region, x: Any) -> bool:
+    """Return whether a mask is what it seems to be: torch has subclasses that stand for a causal one."""
+    return region.is_activation(x) or (
+        isinstance(x, Tensor) and x.dtype is torch.bool and (is_plain(x) or is_traced(x))
     )
 
 

@@ -4,10 +4,10 @@
 1/norm), or choose by it (which element is the largest, which ones lie within bounds): a rounding error of a fraction of
 the range would not be noise on the gradient but a different gradient. Many are losses and reductions at the end of a
 model, where little is stored. Log-softmax, cross-entropy, maxima and norms have counterparts, which store something
-else that is harmless; what those do not take (targets that train, small tensors) is exact. Attention is among them: the
-saved log-sum of its scores no longer belongs to packed queries and keys. So are norms without a counterpart for their
-arguments: the saved statistics would no longer belong to a packed input. And so are recurrent layers on a GPU whose
-weights cuDNN copies into one flat tensor, which nobody could tell from an activation.
+else that is harmless; what those do not take (targets that train, small tensors) is exact. So are attention and norms
+whose counterparts do not know the arguments: the saved log-sum of scores no longer belongs to packed queries and keys,
+saved statistics no longer to a packed input. And so are recurrent layers on a GPU whose weights cuDNN copies into one
+flat tensor, which nobody could tell from an activation.
 
 *Layers*: what they return is an activation, even if only a weight went in.
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeping import Decoder, Kept, keep_as_it_is
+from brevact.autograd.keeping import Decoder, Kept
 from brevact.quantizers import is_traced
 
 if TYPE_CHECKING:
@@ -28,16 +28,18 @@ class _Viewed(NamedTuple):
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return self.decode(tensors) * grad
 
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.decoder.described(tensors)
+
 
 def keep_operand(region: Region, x: Tensor) -> Kept:
     """Keep an operand that may be a weight or a view: the pack is that of the tensor in the order of its memory.
 
     So a key and its transpose, the heads of a projection and a tensor that was expanded are packed once.
     """
-    if is_traced(x):  # a compiler sees a view as another tensor
+    # A compiler sees a view as another tensor; variables and weights are kept as they are.
+    if is_traced(x) or (x.is_leaf and x.requires_grad) or region.is_weight(x):
         return region.keep_activation(x)
-    if (x.is_leaf and x.requires_grad) or region.is_weight(x):
-        return keep_as_it_is(x)
     strides = x.stride()
     apart = [i for i, size in enumerate(x.shape) if size > 1 and strides[i]]
     order = list(range(x.dim()))
