@@ -65,6 +65,7 @@ from brevact.injectors import (
 from brevact.memory import MemoryReport, memory_report
 from brevact.mixing import MixSchedule
 from brevact.policy import backward_quant, quantize_backward, quantizer, restore_backward
+from brevact.policy_table import BackwardPolicy, backward_policy
 from brevact.quantizers import (
     DualPrecisionQuantizer,
     Granularity,
@@ -77,8 +78,10 @@ from brevact.quantizers import (
     UniformQuantizer,
     WeibullQuantizer,
 )
+from brevact.rules import Policy
 
 __all__ = [
+    "BackwardPolicy",
     "BackwardSettings",
     "DualPrecisionBackward2bit",
     "DualPrecisionBackward4bit",
@@ -112,6 +115,7 @@ __all__ = [
     "O4Backward",
     "O4ForwardBackward",
     "PackedActivation",
+    "Policy",
     "Rounding",
     "SaveMode",
     "SignMagnitudeBackward",
@@ -149,6 +153,7 @@ __all__ = [
     "WeibullBackward3bit",
     "WeibullBackward4bit",
     "WeibullQuantizer",
+    "backward_policy",
     "backward_quant",
     "memory_report",
     "quantize_backward",

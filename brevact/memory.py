@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import csv
-import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,111 +14,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import UninitializedTensorMixin
 
 from brevact.autograd import region, regions_disabled
+from brevact.autograd.recording import recording
 from brevact.injectors.proxies import is_quant_proxy
+from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
 
-_MIB = 2**20
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """What one layer stores for backward.
-
-    Args:
-        layer: qualified name of the module; what a container's own forward computes stands under the container.
-        kind: class of the module.
-        plain_bytes: bytes stored without backward quantization.
-        saved_bytes: bytes stored with it.
-    """
-
-    layer: str
-    kind: str
-    plain_bytes: int
-    saved_bytes: int
-
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """What a model stores for backward, with and without backward quantization.
-
-    ``print(report)`` gives a text table; a storage that several ops keep counts once, for the first of them.
-
-    Args:
-        rows: one row a layer, in the order of ``model.named_modules()``; layers that store nothing are left out.
-    """
-
-    rows: tuple[LayerMemory, ...]
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes stored with backward quantization."""
-        return sum(row.saved_bytes for row in self.rows)
-
-    @property
-    def plain_bytes(self) -> int:
-        """Bytes stored without backward quantization."""
-        return sum(row.plain_bytes for row in self.rows)
-
-    @property
-    def ratio(self) -> float:
-        """How many times less is stored: ``plain_bytes / saved_bytes``."""
-        return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
-
-    def __str__(self) -> str:
-        """Return the table, a row a layer and the total."""
-        total = LayerMemory("total", "", self.plain_bytes, self.saved_bytes)
-        cells = [("layer", "kind", "plain", "stored", "ratio"), *(_cells(row) for row in (*self.rows, total))]
-        widths = [max(len(row[column]) for row in cells) for column in range(5)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
-
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one line a layer: layer, kind, plain_bytes, saved_bytes.
-
-        Args:
-            path: file to write.
-        """
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(("layer", "kind", "plain_bytes", "saved_bytes"))
-            writer.writerows((row.layer, row.kind, row.plain_bytes, row.saved_bytes) for row in self.rows)
-
-    def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
-        """Draw plain against stored bytes, a pair of bars a layer.
-
-        Args:
-            path: image file to write; its ending chooses the format.
-            max_layers: layers to show; the smaller ones are summed up in one pair of bars.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("MemoryReport.plot draws with matplotlib; install it: pip install matplotlib") from error
-        rows = _largest(self.rows, max_layers)
-        height = 0.8 / 2
-        figure = Figure(figsize=(9, 1.6 + 0.24 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        for offset, label, values in (
-            (-height / 2, f"plain, {self.plain_bytes / _MIB:.1f} MiB", [row.plain_bytes for row in rows]),
-            (height / 2, f"stored, {self.saved_bytes / _MIB:.1f} MiB", [row.saved_bytes for row in rows]),
-        ):
-            axes.barh([y + offset for y in range(len(rows))], [v / _MIB for v in values], height, label=label)
-        axes.set_yticks(range(len(rows)), [row.layer or "(model)" for row in rows], fontsize=7)
-        axes.margins(y=0.01)
-        axes.invert_yaxis()
-        axes.set_xlabel("kept for backward, MiB")
-        axes.set_title(f"{self.ratio:.1f} times less kept for backward")
-        axes.legend(loc="lower right")
-        figure.savefig(path, dpi=150)
+__all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 
 
 def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
@@ -137,7 +35,7 @@ def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
             keyword arguments.
 
     Returns:
-        The report, a row a layer.
+        The report: a row a layer, and how each op stored its tensors.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -148,39 +46,52 @@ def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
     saved = _measure(model, batch)
     with regions_disabled():
         plain = _measure(model, batch)
+    plain_bytes, saved_bytes = _by_layer(plain), _by_layer(saved)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
-    layers = [name for name in kinds if name in plain or name in saved]
-    return MemoryReport(
-        tuple(LayerMemory(name, kinds[name], plain.get(name, 0), saved.get(name, 0)) for name in layers)
+    rows = tuple(
+        LayerMemory(name, kind, plain_bytes[name], saved_bytes[name])
+        for name, kind in kinds.items()
+        if plain_bytes[name] or saved_bytes[name]
     )
+    return MemoryReport(rows, tuple(saved))
 
 
-def _measure(model: nn.Module, batch: Any) -> dict[str, int]:
-    """Return the bytes that each layer of a copy of the model keeps for backward."""
+def _by_layer(ops: list[OpMemory]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for row in ops:
+        found[row.layer] += row.saved_bytes
+    return found
+
+
+def _measure(model: nn.Module, batch: Any) -> list[OpMemory]:
+    """Return what each op of a copy of the model keeps for backward."""
     model = _copy(model)
     if not model.training:
         model.train()
-    held: dict[int, Any] = {x.untyped_storage()._cdata: x for x in (*model.parameters(), *model.buffers())}
-    layers: dict[str, int] = {}
+    weights = {x.untyped_storage()._cdata: x for x in (*model.parameters(), *model.buffers())}
+    held: dict[int, Tensor] = {}
+    ops: list[OpMemory] = []
 
     def pack(x: Tensor) -> Tensor:
         x = x if x.grad_fn is None else x.detach()
         storage = x.untyped_storage()
-        if storage._cdata not in held:
+        if storage._cdata not in weights:
+            stored = recorder.stored(x)
+            size = 0 if storage._cdata in held else storage.nbytes()
             held[storage._cdata] = x
-            layers[running[-1]] = layers.get(running[-1], 0) + storage.nbytes()
+            ops.append(OpMemory(running[-1], recorder.op, stored.how, stored.why, stored.tensor_bytes, size))
         return x
 
-    devices = {x.device for x in held.values() if x.device.type == "cuda"}
+    devices = {x.device for x in weights.values() if x.device.type == "cuda"}
     with _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
-        with torch.inference_mode(False), torch.enable_grad(), region(None):
+        with torch.inference_mode(False), torch.enable_grad(), recording() as recorder, region(None):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 if isinstance(batch, Mapping):
                     output = model(**batch)
                 else:
                     output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
     del output
-    return layers
+    return ops
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -221,24 +132,3 @@ def _layers(module: nn.Module, name: str = "") -> Iterator[tuple[nn.Module, str]
     for child_name, child in module.named_children():
         if not is_quant_proxy(child):
             yield from _layers(child, f"{name}.{child_name}" if name else child_name)
-
-
-def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:
-    ratio = f"{row.plain_bytes / row.saved_bytes:.1f}" if row.saved_bytes else "-"
-    return row.layer or "(model)", row.kind, _size(row.plain_bytes), _size(row.saved_bytes), ratio
-
-
-def _size(count: int) -> str:
-    return f"{count / _MIB:.3f} MiB" if count >= 1024 else f"{count} B"
-
-
-def _largest(rows: tuple[LayerMemory, ...], count: int) -> list[LayerMemory]:
-    """The rows with the most plain bytes, in their order, and the sum of the others as a last row."""
-    if len(rows) <= count:
-        return list(rows)
-    chosen = set(sorted(rows, key=lambda row: -row.plain_bytes)[: count - 1])
-    others = [row for row in rows if row not in chosen]
-    rest = LayerMemory(
-        f"{len(others)} other layers", "", sum(r.plain_bytes for r in others), sum(r.saved_bytes for r in others)
-    )
-    return [*(row for row in rows if row in chosen), rest]

@@ -1,10 +1,8 @@
-"""Which quantizer applies where in a model: `quantize_backward`, `restore_backward`, `backward_quant`, `quantizer`."""
+"""Backward quantizers for a model, a block of code, a tensor: `quantize_backward`, `backward_quant`, `quantizer`."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +11,7 @@ from torch import nn
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.tracing import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
-from brevact.injectors.proxies import is_quant_proxy
-
-#: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
-_POLICY = "policy"
+from brevact.rules import POLICY, Assignment, Policy, assignments, check_rules, source_text
 
 
 def quantizer(source: Any, **overrides: Any) -> Any:
@@ -99,36 +94,28 @@ def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Mod
 
     Args:
         model: module to change.
-        policy: one backward quantizer for all of it; or rules, a mapping from module types or name patterns to
-            backward quantizers, None for full precision. A pattern names a module and what is inside it ("head"), with
-            the wildcards of ``fnmatch`` ("blocks.*.norm", "*"). The first rule that matches a module wins; a module
-            that none matches runs as its parent does.
+        policy: one backward quantizer for all of it; or rules, a mapping to backward quantizers, None for full
+            precision. A rule is a module type or a tuple of types; a name pattern, which names a module and what is
+            inside it ("head"), with the wildcards of ``fnmatch`` ("blocks.*.norm", "*"); or a function of a module's
+            name and the module, which returns True or False. The first rule that matches a module wins; a module that
+            none matches runs as its parent does. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``.
         **overrides: settings that replace those of the one quantizer.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module, a rule's key is neither type nor string, its value no backward quantizer.
-        ValueError: a rule matches nothing, or the model already has a policy.
+        TypeError: ``model`` is no module, a rule's key is of another kind, its value no backward quantizer.
+        ValueError: a rule matches nothing, or nothing that the rules before it leave; the model, or a part of it,
+            already has a policy.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
-    if any(has_region(module, _POLICY) for module in model.modules()):
+    if any(has_region(module, POLICY) for module in model.modules()):
         raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
-    if isinstance(policy, Mapping):
-        if overrides:
-            raise TypeError(
-                f"{', '.join(overrides)}: overrides go with a single quantizer; in rules, put them on a rule's value: "
-                "StochBackward2bit.let(bucket_size=128)"
-            )
-        if not policy:
-            raise ValueError('policy: got no rules; accepted is at least one, such as {"*": StochBackward2bit}')
-        rules = {key: _settings(source, {}) for key, source in policy.items()}
-    else:
-        rules = {"*": backward_settings_from(policy, **overrides)}
-    for module, settings in _assignments(model, rules).items():
-        attach_region(module, settings_of_module(settings, module), _POLICY)
+    for module, assignment in _assignments(model, policy, overrides).items():
+        settings = settings_of_module(assignment.settings, module)
+        attach_region(module, settings, POLICY, label=(assignment.rule, assignment.source))
     return model
 
 
@@ -147,7 +134,7 @@ def restore_backward(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
-    if not any([detach_region(module, _POLICY) for module in model.modules()]):
+    if not any([detach_region(module, POLICY) for module in model.modules()]):
         raise ValueError("model has no backward policy; brevact.quantize_backward(model, ...) gives it one")
     return model
 
@@ -158,48 +145,18 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     return backward_settings_from(source, **overrides)
 
 
-def _assignments(
-    model: nn.Module, rules: dict[Any, BackwardSettings | None]
-) -> dict[nn.Module, BackwardSettings | None]:
-    unused = dict.fromkeys(rules)
-    assigned: dict[nn.Module, BackwardSettings | None] = {}
-    names = []
-    for name, module in _modules_without_own_region(model):
-        names.append(name)
-        matching = [key for key in rules if _matches(key, name, module)]
-        for key in matching:
-            unused.pop(key, None)
-        if matching and module not in assigned:
-            assigned[module] = rules[matching[0]]
-    if unused:
-        key = next(iter(unused))
-        near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
-        hint = f"nearest names: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
-        if not names:
-            hint = "it has a backward quantizer of its own (act_quant=), which stays"
-        raise ValueError(f"policy rule {key!r} matches no module of {type(model).__name__}; {hint}")
-    return assigned
-
-
-def _modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' proxies."""
-    if has_region(module) or is_quant_proxy(module):
-        return
-    yield name, module
-    for child_name, child in module._modules.items():
-        if child is None:
-            continue
-        yield from _modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)
-
-
-def _matches(key: Any, name: str, module: nn.Module) -> bool:
-    if isinstance(key, type) and issubclass(key, nn.Module):
-        return isinstance(module, key)
-    if isinstance(key, str):
-        return fnmatchcase(name, key) or any(
-            fnmatchcase(name[:end], key) for end, letter in enumerate(name) if letter == "."
-        )
-    raise TypeError(
-        f"policy rule {key!r} of type {type(key).__name__}: accepted keys are module types (nn.BatchNorm2d) and name "
-        'patterns ("blocks.*", "*")'
-    )
+def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
+    """Return what each module gets by a policy of any kind."""
+    if isinstance(policy, Mapping | Policy):
+        if overrides:
+            raise TypeError(
+                f"{', '.join(overrides)}: overrides go with a single quantizer; in rules, put them on a rule's value: "
+                "StochBackward2bit.let(bucket_size=128)"
+            )
+        if isinstance(policy, Policy):
+            return assignments(model, policy.rules, optional=True)
+        check_rules(policy, "policy")
+        return assignments(model, policy)
+    settings, source = backward_settings_from(policy, **overrides), source_text(policy, overrides)
+    every = assignments(model, {"*": settings})
+    return {module: Assignment(settings, found.rule, source) for module, found in every.items()}

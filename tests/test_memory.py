@@ -8,9 +8,11 @@ import csv
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import brevact
 from brevact import NearestBackward2bit, StochBackward2bit
+from brevact.autograd import recording
 from brevact.memory import LayerMemory, MemoryReport
 from tests.autograd.measuring import watch_saved
 
@@ -121,3 +123,71 @@ def test_report_prints_writes_and_draws(tmp_path):
     report.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
     assert MemoryReport(()).ratio == float("inf") and str(MemoryReport(()))
+
+
+class Ways(nn.Module):
+    """A layer for each way of storing a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool1d(self.norm(self.linear(x).relu()), 2, 1, 1)[..., :64]
+        return self.head(x.logsumexp(1, keepdim=True) * x[:, :1].sqrt())
+
+
+def test_ops_say_how_each_tensor_is_stored_and_why():
+    model = brevact.quantize_backward(Ways(), {"head": None, "*": StochBackward2bit})
+    x = torch.rand(4, 128, 64)
+    report = brevact.memory_report(model, x)
+    found = {(row.layer, row.op, row.how, row.why) for row in report.ops}
+    assert found == {
+        ("linear", "linear", "packed", ""),
+        ("", "relu", "mask", ""),
+        ("norm", "layer_norm", "packed", ""),
+        ("norm", "layer_norm", "exact", recording.NEEDED),
+        ("", "max_pool1d", "exact", recording.NEEDED),
+        ("", "logsumexp", "exact", recording.NOT_NOISE),
+        ("", "sqrt", "exact", recording.NOT_NOISE),
+        ("", "mul", "full precision", recording.SMALL),
+        ("head", "linear", "full precision", recording.NO_QUANTIZER),
+    }
+    assert sum(row.saved_bytes for row in report.ops) == report.saved_bytes
+    packed = next(row for row in report.ops if row.how == "packed")
+    assert (packed.tensor_bytes, packed.saved_bytes) == (
+        x.nbytes,
+        brevact.quantizer(StochBackward2bit).quantize(x).nbytes,
+    )
+    for row in report.ops:
+        assert row.op in str(report) and row.how in str(report) and row.why in str(report)
+        assert row.layer in report.explain()
+
+
+def test_ops_name_what_no_function_of_ours_stores():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(128, 128))
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            fake_quantized = self.weight * 0.5
+            x = torch.special.erfcx(x @ fake_quantized @ fake_quantized)  # saves its result beside its input
+            return x * table + x.gather(0, x.argsort(0))
+
+    model, x = Model(), torch.rand(128, 128)
+    brevact.quantize_backward(model, StochBackward2bit)
+    report = brevact.memory_report(model, (x, torch.rand(128, 128, requires_grad=True)))
+    found = {(row.op, row.how, row.why) for row in report.ops}
+    assert {
+        ("matmul", "packed", ""),
+        ("matmul", "full precision", recording.WEIGHT),
+        ("special_erfcx", "packed", ""),
+        ("mul", "full precision", recording.VARIABLE),
+        ("gather", "exact", recording.NO_FLOATS),
+    } <= found
+    brevact.restore_backward(model)
+    brevact.quantize_backward(model, StochBackward2bit.let(save_mode=brevact.SaveMode.QUANTIZE_ON_BACKWARD))
+    rows = brevact.memory_report(model, (x, torch.rand(128, 128, requires_grad=True))).ops
+    assert ("special_erfcx", "full precision", recording.ON_BACKWARD) in {(row.op, row.how, row.why) for row in rows}
+    assert not any(row.how == "packed" for row in rows)

@@ -113,6 +113,50 @@ def test_patterns_name_a_module_and_what_is_inside_it():
     assert head.saved_bytes >= head.plain_bytes
 
 
+def test_rules_may_be_functions_and_tuples_of_types():
+    model = Net()
+    rules = {
+        lambda name, module: name.endswith("1.1"): None,
+        (nn.BatchNorm1d, nn.BatchNorm2d): StochBackward4bit,
+        "*": StochBackward2bit,
+    }
+    brevact.quantize_backward(model, rules)
+    applied = {row.module: (row.rule, row.source) for row in brevact.backward_policy(model).rows}
+    assert applied["blocks.1.1"] == ("<lambda>", "full precision")
+    assert applied["blocks.0.1"] == ("BatchNorm1d | BatchNorm2d", "StochBackward4bit")
+    assert applied[""] == applied["blocks.0.0"] == ("'*'", "StochBackward2bit")
+
+
+def test_a_rule_for_any_name_of_a_tied_module_counts():
+    model = brevact.quantize_backward(Net(), {"tied": None, "*": StochBackward2bit})
+    assert {row.module: row.settings for row in brevact.backward_policy(model).rows}["head"] is None
+
+
+def test_rules_of_a_policy_object_may_match_nothing():
+    policy = brevact.Policy({nn.LayerNorm: None, nn.BatchNorm2d: StochBackward4bit, "*": StochBackward2bit})
+    rows = brevact.backward_policy(brevact.quantize_backward(Net(), policy)).rows
+    assert [row.source for row in rows if row.kind == "BatchNorm2d"] == ["StochBackward4bit"] * 2
+    with pytest.raises(TypeError, match="rules=3 of type int"):
+        brevact.Policy(3)
+    with pytest.raises(ValueError, match="rules: got no rules"):
+        brevact.Policy({})
+
+
+def test_backward_policy_shows_what_applies_where():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), bnn.SiLU(act_quant=StochBackward4bit)))
+    plain = brevact.backward_policy(model)
+    assert [row.rule for row in plain.rows] == ["", "", "", "", "its own"]
+    brevact.quantize_backward(model, {"1.0": None, "*": StochBackward2bit.let(bucket_size=64)})
+    policy = brevact.backward_policy(model)
+    assert [row.module for row in policy.rows] == [name for name, _ in model.named_modules() if "quant" not in name]
+    lines = str(policy).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["(model)", "1.0", "1.1"]
+    assert "bucket_size=64" in lines[2] and lines[2].split()[2] == "3"
+    assert "full precision" in lines[3] and "bit_width=4" in lines[4]
+    with pytest.raises(TypeError, match="model: got 3"):
+        brevact.backward_policy(3)
+
+
 def test_layers_with_a_quantizer_of_their_own_keep_it():
     model = nn.Sequential(bnn.QuantConv2d(3, 8, 3, weight_quant=None, act_quant=StochBackward4bit), nn.BatchNorm2d(8))
     brevact.quantize_backward(model, StochBackward2bit)
@@ -144,6 +188,13 @@ def test_policies_survive_copy_and_pickle():
         ({3: StochBackward2bit}, TypeError, "policy rule 3 of type int"),
         ({"*": "StochBackward2bit"}, TypeError, "StochBackward2bit"),
         (None, TypeError, "None"),
+        ({"*": None, nn.BatchNorm2d: StochBackward2bit}, ValueError, "BatchNorm2d applies nowhere.* put it before"),
+        ({}, ValueError, "no rules"),
+        ({StochBackward2bit: None}, TypeError, "StochBackward2bit"),
+        ({(nn.Conv2d, 3): None}, TypeError, "accepted keys"),
+        ({lambda name, module: None: StochBackward2bit}, TypeError, "<lambda> returned None"),
+        ({lambda name, module: False: StochBackward2bit}, ValueError, "<lambda> matches no module of Net"),
+        (brevact.Policy({nn.LayerNorm: None, nn.RMSNorm: None}), ValueError, "LayerNorm matches no module of Net"),
     ],
 )
 def test_quantize_backward_refuses_wrong_policies(policy, error, message):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from brevact.autograd import recording
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask
 from brevact.autograd.transforms import NO_TRANSFORMS
@@ -129,7 +130,7 @@ class SavedTensorHooks:
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)
         if kept[1] is AS_IT_IS and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
-            kept = keep_as_it_is(x.detach())
+            kept = (x.detach(),), AS_IT_IS
         return _Stored(kept, self._outer)
 
     def _is_frozen_weight(self, x: Tensor) -> bool:
@@ -139,13 +140,23 @@ class SavedTensorHooks:
     def _keep(self, x: Tensor) -> Kept:
         region = self._region
         settings = region.settings
-        plain = settings is None or not region.packs or not is_plain(x)
-        if not plain and x.numel() >= settings.min_numel and region.packs_for(sys._getframe(2)):
-            if x.dtype is torch.bool:
-                return keep_mask(x)
-            if is_activation(x) and not self._is_frozen_weight(x):
-                return region.keep_activation(x)
-        return keep_as_it_is(x)
+        if settings is None or not region.packs:
+            why = recording.NO_QUANTIZER
+        elif not is_plain(x):
+            why = recording.OTHER_KIND
+        elif x.numel() < settings.min_numel:
+            why = recording.SMALL
+        elif not region.packs_for(sys._getframe(2)):
+            why = recording.OUT_OF_SIGHT
+        elif x.dtype is torch.bool:
+            return keep_mask(x)
+        elif not is_activation(x):
+            why = recording.NO_FLOATS
+        elif self._is_frozen_weight(x):
+            why = recording.WEIGHT
+        else:
+            return region.keep_activation(x)
+        return keep_as_it_is(x, why)
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS
@@ -32,7 +33,9 @@ from brevact.quantizers import Layout, is_traced, read
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
 
-NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate((*HANDLERS, *PRODUCTS))}
+NAMES: dict[Callable, str] = {
+    func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS)))
+}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
@@ -49,10 +52,15 @@ def call_in_graph(
 def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     if spelled != FULL_PRECISION:
         region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
-        if func in PRODUCTS:
-            result = func(*args, **kwargs)
-            return result if region.are_weights((args, kwargs)) else _Product.apply(result)
-        if not is_inplace(func, args, kwargs):
+        return _call_in(region, func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if func in NAMES:
+        if func not in HANDLERS:
+            result = NotImplemented
+        elif not is_inplace(func, args, kwargs):
             result = HANDLERS[func](region, func, *args, **kwargs)
         else:  # the compiler knows in-place changes by ops of its own, not by Functions
             region.copy = args[0].clone()
@@ -61,7 +69,32 @@ def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args:
                 result = args[0].copy_(result)
         if result is not NotImplemented:
             return result
+        if func in PRODUCTS and not region.are_weights((args, kwargs)):
+            return _Product.apply(func(*args, **kwargs))
     return func(*args, **kwargs)
+
+
+class _InnerMode(TorchFunctionMode):
+    """Hands the functions that a handler calls to their counterparts, too."""
+
+    def __init__(self, region: _TracedRegion) -> None:
+        super().__init__()
+        self._region = region
+
+    def __enter__(self) -> _InnerMode:
+        self._enabled = torch._C._EnableTorchFunction()  # which is off in a node of the graph
+        self._enabled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._enabled.__exit__(*exc_info)
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return _call_in(self._region, func, args, kwargs or {})
 
 
 class _Product(Saving):
@@ -82,6 +115,7 @@ class _TracedRegion:
     def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
         self.settings = settings
         self._parameters = parameters
+        self.mode = _InnerMode(self)
         self.copy: Tensor | None = None  # of the argument that is overwritten
 
     def is_activation(self, x: Any) -> bool:

@@ -22,9 +22,10 @@ _is_grad_enabled = torch.is_grad_enabled
 class _EnterRegion:
     """Forward pre-hook: the module's forward runs in a region while the module trains."""
 
-    def __init__(self, settings: BackwardSettings | None, origin: str) -> None:
+    def __init__(self, settings: BackwardSettings | None, origin: str, label: tuple[str, ...]) -> None:
         self.settings = settings
         self.origin = origin
+        self.label = label
 
     @tracing.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -113,7 +114,9 @@ def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
     return caller is frame or caller is frame.f_back
 
 
-def attach_region(module: nn.Module, settings: BackwardSettings | None, origin: str = "layer") -> None:
+def attach_region(
+    module: nn.Module, settings: BackwardSettings | None, origin: str = "layer", *, label: tuple[str, ...] = ()
+) -> None:
     """Let the forward of ``module`` run in a region, through forward hooks; a second call replaces the first.
 
     The hooks are copied and pickled with the module. The region is active while gradients are enabled and the module
@@ -124,9 +127,10 @@ def attach_region(module: nn.Module, settings: BackwardSettings | None, origin: 
         module: any module; it is changed in place.
         settings: what its ops store for backward; None keeps full precision inside an enclosing region.
         origin: who attaches it; regions of different origins stand beside each other.
+        label: texts that say where the settings come from.
     """
     detach_region(module, origin)
-    module.register_forward_pre_hook(_EnterRegion(settings, origin))
+    module.register_forward_pre_hook(_EnterRegion(settings, origin, label))
     module.register_forward_hook(_ExitRegion(origin), always_call=True)
 
 

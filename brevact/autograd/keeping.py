@@ -8,10 +8,12 @@ tensors that turns them back into an activation. Keeping the two apart lets ever
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from brevact.autograd import recording
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
@@ -34,6 +36,9 @@ class Decoder(Protocol):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor: ...
 
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how the activation is kept, for a report, and the bytes it has when decoded."""
+
 
 #: Tensors for autograd to save, and the decoder that reads them.
 Kept = tuple[tuple[Tensor, ...], Decoder]
@@ -45,6 +50,9 @@ class _AsItIs:
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return tensors[0] * grad
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return recording.FULL_PRECISION, tensors[0].nbytes
 
 
 class _Packed:
@@ -58,6 +66,9 @@ class _Packed:
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return recording.PACKED, _bytes_of(self._spec.layout)
 
     def decode_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Decode with one more dimension: a compiler that saw the same op in backward would keep its result instead."""
@@ -80,6 +91,9 @@ class _PackedOnBackward(NamedTuple):
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return self._pack(tensors).dequantize_multiply(grad)
 
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return recording.FULL_PRECISION, tensors[0].nbytes
+
 
 class _Mask(NamedTuple):
     layout: Layout
@@ -91,19 +105,30 @@ class _Mask(NamedTuple):
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
 
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return recording.MASKED, _bytes_of(self.layout)
+
 
 AS_IT_IS = _AsItIs()
 _shared = SharedPacks()
 
 
-def keep_as_it_is(x: Tensor) -> Kept:
+def keep_as_it_is(x: Tensor, why: str = recording.NEEDED) -> Kept:
     """Keep ``x`` itself."""
-    return (x,), AS_IT_IS
+    return _noted(((x,), AS_IT_IS), why)
 
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
-    return (pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)
+    return _noted(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
+
+
+def _noted(kept: Kept, why: str = "") -> Kept:
+    """Tell the recorder of a report, if there is one, how a tensor is kept."""
+    recorder = recording.of_thread.recorder
+    if recorder is not None:
+        recorder.note(kept, why)
+    return kept
 
 
 def keep_packed(
@@ -130,7 +155,7 @@ def keep_packed(
         The packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements.
     """
     if x.numel() < settings.min_numel:
-        return (x,), AS_IT_IS
+        return keep_as_it_is(x, recording.SMALL)
     repeats = repeats and settings.draws_size
     slot = _shared.slot(x, (settings.key, repeats)) if share else None
     found = None if slot is None else slot.find()
@@ -145,7 +170,7 @@ def keep_packed(
         found = pack(x, quantizer, settings.save_mode, seeds.next(x.device) if quantizer.is_stochastic else 0)
         if slot is not None:
             slot.fill(*found)
-    return found
+    return _noted(found, recording.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else "")
 
 
 def decode_early(kept: Kept) -> Tensor:
@@ -186,3 +211,7 @@ def _without_gaps(x: Tensor) -> Tensor:
         if stride == 0:
             distinct = distinct.narrow(dim, 0, 1)
     return distinct.contiguous().expand(x.shape)
+
+
+def _bytes_of(layout: Layout) -> int:
+    return math.prod(layout.shape) * layout.dtype.itemsize

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import tracing
+from brevact.autograd import recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
 from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds
 from brevact.autograd.functions.base import is_activation
@@ -188,8 +188,9 @@ class Region:
 
         A leaf that requires a gradient is somebody's variable and stays in memory anyway.
         """
-        is_variable = x.is_leaf and x.requires_grad
-        return keep_as_it_is(x) if is_variable or self.is_weight(x) else self.keep(x)
+        if x.is_leaf and x.requires_grad:
+            return keep_as_it_is(x, recording.VARIABLE)
+        return keep_as_it_is(x, recording.WEIGHT) if self.is_weight(x) else self.keep(x)
 
 
 class _EagerMode(tracing.RegionMode):
@@ -216,6 +217,8 @@ class _EagerMode(tracing.RegionMode):
         if not regions:
             return func(*args, **kwargs)
         region = regions[-1]
+        if recording.of_thread.recorder is not None:
+            recording.of_thread.recorder.enter(func, recording.NO_QUANTIZER)
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
@@ -240,6 +243,8 @@ class _EagerMode(tracing.RegionMode):
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
         if makes_weight or kinds.is_exact(region, func, args):
+            if recording.of_thread.recorder is not None:
+                recording.of_thread.recorder.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
             with region.hooks.suspended:
                 result = func(*args, **kwargs)
         else:

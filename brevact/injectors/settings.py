@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 from typing import Any
 
@@ -162,6 +163,36 @@ def _settable(value: Any) -> set[str]:
     return (
         {field.name for field in dataclasses.fields(value) if field.init} if dataclasses.is_dataclass(value) else set()
     )
+
+
+def described(settings: BackwardSettings, *, brief: bool = False) -> str:
+    """Return the quantizer's settings as text, and those of the region that are not the default.
+
+    Args:
+        settings: the region's settings.
+        brief: whether settings of the quantizer that are the default are left out, too, apart from the first.
+    """
+    quantizer = settings.quantizer
+    defaults = _field_defaults(quantizer)
+    stated = {name: getattr(quantizer, name) for name in defaults}
+    if brief:
+        stated = {
+            name: value for name, value in stated.items() if value != defaults[name] or name == next(iter(defaults))
+        }
+    kind = quantizer.extra_repr() if isinstance(quantizer, nn.Module) else type(quantizer).__name__
+    for name, default in _field_defaults(settings).items():
+        if name != "quantizer" and getattr(settings, name) != default:
+            stated[name] = getattr(settings, name)
+    return ", ".join([kind, *(f"{name}={_plain(value)}" for name, value in stated.items())])
+
+
+def _field_defaults(value: Any) -> dict[str, Any]:
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {field.name: field.default for field in fields if field.repr}
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import functools
 import inspect
 import warnings
-from typing import Any
 
 from brevitas.nn import QuantIdentity, QuantMultiheadAttention
 from brevitas.nn.mixin.base import QuantRecurrentLayerMixin
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 from brevact.autograd import BackwardSettings, attach_region
 from brevact.injectors.forward_side import forward_injector_of
 from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType, written_values
-from brevact.injectors.settings import resolve
+from brevact.injectors.settings import described, resolve
 
 
 class BackwardQuantProxy(nn.Module):
@@ -57,22 +54,7 @@ class BackwardQuantProxy(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the quantizer's settings, and those of the region that are not the default."""
-        quantizer = self.settings.quantizer
-        stated = {name: getattr(quantizer, name) for name in _field_defaults(quantizer)}
-        described = quantizer.extra_repr() if isinstance(quantizer, nn.Module) else type(quantizer).__name__
-        for name, default in _field_defaults(self.settings).items():
-            if name != "quantizer" and getattr(self.settings, name) != default:
-                stated[name] = getattr(self.settings, name)
-        return ", ".join([described, *(f"{name}={_plain(value)}" for name, value in stated.items())])
-
-
-def _field_defaults(value: Any) -> dict[str, Any]:
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    return {field.name: field.default for field in fields if field.repr}
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value
+        return described(self.settings)
 
 
 def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:

@@ -155,11 +155,11 @@ def test_stored_bytes_shrink(op):
         saved.tensors = [t for t in saved.tensors if t.untyped_storage().data_ptr() not in held and t.dim()]
         sizes.append(saved.nbytes)
     bits = 32 * sizes[1] / sizes[0]
-    assert bits <= (4 if op.stored == "packed" else 2.2), f"{sizes}: {bits:.2f} bits an element"
+    assert bits <= {"packed": 4, "scores": 6}.get(op.stored, 2.2), f"{sizes}: {bits:.2f} bits an element"
 
 
 @pytest.mark.parametrize("op", ops.NOTHING, **by_name)
-def test_average_pooling_stores_nothing(op):
+def test_what_depends_on_sizes_alone_stores_nothing(op):
     x = torch.randn(op.shape, requires_grad=True).clone()
     with watch_saved() as saved, region(settings()):
         op.make()(x)
@@ -243,7 +243,7 @@ def test_empty_batches(op):
             run(op, function, x, settings())
         return
     out, grads = run(op, function, x, settings())
-    assert torch.equal(out, expected_out)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=0, equal_nan=True)  # the mean of no losses is NaN
     for grad, reference in zip(grads, expected, strict=True):
         assert grad.shape == reference.shape and torch.equal(grad, reference)
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeping import Decoder, Kept
+from brevact.autograd import recording
+from brevact.autograd.keeping import Decoder, Kept, keep_as_it_is
 from brevact.quantizers import is_traced
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -58,6 +59,10 @@ def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -
             start, stop = stop, stop + len(kept)
             tensors += kept
             recipe.append((start, stop, decoder))
+    if recording.of_thread.recorder is not None:
+        for x in exact:
+            if x is not None:
+                keep_as_it_is(x)
     ctx.save_for_backward(*tensors, *exact)
     ctx.recipe, ctx.kept_count = recipe, stop
 
@@ -94,6 +99,36 @@ def _once_differentiable(backward: Callable) -> Callable:
         return backward(ctx, *grads)
 
     return wrapper
+
+
+#: Sizes, strides and dtype of a tensor.
+InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class OfSizes(Saving):
+    """An op whose gradient depends on the sizes of its input alone: nothing is stored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Any,
+        call: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor, InputLike], Tensor],
+        input: Tensor,
+    ) -> Tensor:
+        ctx.run_backward = backward
+        ctx.input_like = (input.shape, input.stride(), input.dtype)
+        return call(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, ctx.run_backward(grad, ctx.input_like)
+
+
+def blank(input_like: InputLike, grad: Tensor) -> Tensor:
+    """Return a tensor like the input, on the gradient's device, whose values nobody reads."""
+    shape, stride, dtype = input_like
+    return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
 
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))

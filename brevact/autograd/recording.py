@@ -1,0 +1,98 @@
+"""How each tensor that autograd stores is stored, and why: recorded while a report is made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from brevact.autograd.storages import storage_address
+
+if TYPE_CHECKING:
+    from brevact.autograd.keeping import Kept
+
+#: Ways of storing a tensor.
+PACKED, MASKED, EXACT, FULL_PRECISION = "packed", "mask", "exact", "full precision"
+
+NO_QUANTIZER = "no quantizer applies"
+NOT_NOISE = "a rounding error in it would not be noise on the gradient"
+SMALL = "fewer elements than min_numel"
+WEIGHT = "a weight, or computed from weights alone"
+VARIABLE = "a variable that requires gradients: somebody holds it"
+NEEDED = "indices, statistics and weights that the gradient needs"
+NO_FLOATS = "not floating point"
+OTHER_KIND = "a tensor of another kind: sparse, nested, or of a subclass"
+OUT_OF_SIGHT = "saved by a compiled graph, or after an interrupt"
+ON_BACKWARD = "quantized when backward starts"
+_EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """How one tensor is stored.
+
+    Args:
+        how: "packed", "mask" (one bit an element), "exact" (its values matter: indices, statistics, codes) or
+            "full precision".
+        why: the reason, for what is neither packed nor a mask.
+        tensor_bytes: bytes of the tensor as a plain op would store it.
+    """
+
+    how: str
+    why: str
+    tensor_bytes: int
+
+
+class Recorder:
+    """Knows the torch function that runs, and how the tensors are kept that autograd is about to store.
+
+    What keeps a tensor calls ``note``; hooks around the region, which see each tensor that is really stored, ask.
+    """
+
+    def __init__(self) -> None:
+        self.op = ""
+        self._why = NO_QUANTIZER
+        self._noted: dict[int, StoredTensor] = {}
+
+    def enter(self, func: Callable, why: str) -> None:
+        """Note the torch function that runs, and why it stores what nobody notes."""
+        self.op = getattr(func, "__name__", str(func))
+        self._why = why
+        self._noted.clear()
+
+    def note(self, kept: Kept, why: str = "") -> None:
+        """Note how a tensor is kept."""
+        tensors, decoder = kept
+        how, tensor_bytes = decoder.described(tensors)
+        how = EXACT if how == FULL_PRECISION and why in _EXACTLY else how
+        for x in tensors:
+            self._noted[storage_address(x)] = StoredTensor(how, why, tensor_bytes)
+            tensor_bytes = 0
+
+    def stored(self, x: Tensor) -> StoredTensor:
+        """Return how a tensor that reaches the hooks around the region is kept."""
+        found = self._noted.get(storage_address(x))
+        if found is None:
+            return StoredTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, x.nbytes)
+        return found
+
+
+class _OfThread(threading.local):
+    recorder: Recorder | None = None
+
+
+of_thread = _OfThread()
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record what regions of this thread store."""
+    outer, of_thread.recorder = of_thread.recorder, Recorder()
+    try:
+        yield of_thread.recorder
+    finally:
+        of_thread.recorder = outer

@@ -1,0 +1,121 @@
+"""What applies where in a model: `backward_policy`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from brevact.autograd import BackwardSettings
+from brevact.autograd.hooks import regions_of
+from brevact.injectors.proxies import is_quant_proxy
+from brevact.injectors.settings import described
+from brevact.injectors.slot import BackwardQuantProxy
+from brevact.rules import POLICY, source_text
+from brevact.tables import text_table
+
+_OWN = "its own"
+
+
+@dataclass(frozen=True)
+class ModulePolicy:
+    """What applies to one module.
+
+    Args:
+        module: qualified name of the module, "" for the model itself.
+        kind: class of the module.
+        rule: the policy's rule that matched it, as text; "its own" for a layer with ``act_quant=``; "" if none did
+            and it runs as its parent does.
+        source: the backward quantizer by name.
+        settings: what ops inside store; None for full precision.
+    """
+
+    module: str
+    kind: str
+    rule: str
+    source: str
+    settings: BackwardSettings | None
+
+
+@dataclass(frozen=True)
+class BackwardPolicy:
+    """Which backward quantizer applies where in a model.
+
+    ``print(policy)`` shows a tree: a module has a line if something else applies to it than to its parent.
+
+    Args:
+        rows: what applies to each module, in the order of ``model.named_modules()``.
+    """
+
+    rows: tuple[ModulePolicy, ...]
+
+    def __str__(self) -> str:
+        """Return a line for the model, and one for each module that differs from its parent."""
+        shown: dict[str, ModulePolicy] = {}
+        counts: dict[str, int] = {}
+        above: dict[str, str] = {}
+        for row in self.rows:
+            parent = above.get(row.module.rpartition(".")[0]) if row.module else None
+            differs = parent is None or shown[parent].settings != row.settings
+            above[row.module] = row.module if differs else parent
+            if differs:
+                shown[row.module] = row
+            counts[above[row.module]] = counts.get(above[row.module], 0) + 1
+        header = ("module", "kind", "modules", "rule", "backward quantizer")
+        cells = [
+            (_indented(row.module), row.kind, str(counts[row.module]), row.rule or "-", _quantizer_text(row))
+            for row in shown.values()
+        ]
+        return text_table(header, cells)
+
+
+def backward_policy(model: nn.Module) -> BackwardPolicy:
+    """Return which backward quantizer applies to each module of a model.
+
+    >>> import torch.nn as nn, brevact
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    >>> model = brevact.quantize_backward(model, {nn.LayerNorm: None, "*": brevact.StochBackward2bit})
+    >>> [(row.module, row.rule, row.source) for row in brevact.backward_policy(model).rows]
+    [('', "'*'", 'StochBackward2bit'), ('0', "'*'", 'StochBackward2bit'), ('1', 'LayerNorm', 'full precision')]
+
+    Args:
+        model: module, with a policy, with layers that have a quantizer of their own, or with neither.
+
+    Returns:
+        What applies where; ``print`` it.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+    rows: list[ModulePolicy] = []
+    _describe(model, "", ModulePolicy("", "", "", source_text(None), None), rows)
+    return BackwardPolicy(tuple(rows))
+
+
+def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[ModulePolicy]) -> None:
+    """Append the rows of a module and of what is inside it."""
+    rule, source, settings = "", parent.source, parent.settings
+    for hook in regions_of(module):  # the last one is entered last, and decides
+        settings = hook.settings
+        if hook.origin == POLICY:
+            rule, source = hook.label
+        else:
+            rule, source = _OWN, source_text(None) if settings is None else type(settings.quantizer).__name__
+    row = ModulePolicy(name, type(module).__name__, rule, source, settings)
+    rows.append(row)
+    for child_name, child in module.named_children():
+        if not (is_quant_proxy(child) or isinstance(child, BackwardQuantProxy)):
+            _describe(child, f"{name}.{child_name}" if name else child_name, row, rows)
+
+
+def _indented(name: str) -> str:
+    return "  " * (name.count(".") + 1) + name if name else "(model)"
+
+
+def _quantizer_text(row: ModulePolicy) -> str:
+    if row.settings is None:
+        return row.source
+    text = described(row.settings, brief=True)
+    return text if text.startswith(row.source) else f"{row.source}: {text}"

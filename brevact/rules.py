@@ -1,0 +1,178 @@
+"""Rules of a policy: which modules they match, and which quantizer each module gets."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from brevact.autograd import BackwardSettings, has_region
+from brevact.injectors import backward_settings_from
+from brevact.injectors.proxies import is_quant_proxy
+
+#: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
+POLICY = "policy"
+ACCEPTED_KEYS = (
+    "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), name patterns "
+    '("blocks.*", "*") and functions of a name and a module that return True or False'
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Ordered rules for models of one kind, some of which a model may leave without a match.
+
+    >>> import torch.nn as nn, brevact
+    >>> norms = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit})
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.LayerNorm(8)), norms)
+
+    Args:
+        rules: mapping from module types, name patterns or functions to backward quantizers, as
+            :func:`brevact.quantize_backward` takes it. Unlike there, a rule may match nothing; all of them may not.
+
+    Raises:
+        TypeError: ``rules`` is no mapping.
+        ValueError: there are no rules.
+    """
+
+    rules: Mapping[Any, Any]
+
+    def __post_init__(self) -> None:
+        check_rules(self.rules, "rules")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a rule gives to a module.
+
+    Args:
+        settings: what the region of the module stores; None keeps full precision.
+        rule: the rule as text.
+        source: the backward quantizer as text.
+    """
+
+    settings: BackwardSettings | None
+    rule: str
+    source: str
+
+
+def check_rules(rules: Any, argument: str) -> None:
+    """Raise for rules that are no mapping, or none at all."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"{argument}={rules!r} of type {type(rules).__name__}; accepted is a mapping from module types, name "
+            "patterns or functions to backward quantizers"
+        )
+    if not rules:
+        raise ValueError(f'{argument}: got no rules; accepted is at least one, such as {{"*": StochBackward2bit}}')
+
+
+def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = False) -> dict[nn.Module, Assignment]:
+    """Return what each module gets; the first rule that matches a module wins.
+
+    Args:
+        model: root of the modules; layers with a backward quantizer of their own are left out.
+        rules: backward quantizers, or None, by rule.
+        optional: whether some rules may match nothing.
+
+    Returns:
+        Assignments of the modules that a rule matches.
+
+    Raises:
+        TypeError: a key is no rule, or a value no backward quantizer.
+        ValueError: a rule matches nothing, or nothing that the rules before it leave.
+    """
+    of_rules = {key: _assignment(key, source) for key, source in rules.items()}
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in _modules_without_own_region(model):
+        names.setdefault(module, []).append(name)
+    matching = {key: [module for module in names if _matches_any(key, names[module], module)] for key in rules}
+    assigned: dict[nn.Module, Assignment] = {}
+    for key, modules in matching.items():
+        count = len(assigned)
+        assigned = {module: of_rules[key] for module in modules} | assigned
+        if not optional or not any(matching.values()):
+            if not modules:
+                hint = _hint(key, [name for each in names.values() for name in each])
+                raise ValueError(f"policy rule {rule_text(key)} matches no module of {type(model).__name__}; {hint}")
+            if len(assigned) == count:
+                raise ValueError(
+                    f"policy rule {rule_text(key)} applies nowhere: rules before it match all its modules, and the "
+                    "first match wins; put it before them"
+                )
+    return {module: assigned[module] for module in names if module in assigned}
+
+
+def _matches_any(key: Any, names: list[str], module: nn.Module) -> bool:
+    return any([matches(key, name, module) for name in names])
+
+
+def matches(key: Any, name: str, module: nn.Module) -> bool:
+    """Return whether a rule matches a module of this name.
+
+    Raises:
+        TypeError: ``key`` is no rule, or a function that returns neither True nor False.
+    """
+    if isinstance(key, str):
+        return fnmatchcase(name, key) or any(
+            fnmatchcase(name[:end], key) for end, letter in enumerate(name) if letter == "."
+        )
+    if _are_module_types(key):
+        return isinstance(module, key)
+    if callable(key) and not isinstance(key, type | nn.Module):
+        found = key(name, module)
+        if not isinstance(found, bool):
+            raise TypeError(
+                f"policy rule {rule_text(key)} returned {found!r} of type {type(found).__name__} for module {name!r}; "
+                "a function of a name and a module returns True or False"
+            )
+        return found
+    raise TypeError(f"policy rule {key!r} of type {type(key).__name__}: {ACCEPTED_KEYS}")
+
+
+def rule_text(key: Any) -> str:
+    """Return a rule as a short text."""
+    if isinstance(key, tuple):
+        return " | ".join(map(rule_text, key))
+    if isinstance(key, type):
+        return key.__name__
+    return repr(key) if isinstance(key, str) else getattr(key, "__name__", repr(key))
+
+
+def source_text(source: Any, overrides: Mapping[str, Any] | None = None) -> str:
+    """Return a backward quantizer, with overrides, as a short text."""
+    if source is None:
+        return "full precision"
+    text = source.__name__ if isinstance(source, type) else repr(source)
+    return f"{text}({', '.join(f'{name}={value!r}' for name, value in overrides.items())})" if overrides else text
+
+
+def _assignment(key: Any, source: Any) -> Assignment:
+    settings = None if source is None else backward_settings_from(source)
+    return Assignment(settings, rule_text(key), source_text(source))
+
+
+def _are_module_types(key: Any) -> bool:
+    kinds = key if isinstance(key, tuple) and key else (key,)
+    return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
+
+
+def _hint(key: Any, names: list[str]) -> str:
+    if not names:
+        return "it has a backward quantizer of its own (act_quant=), which stays"
+    near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
+    return f"nearest names: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
+
+
+def _modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' proxies."""
+    if has_region(module) or is_quant_proxy(module):
+        return
+    yield name, module
+    for child_name, child in module._modules.items():
+        if child is not None:
+            yield from _modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)

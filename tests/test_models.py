@@ -1,0 +1,89 @@
+"""Whole models that nobody here wrote: forward, gradients and bytes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import brevact
+from benchmarks.model_zoo import CONVOLUTIONAL, MODELS, Subject, build, loss_of
+from benchmarks.models import gradient, loss_at, mean_projection, quantized, relative_error
+from brevact import (
+    BackwardSettings,
+    PackedActivation,
+    StochBackward2bit,
+    StochBackward4bit,
+    StochBackward8bit,
+    UniformQuantizer,
+)
+
+LEAST_RATIO = {name: 12 if name in CONVOLUTIONAL else 6 for name in MODELS}
+#: Steps of 8 and of 4 bits, 1 / 255 and 1 / 15 of the range.
+STEP_RATIO = 15 / 255
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def subject(request: pytest.FixtureRequest) -> tuple[str, Subject]:
+    return request.param, build(request.param)
+
+
+def is_quadratic(name: str, module: nn.Module) -> bool:
+    """Norms, and what computes attention: their gradients are not linear in each tensor that they store."""
+    kind = type(module).__name__
+    return "Norm" in kind or "Attention" in kind
+
+
+def test_forward_is_bit_equal_and_few_bytes_are_kept(subject):
+    name, plain = subject
+    two = quantized(plain, StochBackward2bit)
+    assert torch.equal(loss_at(two, 0), loss_at(plain, 0))
+    report = brevact.memory_report(two.model, two.batch)
+    assert report.ratio >= LEAST_RATIO[name], f"\n{report}"
+
+
+def test_gradients_err_in_proportion_to_the_step(subject):
+    _, plain = subject
+    expected = [gradient(plain, seed) for seed in range(2)]
+    errors = []
+    for quantizer in (StochBackward4bit, StochBackward8bit):
+        noisy = quantized(plain, quantizer)
+        errors.append(sum(relative_error(gradient(noisy, seed), expected[seed]) for seed in range(2)) / 2)
+    assert 0.0 < errors[1] < 2 * STEP_RATIO * errors[0] and errors[0] < 1.0
+
+
+def test_gradients_are_unbiased_where_the_ops_allow_it(subject):
+    _, plain = subject
+    rules = {is_quadratic: StochBackward8bit, "*": StochBackward2bit}
+    noisy = quantized(plain, rules)
+    mean, error = mean_projection([(gradient(noisy, seed), gradient(plain, seed)) for seed in range(6)])
+    assert abs(mean - 1) < 5 * error
+    assert error > 0.0
+
+
+class Spy(UniformQuantizer):
+    """Keeps what it is given."""
+
+    seen: ClassVar[list[Tensor]] = []
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        Spy.seen.append(x)
+        return super().quantize(x, seed)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weights_are_never_packed(subject, autocast):
+    _, plain = subject
+    spied = quantized(plain, BackwardSettings(Spy(bit_width=8), min_numel=0))
+    Spy.seen.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        loss_of(spied)
+    given = {(x.numel(), *x.flatten()[:2].tolist()): x for x in map(torch.Tensor.float, Spy.seen)}
+    Spy.seen.clear()
+    weights = [p.detach() for p in spied.model.parameters() if p.dim() > 1]
+    copies = [form.flatten() for p in weights for form in (p, p.transpose(0, 1), p.bfloat16().float())]
+    assert len(given) > 10
+    for x in given.values():
+        assert not any(x.numel() == copy.numel() and torch.equal(x.flatten(), copy) for copy in copies), x.shape
