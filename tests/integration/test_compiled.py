@@ -68,7 +68,7 @@ def test_one_graph_trains_as_eager_does(name, autocast):
 @pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, F.relu, F.leaky_relu])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_strides_that_the_compiler_foretells_wrongly_do_no_harm(function, dtype):
-    leaf = NearestBackward8bit.let(min_numel=0)
+    leaf = NearestBackward8bit.let(min_numel=0)  # in a closure, of which Dynamo asks for `__code__`
 
     def run(x: Tensor) -> Tensor:
         with brevact.backward_quant(leaf):
