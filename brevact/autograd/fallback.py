@@ -16,7 +16,7 @@ from torch import Tensor
 
 from brevact.autograd import recording
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
-from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask
+from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask, keep_small
 from brevact.autograd.transforms import NO_TRANSFORMS
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class SavedTensorHooks:
 
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)
-        if kept[1] is AS_IT_IS and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
+        if kept[0][0] is x and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
             kept = (x.detach(),), AS_IT_IS
         return _Stored(kept, self._outer)
 
@@ -145,7 +145,7 @@ class SavedTensorHooks:
         elif not is_plain(x):
             why = recording.OTHER_KIND
         elif x.numel() < settings.min_numel:
-            why = recording.SMALL
+            return self._keep_small(x)
         elif not region.packs_for(sys._getframe(2)):
             why = recording.OUT_OF_SIGHT
         elif x.dtype is torch.bool:
@@ -157,6 +157,12 @@ class SavedTensorHooks:
         else:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
+
+    def _keep_small(self, x: Tensor) -> Kept:
+        """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
+        if x.is_floating_point() and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
+            return keep_small(x)
+        return keep_as_it_is(x, recording.SMALL)
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

@@ -118,6 +118,13 @@ def keep_as_it_is(x: Tensor, why: str = recording.NEEDED) -> Kept:
     return _noted(((x,), AS_IT_IS), why)
 
 
+def keep_small(x: Tensor) -> Kept:
+    """Keep a small tensor; a view of a larger storage, a class token say, is copied, so as not to hold all of it."""
+    if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes:
+        x = x.detach().clone()
+    return keep_as_it_is(x, recording.SMALL)
+
+
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
     return _noted(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
@@ -155,7 +162,7 @@ def keep_packed(
         The packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements.
     """
     if x.numel() < settings.min_numel:
-        return keep_as_it_is(x, recording.SMALL)
+        return keep_small(x)
     repeats = repeats and settings.draws_size
     slot = _shared.slot(x, (settings.key, repeats)) if share else None
     found = None if slot is None else slot.find()
