@@ -48,8 +48,9 @@ def step(run: Callable, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tenso
     return out.detach(), grads(model), saved.nbytes
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "autocast"), [("images", False), ("images, channels_last", True), ("transformer", False)]
+)
 def test_one_graph_trains_as_eager_does(name, autocast):
     make, x = MODELS[name]
     plain, model = twins(make, NearestBackward4bit)
