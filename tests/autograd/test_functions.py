@@ -275,18 +275,16 @@ def test_only_the_bias_trains(make, positions):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_transposed_convolutions_run_in_torchs_dtypes_under_autocast(dims):
     layer = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1](4, 6, 3, stride=2)
-
-    def function(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return layer(x)
-
+    layer.forward = torch.autocast("cpu", torch.bfloat16)(layer.forward)
     x = torch.randn(3, 4, *(7,) * dims)
     op = ops.Op("conv_transpose", lambda: layer)
-    expected_out, expected = run(op, function, x, None)
-    out, grads = run(op, function, x, EXACT_VALUES)
+    expected_out, expected = run(op, layer, x, None)
+    out, grads = run(op, layer, x, EXACT_VALUES)
+    assert [grad.dtype for grad in grads] == [torch.float32] * 3
     assert out.dtype is torch.bfloat16 and torch.equal(out, expected_out)
     eps = torch.finfo(torch.bfloat16).eps
-    torch.testing.assert_close(grads, expected, rtol=4 * eps, atol=4 * eps * expected[0].abs().max().item())
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=4 * eps, atol=4 * eps * reference.abs().max().item())
 
 
 @pytest.mark.parametrize(
