@@ -105,18 +105,18 @@ def _compose(region: Region, input: Tensor, p: float, training: bool, kind: _Noi
 
 def _of_maps(dims: int, unbatched: int | None = None) -> Callable:
     """Make the handler of channel dropout for maps of ``dims`` dimensions, or of ``unbatched`` without a batch."""
+    kind = _Noise(of_channels=True, alpha=False)
 
     def handle(
         region: Region, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
-        if not (region.packs_input(input) and input.dim() in (dims, unbatched)):
-            return NotImplemented  # torch warns
+        if not _drops(region, input, p, training) or input.dim() not in (dims, unbatched) or input.numel() == 0:
+            return NotImplemented  # nothing is dropped, or torch warns
         if input.dim() == dims:
-            return _compose(region, input, p, training, _Noise(True, False), inplace)
+            return region.apply(_ComposedDropout, input, p, kind, inplace)
         if inplace:
             return NotImplemented  # torch changes the input's own shape, and back
-        out = _compose(region, input.unsqueeze(0), p, training, _Noise(True, False), False)
-        return out if out is NotImplemented else out.squeeze(0)
+        return region.apply(_ComposedDropout, input.unsqueeze(0), p, kind, False).squeeze(0)
 
     return handle
 

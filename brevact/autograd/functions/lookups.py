@@ -178,7 +178,7 @@ HANDLERS = {
     **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), _take_along_dim),
     **dict.fromkeys((torch.take, Tensor.take), _take),
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
-    F.pad: _pad,
+    **dict.fromkeys((F.pad, torch._C._nn.pad), _pad),  # the second one is what Dynamo sees of the first
     F.grid_sample: _grid_sample,
     torch.grid_sampler: _grid_sampler,
 }

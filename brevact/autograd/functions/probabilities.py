@@ -3,9 +3,9 @@
 Log-softmax: dL/dx = g - p sum(g), with p = exp(out) stored; linear in p, hence unbiased. Packing the output itself
 would not be: the gradient is exponential in it.
 
-Softmax: dL/dx = p * (g - sum(g p)), with the output p stored, one packed copy for this op and for those that read the
-output next (the product of an attention, say). The gradient is quadratic in p, so that the one copy leaves a bias: with
-independent errors E[p^ * (g - sum(g p^))] - dL/dx = -Var(p^_i) g_i.
+Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), with the output p stored, one packed copy for this op
+and for those that read the output next (the product of an attention, say). The gradient is quadratic in p, so that the
+one copy leaves a bias: with independent errors E[p^ * (g - sum(g p^))] - dL/dx = -Var(p^_i) g_i.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ _softmax_backward = torch.ops.aten._softmax_backward_data.default
 
 class _Softmax(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
+    ) -> Tensor:
         out = call(input)
         save(ctx, region.keep(out.detach()))
-        ctx.dim, ctx.dtype = dim, input.dtype
+        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        return None, None, None, _softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype).to(ctx.dtype)
+        grad_input = _softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype).to(ctx.dtype)
+        return None, None, None, None, -grad_input if ctx.negates else grad_input
 
 
 class _LogSoftmax(Saving):
@@ -54,40 +57,23 @@ class _LogSoftmax(Saving):
         return None, None, None, torch.addcmul(grad, kept.decode(), total, value=-1).to(ctx.dtype)
 
 
-def _run(function: type[Saving], region: Region, input: Any, dim: Any, call: Callable[[Tensor], Tensor]) -> Any:
-    if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
-        return NotImplemented  # torch chooses the dimension, or explains what is wrong
-    if input.numel() < max(1, region.settings.min_numel):
-        return NotImplemented  # there is nothing to pack
-    return region.apply(function, call, dim, input)
-
-
-def _handler(function: type[Saving]) -> Callable:
+def _handler(function: type[Saving], *options: Any) -> Callable:
     """Make the handler of a function with the parameters of ``torch.softmax``."""
 
     def handle(region: Region, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return _run(function, region, input, dim, lambda x: func(x, dim, *args, **kwargs))
+        if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
+            return NotImplemented  # torch chooses the dimension, or explains what is wrong
+        if input.numel() < max(1, region.settings.min_numel):
+            return NotImplemented  # there is nothing to pack
+        return region.apply(function, lambda x: func(x, dim, *args, **kwargs), dim, *options, input)
 
     return handle
 
 
-def _softmin(
-    region: Region,
-    func: Callable,
-    input: Tensor,
-    dim: int | None = None,
-    _stacklevel: int = 3,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    if not region.packs_input(input) or dim is None:
-        return NotImplemented
-    return _run(_Softmax, region, -input, dim, lambda x: x.softmax(dim, dtype=dtype))
-
-
 HANDLERS = {
-    **dict.fromkeys((torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax), _handler(_Softmax)),
+    **dict.fromkeys((torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax), _handler(_Softmax, False)),
     **dict.fromkeys(
         (torch.log_softmax, F.log_softmax, torch.special.log_softmax, Tensor.log_softmax), _handler(_LogSoftmax)
     ),
-    F.softmin: _softmin,
+    F.softmin: _handler(_Softmax, True),
 }
