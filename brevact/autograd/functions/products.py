@@ -2,7 +2,7 @@
 
 With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the decoded A^, B^, summed over broadcast
 dimensions. A factor is stored only when the other one needs a gradient. Unbiased: each gradient is linear in the one
-factor that it reads, also in products of a tensor with itself. Source: GACT, arXiv:2206.11357, section 3.1.
+factor that it reads, also in products of a tensor with itself.
 """
 
 from __future__ import annotations
