@@ -21,6 +21,7 @@ from brevitas.core.function_wrapper import (
     CeilSte,
     DPURoundSte,
     FloorSte,
+    InplaceTensorClampSte,
     RoundSte,
     RoundToZeroSte,
     TensorClamp,
@@ -58,6 +59,7 @@ _RESIDUALS = {
     RoundToZeroSte: (-1.0, 1.0),
     StochasticRoundSte: (-1.0, 1.0),
 }
+_CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
 _STATISTICS_OF_WEIGHTS = (AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile, MeanSigmaStd)
 
 
@@ -106,7 +108,7 @@ def _quantize(
     region = packing_region()
     residual = _RESIDUALS.get(type(quant.float_to_int_impl))
     clamp = type(quant.tensor_clamp_impl)
-    if region is None or residual is None or clamp not in (TensorClamp, TensorClampSte) or _delays(quant):
+    if region is None or residual is None or clamp not in _CLAMPS or _delays(quant):
         return NotImplemented
     if bit_width.requires_grad or bit_width.numel() != 1 or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
@@ -163,17 +165,21 @@ def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
     region = packing_region()
     if region is None or _delays(quant) or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
-    clips = False
+    clips = inplace = False
     if type(quant) is TernaryQuant:
         signs = Signs(functools.partial(_ternary, quant.threshold), bit_width=2, step=1, has_zero=True)
     elif type(quant) is BinaryQuant:
         signs = Signs(_binary, bit_width=1, step=2, has_zero=False)
-    elif type(quant) is ClampedBinaryQuant and type(quant.tensor_clamp_impl) in (TensorClamp, TensorClampSte):
+    elif type(quant) is ClampedBinaryQuant and type(quant.tensor_clamp_impl) in _CLAMPS:
+        inplace = type(quant.tensor_clamp_impl) is InplaceTensorClampSte
         clips = type(quant.tensor_clamp_impl) is TensorClamp
-        signs = Signs(functools.partial(_clamped_binary, quant.tensor_clamp_impl), bit_width=1, step=2, has_zero=False)
+        of = _binary if inplace else functools.partial(_clamped_binary, quant.tensor_clamp_impl)
+        signs = Signs(of, bit_width=1, step=2, has_zero=False)
     else:
         return NotImplemented
     scale = quant.scaling_impl(x)
+    if inplace:
+        x = quant.tensor_clamp_impl(x, -scale, scale)
     out = quantize_signs(region, signs, x, scale, clipped=clips)
     if out is NotImplemented:
         out = signs.quantized(x, scale)
