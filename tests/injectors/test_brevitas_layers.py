@@ -214,7 +214,8 @@ def test_a_checkpoint_counts_statistics_once(reentrant):
 
 
 def test_each_tensor_of_a_layer_has_statistics_of_its_own():
-    layer = bnn.QuantConv2d(4, 4, 3, input_quant=Int8ActPerTensorFloat, act_quant=Int8ActPerTensorFloat, **ACT_SMALL)
+    learned = {"input_quant": Int8ActPerTensorFloat, "input_bit_width_impl_type": "PARAMETER"}  # plain ops, all of them
+    layer = bnn.QuantConv2d(4, 4, 3, **learned, act_quant=Int8ActPerTensorFloat, **ACT_SMALL)
     for _ in range(2):
         layer(images() / 100).sum().backward()
     statistics = layer.act_quant.quantizer.tensors
