@@ -146,6 +146,8 @@ class _TracedRegion:
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         if x.numel() < self.settings.min_numel:
             return keep_as_it_is(x)
+        if self.settings.is_exact:
+            return keep_as_it_is(x)
         quantizer = self.settings.quantizer
         if self.settings.draws_size:
             quantizer = self._once("quantizer", x, share, lambda: self._sized(x))
@@ -158,6 +160,9 @@ class _TracedRegion:
     def keep_activation(self, x: Tensor) -> Kept:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.
         return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
+
+    def keep_weight(self, x: Tensor) -> Kept:
+        return keep_as_it_is(x)
 
     def _sized(self, x: Tensor) -> Any:
         """The quantizer with its size drawn, once for all runs of the graph."""

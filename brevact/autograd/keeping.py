@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from brevact.autograd import recording
+from brevact.autograd import lossless, recording
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
@@ -115,7 +115,7 @@ _shared = SharedPacks()
 
 def keep_as_it_is(x: Tensor, why: str = recording.NEEDED) -> Kept:
     """Keep ``x`` itself."""
-    return _noted(((x,), AS_IT_IS), why)
+    return noted(((x,), AS_IT_IS), why)
 
 
 def keep_small(x: Tensor) -> Kept:
@@ -127,10 +127,10 @@ def keep_small(x: Tensor) -> Kept:
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
-    return _noted(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
+    return noted(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
 
 
-def _noted(kept: Kept, why: str = "") -> Kept:
+def noted(kept: Kept, why: str = "") -> Kept:
     """Tell the recorder of a report, if there is one, how a tensor is kept."""
     recorder = recording.of_thread.recorder
     if recorder is not None:
@@ -159,10 +159,16 @@ def keep_packed(
         place: how many tensors the region has kept before, for quantizers that collect statistics of each.
 
     Returns:
-        The packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements.
+        What is known to give ``x`` back without a loss, the output of a forward quantizer; otherwise the packed
+        tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
     """
     if x.numel() < settings.min_numel:
         return keep_small(x)
+    known = lossless.find(x) if share else None
+    if known is not None:
+        return noted(known)
+    if settings.is_exact:
+        return keep_as_it_is(x, recording.EXACT_POLICY)
     repeats = repeats and settings.draws_size
     slot = _shared.slot(x, (settings.key, repeats)) if share else None
     found = None if slot is None else slot.find()
@@ -177,7 +183,7 @@ def keep_packed(
         found = pack(x, quantizer, settings.save_mode, seeds.next(x.device) if quantizer.is_stochastic else 0)
         if slot is not None:
             slot.fill(*found)
-    return _noted(found, recording.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else "")
+    return noted(found, recording.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else "")
 
 
 def decode_early(kept: Kept) -> Tensor:

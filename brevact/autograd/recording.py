@@ -27,6 +27,7 @@ NEEDED = "indices, statistics and weights that the gradient needs"
 NO_FLOATS = "not floating point"
 OTHER_KIND = "a tensor of another kind: sparse, nested, or of a subclass"
 OUT_OF_SIGHT = "saved by a compiled graph, or after an interrupt"
+EXACT_POLICY = "the quantizer packs what is exact alone"
 ON_BACKWARD = "quantized when backward starts"
 _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import recording, tracing
+from brevact.autograd import lossless, recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
 from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds
 from brevact.autograd.functions.base import is_activation
-from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed
+from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
@@ -49,6 +49,16 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 def current_region() -> Region | None:
     """Return the innermost region of this thread, or None."""
     return active.regions[-1] if active.regions else None
+
+
+def packing_region() -> Region | None:
+    """Return the region in which the caller runs, if what it stores is packed; None in a traced graph."""
+    if _is_compiling() or not active.regions or not _is_grad_enabled() or tracing.frame_callback() is not None:
+        return None
+    region = active.regions[-1]
+    if not region.packs or top_hooks(True) != region.hooks.pair or not is_alive(sys._getframe(1)):
+        return None
+    return region
 
 
 def is_alive(frame: FrameType | None) -> bool:
@@ -174,6 +184,16 @@ class Region:
         finally:
             push_hooks(*self.hooks.pair)
 
+    def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+        """Apply one of our Functions that returns a weight, and note that it does."""
+        pop_hooks()
+        try:
+            result = function.record(*args)
+        finally:
+            push_hooks(*self.hooks.pair)
+        self.state.note(result, weight=True)
+        return result
+
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         """Keep a floating-point activation for backward as the settings say."""
         repeats, place = self.hooks.are_in_checkpoint(), next(self.places)
@@ -190,7 +210,12 @@ class Region:
         """
         if x.is_leaf and x.requires_grad:
             return keep_as_it_is(x, recording.VARIABLE)
-        return keep_as_it_is(x, recording.WEIGHT) if self.is_weight(x) else self.keep(x)
+        return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
+
+    def keep_weight(self, x: Tensor) -> Kept:
+        """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
+        known = lossless.find(x)
+        return keep_as_it_is(x, recording.WEIGHT) if known is None else noted(known)
 
 
 class _EagerMode(tracing.RegionMode):

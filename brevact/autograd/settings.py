@@ -33,6 +33,8 @@ _keys: dict[tuple[Any, ...], int] = {}
 _keys_of_modules: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
+#: Bits of what the fake quantization of a forward quantizer rounds away, where its scale is learned.
+DEFAULT_RESIDUAL_BIT_WIDTH = 2
 #: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
 DEFAULT_MIN_NUMEL = 4096
 
@@ -54,15 +56,18 @@ class BackwardSettings:
         quantizer: activation quantizer (``quantize(x, seed)`` giving a ``PackedActivation``).
         save_mode: see :class:`SaveMode`.
         min_numel: tensors with fewer elements are stored as they are.
+        residual_bit_width: bits an element for what a forward quantizer rounds away, and for the mask of what it
+            clips, stored where its scale is learned: 2 to 8, stochastically rounded; 32 stores its input as it is.
 
     Raises:
         TypeError: ``quantizer`` cannot quantize.
-        ValueError: unknown ``save_mode`` or negative ``min_numel``.
+        ValueError: unknown ``save_mode``, negative ``min_numel``, or another ``residual_bit_width``.
     """
 
     quantizer: Any
     save_mode: SaveMode = field(default=SaveMode.SAVE_QUANTIZED)
     min_numel: int = field(default=DEFAULT_MIN_NUMEL)
+    residual_bit_width: int = field(default=DEFAULT_RESIDUAL_BIT_WIDTH)
     key: int = field(init=False, repr=False, compare=False)
     """Number that equal settings share in this process: quick to hash."""
     spelled: str | None = field(init=False, repr=False, compare=False)
@@ -75,6 +80,9 @@ class BackwardSettings:
 
     observes: bool = field(init=False, repr=False, compare=False)
     """Whether the quantizer has statistics, which it takes of each tensor in the forward pass (``observed``)."""
+
+    is_exact: bool = field(init=False, repr=False, compare=False)
+    """Whether activations are stored as they are, and only what is exact is packed: masks, codes of the forward."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
@@ -99,6 +107,13 @@ class BackwardSettings:
                 f"min_numel={self.min_numel!r} must be an integer of at least 0 (0 packs every tensor; "
                 f"the default is {DEFAULT_MIN_NUMEL})"
             )
+        width = self.residual_bit_width
+        if isinstance(width, bool) or not isinstance(width, int) or not (2 <= width <= 8 or width == 32):
+            raise ValueError(
+                f"residual_bit_width={width!r} must be an integer from 2 to 8, or 32 to store the input of a forward "
+                f"quantizer as it is; the default is {DEFAULT_RESIDUAL_BIT_WIDTH}"
+            )
+        object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
         object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))
         rounds = getattr(self.quantizer, "of_normalized", None) is not None
         rounds = rounds and getattr(self.quantizer, "quantize_forward", False)
@@ -106,10 +121,10 @@ class BackwardSettings:
         object.__setattr__(self, "observes", callable(getattr(self.quantizer, "observed", None)))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
-            fields: tuple[Any, ...] = (self.save_mode, self.min_numel)
+            fields: tuple[Any, ...] = (self.save_mode, self.min_numel, self.residual_bit_width)
         else:
             keys, has_text = _keys, _has_text(self.quantizer)
-            fields = (self.quantizer, self.save_mode, self.min_numel)
+            fields = (self.quantizer, self.save_mode, self.min_numel, self.residual_bit_width)
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
         object.__setattr__(self, "spelled", spell(self) if has_text else None)
 
@@ -123,4 +138,4 @@ class BackwardSettings:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields: keys do not outlive the process."""
-        return BackwardSettings, (self.quantizer, self.save_mode, self.min_numel)
+        return BackwardSettings, (self.quantizer, self.save_mode, self.min_numel, self.residual_bit_width)

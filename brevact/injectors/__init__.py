@@ -3,9 +3,11 @@
 A leaf (``StochBackward2bit``) is a class of data; ``.let(bucket_size=128)``, a subclass or a layer's keywords change
 it. ``backward_settings_from`` resolves one into what a region takes, an activation injector of Brevitas itself as well
 (``BrevitasQuantizer``). Importing this package makes every Brevitas injector picklable
-(``brevact.injectors.pickling``).
+(``brevact.injectors.pickling``), and lets Brevitas' forward quantizers store few bits inside a region
+(``brevact.injectors.forward_quantizers``).
 """
 
+from brevact.injectors import forward_quantizers as forward_quantizers  # makes Brevitas' quantizers ask for a region
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.dual_precision import DualPrecisionBackward2bit, DualPrecisionBackward4bit, DualPrecisionMaps
@@ -17,6 +19,7 @@ from brevact.injectors.fragments import (
     StochasticRounding,
     UniformBuckets,
 )
+from brevact.injectors.lossless import LosslessBackward
 from brevact.injectors.mixed import (
     NearestBackward2bit4bitMix,
     NearestBackward2bit6bitMix,
@@ -102,6 +105,7 @@ __all__ = [
     "L4ForwardBackward",
     "L5Backward",
     "L5ForwardBackward",
+    "LosslessBackward",
     "MixedBuckets",
     "NearestBackward1bit",
     "NearestBackward2bit",

@@ -15,7 +15,7 @@ import torch
 from brevitas.inject import ExtendedInjector, value
 
 from brevact.autograd import BackwardSettings, SaveMode
-from brevact.autograd.settings import DEFAULT_MIN_NUMEL
+from brevact.autograd.settings import DEFAULT_MIN_NUMEL, DEFAULT_RESIDUAL_BIT_WIDTH
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.slot import build_slot_proxy
 from brevact.quantizers import Granularity, MixedQuantizer, Rounding, UniformQuantizer
@@ -78,10 +78,14 @@ class MixedBuckets(Buckets):
 
 
 class SaveQuantized(ExtendedInjector):
-    """Store packed codes from the forward pass on; tensors below ``min_numel`` elements stay as they are."""
+    """Store packed codes from the forward pass on; tensors below ``min_numel`` elements stay as they are.
+
+    Where a forward quantizer has a learned scale, what it rounds away is stored in ``residual_bit_width`` bits.
+    """
 
     save_mode = SaveMode.SAVE_QUANTIZED
     min_numel = DEFAULT_MIN_NUMEL
+    residual_bit_width = DEFAULT_RESIDUAL_BIT_WIDTH
 
 
 class BackwardQuantSolver(ExtendedInjector, metaclass=BackwardInjectorType):
@@ -95,5 +99,7 @@ class BackwardQuantSolver(ExtendedInjector, metaclass=BackwardInjectorType):
     forward_quant = None
 
     @value
-    def backward_settings(quantizer, save_mode, min_numel):
-        return BackwardSettings(quantizer, save_mode=save_mode, min_numel=min_numel)
+    def backward_settings(quantizer, save_mode, min_numel, residual_bit_width):
+        return BackwardSettings(
+            quantizer, save_mode=save_mode, min_numel=min_numel, residual_bit_width=residual_bit_width
+        )

@@ -3,12 +3,14 @@
 from brevact.quantizers import ops as ops
 from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.dual_precision import DualPrecisionQuantizer
+from brevact.quantizers.exact import ExactQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.mixed import MixedQuantizer
 from brevact.quantizers.mixing_quantizer import MixingQuantizer
 from brevact.quantizers.normalized import NormalizedFormat, NormalizedQuantizer
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
+from brevact.quantizers.residuals import ResidualQuantizer
 from brevact.quantizers.sign_magnitude import SignMagnitudeQuantizer
 from brevact.quantizers.spelling import read, spell
 from brevact.quantizers.tracing import is_traced
@@ -19,6 +21,7 @@ __all__ = [
     "ActivationQuantizer",
     "Decoder",
     "DualPrecisionQuantizer",
+    "ExactQuantizer",
     "Granularity",
     "Layout",
     "MixedQuantizer",
@@ -28,6 +31,7 @@ __all__ = [
     "PackedActivation",
     "PackedSpec",
     "Part",
+    "ResidualQuantizer",
     "Rounding",
     "SignMagnitudeQuantizer",
     "UniformQuantizer",

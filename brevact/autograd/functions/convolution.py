@@ -61,7 +61,7 @@ class _Convolution(Saving):
         x, w, b = to_autocast(input, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[3:5]
         kept = region.keep(input) if needs_weight else None
-        save(ctx, kept, exact=(weight if needs_input or needs_weight else None,))
+        save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
         ctx.geometry = geometry
         ctx.input_like = (input.shape, input.stride(), w.dtype)
         ctx.bias_sizes = None if bias is None else list(bias.shape)
@@ -78,6 +78,7 @@ class _Convolution(Saving):
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
             x = kept.decode()
+        weight = weight.decode()
         grad, x, weight = (t if t.dtype is dtype else t.to(dtype) for t in (grad, x, weight))
         grads = _convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry, mask)
         return None, None, None, *grads

@@ -26,7 +26,8 @@ class _Linear(Saving):
     ) -> Tensor:
         x, w, b = to_autocast(input, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[2:4]
-        save(ctx, region.keep(input) if needs_weight else None, exact=(weight if needs_input else None,))
+        kept = region.keep(input) if needs_weight else None
+        save(ctx, kept, region.keep_weight(weight) if needs_input else None)
         ctx.dtype = w.dtype
         return linear(x, w, b)
 
@@ -37,7 +38,7 @@ class _Linear(Saving):
         rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 2 else grad
         grad_input = grad_weight = grad_bias = None
         if weight is not None:
-            grad_input = grad @ weight.to(ctx.dtype)
+            grad_input = grad @ weight.decode().to(ctx.dtype)
         if kept is not None:
             x = kept.decode().to(ctx.dtype)
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])

@@ -1,0 +1,146 @@
+"""Tensors whose values are known by fewer bits: what forward quantizers return.
+
+The output of a fake quantizer is (q - z) * s with few-bit integers q; a fake-quantized weight is a function of the
+weight, which is there anyway. The table knows, for such a tensor, what gives its values back bit for bit (but for the
+sign of a zero): any op that keeps the tensor for backward keeps that instead, whatever the quantizer of its region.
+
+The table holds what it knows as long as the tensor's own storage lives: for codes, a fraction of that storage. It knows
+a tensor by its storage (a weak reference) and version counter, and views of it by their offset, shape and strides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from brevact.autograd import recording
+from brevact.quantizers import Layout, pack_codes, unpack_codes
+
+
+class IntegerCodes(NamedTuple):
+    """Decoder of (q - z) * s: q are stored as codes, z and s as they are.
+
+    Kept tensors are the packed codes, z and s.
+
+    Args:
+        layout: of q, with its floating-point type.
+        bit_width: bits a code.
+        minimum: integer that code 0 stands for.
+        step: distance of neighbouring integers.
+        nbytes: of the tensor.
+    """
+
+    layout: Layout
+    bit_width: int
+    minimum: int
+    step: int
+    nbytes: int
+
+    def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """Return what is kept; a NaN among the integers makes the zero point, and all that is decoded, NaN."""
+        codes = self.layout.flatten(q)
+        if self.minimum or self.step != 1:
+            codes = (codes - self.minimum) / self.step if self.step != 1 else codes - self.minimum
+        poison = q.sum(dtype=torch.float32).mul_(0.0).to(zero_point.dtype)
+        return pack_codes(codes.to(torch.uint8), self.bit_width), zero_point + poison, scale.detach()
+
+    def integers(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return q - z."""
+        codes, zero_point, _ = tensors
+        q = unpack_codes(codes, self.bit_width, self.layout.numel).to(self.layout.dtype)
+        if self.step != 1:
+            q = q.mul_(self.step)
+        if self.minimum:
+            q = q.add_(self.minimum)
+        return self.layout.restore(q) - zero_point
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the tensor."""
+        return self.integers(tensors) * tensors[2]
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return its product with ``grad``."""
+        return self.decode(tensors) * grad
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how it is kept, for a report, and its bytes."""
+        return recording.EXACT, self.nbytes
+
+
+class Recomputed(NamedTuple):
+    """Decoder of a fake-quantized weight: computes it again from the kept tensors."""
+
+    compute: Callable[..., Tensor]
+    nbytes: int
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the tensor."""
+        with torch.no_grad():
+            return self.compute(*tensors)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return its product with ``grad``."""
+        return self.decode(tensors) * grad
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how it is kept, for a report, and its bytes."""
+        return recording.EXACT, self.nbytes
+
+
+class _View(NamedTuple):
+    """Decoder of a view of a tensor that another one decodes."""
+
+    decoder: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return self.decode(tensors) * grad
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.decoder.described(tensors)
+
+
+class _Entry(NamedTuple):
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    tensors: tuple[Tensor, ...]
+    decoder: Any
+
+
+_entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
+
+
+def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
+    """Remember what gives the values of ``x`` back.
+
+    Args:
+        x: dense tensor, the only one in its storage.
+        tensors: what an op that keeps ``x`` hands to autograd instead.
+        decoder: turns them into ``x``.
+    """
+    if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
+        return
+    _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, decoder)
+
+
+def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
+    """Return what keeps ``x`` without a loss, and its decoder, if a forward quantizer made it or what it views."""
+    if not _entries or x.is_inference():
+        return None
+    entry = _entries.get(x.untyped_storage())
+    if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
+        return None
+    if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
+        return entry.tensors, entry.decoder
+    return entry.tensors, _View(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())

@@ -1,0 +1,273 @@
+"""Brevitas' forward quantizers inside a region: what their fake quantization stores for backward is exact and small.
+
+Importing this module makes the classes of ``brevitas.core`` that quantize, and those that take statistics, ask for a
+region: inside one that packs, they compute by ``brevact.autograd.functions.fake_quantization`` what they compute
+everywhere else by their own ops. No instance changes, so that copies, pickles, loaded state dicts, rebuilt quantizers
+and those of shared proxies are all the same. Scripted ones (``BREVITAS_JIT=1``) and those in traced graphs stay as they
+are, as does what has no fixed integers: learned bit widths, learned rounding, quantizers with a delay.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from brevitas.config import JIT_ENABLED
+from brevitas.core.function_wrapper import (
+    CeilSte,
+    DPURoundSte,
+    FloorSte,
+    InplaceTensorClampSte,
+    RoundSte,
+    RoundToZeroSte,
+    TensorClamp,
+    TensorClampSte,
+)
+from brevitas.core.function_wrapper.shape import OverTensorView
+from brevitas.core.function_wrapper.stochastic_round import StochasticRoundSte
+from brevitas.core.quant import (
+    BinaryQuant,
+    ClampedBinaryQuant,
+    DecoupledIntQuant,
+    IntQuant,
+    RescalingIntQuant,
+    TernaryQuant,
+)
+from brevitas.core.quant.delay import _NoDelay
+from brevitas.core.scaling import ConstScaling, ParameterFromRuntimeStatsScaling, ParameterScaling
+from brevitas.core.stats.stats_op import AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile, MeanSigmaStd
+from brevitas.core.stats.stats_wrapper import _Stats
+from brevitas.core.zero_point import ZeroZeroPoint
+from brevitas.function.ops_ste import binary_sign_ste, ternary_sign_ste
+from brevitas.proxy.runtime_quant import FusedActivationQuantProxy
+from torch import Tensor, UntypedStorage, nn
+
+from brevact.autograd.functions.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
+from brevact.autograd.functions.forward_statistics import absolute_percentile, weight_statistics
+from brevact.autograd.regions import packing_region
+
+#: What rounding takes away, x - round(x), by the kind of rounding.
+_RESIDUALS = {
+    RoundSte: (-0.5, 0.5),
+    DPURoundSte: (-0.5, 0.5),
+    FloorSte: (0.0, 1.0),
+    CeilSte: (-1.0, 0.0),
+    RoundToZeroSte: (-1.0, 1.0),
+    StochasticRoundSte: (-1.0, 1.0),
+}
+_CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
+_STATISTICS_OF_WEIGHTS = (AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile, MeanSigmaStd)
+
+
+class _Rectified(threading.local):
+    """The ReLU of a fused activation, while its quantizer runs: output, without a graph, and input."""
+
+    output: Tensor | None = None
+    input: Tensor | None = None
+
+
+_rectified = _Rectified()
+_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[int, float]] = weakref.WeakKeyDictionary()
+
+
+def _int_quant(
+    stock: Callable, quant: IntQuant, scale: Tensor, zero_point: Tensor, bit_width: Tensor, x: Tensor
+) -> Any:
+    out = _quantize(quant, scale, zero_point, scale, zero_point, bit_width, x)
+    if out is NotImplemented and x is _rectified.output:
+        out = stock(quant, scale, zero_point, bit_width, torch.relu(_rectified.input))
+    return out
+
+
+def _decoupled_int_quant(
+    stock: Callable,
+    quant: DecoupledIntQuant,
+    pre_scale: Tensor,
+    pre_zero_point: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    bit_width: Tensor,
+    x: Tensor,
+) -> Any:
+    return _quantize(quant, scale, zero_point, pre_scale, pre_zero_point, bit_width, x)
+
+
+def _quantize(
+    quant: Any,
+    scale: Tensor,
+    zero_point: Tensor,
+    pre_scale: Tensor,
+    pre_zero_point: Tensor,
+    bit_width: Tensor,
+    x: Tensor,
+) -> Any:
+    region = packing_region()
+    residual = _RESIDUALS.get(type(quant.float_to_int_impl))
+    clamp = type(quant.tensor_clamp_impl)
+    if region is None or residual is None or clamp not in _CLAMPS or _delays(quant):
+        return NotImplemented
+    if bit_width.requires_grad or bit_width.numel() != 1 or type(x) not in (Tensor, nn.Parameter):
+        return NotImplemented
+    width = _number(bit_width)
+    if not 1 <= width <= 32 or width != int(width):
+        return NotImplemented
+    minimum, maximum = quant.min_int(bit_width), quant.max_int(bit_width)
+    integers = Integers(
+        round=quant.float_to_int_impl,
+        clamp=functools.partial(quant.tensor_clamp_impl, min_val=minimum, max_val=maximum),
+        minimum=minimum,
+        maximum=maximum,
+        lowest=(-(2 ** (int(width) - 1)) + bool(quant.narrow_range)) if quant.signed else 0,
+        bit_width=int(width),
+        residual=residual,
+        repeats=type(quant.float_to_int_impl) is not StochasticRoundSte,
+        clips_gradients=clamp is TensorClamp,
+    )
+    viewed = quant.input_view_impl(x)
+    before_relu = _rectified.input if viewed is _rectified.output else None
+    return fake_quantize(region, integers, viewed, scale, zero_point, pre_scale, pre_zero_point, before_relu)
+
+
+def _delays(quant: nn.Module) -> bool:
+    return type(quant.delay_wrapper.delay_impl) is not _NoDelay
+
+
+def _number(x: Tensor) -> float:
+    """The value of a constant, read once: reading waits for a GPU."""
+    storage = x.untyped_storage()
+    known = _widths.get(storage)
+    if known is None or known[0] != x._version:
+        known = _widths[storage] = x._version, float(x.item())
+    return known[1]
+
+
+def _binary(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    return binary_sign_ste(x), None
+
+
+def _clamped_binary(clamp: nn.Module, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    q = binary_sign_ste(clamp(x, -scale, scale))
+    if type(clamp) is not TensorClamp:
+        return q, None
+    return q, (x > scale).logical_or_(x < -scale).logical_not_()
+
+
+def _ternary(threshold: float, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    return x.abs().gt(threshold * scale).float() * ternary_sign_ste(x), None
+
+
+def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
+    """``BinaryQuant``, ``ClampedBinaryQuant`` and ``TernaryQuant``, which ask for their scales themselves."""
+    region = packing_region()
+    if region is None or _delays(quant) or type(x) not in (Tensor, nn.Parameter):
+        return NotImplemented
+    clips = inplace = False
+    if type(quant) is TernaryQuant:
+        signs = Signs(functools.partial(_ternary, quant.threshold), bit_width=2, step=1, has_zero=True)
+    elif type(quant) is BinaryQuant:
+        signs = Signs(_binary, bit_width=1, step=2, has_zero=False)
+    elif type(quant) is ClampedBinaryQuant and type(quant.tensor_clamp_impl) in _CLAMPS:
+        inplace = type(quant.tensor_clamp_impl) is InplaceTensorClampSte
+        clips = type(quant.tensor_clamp_impl) is TensorClamp
+        of = _binary if inplace else functools.partial(_clamped_binary, quant.tensor_clamp_impl)
+        signs = Signs(of, bit_width=1, step=2, has_zero=False)
+    else:
+        return NotImplemented
+    scale = quant.scaling_impl(x)
+    if inplace:
+        x = quant.tensor_clamp_impl(x, -scale, scale)
+    out = quantize_signs(region, signs, x, scale, clipped=clips)
+    if out is NotImplemented:
+        out = signs.quantized(x, scale)
+    return out, scale, quant.zero_point(), quant.bit_width()
+
+
+def _stats(stock: Callable, stats: _Stats, input: Tensor) -> Any:
+    """Statistics for a scale: those of a weight are computed again, a percentile is one element of an activation."""
+    region = packing_region()
+    if region is None or type(input) not in (Tensor, nn.Parameter):
+        return NotImplemented
+    impl, rectified = stats.stats_impl, _rectified.output
+    if rectified is not None and input.untyped_storage()._cdata == rectified.untyped_storage()._cdata:
+        before_relu = _rectified.input.view(input.shape)
+        found = absolute_percentile(region, before_relu, impl.q, None, impl.keepdim, values=input)
+        return found.view(stats.stats_output_shape)
+    if not input.requires_grad:
+        return NotImplemented
+    if type(impl) not in _STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
+        return NotImplemented
+    if region.is_weight(input):
+        found = weight_statistics(region, impl, input)
+    elif type(impl) is AbsPercentile:
+        found = absolute_percentile(region, input, impl.q, impl.stats_reduce_dim, impl.keepdim)
+    else:
+        return NotImplemented
+    return found.view(stats.stats_output_shape)
+
+
+def _fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tensor) -> Any:
+    """A ReLU and the quantizer behind it, which stores one mask for both: the gradient goes to the ReLU's input."""
+    relu = fused.activation_impl
+    if type(relu) is not nn.ReLU or relu.inplace or type(x) is not Tensor or packing_region() is None:
+        return NotImplemented
+    if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x):
+        return NotImplemented
+    around = _rectified.output, _rectified.input
+    with torch.no_grad():
+        y = relu(x)
+    _rectified.output, _rectified.input = y, x
+    try:
+        return fused.tensor_quant(y)
+    finally:
+        _rectified.output, _rectified.input = around
+
+
+def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
+    """Whether a quantizer's scale has no gradient for what is quantized, or one for a single element."""
+    if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or quant.observer_only:
+        return False
+    if type(quant.zero_point_impl) is not ZeroZeroPoint:
+        return False
+    scaling = quant.scaling_impl
+    if type(scaling) is not ParameterFromRuntimeStatsScaling:
+        return type(scaling) in (ConstScaling, ParameterScaling)
+    if not scaling.training or scaling.counter >= scaling.collect_stats_steps:
+        return True
+    impl = scaling.stats.stats_impl
+    return (
+        type(impl) is AbsPercentile
+        and impl.stats_reduce_dim is None
+        and type(scaling.stats_input_view_shape_impl) is OverTensorView
+        and x.is_contiguous()
+    )
+
+
+def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
+    stock = kind.forward
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            result = counterpart(stock, self, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return stock(self, *args, **kwargs)
+
+    kind.forward = forward
+
+
+if not JIT_ENABLED:
+    for _kind, _counterpart in {
+        IntQuant: _int_quant,
+        DecoupledIntQuant: _decoupled_int_quant,
+        BinaryQuant: _sign_quant,
+        ClampedBinaryQuant: _sign_quant,
+        TernaryQuant: _sign_quant,
+        _Stats: _stats,
+        FusedActivationQuantProxy: _fused_activation,
+    }.items():
+        _let_ask_for_region(_kind, _counterpart)

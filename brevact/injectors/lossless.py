@@ -1,0 +1,33 @@
+"""The policy that packs only what is exact."""
+
+from __future__ import annotations
+
+from brevitas.inject import ExtendedInjector, value
+
+from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized
+from brevact.quantizers import ExactQuantizer
+
+_EXACTLY = 32
+
+
+class ExactValues(ExtendedInjector):
+    """Store activations as they are."""
+
+    residual_bit_width = _EXACTLY
+
+    @value
+    def quantizer():
+        return ExactQuantizer()
+
+
+class LosslessBackward(ExactValues, SaveQuantized, BackwardQuantSolver):
+    """Pack what is exact alone: masks, and the integers of forward quantizers; all else stays at full precision.
+
+    Gradients are those of the model without backward quantization. With forward quantizers of a learned scale,
+    ``residual_bit_width=2`` stores what they round away in 2 bits, unbiased, in place of their input: gradients of
+    scales get noise, all others stay as they are.
+
+    >>> import torch
+    >>> LosslessBackward.backward_settings.is_exact
+    True
+    """

@@ -1,0 +1,99 @@
+"""What a rounding to integers left over, and where the integer was clipped: a few bits an element."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry
+from brevact.quantizers.grid import Grid
+from brevact.quantizers.grid_quantizer import GridQuantizer
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualQuantizer(GridQuantizer):
+    """Stochastic rounding on fixed levels: one that marks clipped elements, the others evenly from `low` to `high`.
+
+    2^bit_width - 1 levels between `low` and `high`, rounded up with the probability of the remainder, which leaves the
+    mean of the decoded residual what it was; code 0 stands for `clipped`, a value below them. No metadata are stored.
+
+    >>> q = ResidualQuantizer(bit_width=2)
+    >>> x = torch.tensor([-0.5, q.clipped, 0.5, 0.0])
+    >>> packed = q.quantize(x, seed=0)
+    >>> packed.nbytes, packed.dequantize()
+    (2, tensor([-0.5000, -1.5000,  0.5000,  0.0000]))
+
+    Args:
+        bit_width: Bits an element, 2 to 8.
+        low: Smallest residual.
+        high: Largest residual.
+
+    Raises:
+        ValueError: If bit_width or the bounds are not accepted.
+    """
+
+    bit_width: int = 2
+    low: float = -0.5
+    high: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if isinstance(self.bit_width, bool) or not isinstance(self.bit_width, int) or not 2 <= self.bit_width <= 8:
+            raise ValueError(f"bit_width: got {self.bit_width!r}; accepted is an int from 2 to 8")
+        if not self.low < self.high:
+            raise ValueError(f"low: got {self.low!r} with high={self.high!r}; it must be less than high")
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Always: the codes depend on the seed."""
+        return True
+
+    @property
+    def clipped(self) -> float:
+        """The value that marks an element whose integer was clipped."""
+        return self.low - 1.0
+
+    def geometry(self, layout: Layout) -> Geometry:
+        """Blocks of a tensor; all of it is one group.
+
+        Args:
+            layout: Layout of the tensor.
+
+        Returns:
+            Its geometry.
+        """
+        return Geometry(layout.numel, self.bit_width, DEFAULT_BLOCK, layout.numel, 1, True)
+
+    def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
+        """Nothing is stored beside the codes."""
+        return ()
+
+    def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
+        """Nothing depends on the tensor."""
+        return ()
+
+    def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
+        """The levels.
+
+        Args:
+            geometry: Unused.
+            metadata: Unused.
+            device: Where to put them.
+
+        Returns:
+            One row of levels.
+        """
+        return Grid(_levels(self.bit_width, self.low, self.high, device))
+
+
+@functools.lru_cache(maxsize=64)
+def _levels(bit_width: int, low: float, high: float, device: torch.device) -> Tensor:
+    count = 2**bit_width - 1
+    values = [low - 1.0, *(low + (high - low) * i / (count - 1) for i in range(count))]
+    with torch.inference_mode(False):
+        return torch.tensor([values], dtype=torch.float32, device="cpu").to(device)

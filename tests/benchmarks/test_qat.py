@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+import brevact
+from benchmarks.qat import NETS, main, variants
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_variants_compute_the_same_and_keep_less(net):
+    images = torch.randn(4, 3, 16, 16)
+    made = variants(net, brevact.StochBackward2bit, images)
+    assert torch.equal(made["Brevitas"](images), made["StochBackward2bit"](images))
+    kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in made.items()}
+    assert kept["StochBackward2bit"] < kept["float"] / 3 < kept["Brevitas"] / 3
+
+
+def test_conv_net_keeps_a_sixteenth_of_stock_brevitas():
+    images = torch.randn(4, 3, 32, 32)
+    made = variants("conv", brevact.StochBackward2bit, images)
+    kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in made.items()}
+    assert 16 * kept["StochBackward2bit"] <= kept["Brevitas"]
+
+
+def test_main_prints_a_row_for_each_variant(capsys):
+    main(["--nets", "conv", "--batch-size", "1", "--image-size", "16", "--rounds", "1"])
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
+    assert [row[header.index("trains")] for row in rows] == ["float", "Brevitas", "StochBackward2bit"]

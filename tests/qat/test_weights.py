@@ -1,0 +1,63 @@
+import brevitas.nn as qnn
+import pytest
+import torch
+from torch import nn
+
+import brevact
+from brevact import LosslessBackward, StochBackward2bit
+from tests.qat.cases import CHANNELS, WEIGHTS, activation, gradients
+
+every_weight = pytest.mark.parametrize("name", WEIGHTS)
+
+
+def net(name):
+    torch.manual_seed(0)
+    return nn.Sequential(qnn.QuantConv2d(CHANNELS, CHANNELS, 3, weight_quant=WEIGHTS[name])).train()
+
+
+def equal(a, b):
+    return (a is None and b is None) or torch.equal(a, b)
+
+
+@every_weight
+def test_gradients_are_those_of_brevitas(name):
+    plain, packed = net(name), net(name)
+    brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
+    for seed in range(2):
+        expected, found = gradients(plain, activation(seed)), gradients(packed, activation(seed))
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+        assert all(equal(found[2][key], expected[2][key]) for key in expected[2])
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name != "stochastic"])
+def test_nothing_of_the_size_of_a_weight_is_kept(name):
+    model = net(name)
+    x = torch.randn(1, CHANNELS, 3, 3)
+    plain = brevact.memory_report(model, x)
+    brevact.quantize_backward(model, StochBackward2bit, min_numel=0)
+    saved = brevact.memory_report(model, x)
+    weight = model[0].weight.nbytes
+    assert plain.saved_bytes >= x.nbytes + weight
+    assert saved.saved_bytes < weight / 2
+
+
+def test_a_weight_that_changes_before_backward_raises():
+    model = brevact.quantize_backward(net("Int8WeightPerTensorFloat"), StochBackward2bit, min_numel=0)
+    loss = model(activation().requires_grad_()).sum()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_linear_layers_and_transposed_convolutions():
+    torch.manual_seed(0)
+    for make in (lambda: qnn.QuantLinear(8, 16, bias=True), lambda: qnn.QuantConvTranspose2d(8, 4, 3)):
+        torch.manual_seed(0)
+        plain = make()
+        torch.manual_seed(0)
+        packed = brevact.quantize_backward(make(), LosslessBackward, min_numel=0)
+        expected, found = gradients(plain, activation()), gradients(packed, activation())
+        assert torch.equal(found[1], expected[1])
+        assert all(torch.equal(found[2][key], expected[2][key]) for key in expected[2])
