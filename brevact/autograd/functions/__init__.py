@@ -8,6 +8,7 @@ are those that some quantizers change in the forward pass, too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from brevact.autograd.functions import (
     attention,
@@ -29,7 +30,10 @@ from brevact.autograd.functions import (
     smooth,
 )
 
-__all__ = ["FORWARD_QUANTIZED", "HANDLERS"]
+if TYPE_CHECKING:
+    from brevact.autograd.regions import Region
+
+__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "run_counterpart"]
 
 FORWARD_QUANTIZED = normalization.FORWARD_QUANTIZED
 
@@ -52,3 +56,16 @@ HANDLERS: dict[Callable, Callable] = {
     **selections.HANDLERS,
     **losses.HANDLERS,
 }
+
+
+def run_counterpart(handler: Callable, region: Region, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
+
+    Torch knows them, or explains what is wrong.
+    """
+    try:
+        return handler(region, func, *args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # not of this call
+            raise
+    return NotImplemented
