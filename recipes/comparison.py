@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from recipes import files, plots
-from recipes.data import ImageDataset
 from recipes.errors import RecipeError
+from recipes.metrics import Metric
+from recipes.recipe import Recipe
 from recipes.runs import CHECKPOINT, COMPARISON, MIB, Result, clear_results, train
 from recipes.settings import Settings
 
 FULL_PRECISION = "full-precision"
-COLUMNS = ("run", "test_accuracy", "best_test_accuracy", "saved_mib", "times_less", "seconds_per_epoch")
 
 
 def make_cases(settings: Settings, quantizers: Sequence[str]) -> dict[str, Settings]:
@@ -39,10 +40,11 @@ def begin(settings: Settings, quantizers: Sequence[str], folder: Path) -> None:
     files.write_json(folder / COMPARISON, {"quantizers": list(quantizers), "settings": asdict(settings)})
 
 
-def begun(folder: Path) -> tuple[Settings, tuple[str, ...]]:
+def begun(recipe: Recipe, folder: Path) -> tuple[Settings, tuple[str, ...]]:
     """What `begin` wrote down: the settings and the quantizers.
 
     Args:
+        recipe: whose runs it compares.
         folder: of the comparison.
 
     Raises:
@@ -53,15 +55,16 @@ def begun(folder: Path) -> tuple[Settings, tuple[str, ...]]:
     quantizers = content.get("quantizers") if isinstance(content, dict) else None
     if not isinstance(quantizers, list) or not all(isinstance(name, str) for name in quantizers):
         raise RecipeError(f"{path} does not name the quantizers of a comparison; start a new one")
-    return Settings.restored(content.get("settings"), path), tuple(quantizers)
+    return recipe.settings.restored(content.get("settings"), path), tuple(quantizers)
 
 
-def compare(cases: dict[str, Settings], data: ImageDataset, folder: Path, *, resume: bool = False) -> str:
+def compare(recipe: Recipe, cases: dict[str, Settings], data: Any, folder: Path, *, resume: bool = False) -> str:
     """Trains each case in a folder of its own and compares the results.
 
     Args:
+        recipe: whose runs are compared.
         cases: settings by the name of the case's folder; the first one is what the others are compared with.
-        data: the images, the same for all.
+        data: what the recipe loads, the same for all.
         folder: receives the cases' folders, comparison.csv and comparison.png.
         resume: continue each case that has a checkpoint; otherwise runs that are in these folders are replaced.
 
@@ -69,40 +72,45 @@ def compare(cases: dict[str, Settings], data: ImageDataset, folder: Path, *, res
         The table, to be printed.
     """
     results = [
-        train(settings, data, folder / name, resume=resume and (folder / name / CHECKPOINT).exists())
+        train(recipe, settings, data, folder / name, resume=resume and (folder / name / CHECKPOINT).exists())
         for name, settings in cases.items()
     ]
+    metric = recipe.metric
     rows = [_row(result) for result in results]
-    files.write_rows(folder / "comparison.csv", COLUMNS, rows)
-    settings = next(iter(cases.values()))
+    files.write_rows(folder / "comparison.csv", tuple(rows[0]), rows)
     plots.plot_comparison(
         folder / "comparison.png",
-        f"EfficientNetV2 {settings.model}, {settings.dataset}, batches of {settings.batch_size}",
-        {result.label: [row["test_accuracy"] for row in result.history] for result in results},
+        recipe.title(next(iter(cases.values()))),
+        metric,
+        {result.label: [row[f"test_{metric.name}"] for row in result.history] for result in results},
         {result.label: result.saved_bytes / MIB for result in results},
     )
-    return _table(rows)
+    return _table(metric, rows)
 
 
 def _row(result: Result) -> dict[str, object]:
+    name = result.metric.name
     return {
         "run": result.label,
-        "test_accuracy": result.accuracy,
-        "best_test_accuracy": result.best_accuracy,
+        "test_loss": result.history[-1]["test_loss"],
+        f"test_{name}": result.final,
+        f"best_test_{name}": result.best,
         "saved_mib": result.saved_bytes / MIB,
         "times_less": result.times_less,
         "seconds_per_epoch": result.seconds_per_epoch,
     }
 
 
-def _table(rows: list[dict[str, object]]) -> str:
+def _table(metric: Metric, rows: list[dict[str, object]]) -> str:
     width = max(len(str(row["run"])) for row in rows)
-    lines = [f"{'':{width}}  test accuracy     best  stored for backward  s/epoch"]
+    title = f"test {metric.words}"
+    lines = [f"{'':{width}}  test loss  {title}     best  stored for backward  s/epoch"]
     for row in rows:
         less = f" ({row['times_less']:.1f}x less)" if row["times_less"] > 1 else ""
         stored = f"{row['saved_mib']:.2f} MiB{less}"
+        final, best = (format(row[f"{which}test_{metric.name}"], metric.spec) for which in ("", "best_"))
         lines.append(
-            f"{row['run']:{width}}  {row['test_accuracy']:13.2%}  {row['best_test_accuracy']:7.2%}  {stored:>19}  "
+            f"{row['run']:{width}}  {row['test_loss']:9.4f}  {final:>{len(title)}}  {best:>7}  {stored:>19}  "
             f"{row['seconds_per_epoch']:7.1f}"
         )
     return "\n".join(lines)

@@ -26,106 +26,60 @@ Forward quantizers of Brevitas beside a backward one with smaller buckets:
 An interrupted run or comparison goes on with `--resume DIR`, and ends in the weights of an uninterrupted one.
 """
 
-import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
-from recipes.comparison import FULL_PRECISION, begin, begun, compare, make_cases
-from recipes.errors import RecipeError
-from recipes.files import check_writable
-from recipes.quantizers import find_quantizers
-from recipes.runs import COMPARISON, MIB, holds_results, load_data, saved_settings, train
-from recipes.settings import Command, Settings, parse
+from torch import nn
 
-PROG = "python -m recipes.efficientnetv2"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line and returns the exit status: 0, 2 for what the user can put right, 130 when stopped."""
-    try:
-        run(parse(arguments, prog=PROG, description=__doc__))
-    except RecipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; every finished epoch is kept, and --resume DIR goes on after it", file=sys.stderr)
-        return 130
-    return 0
+from recipes import images
+from recipes.command_line import main as run_command_line
+from recipes.data import ImageDataset
+from recipes.metrics import ACCURACY
+from recipes.models import SIZES, Layers, efficientnetv2
+from recipes.recipe import Recipe
+from recipes.settings import Limit, setting
 
 
-def run(command: Command) -> None:
-    """Trains what the command asks for, prints the outcome and says where the files are.
+@dataclass(frozen=True)
+class EfficientNetV2Settings(images.ImageSettings):
+    """Settings of a run of this recipe."""
 
-    Args:
-        command: the parsed command line.
+    LIMITS: ClassVar[tuple[Limit, ...]] = (
+        ("batch_size", lambda value: value >= 2, "use at least 2, batch normalization needs them"),
+        *images.ImageSettings.LIMITS,
+    )
 
-    Raises:
-        RecipeError: something that the user can put right.
-    """
-    resume = command.resume is not None
-    settings, quantizers = resumed(command) if resume else (Settings(**command.given), command.compare)
-    folder = command.resume or command.out_dir or default_folder(settings, quantizers)
-    if quantizers is None:
-        check_settings(settings)
-        check_folder(folder, command)
-        result = train(settings, load_data(settings), folder, resume=resume)
-        print(f"test accuracy {result.accuracy:.2%}, {result.saved_bytes / MIB:.2f} MiB stored for backward")
-    else:
-        cases = make_cases(settings, quantizers)
-        for name, case in cases.items():
-            check_settings(case)
-            check_folder(folder / name, command)
-        check_folder(folder, command)
-        data = load_data(settings)
-        if not resume:
-            begin(settings, quantizers, folder)
-        print(compare(cases, data, folder, resume=resume))
-    print(f"files are in {folder}")
+    model: str = setting("nano", "size of the EfficientNetV2", choices=tuple(SIZES))
 
 
-def resumed(command: Command) -> tuple[Settings, tuple[str, ...] | None]:
-    """Settings of the run or the comparison in the folder to resume, and the quantizers that it compares.
-
-    Args:
-        command: with a folder to resume.
-
-    Raises:
-        RecipeError: the command line contradicts what is in the folder, or there is nothing that can be resumed.
-    """
-    folder, names = command.resume, command.compare
-    if not (folder / COMPARISON).exists():
-        if names is not None:
-            raise RecipeError(f"{folder} holds no comparison (there is no {folder / COMPARISON}); start a new one")
-        return saved_settings(folder).resumed(command.given), None
-    settings, quantizers = begun(folder)
-    if names is not None and names != quantizers:
-        raise RecipeError(
-            f"the comparison to resume was started with --compare {' '.join(quantizers)} (now {' '.join(names)}); "
-            "leave the option out, or start a new one"
-        )
-    return settings.resumed(command.given), quantizers
+def build_model(settings: EfficientNetV2Settings, data: ImageDataset, layers: Layers) -> nn.Module:
+    """The model of a run, with its forward quantizers, for the images of `data`."""
+    return efficientnetv2(
+        settings.model,
+        image_size=data.image_size,
+        classes=data.classes,
+        channels_in=data.channels,
+        dropout=settings.dropout,
+        stochastic_depth=settings.stochastic_depth,
+        layers=layers,
+    )
 
 
-def default_folder(settings: Settings, quantizers: Sequence[str] | None) -> Path:
-    """The folder of a run or comparison that the command line gives none for, named after what it trains."""
-    kind = "comparison" if quantizers else settings.act_quant or FULL_PRECISION
-    name = "-".join([settings.dataset, settings.model, kind, *settings.quantizer_changes])
-    return Path("runs") / re.sub(r"[^\w.,=+-]+", "_", name)
-
-
-def check_settings(settings: Settings) -> None:
-    """Finds out before any training whether the quantizers and the device can be used."""
-    find_quantizers(settings)
-    settings.torch_device()
-
-
-def check_folder(folder: Path, command: Command) -> None:
-    """Finds out before any training whether results can be written to a folder, and whether they may."""
-    check_writable(folder)
-    if command.resume is None and not command.overwrite and holds_results(folder):
-        raise RecipeError(f"{folder} already holds a run; continue it with --resume, or replace it with --overwrite")
-
+RECIPE = Recipe(
+    module="efficientnetv2",
+    description=__doc__,
+    settings=EfficientNetV2Settings,
+    metric=ACCURACY,
+    folder=lambda settings: f"{settings.dataset}-{settings.model}",
+    title=lambda settings: f"EfficientNetV2 {settings.model}, {settings.dataset}, batches of {settings.batch_size}",
+    load_data=images.load_data,
+    make_batches=images.make_batches,
+    build_model=build_model,
+    layers=Layers(),
+)
+main = partial(run_command_line, RECIPE)
 
 if __name__ == "__main__":
     sys.exit(main())

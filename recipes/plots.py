@@ -9,43 +9,50 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from recipes.files import write_atomically
+from recipes.metrics import Metric
 
 
-def plot_accuracy(path: Path, label: str, history: Sequence[dict[str, float]]) -> None:
-    """Draws training and test accuracy over the epochs of one run.
+def plot_history(path: Path, label: str, metric: Metric, history: Sequence[dict[str, float]]) -> None:
+    """Draws the metric in training and test over the epochs of one run.
 
     Args:
         path: of the PNG file.
         label: title of the picture.
-        history: rows with `epoch`, `train_accuracy` and `test_accuracy` (0..1).
+        metric: what is drawn.
+        history: rows with `epoch` and the metric's two columns.
     """
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     epochs = [row["epoch"] for row in history]
-    axes.plot(epochs, [100 * row["train_accuracy"] for row in history], "o--", markersize=3, label="training")
-    axes.plot(epochs, [100 * row["test_accuracy"] for row in history], "o-", markersize=3, label="test")
-    axes.set(title=label, xlabel="epoch", ylabel="accuracy (%)")
+    for split, style, words in (("train", "o--", "training"), ("test", "o-", "test")):
+        values = [metric.factor * row[f"{split}_{metric.name}"] for row in history]
+        axes.plot(epochs, values, style, markersize=3, label=words)
+    axes.set(title=label, xlabel="epoch", ylabel=metric.axis)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
     _save(figure, path)
 
 
-def plot_comparison(path: Path, title: str, curves: dict[str, Sequence[float]], saved_mib: dict[str, float]) -> None:
-    """Draws test accuracy over the epochs, and what a batch stores for backward, for several runs side by side.
+def plot_comparison(
+    path: Path, title: str, metric: Metric, curves: dict[str, Sequence[float]], saved_mib: dict[str, float]
+) -> None:
+    """Draws the metric in testing over the epochs, and what a batch stores for backward, for several runs side by side.
 
     Args:
         path: of the PNG file.
         title: above both panels.
-        curves: test accuracy (0..1) of each epoch, by label.
+        metric: what is drawn.
+        curves: its value in each epoch, by label.
         saved_mib: stored MiB, by label; the first one is what the others are compared with.
     """
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    for label, accuracies in curves.items():
-        left.plot(range(1, len(accuracies) + 1), [100 * value for value in accuracies], "o-", markersize=3, label=label)
-    left.set(xlabel="epoch", ylabel="test accuracy (%)")
+    for label, values in curves.items():
+        plotted = [metric.factor * value for value in values]
+        left.plot(range(1, len(values) + 1), plotted, "o-", markersize=3, label=label)
+    left.set(xlabel="epoch", ylabel=f"test {metric.axis}")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.grid(alpha=0.3)
     left.legend()

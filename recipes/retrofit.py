@@ -25,11 +25,12 @@ import brevact
 from recipes import files
 from recipes.data import LOADERS, Batches, ImageDataset
 from recipes.errors import RecipeError
+from recipes.images import ImageSettings, load_data, make_batches
 from recipes.models import ResNet20
 from recipes.quantizers import backward_quantizer
-from recipes.runs import MIB, load_data, make_batches
+from recipes.runs import MIB
 from recipes.settings import Settings
-from recipes.training import Trainer
+from recipes.training import Objective, Trainer
 
 SCOPES = ("all", "all-but-first")
 COLUMNS = ("norms", "scope", "accuracy", "fine_tuned_accuracy", "saved_mib", "plain_mib")
@@ -160,7 +161,9 @@ def _measured(model: nn.Module, plan: Plan, batches: tuple[Batches, Batches], ro
     train_batches, test_batches = batches
     images, _ = next(iter(train_batches.epoch(1)))
     report = brevact.memory_report(copy.deepcopy(model), images)
-    trainer = Trainer(model, plan.fine_tune, images.device, len(train_batches))
+    trainer = Trainer(
+        Objective(model, plan.fine_tune.label_smoothing), plan.fine_tune, images.device, len(train_batches)
+    )
     accuracy = trainer.evaluate(test_batches).accuracy
     tuned: float | str = ""
     if tune:
@@ -173,7 +176,9 @@ def _measured(model: nn.Module, plan: Plan, batches: tuple[Batches, Batches], ro
 def _train(model: nn.Module, settings: Settings, batches: tuple[Batches, Batches], label: str) -> float:
     """Train, with a progress bar, and return the test accuracy."""
     train_batches, test_batches = batches
-    trainer = Trainer(model, settings, next(model.parameters()).device, len(train_batches))
+    trainer = Trainer(
+        Objective(model, settings.label_smoothing), settings, next(model.parameters()).device, len(train_batches)
+    )
     with tqdm(total=settings.epochs * len(train_batches), desc=label, disable=None) as bar:
         for epoch in range(1, settings.epochs + 1):
             trainer.train_epoch(train_batches, epoch, bar.update)
@@ -192,10 +197,10 @@ def _load(model: nn.Module, path: Path) -> None:
         ) from error
 
 
-def _settings(options: argparse.Namespace, epochs: int, lr: float, warmup: float) -> Settings:
+def _settings(options: argparse.Namespace, epochs: int, lr: float, warmup: float) -> ImageSettings:
     names = ("dataset", "data_dir", "train_size", "test_size", "batch_size", "seed", "device")
     shared = {name: getattr(options, name) for name in names}
-    return Settings(**shared, epochs=epochs, lr=lr, warmup_epochs=warmup, weight_decay=5e-4, label_smoothing=0.0)
+    return ImageSettings(**shared, epochs=epochs, lr=lr, warmup_epochs=warmup, weight_decay=5e-4, label_smoothing=0.0)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

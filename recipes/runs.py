@@ -3,10 +3,11 @@
 | file | content |
 |---|---|
 | history.csv | one row an epoch |
-| summary.json | settings, versions, final and best accuracy, stored bytes |
+| summary.json | settings, versions, final and best figures, stored bytes |
 | checkpoint.pt | all that the next epoch depends on |
 | memory.csv, memory.png | what each layer stores for backward |
-| accuracy.png | accuracy over the epochs |
+| history.png | what the recipe measures, over the epochs |
+| sample.txt | text of a language model |
 """
 
 import platform
@@ -15,19 +16,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 import brevact
 from recipes import files, plots
-from recipes.data import LOADERS, Batches, ImageDataset
 from recipes.errors import RecipeError
-from recipes.models import Layers, efficientnetv2
+from recipes.metrics import Metric
+from recipes.models import Layers
 from recipes.quantizers import find_quantizers
+from recipes.recipe import BatchSource, Recipe
 from recipes.settings import Settings
-from recipes.training import Trainer
+from recipes.training import Objective, Trainer
 
 CHECKPOINT = "checkpoint.pt"
 HISTORY = "history.csv"
@@ -37,14 +39,14 @@ _RESULTS = (
     CHECKPOINT,
     HISTORY,
     SUMMARY,
-    "accuracy.png",
+    "history.png",
     "memory.csv",
     "memory.png",
     COMPARISON,
     "comparison.csv",
     "comparison.png",
+    "sample.txt",
 )
-COLUMNS = ("epoch", "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds", "saved_mib")
 MIB = 2**20
 
 
@@ -54,23 +56,25 @@ class Result:
 
     Attributes:
         label: what tables and plots call it.
-        history: one dictionary of `COLUMNS` an epoch; accuracies are in 0..1, `seconds` are those of training.
+        metric: what it is judged by.
+        history: one dictionary of `columns(metric)` an epoch; losses are in nats, `seconds` are those of training.
         saved_bytes: bytes that one training batch stores for backward.
         plain_bytes: the same without backward quantization.
     """
 
     label: str
+    metric: Metric
     history: list[dict[str, float]]
     saved_bytes: int
     plain_bytes: int
 
     @property
-    def accuracy(self) -> float:
-        return self.history[-1]["test_accuracy"]
+    def final(self) -> float:
+        return self.history[-1][f"test_{self.metric.name}"]
 
     @property
-    def best_accuracy(self) -> float:
-        return max(row["test_accuracy"] for row in self.history)
+    def best(self) -> float:
+        return self.metric.best(row[f"test_{self.metric.name}"] for row in self.history)
 
     @property
     def times_less(self) -> float:
@@ -81,17 +85,19 @@ class Result:
         return sum(row["seconds"] for row in self.history) / len(self.history)
 
 
-def load_data(settings: Settings) -> ImageDataset:
-    """The images that the settings name."""
-    return LOADERS[settings.dataset](Path(settings.data_dir), settings.train_size, settings.test_size)
+def columns(metric: Metric) -> tuple[str, ...]:
+    """The columns of history.csv."""
+    scores = ("train_loss", f"train_{metric.name}", "test_loss", f"test_{metric.name}")
+    return ("epoch", "lr", *scores, "seconds", "saved_mib")
 
 
-def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool = False) -> Result:
+def train(recipe: Recipe, settings: Settings, data: Any, folder: Path, *, resume: bool = False) -> Result:
     """Trains with `settings` and leaves all results in `folder`, complete after every epoch.
 
     Args:
+        recipe: which kind of run it is.
         settings: of the run; those of its checkpoint when it is resumed.
-        data: what `load_data` returns for them.
+        data: what the recipe loads for them.
         folder: made if it is missing.
         resume: continue from the checkpoint in `folder`; otherwise a run that is in it is replaced.
 
@@ -102,17 +108,17 @@ def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool 
         RecipeError: something that the user can put right.
     """
     if resume:
-        saved_settings(folder).resumed(asdict(settings))  # refuses a checkpoint of other settings
+        saved_settings(recipe, folder).resumed(asdict(settings))  # refuses a checkpoint of other settings
     device = settings.torch_device()
     torch.manual_seed(settings.seed)
-    model = build_model(settings, data).to(device)
-    train_batches, test_batches = make_batches(settings, data, device)
-    trainer = Trainer(model, settings, device, len(train_batches))
+    objective = build_objective(recipe, settings, data).to(device)
+    train_batches, test_batches = recipe.make_batches(settings, data, device)
+    trainer = Trainer(objective, settings, device, len(train_batches))
     folder.mkdir(parents=True, exist_ok=True)
-    report = _measure_memory(model, trainer, train_batches)
-    result = Result(settings.label, [], report.saved_bytes, report.plain_bytes)
+    report = _measure_memory(recipe, trainer, train_batches)
+    result = Result(settings.label, recipe.metric, [], report.saved_bytes, report.plain_bytes)
     if resume:
-        result.history.extend(_restore(trainer, folder / CHECKPOINT))
+        result.history.extend(_restore(trainer, folder / CHECKPOINT, recipe.metric))
         _write_results(folder, settings, result, device)
     else:
         clear_results(folder)
@@ -125,48 +131,38 @@ def train(settings: Settings, data: ImageDataset, folder: Path, *, resume: bool 
     bar = tqdm(total=settings.epochs * steps, initial=len(result.history) * steps, desc=settings.label, disable=None)
     with bar:
         for epoch in range(len(result.history) + 1, settings.epochs + 1):
-            row = _run_epoch(trainer, epoch, train_batches, test_batches, bar.update)
+            row = _run_epoch(trainer, epoch, (train_batches, test_batches), recipe.metric, bar.update)
             result.history.append(row | {"saved_mib": result.saved_bytes / MIB})
             state = {"settings": asdict(settings), "history": result.history, "trainer": trainer.state_dict()}
             files.write_checkpoint(folder / CHECKPOINT, state)
             _write_results(folder, settings, result, device)
-            tqdm.write(_line(settings, row))
+            tqdm.write(_line(settings, recipe.metric, row))
+    if recipe.finish is not None:
+        recipe.finish(trainer.model, settings, data, folder)
     return result
 
 
-def build_model(settings: Settings, data: ImageDataset) -> nn.Module:
-    """The model of a run, with its forward and backward quantizers, for the images of `data`."""
+def build_objective(recipe: Recipe, settings: Settings, data: Any) -> Objective:
+    """The model of a run and its loss, with their forward and backward quantizers.
+
+    Args:
+        recipe: builds the model.
+        settings: of the run.
+        data: what the model is for.
+    """
     weight_quant, input_quant, act_quant = find_quantizers(settings)
-    model = efficientnetv2(
-        settings.model,
-        image_size=data.image_size,
-        classes=data.classes,
-        channels_in=data.channels,
-        dropout=settings.dropout,
-        stochastic_depth=settings.stochastic_depth,
-        layers=Layers(weight_quant, input_quant),
-    )
-    return model if act_quant is None else brevact.quantize_backward(model, act_quant)
+    forward_quantized = weight_quant is not None or input_quant is not None
+    layers = Layers(weight_quant, input_quant) if forward_quantized else recipe.layers
+    objective = Objective(recipe.build_model(settings, data, layers), settings.label_smoothing)
+    if act_quant is not None:
+        brevact.quantize_backward(objective if recipe.quantize_loss else objective.model, act_quant)
+    return objective
 
 
-def make_batches(settings: Settings, data: ImageDataset, device: torch.device) -> tuple[Batches, Batches]:
-    """Batches for training and for testing."""
-    train_batches = Batches(
-        data.train,
-        data.normalization,
-        settings.batch_size,
-        device=device,
-        train=True,
-        augment=data.augment,
-        seed=settings.seed,
-    )
-    return train_batches, Batches(data.test, data.normalization, settings.batch_size, device=device)
-
-
-def saved_settings(folder: Path) -> Settings:
+def saved_settings(recipe: Recipe, folder: Path) -> Settings:
     """The settings of the run in `folder`."""
     path = folder / CHECKPOINT
-    return Settings.restored(files.read_checkpoint(path).get("settings"), path)
+    return recipe.settings.restored(files.read_checkpoint(path).get("settings"), path)
 
 
 def holds_results(folder: Path) -> bool:
@@ -180,17 +176,19 @@ def clear_results(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _measure_memory(model: nn.Module, trainer: Trainer, batches: Batches) -> brevact.MemoryReport:
-    images, _ = next(batches.epoch())
+def _measure_memory(recipe: Recipe, trainer: Trainer, batches: BatchSource) -> brevact.MemoryReport:
+    inputs, targets = next(batches.epoch())
     with trainer.autocast():
-        return brevact.memory_report(model, images)
+        if recipe.quantize_loss:
+            return brevact.memory_report(trainer.objective, (inputs, targets))
+        return brevact.memory_report(trainer.model, inputs)
 
 
-def _restore(trainer: Trainer, path: Path) -> list[dict[str, float]]:
+def _restore(trainer: Trainer, path: Path, metric: Metric) -> list[dict[str, float]]:
     """Puts the state of a checkpoint into `trainer` and returns the history."""
     state = files.read_checkpoint(path)
     try:
-        history = [{column: row[column] for column in COLUMNS} for row in state["history"]]
+        history = [{column: row[column] for column in columns(metric)} for row in state["history"]]
         if not history:
             raise ValueError("it holds no epoch")
         trainer.load_state_dict(state["trainer"])
@@ -201,8 +199,13 @@ def _restore(trainer: Trainer, path: Path) -> list[dict[str, float]]:
 
 
 def _run_epoch(
-    trainer: Trainer, epoch: int, train_batches: Batches, test_batches: Batches, on_step: Callable[[], object]
+    trainer: Trainer,
+    epoch: int,
+    batches: tuple[BatchSource, BatchSource],
+    metric: Metric,
+    on_step: Callable[[], object],
 ) -> dict[str, float]:
+    train_batches, test_batches = batches
     lr = trainer.lr
     start = time.perf_counter()
     trained = trainer.train_epoch(train_batches, epoch, on_step)
@@ -212,22 +215,24 @@ def _run_epoch(
         "epoch": epoch,
         "lr": lr,
         "train_loss": trained.loss,
-        "train_accuracy": trained.accuracy,
+        f"train_{metric.name}": metric.of(trained),
         "test_loss": tested.loss,
-        "test_accuracy": tested.accuracy,
+        f"test_{metric.name}": metric.of(tested),
         "seconds": seconds,
     }
 
 
 def _write_results(folder: Path, settings: Settings, result: Result, device: torch.device) -> None:
-    files.write_rows(folder / HISTORY, COLUMNS, result.history)
+    metric = result.metric
+    files.write_rows(folder / HISTORY, columns(metric), result.history)
     files.write_json(
         folder / SUMMARY,
         {
             "finished": len(result.history) == settings.epochs,
             "epochs": len(result.history),
-            "test_accuracy": result.accuracy,
-            "best_test_accuracy": result.best_accuracy,
+            "test_loss": result.history[-1]["test_loss"],
+            f"test_{metric.name}": result.final,
+            f"best_test_{metric.name}": result.best,
             "seconds_per_epoch": result.seconds_per_epoch,
             "saved_bytes": result.saved_bytes,
             "plain_bytes": result.plain_bytes,
@@ -237,12 +242,12 @@ def _write_results(folder: Path, settings: Settings, result: Result, device: tor
             "settings": asdict(settings),
         },
     )
-    plots.plot_accuracy(folder / "accuracy.png", result.label, result.history)
+    plots.plot_history(folder / "history.png", result.label, metric, result.history)
 
 
-def _line(settings: Settings, row: dict[str, float]) -> str:
-    return (
-        f"{settings.label}  epoch {row['epoch']}/{settings.epochs}  "
-        f"train {row['train_loss']:.3f} {row['train_accuracy']:.1%}  "
-        f"test {row['test_loss']:.3f} {row['test_accuracy']:.1%}  {row['seconds']:.1f} s"
+def _line(settings: Settings, metric: Metric, row: dict[str, float]) -> str:
+    train, test = (
+        f"{split} {row[f'{split}_loss']:.3f} {format(row[f'{split}_{metric.name}'], metric.spec)}"
+        for split in ("train", "test")
     )
+    return f"{settings.label}  epoch {row['epoch']}/{settings.epochs}  {train}  {test}  {row['seconds']:.1f} s"

@@ -5,60 +5,72 @@ from its checkpoint and object to a contradiction.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
-from recipes.data import LOADERS
 from recipes.errors import RecipeError
-from recipes.models import SIZES
 
 SCHEDULES = ("cosine", "onecycle", "constant")
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAVE_MODES = ("save_quantized", "quantize_on_backward")
-_MAY_CHANGE_ON_RESUME = {"data_dir", "device"}
+Limit = tuple[str, Callable[[Any], bool], str]
+"""Name of a field, whether a value is accepted (None always is), and what to do where it is not."""
 
 
-def _setting(default: object, text: str, **argument: object) -> object:
+def setting(default: object, text: str, **argument: object) -> Any:
+    """A field of `Settings`: its default, its line of the help text and its arguments for argparse."""
     return field(default=default, metadata={"help": text, **argument})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a run. Every field is a command-line option of the same name."""
+    """What decides the result of a run. Every field is a command-line option of the same name.
 
-    model: str = _setting("nano", "size of the EfficientNetV2", choices=tuple(SIZES))
-    dataset: str = _setting("digits", "images to train on", choices=tuple(LOADERS))
-    data_dir: str = _setting("data", "folder that holds the data set; digits needs none")
-    train_size: int | None = _setting(None, "train on this many images only", type=int)
-    test_size: int | None = _setting(None, "test on this many images only", type=int)
+    A recipe adds fields of its own, and limits of them, in a subclass.
+    """
 
-    act_quant: str | None = _setting(None, "backward quantizer of brevact, such as StochBackward2bit")
-    act_override: tuple[str, ...] = _setting(
+    LIMITS: ClassVar[tuple[Limit, ...]] = (
+        ("epochs", lambda value: value >= 1, "use at least 1"),
+        ("batch_size", lambda value: value >= 1, "use at least 1"),
+        ("lr", lambda value: value > 0, "use a value above 0"),
+        ("weight_decay", lambda value: value >= 0, "use 0 or more"),
+        ("warmup_epochs", lambda value: value >= 0, "use 0 or more"),
+        ("label_smoothing", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
+        ("clip_grad_norm", lambda value: value > 0, "use a value above 0, or leave it out"),
+        ("dropout", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
+        ("stochastic_depth", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
+        ("seed", lambda value: 0 <= value < 2**40, "use 0 to 2**40 - 1"),
+    )
+    MAY_CHANGE_ON_RESUME: ClassVar[frozenset[str]] = frozenset({"data_dir", "device"})
+
+    act_quant: str | None = setting(None, "backward quantizer of brevact, such as StochBackward2bit")
+    act_override: tuple[str, ...] = setting(
         (), "setting of the backward quantizer, such as bucket_size=256; repeatable", action="append"
     )
-    save_mode: str = _setting("save_quantized", "when saved activations are quantized", choices=SAVE_MODES)
-    weight_quant: str | None = _setting(None, "forward weight quantizer of brevitas.quant: Int8WeightPerTensorFloat")
-    input_quant: str | None = _setting(None, "forward input quantizer of brevitas.quant: Int8ActPerTensorFloat")
+    save_mode: str = setting("save_quantized", "when saved activations are quantized", choices=SAVE_MODES)
+    weight_quant: str | None = setting(None, "forward weight quantizer of brevitas.quant: Int8WeightPerTensorFloat")
+    input_quant: str | None = setting(None, "forward input quantizer of brevitas.quant: Int8ActPerTensorFloat")
 
-    epochs: int = _setting(8, "passes over the training images", type=int)
-    batch_size: int = _setting(32, "images in a training step", type=int)
-    lr: float = _setting(3e-3, "largest learning rate of AdamW", type=float)
-    weight_decay: float = _setting(0.05, "decoupled weight decay; not for norms and biases", type=float)
-    schedule: str = _setting("cosine", "learning rate over the run", choices=SCHEDULES)
-    warmup_epochs: float = _setting(1.0, "epochs of linear warm-up (onecycle: of its rise)", type=float)
-    label_smoothing: float = _setting(0.05, "share of the target spread over all classes", type=float)
-    clip_grad_norm: float | None = _setting(None, "largest norm of all gradients together", type=float)
-    dropout: float = _setting(0.2, "dropout before the classifier", type=float)
-    stochastic_depth: float = _setting(0.0, "probability of dropping the last residual branch", type=float)
-    amp: str = _setting("off", "autocast to this type", choices=tuple(AMP_DTYPES))
-    seed: int = _setting(0, "of weights, batches, dropout and stochastic rounding", type=int)
-    device: str = _setting("auto", "torch device; auto takes CUDA where there is one")
+    epochs: int = setting(8, "passes over the training data", type=int)
+    batch_size: int = setting(32, "samples in a training step", type=int)
+    lr: float = setting(3e-3, "largest learning rate of AdamW", type=float)
+    weight_decay: float = setting(0.05, "decoupled weight decay; not for norms and biases", type=float)
+    schedule: str = setting("cosine", "learning rate over the run", choices=SCHEDULES)
+    warmup_epochs: float = setting(1.0, "epochs of linear warm-up (onecycle: of its rise)", type=float)
+    label_smoothing: float = setting(0.05, "share of the target spread over all classes", type=float)
+    clip_grad_norm: float | None = setting(None, "largest norm of all gradients together", type=float)
+    dropout: float = setting(0.2, "dropout before the classifier", type=float)
+    stochastic_depth: float = setting(0.0, "probability of dropping the last residual branch", type=float)
+    amp: str = setting("off", "autocast to this type", choices=tuple(AMP_DTYPES))
+    seed: int = setting(0, "of weights, batches, dropout and stochastic rounding", type=int)
+    device: str = setting("auto", "torch device; auto takes CUDA where there is one")
 
     def __post_init__(self) -> None:
-        for name, accepted, text in _LIMITS:
+        for name, accepted, text in self.LIMITS:
             value = getattr(self, name)
             if value is not None and not accepted(value):
                 raise RecipeError(f"{option(name)} {value} is not possible: {text}")
@@ -127,26 +139,10 @@ class Settings:
         """
         own = asdict(self)
         changed = {name: value for name, value in given.items() if own[name] != value}
-        if wrong := sorted(changed.keys() - _MAY_CHANGE_ON_RESUME):
+        if wrong := sorted(changed.keys() - self.MAY_CHANGE_ON_RESUME):
             facts = ", ".join(f"{option(name)} {own[name]} (now {changed[name]})" for name in wrong)
             raise RecipeError(f"the run to resume was started with {facts}; leave the option out, or start a new run")
         return replace(self, **changed)
-
-
-_LIMITS = (
-    ("train_size", lambda value: value >= 1, "use a number of images of at least 1"),
-    ("test_size", lambda value: value >= 1, "use a number of images of at least 1"),
-    ("epochs", lambda value: value >= 1, "use at least 1"),
-    ("batch_size", lambda value: value >= 2, "use at least 2, batch normalization needs them"),
-    ("lr", lambda value: value > 0, "use a value above 0"),
-    ("weight_decay", lambda value: value >= 0, "use 0 or more"),
-    ("warmup_epochs", lambda value: value >= 0, "use 0 or more"),
-    ("label_smoothing", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
-    ("clip_grad_norm", lambda value: value > 0, "use a value above 0, or leave it out"),
-    ("dropout", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
-    ("stochastic_depth", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
-    ("seed", lambda value: 0 <= value < 2**40, "use 0 to 2**40 - 1"),
-)
 
 
 def option(name: str) -> str:
@@ -173,11 +169,14 @@ class Command:
     compare: tuple[str, ...] | None
 
 
-def parse(arguments: Sequence[str] | None, *, prog: str, description: str) -> Command:
+def parse(
+    arguments: Sequence[str] | None, *, prog: str, description: str, settings: type[Settings] = Settings
+) -> Command:
     """Reads a command line.
 
     Args:
         arguments: the words after the program's name; None for those of this process.
+        settings: whose fields are options, those that a subclass adds first.
         prog: the program's name, for the help text.
         description: what the program does.
 
@@ -191,7 +190,8 @@ def parse(arguments: Sequence[str] | None, *, prog: str, description: str) -> Co
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for item in fields(Settings):
+    shared = {item.name for item in fields(Settings)}
+    for item in sorted(fields(settings), key=lambda item: item.name in shared):
         argument = dict(item.metadata)
         shown = "none" if item.default in (None, ()) else item.default
         text = f"{argument.pop('help')} (default: {shown})"

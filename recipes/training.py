@@ -2,32 +2,43 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from recipes.data import Batches
 from recipes.errors import RecipeError
+from recipes.metrics import Scores
+from recipes.recipe import BatchSource
 from recipes.settings import AMP_DTYPES, Settings
 from recipes.statistics import collected_statistics, restore_statistics
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Mean loss over the images of a pass, and the share of them classified correctly (0..1)."""
+class Objective(nn.Module):
+    """A model and the loss it trains with as one module, which a backward policy or a memory report may cover whole.
 
-    loss: float
-    accuracy: float
+    Args:
+        model: on its device already.
+        label_smoothing: share of the target spread over all classes.
+    """
+
+    def __init__(self, model: nn.Module, label_smoothing: float) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's outputs (... x classes) and the mean loss over all targets (...)."""
+        outputs = self.model(inputs)
+        return outputs, self.loss(outputs.flatten(0, -2), targets.flatten())
 
 
 class Trainer:
     """Trains a model with AdamW.
 
     Args:
-        model: on its device already.
+        objective: the model, on its device already, and its loss.
         settings: of the run.
         device: of model and batches.
         steps_per_epoch: optimizer steps in an epoch.
@@ -36,8 +47,9 @@ class Trainer:
         RecipeError: the device does not compute in the type that `settings.amp` names.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, device: torch.device, steps_per_epoch: int) -> None:
-        self.model = model
+    def __init__(self, objective: Objective, settings: Settings, device: torch.device, steps_per_epoch: int) -> None:
+        self.objective = objective
+        self.model = objective.model
         self.device = device
         self.clip_grad_norm = settings.clip_grad_norm
         self.amp_dtype = AMP_DTYPES[settings.amp]
@@ -45,9 +57,7 @@ class Trainer:
             raise RecipeError(
                 f"--amp bf16: {torch.cuda.get_device_name(device)} does not compute in bfloat16; use fp16"
             )
-        self.train_loss = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
-        self.test_loss = nn.CrossEntropyLoss()
-        self._make_optimizer = partial(make_optimizer, model, settings, steps_per_epoch)
+        self._make_optimizer = partial(make_optimizer, self.model, settings, steps_per_epoch)
         self.optimizer, self.scheduler = self._make_optimizer()
         # PyTorch's initial scale of 2**16 overflows, and skips, the first steps of most networks.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=settings.amp == "fp16")
@@ -57,7 +67,7 @@ class Trainer:
         """The learning rate of the next step."""
         return self.scheduler.get_last_lr()[0]
 
-    def train_epoch(self, batches: Batches, epoch: int, on_step: Callable[[], object]) -> Scores:
+    def train_epoch(self, batches: BatchSource, epoch: int, on_step: Callable[[], object]) -> Scores:
         """Takes one optimizer step for each batch of an epoch.
 
         Args:
@@ -71,10 +81,11 @@ class Trainer:
         Raises:
             RecipeError: the loss is no longer finite.
         """
-        self.model.train()
+        self.objective.train()
         meter = _Meter(self.device)
-        for images, labels in batches.epoch(epoch):
-            outputs, loss = self._forward(images, labels, self.train_loss)
+        for inputs, targets in batches.epoch(epoch):
+            with self.autocast():
+                outputs, loss = self.objective(inputs, targets)
             self.optimizer.zero_grad(set_to_none=True)
             self.scaler.scale(loss).backward()
             if self.clip_grad_norm is not None:
@@ -83,7 +94,7 @@ class Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.scheduler.step()
-            meter.add(outputs, labels, loss)
+            meter.add(outputs, targets, loss)
             on_step()
         scores = meter.scores()
         if not math.isfinite(scores.loss):
@@ -94,23 +105,19 @@ class Trainer:
         return scores
 
     @torch.no_grad()
-    def evaluate(self, batches: Batches) -> Scores:
+    def evaluate(self, batches: BatchSource) -> Scores:
         """Scores of the model in eval mode, with the plain cross-entropy as loss."""
-        self.model.eval()
+        objective = Objective(self.model, label_smoothing=0.0).eval()
         meter = _Meter(self.device)
-        for images, labels in batches.epoch():
-            outputs, loss = self._forward(images, labels, self.test_loss)
-            meter.add(outputs, labels, loss)
+        for inputs, targets in batches.epoch():
+            with self.autocast():
+                outputs, loss = objective(inputs, targets)
+            meter.add(outputs, targets, loss)
         return meter.scores()
 
     def autocast(self) -> torch.autocast:
         """The context that forward passes run in; it does nothing at full precision."""
         return torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None)
-
-    def _forward(self, images: Tensor, labels: Tensor, loss: nn.Module) -> tuple[Tensor, Tensor]:
-        with self.autocast():
-            outputs = self.model(images)
-            return outputs, loss(outputs, labels)
 
     def state_dict(self) -> dict[str, object]:
         """Everything that the next step depends on, random generators included."""
@@ -151,15 +158,15 @@ class _Meter:
     def __init__(self, device: torch.device) -> None:
         self.loss = torch.zeros((), device=device)
         self.correct = torch.zeros((), dtype=torch.int64, device=device)
-        self.images = 0
+        self.targets = 0
 
-    def add(self, outputs: Tensor, labels: Tensor, loss: Tensor) -> None:
-        self.loss += loss.detach() * len(labels)
-        self.correct += (outputs.detach().argmax(1) == labels).sum()
-        self.images += len(labels)
+    def add(self, outputs: Tensor, targets: Tensor, loss: Tensor) -> None:
+        self.loss += loss.detach() * targets.numel()
+        self.correct += (outputs.detach().argmax(-1) == targets).sum()
+        self.targets += targets.numel()
 
     def scores(self) -> Scores:
-        return Scores(self.loss.item() / self.images, self.correct.item() / self.images)
+        return Scores(self.loss.item() / self.targets, self.correct.item() / self.targets)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

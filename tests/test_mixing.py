@@ -15,6 +15,7 @@ import brevact
 from brevact import MixSchedule, SaveMode, SignMagnitudeBackward, StochBackward2bit, StochBackward2bit4bitMix
 from brevact import nn as bnn
 from brevact.autograd.hooks import regions_of
+from tests.autograd.measuring import watch_saved
 
 
 def model(source: object = StochBackward2bit4bitMix) -> nn.Module:
@@ -215,6 +216,70 @@ def test_quantizing_on_backward_gives_the_same_gradients(source, dtype):
     stored, late = map(run, SaveMode)
     assert all(map(torch.equal, stored, late))
     assert all(grad.isfinite().all() for grad in stored)
+
+
+class Segments(nn.Module):
+    """Checkpointed blocks behind a plain one, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Dropout(0.3), nn.Linear(64, 64)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("mode", SaveMode)
+@pytest.mark.parametrize("source", MIXTURES, ids=lambda leaf: leaf.__name__)
+def test_checkpoints_recompute_tensors_of_the_same_sizes(source, mode):
+    torch.manual_seed(0)
+    net = brevact.quantize_backward(Segments(), source, save_mode=mode, min_numel=0)
+    for _ in range(3):
+        loss = net(torch.randn(300, 64)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(p.grad.isfinite().all() for p in net.parameters())
+    images = brevact.quantize_backward(Images(), source, save_mode=mode, min_numel=0)
+    torch.utils.checkpoint.checkpoint(images, torch.randn(5, 3, 9, 9), use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize("mode", SaveMode)
+def test_expanded_tensors_with_gaps_keep_their_distinct_elements(mode):
+    source = brevact.NearestBackward4bit8bitMix.let(
+        bit_width=8, mix_bit_width=16, bucket_size=64, save_mode=mode, min_numel=0
+    )
+    x = torch.randn(8, 1, 2000)[:, :, ::2].expand(8, 3, 1000)
+    weight = torch.ones(8, 3, 1000, requires_grad=True)
+    with brevact.backward_quant(source):
+        product = weight.sin() * x  # keeps x
+    product.sum().backward()
+    expected = x * torch.ones(()).cos()
+    assert (weight.grad - expected).abs().max() < 0.1
+
+
+def test_a_tensor_that_several_layers_read_is_packed_once_in_a_graph():
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.branches = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.nn.functional.silu(self.first(x))
+            return sum(branch(x) for branch in self.branches)
+
+    torch._dynamo.reset()
+    net = brevact.quantize_backward(Branches(), StochBackward2bit4bitMix, bucket_size=64)
+    with watch_saved() as saved:
+        torch.compile(net, backend="inductor", fullgraph=True)(torch.randn(256, 64, requires_grad=True))
+    codes = {x.untyped_storage().data_ptr() for x in saved.tensors if x.dtype is torch.uint8}
+    assert len(codes) == 3  # input, derivative, and what the branches share
 
 
 @pytest.mark.parametrize("source", MIXTURES, ids=lambda leaf: leaf.__name__)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from brevact.autograd import recording
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
-from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask
+from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask, keep_small
+from brevact.autograd.transforms import NO_TRANSFORMS
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+#: Classes of torch.utils.checkpoint whose hooks stand around a forward pass and around its recomputation.
+_CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 class _Stored:
@@ -70,7 +73,10 @@ class _Suspended:
 
 
 class SavedTensorHooks:
-    """The saved-tensor hooks of one region; entered inside another region's, they take their place."""
+    """The saved-tensor hooks of one region; entered inside another region's, they take their place.
+
+    A region of full precision has none.
+    """
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -86,21 +92,24 @@ class SavedTensorHooks:
             self._replaced = parent.hooks
             self._replaced.pop()
         self._outer = top_hooks(True)
+        if self._region.settings is None:
+            return
         try:
             self.push()
-        except RuntimeError:
+        except RuntimeError as error:
             if self._replaced is not None:
                 self._replaced.push()
-            raise
+            raise NotImplementedError(NO_TRANSFORMS) from error
 
     def __exit__(self, *exc_info: object) -> None:
-        self.pop()
+        if self._region.settings is not None:
+            self.pop()
         if self._replaced is not None:
             self._replaced.push()
 
     def are_in_recomputation(self) -> bool:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
-        return self._outer is not None and self._outer[0].__qualname__.startswith("_recomputation_hook.")
+        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])
 
     def push(self) -> None:
         """Activate the hooks."""
@@ -114,9 +123,13 @@ class SavedTensorHooks:
         """Return whether no other saved-tensor hooks were entered inside the region."""
         return top_hooks(True) == self.pair
 
+    def are_in_checkpoint(self) -> bool:
+        """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
+        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
+
     def _pack(self, x: Tensor) -> _Stored:
         kept = self._keep(x)
-        if kept[1] is AS_IT_IS and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
+        if kept[0][0] is x and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
             kept = (x.detach(),), AS_IT_IS
         return _Stored(kept, self._outer)
 
@@ -132,7 +145,7 @@ class SavedTensorHooks:
         elif not is_plain(x):
             why = recording.OTHER_KIND
         elif x.numel() < settings.min_numel:
-            why = recording.SMALL
+            return self._keep_small(x)
         elif not region.packs_for(sys._getframe(2)):
             why = recording.OUT_OF_SIGHT
         elif x.dtype is torch.bool:
@@ -144,6 +157,12 @@ class SavedTensorHooks:
         else:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
+
+    def _keep_small(self, x: Tensor) -> Kept:
+        """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
+        if x.is_floating_point() and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
+            return keep_small(x)
+        return keep_as_it_is(x, recording.SMALL)
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

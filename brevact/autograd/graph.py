@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS
@@ -26,13 +26,16 @@ from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplac
 from brevact.autograd.functions.kinds import PRODUCTS
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.provenance import comes_from_layer, tensors_in
+from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
-from brevact.quantizers import Layout, draw_seed, is_traced, read
+from brevact.quantizers import Layout, is_traced, read
 
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
 
-NAMES: dict[Callable, str] = {func: f"{func.__name__} {i}" for i, func in enumerate((*HANDLERS, *PRODUCTS))}
+NAMES: dict[Callable, str] = {
+    func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS)))
+}
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
@@ -49,10 +52,15 @@ def call_in_graph(
 def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     if spelled != FULL_PRECISION:
         region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
-        if func in PRODUCTS:
-            result = func(*args, **kwargs)
-            return result if region.are_weights((args, kwargs)) else _Product.apply(result)
-        if not is_inplace(func, args, kwargs):
+        return _call_in(region, func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if func in NAMES:
+        if func not in HANDLERS:
+            result = NotImplemented
+        elif not is_inplace(func, args, kwargs):
             result = HANDLERS[func](region, func, *args, **kwargs)
         else:  # the compiler knows in-place changes by ops of its own, not by Functions
             region.copy = args[0].clone()
@@ -61,7 +69,32 @@ def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args:
                 result = args[0].copy_(result)
         if result is not NotImplemented:
             return result
+        if func in PRODUCTS and not region.are_weights((args, kwargs)):
+            return _Product.apply(func(*args, **kwargs))
     return func(*args, **kwargs)
+
+
+class _InnerMode(TorchFunctionMode):
+    """Hands the functions that a handler calls to their counterparts, too."""
+
+    def __init__(self, region: _TracedRegion) -> None:
+        super().__init__()
+        self._region = region
+
+    def __enter__(self) -> _InnerMode:
+        self._enabled = torch._C._EnableTorchFunction()  # which is off in a node of the graph
+        self._enabled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._enabled.__exit__(*exc_info)
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return _call_in(self._region, func, args, kwargs or {})
 
 
 class _Product(Saving):
@@ -82,6 +115,7 @@ class _TracedRegion:
     def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
         self.settings = settings
         self._parameters = parameters
+        self.mode = _InnerMode(self)
         self.copy: Tensor | None = None  # of the argument that is overwritten
 
     def is_activation(self, x: Any) -> bool:
@@ -115,11 +149,9 @@ class _TracedRegion:
         if self.settings.is_exact:
             return keep_as_it_is(x)
         quantizer = self.settings.quantizer
-        if self.settings.draws_size:  # once, for all runs of the graph
-            numel, seed = int(Layout.of(x).numel), torch.default_generator.initial_seed() + next(_draws)
-            with _disable_current_modes():
-                quantizer = quantizer.sized(numel, seed % 2**63)
-        key = self._seed(x, share) if quantizer.is_stochastic else 0
+        if self.settings.draws_size:
+            quantizer = self._once("quantizer", x, share, lambda: self._sized(x))
+        key = self._once("seed", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
         return pack(x.detach(), quantizer, self.settings.save_mode, key)
 
     def keep_normalized(self, z: Tensor) -> Kept:
@@ -132,16 +164,21 @@ class _TracedRegion:
     def keep_weight(self, x: Tensor) -> Kept:
         return keep_as_it_is(x)
 
-    def _seed(self, x: Tensor, share: bool) -> Tensor:
-        """A seed drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
+    def _sized(self, x: Tensor) -> Any:
+        """The quantizer with its size drawn, once for all runs of the graph."""
+        seed = (torch.default_generator.initial_seed() ^ rank_seed()) + next(_draws)
+        return self.settings.quantizer.sized(int(Layout.of(x).numel), seed % 2**63)
+
+    def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
+        """What is drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
         if not share or not isinstance(x, FunctionalTensor):  # what Dynamo itself runs leaves no trace
-            return draw_seed(x.device)
-        seeds = _seeds.setdefault(x, {})
-        key = x._version, self.settings.key
-        if key not in seeds:
-            seeds[key] = draw_seed(x.device)
-        return seeds[key]
+            return draw()
+        drawn = _drawn.setdefault(x, {})
+        key = name, x._version, self.settings.key
+        if key not in drawn:
+            drawn[key] = draw()
+        return drawn[key]
 
 
-_seeds: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _draws = itertools.count()

@@ -13,6 +13,7 @@ from brevact.autograd import tracing
 from brevact.autograd.fallback import top_hooks
 from brevact.autograd.regions import Region, active, is_alive, leave_abandoned, leave_last_call
 from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -58,6 +59,10 @@ class _EnterRegion:
         if active.disabled:
             return False
         settings, regions = self.settings, active.regions
+        if is_tracing():
+            if settings is not None and settings.quantizes_forward:
+                raise NotImplementedError(NO_ROUNDED_NORMS)
+            return False
         enclosing = regions[-1] if regions else None
         if not _is_grad_enabled() and not _quantize_forward(settings, enclosing and enclosing.settings):
             return False
@@ -76,6 +81,14 @@ class _ExitRegion:
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
+
+    @property
+    def __name__(self) -> str:
+        """Nothing: `torch.jit.script` asks for it, of hooks that it compiles."""
+        raise AttributeError(
+            "torch.jit.script does not compile the forward hooks of backward quantization: call "
+            "brevact.restore_backward(model) first, or use torch.export.export or torch.jit.trace"
+        )
 
     @tracing.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:

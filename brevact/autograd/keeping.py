@@ -118,6 +118,13 @@ def keep_as_it_is(x: Tensor, why: str = recording.NEEDED) -> Kept:
     return noted(((x,), AS_IT_IS), why)
 
 
+def keep_small(x: Tensor) -> Kept:
+    """Keep a small tensor; a view of a larger storage, a class token say, is copied, so as not to hold all of it."""
+    if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes:
+        x = x.detach().clone()
+    return keep_as_it_is(x, recording.SMALL)
+
+
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
     return noted(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
@@ -132,7 +139,13 @@ def noted(kept: Kept, why: str = "") -> Kept:
 
 
 def keep_packed(
-    x: Tensor, settings: BackwardSettings, seeds: SeedStream, *, share: bool = True, place: int = 0
+    x: Tensor,
+    settings: BackwardSettings,
+    seeds: SeedStream,
+    *,
+    share: bool = True,
+    repeats: bool = False,
+    place: int = 0,
 ) -> Kept:
     """Keep ``x`` as the region's settings say.
 
@@ -141,6 +154,8 @@ def keep_packed(
         settings: the region's settings.
         seeds: the region's ``SeedStream``.
         share: whether ``x`` outlives this op as a tensor that other ops may save too; it is then packed once.
+        repeats: whether a checkpoint wants tensors of the same sizes again when it recomputes them: random sizes then
+            follow from the number of elements alone.
         place: how many tensors the region has kept before, for quantizers that collect statistics of each.
 
     Returns:
@@ -148,18 +163,20 @@ def keep_packed(
         tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
     """
     if x.numel() < settings.min_numel:
-        return keep_as_it_is(x, recording.SMALL)
+        return keep_small(x)
     known = lossless.find(x) if share else None
     if known is not None:
         return noted(known)
     if settings.is_exact:
         return keep_as_it_is(x, recording.EXACT_POLICY)
-    slot = _shared.slot(x, settings.key) if share else None
+    repeats = repeats and settings.draws_size
+    slot = _shared.slot(x, (settings.key, repeats)) if share else None
     found = None if slot is None else slot.find()
     if found is None:
         quantizer = settings.quantizer
         if settings.draws_size:
-            quantizer = quantizer.sized(Layout.of(x).numel, seeds.next_on_host())
+            numel = Layout.of(x).numel
+            quantizer = quantizer.sized(numel, numel if repeats else seeds.next_on_host())
         x = x.detach()
         if settings.observes:
             quantizer = quantizer.observed(x, place)
@@ -188,16 +205,25 @@ def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor) -> 
 
 
 def _without_gaps(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy where its strides leave gaps, so that decoding allocates no more than its elements."""
+    """Return ``x``, or a copy where its strides leave gaps, so that decoding allocates no more than its elements.
+
+    Expanded dimensions stay expanded: what is stored of ``x`` are its distinct elements.
+    """
     if x.is_contiguous():
         return x
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size != 1 and stride != 0:
             if stride != expected:
-                return x.contiguous()
+                break
             expected *= size
-    return x
+    else:
+        return x
+    distinct = x
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0:
+            distinct = distinct.narrow(dim, 0, 1)
+    return distinct.contiguous().expand(x.shape)
 
 
 def _bytes_of(layout: Layout) -> int:

@@ -28,6 +28,7 @@ from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
 
 
 class _Active(threading.local):
@@ -146,15 +147,19 @@ class Region:
                 indexed = True
         return found and not (indexed and trains)
 
-    def note(self, func: Callable, result: Any, args: tuple, kwargs: dict) -> None:
+    def makes_weight(self, func: Callable, args: tuple, kwargs: dict) -> bool:
+        """Return whether a function makes a weight of weights."""
+        is_layer = func in kinds.LAYERS or (args and is_known_activation(args[0]))
+        return not is_layer and self.are_weights((args, kwargs))
+
+    def note(self, result: Any, weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
         if isinstance(result, Tensor):
             is_noted = result.is_floating_point() or result.dtype is torch.bool
         else:
             is_noted = isinstance(result, tuple | list)
         if is_noted:
-            is_layer = func in kinds.LAYERS or (args and is_known_activation(args[0]))
-            self.state.note(result, weight=not is_layer and self.are_weights((args, kwargs)))
+            self.state.note(result, weight=weight)
 
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed: not by a graph that was compiled beforehand."""
@@ -191,7 +196,8 @@ class Region:
 
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         """Keep a floating-point activation for backward as the settings say."""
-        return keep_packed(x, self.settings, self.seeds, share=share, place=next(self.places))
+        repeats, place = self.hooks.are_in_checkpoint(), next(self.places)
+        return keep_packed(x, self.settings, self.seeds, share=share, repeats=repeats, place=place)
 
     def keep_normalized(self, z: Tensor) -> Kept:
         """Keep the normalized input of a norm, for quantizers that have a form for it."""
@@ -242,11 +248,17 @@ class _EagerMode(tracing.RegionMode):
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
             if region.rounds_norms and func in FORWARD_QUANTIZED:
+                check_rounding()
                 result = _call_norm_aside(region, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
-            region.note(func, result, args, kwargs)
+            region.note(result, region.makes_weight(func, args, kwargs))
             return result
+        if is_transformed():
+            if region.rounds_norms and func in FORWARD_QUANTIZED:
+                check_rounding()
+            with region.hooks.suspended:
+                return func(*args, **kwargs)
         handler = HANDLERS.get(func)
         if handler is not None:
             if active.calls and not is_alive(sys._getframe(1)):
@@ -254,9 +266,10 @@ class _EagerMode(tracing.RegionMode):
             result = handler(region, func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if kinds.is_exact(region, func, args):
+        makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
+        if makes_weight or kinds.is_exact(region, func, args):
             if recording.of_thread.recorder is not None:
-                recording.of_thread.recorder.enter(func, recording.NOT_NOISE)
+                recording.of_thread.recorder.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
             with region.hooks.suspended:
                 result = func(*args, **kwargs)
         else:
@@ -265,7 +278,7 @@ class _EagerMode(tracing.RegionMode):
                 result = func(*args, **kwargs)
             finally:
                 region.hooks.cast_shapes = frozenset()
-        region.note(func, result, args, kwargs)
+        region.note(result, makes_weight)
         return result
 
 
@@ -306,7 +319,8 @@ class region(ContextDecorator):
             tracing.TracingMode(tracing.text_of(self.settings)).__enter__()
             return
         leave_abandoned(sys._getframe(1))
-        self._entered.append(None if active.disabled else Region(self.settings).__enter__())
+        entered = None if active.disabled or is_tracing() else Region(self.settings).__enter__()
+        self._entered.append(entered)
 
     @tracing.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:

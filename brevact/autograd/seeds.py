@@ -6,6 +6,10 @@ two tensors and no two steps share noise, and the random numbers that the model 
 masks, say) are those of the model without backward quantization. Between two root regions of one forward pass (layers
 with a quantizer of their own, without a region around them) that one draw lies between the model's own.
 
+The processes of a distributed run, of which each has its part of the batch, draw different noise, also where all were
+seeded alike: the rank in the default process group is mixed into each seed (rank 0 draws what a single process does).
+Gradients of a parameter that several ranks hold are equal on them once they are reduced, as by DDP and FSDP.
+
 While a CUDA graph is captured, seeds come from the device's default generator, which the graph advances in each replay:
 each replay draws new noise.
 
@@ -24,7 +28,7 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from brevact.quantizers import draw_seed
 
@@ -64,7 +68,7 @@ class SeedStream:
     def next(self, device: torch.device) -> int | Tensor:
         """Return the next seed for a tensor on ``device``."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return draw_seed(device)
+            return draw_anew(device)
         stream = self._streams.get(device)
         if stream is None:
             if self._base is None:
@@ -89,6 +93,20 @@ class SeedStream:
             torch.randint(_LOW, _HIGH, (), device="cpu", generator=torch.default_generator)
 
 
+def draw_anew(device: torch.device) -> Tensor:
+    """Return a seed that is drawn on a device, by the graph that is captured or traced, in each of its runs."""
+    seed, rank = draw_seed(device), rank_seed()
+    return seed ^ rank if rank else seed
+
+
+def rank_seed() -> int:
+    """Return what tells this process from the others of a distributed run: a signed 64-bit integer, 0 on rank 0."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0
+    rank = distributed.get_rank()
+    return _split_mix(rank * _GOLDEN) if rank else 0
+
+
 def _claim_base(owner: int | None) -> tuple[int, bool]:
     """Return a seed for a region, and whether the generator moves on when it ends.
 
@@ -97,7 +115,7 @@ def _claim_base(owner: int | None) -> tuple[int, bool]:
     global _recomputed
     fork = torch.Generator("cpu")
     fork.set_state(torch.default_generator.get_state())
-    base = int(torch.randint(_LOW, _HIGH, (), device="cpu", generator=fork)) % 2**64
+    base = (int(torch.randint(_LOW, _HIGH, (), device="cpu", generator=fork)) ^ rank_seed()) % 2**64
     with _lock:
         backward = torch._C._current_graph_task_id()
         moves = backward == -1 or (owner is not None and _roots.get(base) == owner)

@@ -110,6 +110,10 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
                 return kind.__torch_function__(func, types, args, kwargs)
     if isinstance(func, HigherOrderOperator):
         return _call_higher_order(func, args, kwargs)
+    if func is Tensor.unflatten:  # Python code that calls super(), which Dynamo does not follow here
+        func = torch.unflatten
+    elif func is Tensor.__pow__:  # a Python function, which Dynamo does not find in a table
+        func = torch.pow
     name = NAMES.get(func)
     if name is None:
         return func(*args, **kwargs)

@@ -49,6 +49,12 @@ class BackwardInjectorType(BrevitasInjectorType):
         _check_structure(cls, written)
         return cls
 
+    def __getattr__(cls, name: str) -> Any:
+        # Dynamo, say, asks what it finds in a closure for `__code__`; Brevitas would answer by a DependencyError.
+        if name.startswith("__") and name.endswith("__") and name not in cls.__dependencies__:
+            raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
+        return super().__getattr__(name)
+
 
 def known_names(injector: type) -> set[str]:
     """Return the names that resolving a backward quantizer asks for, directly or through other values."""

@@ -80,7 +80,7 @@ def pack_mask(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"mask: got {mask.dtype}; accepted are torch.bool and floating-point types; compare it first")
     if is_traced(mask):
-        return torch.ops.brevact.pack_mask(mask)
+        return torch.ops.brevact.pack_mask(mask, mask.stride())
     return dispatch.pack_mask(mask.detach(), Layout.of(mask))
 
 

@@ -30,7 +30,8 @@ class MixingQuantizer(ABC):
 
     A graph of `torch.compile` has fixed sizes: there k is drawn when the graph is traced, once for each tensor that it
     stores, and each run draws which k buckets are high; tensors of another size make another graph, `dynamic=True` or
-    not. The same holds for a CUDA graph.
+    not. The same holds for a CUDA graph. A non-reentrant checkpoint around a region wants tensors of the same sizes
+    when it recomputes them: there k is drawn once for each number of elements.
 
     A subclass is a frozen dataclass, one field of which is the probability.
     """

@@ -1,8 +1,10 @@
 """The kernels as operators of PyTorch's dispatcher, so that traced graphs can hold them.
 
 Each is called by the function of its name for tensors without values (`is_traced`), and calls that function again with
-real ones when the graph runs. Quantizers travel as text (`spelling`), layouts as sizes and strides. The compiler must
-pass tensors with the strides they were traced with: codes follow the memory order.
+real ones when the graph runs. Quantizers travel as text (`spelling`), layouts as sizes and strides.
+
+Codes follow the memory order, in which they are decoded: that of the graph. A tensor that comes with other strides than
+it was traced with is copied: PyTorch foretells those of some ops wrongly (bfloat16 `silu_backward` in channels_last).
 """
 
 from __future__ import annotations
@@ -39,7 +41,17 @@ def _spec(quantizer: str, size: Sequence[int], stride: Sequence[int], dtype: tor
     return PackedSpec.of(read(quantizer), layout_of(tuple(size), tuple(stride), dtype))
 
 
-def _fake_quantize(x: Tensor, seed: Tensor | None, quantizer: str) -> Tensor:
+def _as_traced(x: Tensor, stride: Sequence[int]) -> Tensor:
+    """``x``, in the memory order that it was traced with."""
+    layout = layout_of(tuple(x.shape), tuple(stride), x.dtype)
+    if x.stride() == layout.stride or layout.matches(x) or layout.numel == 0:
+        return x
+    distinct = x[tuple(slice(None) if dim in layout.dims else slice(1) for dim in range(x.dim()))]
+    rest = (dim for dim in range(x.dim()) if dim not in layout.dims)
+    return layout.restore(distinct.permute(*layout.dims, *rest).reshape(-1))
+
+
+def _fake_quantize(x: Tensor, seed: Tensor | None, quantizer: str, stride: Sequence[int]) -> Tensor:
     return x.new_empty(PackedSpec.of(read(quantizer), Layout.of(x)).nbytes, dtype=torch.uint8)
 
 
@@ -59,10 +71,10 @@ def _like(layout: Layout, x: Tensor, dtype: torch.dtype | None = None) -> Tensor
     return torch.empty_strided(layout.shape, layout.result_stride, dtype=dtype or layout.dtype, device=x.device)
 
 
-@_op("quantize(Tensor x, Tensor? seed, str quantizer) -> Tensor", fake=_fake_quantize)
-def quantize(x: Tensor, seed: Tensor | None, quantizer: str) -> Tensor:
+@_op("quantize(Tensor x, Tensor? seed, str quantizer, SymInt[] stride) -> Tensor", fake=_fake_quantize)
+def quantize(x: Tensor, seed: Tensor | None, quantizer: str, stride: Sequence[int]) -> Tensor:
     """The buffer of a `PackedActivation`; ``seed`` is a 0-d int64 tensor, None for quantizers that take none."""
-    return read(quantizer).quantize(x, seed).buffer
+    return read(quantizer).quantize(_as_traced(x, stride), seed).buffer
 
 
 @_op(
@@ -89,12 +101,12 @@ def dequantize_multiply(
 
 
 @_op(
-    "pack_mask(Tensor mask) -> Tensor",
-    fake=lambda mask: mask.new_empty(packed_bytes(Layout.of(mask).numel, 1, DEFAULT_BLOCK), dtype=torch.uint8),
+    "pack_mask(Tensor mask, SymInt[] stride) -> Tensor",
+    fake=lambda mask, stride: mask.new_empty(packed_bytes(Layout.of(mask).numel, 1, DEFAULT_BLOCK), dtype=torch.uint8),
 )
-def pack_mask(mask: Tensor) -> Tensor:
+def pack_mask(mask: Tensor, stride: Sequence[int]) -> Tensor:
     """See `codes.pack_mask`."""
-    return codes.pack_mask(mask)
+    return codes.pack_mask(_as_traced(mask, stride))
 
 
 @_op(

@@ -156,7 +156,8 @@ def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | Non
         TypeError: If the quantizer returns something else.
     """
     if is_traced(x):
-        buffer = torch.ops.brevact.quantize(x, seed if isinstance(seed, Tensor) else None, spell(quantizer))
+        key = seed if isinstance(seed, Tensor) else None
+        buffer = torch.ops.brevact.quantize(x, key, spell(quantizer), x.stride())
         return PackedActivation(PackedSpec.of(cast(Decoder, quantizer), Layout.of(x)), buffer)
     packed = quantizer.quantize(x, seed)
     if not isinstance(packed, PackedActivation):

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from recipes.models.layers import Layers
+from recipes.models.stochastic_depth import StochasticDepth
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,6 @@ SIZES = {
         head=1280,
     ),
 }
-
-
-class StochasticDepth(nn.Module):
-    """Drops whole samples of a residual branch: y = x * keep / (1 - p), keep ~ Bernoulli(1 - p) for each sample.
-
-    Source: Huang et al., Deep Networks with Stochastic Depth, arXiv:1603.09382.
-    """
-
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self.probability = probability
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        if not self.training or self.probability == 0.0:
-            return x_BCHW
-        kept = 1.0 - self.probability
-        draws = torch.rand(x_BCHW.shape[0], 1, 1, 1, device=x_BCHW.device)
-        return x_BCHW * ((draws < kept).to(x_BCHW.dtype) / kept)
 
 
 class SqueezeExcitation(nn.Module):

@@ -41,10 +41,10 @@ class Layers:
             input_quant=self.input_quant,
         )
 
-    def linear(self, features_in: int, features_out: int) -> nn.Module:
-        """A linear layer with bias."""
+    def linear(self, features_in: int, features_out: int, *, bias: bool = True) -> nn.Module:
+        """A linear layer."""
         return bnn.QuantLinear(
-            features_in, features_out, bias=True, weight_quant=self.weight_quant, input_quant=self.input_quant
+            features_in, features_out, bias=bias, weight_quant=self.weight_quant, input_quant=self.input_quant
         )
 
     def norm(self, channels: int) -> nn.Module:
@@ -84,6 +84,6 @@ class FloatLayers(Layers):
         padding = kernel // 2
         return nn.Conv2d(channels_in, channels_out, kernel, stride=stride, padding=padding, groups=groups, bias=bias)
 
-    def linear(self, features_in: int, features_out: int) -> nn.Module:
-        """A linear layer with bias."""
-        return nn.Linear(features_in, features_out)
+    def linear(self, features_in: int, features_out: int, *, bias: bool = True) -> nn.Module:
+        """A linear layer."""
+        return nn.Linear(features_in, features_out, bias=bias)

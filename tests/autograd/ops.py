@@ -13,7 +13,8 @@ from torch.nn import functional as F
 class Op(NamedTuple):
     """A function of one activation, as a module that holds its weights.
 
-    `stored` says what a region keeps for it: "packed" (an approximation), "exact" (masks, indices) or "nothing".
+    `stored` says what a region keeps for it: "packed" (an approximation), "scores" (one with 8 bits for some tensors),
+    "exact" (masks, indices) or "nothing".
     """
 
     name: str
@@ -24,7 +25,7 @@ class Op(NamedTuple):
     @property
     def is_quadratic(self) -> bool:
         """Whether its gradient is quadratic in what is stored, so that it has a bias of the order of the variance."""
-        return "_norm" in self.name and "frozen" not in self.name
+        return ("_norm" in self.name and "frozen" not in self.name) or self.name.startswith("softm")
 
 
 class Scaled(nn.Module):
@@ -63,11 +64,39 @@ class WeightProduct(nn.Module):
         return x @ self.weight
 
 
+class Attention(nn.Module):
+    """Projections and attention over the last but one dimension, with heads before it."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(3))
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(project(x) for project in self.projections), **self.options)
+
+
 def frozen(norm: nn.Module) -> nn.Module:
     """A norm in eval mode with statistics that are not trivial."""
     norm.running_mean.normal_()
     norm.running_var.uniform_(0.5, 2.0)
     return norm.eval()
+
+
+class Loss(nn.Module):
+    """A loss with fixed targets: class indices, or class probabilities."""
+
+    def __init__(self, criterion: nn.Module, shape: tuple[int, ...], *, probabilities: bool = False) -> None:
+        super().__init__()
+        self.criterion = criterion
+        if probabilities:
+            target = torch.randn(shape).softmax(1)
+        else:
+            target = torch.randint(0, shape[1], (shape[0], *shape[2:]))
+        self.register_buffer("target", target)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.criterion(x, self.target[: len(x)])
 
 
 MAP, LINE, VOLUME = (3, 4, 12, 12), (3, 4, 150), (2, 4, 7, 8, 9)
@@ -82,6 +111,14 @@ PACKED = [
     Op("conv2d reflect", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")),
     Op("conv2d unbatched", lambda: nn.Conv2d(4, 6, 3), (4, 15, 14)),
     Op("conv3d", lambda: nn.Conv3d(4, 5, 3, padding=(0, 1, 2)), VOLUME),
+    Op("conv_transpose1d", lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1), LINE),
+    Op("conv_transpose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2)),
+    Op(
+        "conv_transpose2d grouped dilated",
+        lambda: nn.ConvTranspose2d(4, 6, (3, 2), (2, 1), (1, 0), (1, 0), groups=2, bias=False, dilation=(1, 2)),
+    ),
+    Op("conv_transpose2d unbatched", lambda: nn.ConvTranspose2d(4, 6, 3), (4, 15, 14)),
+    Op("conv_transpose3d", lambda: nn.ConvTranspose3d(4, 2, 2, stride=2, groups=2), VOLUME),
     Op("linear", lambda: nn.Linear(20, 7), (30, 20)),
     Op("linear 1-d", lambda: nn.Linear(500, 7), (500,)),
     Op("linear 3-d", lambda: nn.Linear(20, 7, bias=False), (5, 6, 20)),
@@ -116,13 +153,44 @@ PACKED = [
     Op("celu", lambda: nn.CELU(0.7)),
     Op("selu", nn.SELU),
     Op("softplus", lambda: nn.Softplus(beta=2, threshold=3)),
+    Op("softsign", nn.Softsign),
+    Op("tanhshrink", nn.Tanhshrink),
+    Op("sin", lambda: torch.sin),
+    Op("atan", lambda: torch.atan),
+    Op("erf", lambda: torch.erf),
+    Op("glu", lambda: nn.GLU(1)),
+    Op("prelu", lambda: nn.PReLU(4, 0.3)),
     Op("log_sigmoid", nn.LogSigmoid),
+    Op("softmax", lambda: nn.Softmax(-1)),
+    Op("softmin", lambda: nn.Softmin(1), LINE),
+    Op("log_softmax", lambda: nn.LogSoftmax(1)),
+    Op("cross_entropy", lambda: Loss(nn.CrossEntropyLoss(), (20, 150)), (20, 150)),
+    Op("cross_entropy map", lambda: Loss(nn.CrossEntropyLoss(ignore_index=2, reduction="sum"), MAP)),
+    Op(
+        "cross_entropy smoothed",
+        lambda: Loss(nn.CrossEntropyLoss(torch.rand(150), label_smoothing=0.2, reduction="none"), (20, 150)),
+        (20, 150),
+    ),
+    Op("cross_entropy probabilities", lambda: Loss(nn.CrossEntropyLoss(), MAP, probabilities=True)),
     Op("squeeze-excitation", Scaled),
     Op("affine", Affine),
     Op("square", lambda: lambda x: x * x),
     Op("cube", lambda: lambda x: x**3),
     Op("pow", lambda: lambda x: torch.pow(x, 4)),
 ]
+PRODUCTS = [
+    Op("matmul", lambda: lambda x: x @ x),
+    Op("matmul with weight", WeightProduct),
+    Op("mm", lambda: lambda x: torch.mm(x, x), (40, 40)),
+    Op("bmm", lambda: lambda x: x.bmm(x), (3, 20, 20)),
+    Op("addmm", lambda: lambda x: torch.addmm(x, x, x, beta=0.5, alpha=2), (40, 40)),
+    Op("addbmm", lambda: lambda x: torch.addbmm(x[0], x, x), (3, 20, 20)),
+    Op("baddbmm", lambda: lambda x: x.baddbmm(x, x), (3, 20, 20)),
+    Op("einsum", lambda: lambda x: torch.einsum("bchw,bcvw->bchv", x, x)),
+    Op("attention", Attention, stored="scores"),
+    Op("attention causal", lambda: Attention(is_causal=True, scale=0.5), stored="scores"),
+]
+PACKED += PRODUCTS
 EXACT = [
     Op("relu", nn.ReLU, stored="exact"),
     Op("relu method", lambda: Tensor.relu, stored="exact"),
@@ -130,10 +198,31 @@ EXACT = [
     Op("hardtanh", lambda: nn.Hardtanh(-0.4, 0.9), stored="exact"),
     Op("hardsigmoid", nn.Hardsigmoid, stored="exact"),
     Op("leaky_relu", lambda: nn.LeakyReLU(0.2), stored="exact"),
+    Op("rrelu frozen", lambda: nn.RReLU().eval(), stored="exact"),
+    Op("abs", lambda: torch.abs, stored="exact"),
     Op("threshold", lambda: nn.Threshold(0.3, -1.0), stored="exact"),
     Op("clamp", lambda: lambda x: x.clamp(-0.5, 0.7), stored="exact"),
     Op("clamp min", lambda: lambda x: torch.clamp(x, min=0.1), stored="exact"),
+    Op("clamp_min", lambda: lambda x: x.clamp_min(0.1), stored="exact"),
+    Op("clamp_max", lambda: lambda x: torch.clamp_max(x, 0.1), stored="exact"),
+    Op("amax", lambda: lambda x: x.amax((2, 3)), stored="exact"),
+    Op("amin", lambda: lambda x: torch.amin(x, 1, keepdim=True), stored="exact"),
+    Op("max", lambda: torch.max, stored="exact"),
+    Op("min", lambda: Tensor.min, stored="exact"),
+    Op("maximum", lambda: lambda x: torch.maximum(x, x.flip(-1)), stored="exact"),
+    Op("minimum", lambda: lambda x: torch.min(x, x[:1] * 0.5), stored="exact"),
+    Op("fmax", lambda: lambda x: torch.fmax(x, x.flip(1)), stored="exact"),
     Op("dropout", lambda: nn.Dropout(0.3), stored="exact"),
+    Op("dropout1d", lambda: nn.Dropout1d(0.3), LINE, "exact"),
+    Op("dropout1d unbatched", lambda: nn.Dropout1d(0.3), (40, 150), "exact"),
+    Op("dropout2d", lambda: nn.Dropout2d(0.3), (6, 40, 5, 5), "exact"),
+    Op("dropout3d", lambda: nn.Dropout3d(0.3), VOLUME, "exact"),
+    Op("dropout3d unbatched", lambda: nn.Dropout3d(0.3), (40, 3, 4, 5), "exact"),
+    Op("alpha_dropout", lambda: nn.AlphaDropout(0.3), stored="exact"),
+    Op("feature_alpha_dropout", lambda: nn.FeatureAlphaDropout(0.3), (6, 40, 5, 5), "exact"),
+    Op("feature_dropout", lambda: lambda x: torch.feature_dropout(x, 0.4, True), (6, 40, 5, 5), "exact"),
+    Op("softshrink", lambda: nn.Softshrink(0.3), stored="exact"),
+    Op("hardshrink", lambda: nn.Hardshrink(0.3), stored="exact"),
     Op("max_pool1d", lambda: nn.MaxPool1d(4, 2, 1, dilation=1), LINE, "exact"),
     Op("max_pool2d", lambda: nn.MaxPool2d(2), stored="exact"),
     Op(
@@ -155,12 +244,15 @@ NOTHING = [
     Op("adaptive_avg_pool1d", lambda: nn.AdaptiveAvgPool1d(7), LINE, "nothing"),
     Op("adaptive_avg_pool2d", lambda: nn.AdaptiveAvgPool2d((5, 3)), stored="nothing"),
     Op("adaptive_avg_pool2d global", lambda: nn.AdaptiveAvgPool2d(1), stored="nothing"),
+    Op("interpolate area", lambda: lambda x: F.interpolate(x, (5, 7), mode="area"), stored="nothing"),
+    Op("pad reflect", lambda: lambda x: F.pad(x, (1, 2, 0, 1), mode="reflect"), stored="nothing"),
+    Op("pad replicate", lambda: lambda x: F.pad(x, (1, 2, 0, 1), mode="replicate"), stored="nothing"),
+    Op("pad constant", lambda: lambda x: F.pad(x, (1, 2, 0, 1), value=2.0), stored="nothing"),
     Op("adaptive_avg_pool3d", lambda: nn.AdaptiveAvgPool3d((2, None, 3)), VOLUME, "nothing"),
 ]
 FALLBACK = [
-    Op("conv_transpose2d", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2)),
     Op("exp", lambda: torch.exp),
-    Op("matmul with weight", WeightProduct),
+    Op("square method", lambda: Tensor.square),
 ]
 INPLACE = [
     Op("relu_", lambda: nn.ReLU(True), stored="exact"),
@@ -169,6 +261,10 @@ INPLACE = [
     Op("hardtanh_", lambda: nn.Hardtanh(inplace=True), stored="exact"),
     Op("clamp_", lambda: lambda x: x.clamp_(-0.5, 0.7), stored="exact"),
     Op("dropout_", lambda: nn.Dropout(0.4, True), stored="exact"),
+    Op("dropout2d_", lambda: nn.Dropout2d(0.4, True), (6, 40, 5, 5), "exact"),
+    Op("alpha_dropout_", lambda: nn.AlphaDropout(0.4, True), stored="exact"),
+    Op("feature_alpha_dropout_", lambda: lambda x: torch.feature_alpha_dropout_(x, 0.4, True), stored="exact"),
+    Op("rrelu_ frozen", lambda: nn.RReLU(inplace=True).eval(), stored="exact"),
     Op("silu_", lambda: nn.SiLU(True)),
     Op("hardswish_", lambda: nn.Hardswish(True)),
     Op("mish_", lambda: nn.Mish(True)),

@@ -402,8 +402,7 @@ def test_a_region_object_can_be_entered_again():
         lambda x: x.view(-1, 2).std(1),
         lambda x: F.normalize(x.view(-1, 2)),
         lambda x: F.cosine_similarity(x[:, ::2], x[:, 1::2]),
-        lambda x: F.log_softmax(x, -1),
-        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: torch.logsumexp(x, -1),
     ],
 )
 def test_singular_gradients_are_exact(op):
@@ -640,7 +639,7 @@ def test_a_nan_stays_one_in_gradients_of_each_kind(leaf):
 
 
 @every_noisy_leaf
-@pytest.mark.parametrize("op", [lambda x: 1.0 / x, lambda x: x**0.5, lambda x: F.log_softmax(x, -1)])
+@pytest.mark.parametrize("op", [lambda x: 1.0 / x, lambda x: x**0.5, lambda x: torch.logsumexp(x, -1)])
 def test_singular_gradients_of_each_kind_are_exact(leaf, op):
     x = (torch.rand(64, 64) * 10 + 0.01).requires_grad_()
     weights, grads = torch.randn(64, 64), []

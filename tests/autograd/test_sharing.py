@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import brevact
-from brevact.autograd import keeping
+from brevact.autograd import attach_region, keeping
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import WeakStorage
 from brevact.quantizers import UniformQuantizer
+from tests.autograd.measuring import settings, watch_saved
 
 
 def _entries(packs: SharedPacks) -> int:
@@ -126,3 +127,23 @@ def test_weak_storage_lets_memory_join_again():
         references.append(WeakStorage(torch.ones(1 << 18).untyped_storage()))
     assert resident() - before < 100 << 20  # of 200 MB that were allocated and freed
     assert all(reference.expired() for reference in references)
+
+
+@pytest.mark.parametrize("op", [nn.Linear(64, 8), torch.special.erfcx, torch.Tensor.sigmoid])
+def test_a_small_view_does_not_hold_a_large_storage(op):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Linear(64, 64), op if isinstance(op, nn.Module) else nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(x)[:, 0]
+            return self.head(x) if isinstance(op, nn.Module) else op(x)
+
+    model, x = Model(), torch.randn(8, 128, 64)
+    attach_region(model, settings(min_numel=4096))
+    with watch_saved() as saved:
+        out = model(x)
+    assert max(kept.untyped_storage().nbytes() for kept in saved.tensors) < x.nbytes / 4
+    out.sum().backward()
+    assert model.tokens.weight.grad.isfinite().all()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes.data import ImageDataset, Normalization, Split
-from recipes.settings import Settings
+from recipes.efficientnetv2 import EfficientNetV2Settings
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,8 +17,8 @@ def one_thread():
 
 
 @pytest.fixture
-def tiny_settings() -> Settings:
-    return Settings(train_size=16, test_size=8, batch_size=8, epochs=2, warmup_epochs=0.5)
+def tiny_settings() -> EfficientNetV2Settings:
+    return EfficientNetV2Settings(train_size=16, test_size=8, batch_size=8, epochs=2, warmup_epochs=0.5)
 
 
 @pytest.fixture

@@ -1,58 +1,30 @@
-import itertools
 import json
 import shutil
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from recipes.efficientnetv2 import default_folder, main
+from recipes.command_line import default_folder
+from recipes.efficientnetv2 import RECIPE, EfficientNetV2Settings, main
 from recipes.files import read_checkpoint, read_rows, write_checkpoint
+from recipes.metrics import ACCURACY
 from recipes.models import EfficientNetV2
-from recipes.runs import COLUMNS
-from recipes.settings import Settings
+from recipes.runs import columns
+from tests.recipes.running import PNG, interrupted_at_forward, results_without_time, same_weights
 
 #: Command line of the smallest run: two steps an epoch.
 TINY = "--train-size 16 --test-size 8 --batch-size 8 --epochs 2 --warmup-epochs 0.5".split()
 ONE_EPOCH = [*TINY, "--epochs", "1"]
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@contextmanager
-def interrupted_at_forward(number):
-    """Raises KeyboardInterrupt where the forward pass of a model starts for the `number`-th time."""
-    count = itertools.count(1)
-
-    def stop(module, inputs):
-        if isinstance(module, EfficientNetV2) and next(count) == number:
-            raise KeyboardInterrupt
-
-    handle = register_module_forward_pre_hook(stop)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def same_weights(one, other):
-    first, second = (read_checkpoint(folder / "checkpoint.pt")["trainer"]["model"] for folder in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def results_without_time(folder):
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rows(folder / "history.csv")]
 
 
 def test_main_writes_history_summary_and_pictures(tmp_path, capsys):
     arguments = [*TINY, "--act-quant", "StochBackward2bit", "--act-override", "bucket_size=256"]
     assert main([*arguments, "--out-dir", str(tmp_path)]) == 0
-    names = {"checkpoint.pt", "history.csv", "summary.json", "accuracy.png", "memory.csv", "memory.png"}
+    names = {"checkpoint.pt", "history.csv", "summary.json", "history.png", "memory.csv", "memory.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
     rows = read_rows(tmp_path / "history.csv")
-    assert [row["epoch"] for row in rows] == ["1", "2"] and tuple(rows[0]) == COLUMNS
+    assert [row["epoch"] for row in rows] == ["1", "2"] and tuple(rows[0]) == columns(ACCURACY)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["finished"] is True and summary["epochs"] == 2
     assert summary["test_accuracy"] == pytest.approx(float(rows[-1]["test_accuracy"]))
@@ -65,7 +37,7 @@ def test_main_writes_history_summary_and_pictures(tmp_path, capsys):
     assert stored == [summary["saved_bytes"], summary["plain_bytes"]]
     assert summary["saved_bytes"] < summary["plain_bytes"] / 4
     assert float(rows[0]["saved_mib"]) == pytest.approx(summary["saved_bytes"] / 2**20)
-    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("accuracy.png", "memory.png"))
+    assert all((tmp_path / name).read_bytes().startswith(PNG) for name in ("history.png", "memory.png"))
     assert f"test accuracy {summary['test_accuracy']:.2%}" in capsys.readouterr().out
 
 
@@ -106,7 +78,7 @@ def whole_run(tmp_path_factory):
 # The memory report takes forward passes 1 and 2, an epoch two for training and one for testing.
 @pytest.mark.parametrize("forward", [7, 8], ids=["training", "testing"])
 def test_main_resumes_an_interrupted_run_to_the_same_result(whole_run, tmp_path, capsys, forward):
-    with interrupted_at_forward(forward):
+    with interrupted_at_forward(EfficientNetV2, forward):
         assert main([*TINY, *RESUMABLE, "--out-dir", str(tmp_path)]) == 130
     assert "--resume DIR goes on" in capsys.readouterr().err
     finished = results_without_time(tmp_path)
@@ -121,7 +93,7 @@ def test_main_resumes_an_interrupted_run_to_the_same_result(whole_run, tmp_path,
 
 
 def test_main_says_when_an_interrupted_run_has_no_epoch_to_resume(tmp_path, capsys):
-    with interrupted_at_forward(4):
+    with interrupted_at_forward(EfficientNetV2, 4):
         assert main([*TINY, "--out-dir", str(tmp_path)]) == 130
     assert main(["--resume", str(tmp_path)]) == 2
     assert "no run to resume" in capsys.readouterr().err
@@ -130,7 +102,7 @@ def test_main_says_when_an_interrupted_run_has_no_epoch_to_resume(tmp_path, caps
 # Each of the two runs takes five forward passes.
 def test_main_resumes_a_comparison_in_the_run_that_was_interrupted(tmp_path):
     compare = ["--compare", "StochBackward2bit"]
-    with interrupted_at_forward(8):
+    with interrupted_at_forward(EfficientNetV2, 8):
         assert main([*ONE_EPOCH, *compare, "--out-dir", str(tmp_path)]) == 130
     finished = (tmp_path / "full-precision/checkpoint.pt").read_bytes()
     assert not (tmp_path / "StochBackward2bit/checkpoint.pt").exists()
@@ -146,7 +118,7 @@ OVERRIDDEN = ["--compare", "StochBackward2bit", "--act-override", "bit_width=4"]
 def stopped_comparison(tmp_path_factory):
     """A comparison of a changed quantizer, interrupted after the first epoch of its second case."""
     folder = tmp_path_factory.mktemp("stopped")
-    with interrupted_at_forward(15):  # 2 + 2 * 3 for the first case, 2 + 3 for an epoch of the second
+    with interrupted_at_forward(EfficientNetV2, 15):  # 2 + 2 * 3 for the first case, 2 + 3 for an epoch of the second
         assert main([*TINY, *OVERRIDDEN, "--out-dir", str(folder)]) == 130
     assert len(read_rows(folder / "StochBackward2bit/history.csv")) == 1
     return folder
@@ -195,12 +167,12 @@ def test_main_refuses_a_damaged_plan_of_a_comparison(tmp_path, capsys, content):
 
 
 def test_default_folder_tells_the_changed_quantizer():
-    changed = Settings(act_quant="StochBackward2bit", act_override=("bit_width=4", "name=../x"))
-    assert default_folder(changed, None) == Path("runs/digits-nano-StochBackward2bit-bit_width=4-name=.._x")
+    changed = EfficientNetV2Settings(act_quant="StochBackward2bit", act_override=("bit_width=4", "name=../x"))
+    assert default_folder(RECIPE, changed, None) == Path("runs/digits-nano-StochBackward2bit-bit_width=4-name=.._x")
     cases = replace(changed, act_quant=None, save_mode="quantize_on_backward", act_override=("bit_width=4",))
     expected = Path("runs/digits-nano-comparison-bit_width=4-quantize_on_backward")
-    assert default_folder(cases, ("StochBackward2bit",)) == expected
-    assert default_folder(Settings(), None) == Path("runs/digits-nano-full-precision")
+    assert default_folder(RECIPE, cases, ("StochBackward2bit",)) == expected
+    assert default_folder(RECIPE, EfficientNetV2Settings(), None) == Path("runs/digits-nano-full-precision")
 
 
 def test_main_resumes_a_finished_run_without_training(tmp_path):
@@ -257,14 +229,14 @@ def test_main_refuses_to_resume_with_other_settings(tmp_path, capsys):
 
 def test_main_leaves_nothing_of_the_old_run_when_its_replacement_is_interrupted(tmp_path, capsys):
     assert main([*ONE_EPOCH, "--out-dir", str(tmp_path)]) == 0
-    with interrupted_at_forward(4):
+    with interrupted_at_forward(EfficientNetV2, 4):
         assert main([*ONE_EPOCH, "--out-dir", str(tmp_path), "--overwrite"]) == 130
     assert {path.name for path in tmp_path.iterdir()} == {"memory.csv", "memory.png"}
 
 
 def test_main_leaves_nothing_of_an_old_comparison_when_its_replacement_is_interrupted(stopped_comparison, tmp_path):
     folder = shutil.copytree(stopped_comparison, tmp_path / "copy")
-    with interrupted_at_forward(4):
+    with interrupted_at_forward(EfficientNetV2, 4):
         assert main([*ONE_EPOCH, "--compare", "StochBackward2bit", "--out-dir", str(folder), "--overwrite"]) == 130
     assert {path.name for path in folder.iterdir()} == {"comparison.json", "full-precision", "StochBackward2bit"}
     assert not list((folder / "StochBackward2bit").iterdir())

@@ -8,8 +8,8 @@ from torch import nn
 
 import brevact
 from recipes import retrofit
+from recipes.images import ImageSettings
 from recipes.models import ResNet20
-from recipes.settings import Settings
 
 TINY = ["--dataset", "digits", "--train-size", "64", "--test-size", "32", "--epochs", "1", "--fine-tune-epochs", "1"]
 
@@ -38,7 +38,7 @@ def test_main_trains_retrofits_and_takes_its_own_weights(tmp_path, capsys):
 
 def test_rules_change_the_forward_of_norms_alone():
     model = ResNet20(classes=10)
-    plan = retrofit.Plan(("L4",), ("all-but-first",), Settings(), "StochBackward2bit")
+    plan = retrofit.Plan(("L4",), ("all-but-first",), ImageSettings(), "StochBackward2bit")
     rules = retrofit.rules(model, plan, "L4", "all-but-first")
     brevact.quantize_backward(model, rules)
     forward = {

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from recipes.efficientnetv2 import EfficientNetV2Settings
 from recipes.errors import RecipeError
 from recipes.settings import Settings, parse
 
 
 def parsed(*words):
-    return parse(words, prog="recipe", description="")
+    return parse(words, prog="recipe", description="", settings=EfficientNetV2Settings)
 
 
 def test_parse_reports_only_what_was_given():
@@ -24,6 +25,13 @@ def test_parse_help_states_every_default(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "largest learning rate of AdamW (default: 0.003)" in text
     assert "largest norm of all gradients together (default: none)" in text
+
+
+def test_parse_help_shows_the_settings_of_a_recipe_before_those_of_all(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--help")
+    text = capsys.readouterr().out
+    assert text.index("  --dataset ") < text.index("  --model ") < text.index("  --act-quant ")
 
 
 @pytest.mark.parametrize(
@@ -62,14 +70,13 @@ def test_parse_refuses_with_status_2(capsys, words, message):
 )
 def test_settings_refuse_values_out_of_range(field, value):
     with pytest.raises(RecipeError, match=f"--{field.replace('_', '-')} {value:g}.*use"):
-        Settings(**{field: value})
+        EfficientNetV2Settings(**{field: value})
 
 
 def test_resumed_settings_keep_everything_but_place_and_device():
-    settings = Settings(lr=0.1, data_dir="a")
-    assert settings.resumed({"lr": 0.1, "data_dir": "b", "device": "cpu"}) == Settings(
-        lr=0.1, data_dir="b", device="cpu"
-    )
+    settings = EfficientNetV2Settings(lr=0.1, data_dir="a")
+    changed = settings.resumed({"lr": 0.1, "data_dir": "b", "device": "cpu"})
+    assert changed == EfficientNetV2Settings(lr=0.1, data_dir="b", device="cpu")
     with pytest.raises(RecipeError, match=r"started with --epochs 8 \(now 3\), --lr 0.1 \(now 0.2\)"):
         settings.resumed({"lr": 0.2, "epochs": 3})
 

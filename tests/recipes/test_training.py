@@ -6,8 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from recipes.efficientnetv2 import RECIPE
 from recipes.errors import RecipeError
-from recipes.runs import build_model, make_batches
+from recipes.images import make_batches
+from recipes.runs import build_objective
 from recipes.settings import Settings
 from recipes.training import Trainer, make_schedule, parameter_groups, warmup_factor
 
@@ -17,7 +19,11 @@ CPU = torch.device("cpu")
 def make_trainer(settings, data):
     torch.manual_seed(settings.seed)
     train_batches, test_batches = make_batches(settings, data, CPU)
-    return Trainer(build_model(settings, data), settings, CPU, len(train_batches)), train_batches, test_batches
+    return (
+        Trainer(build_objective(RECIPE, settings, data), settings, CPU, len(train_batches)),
+        train_batches,
+        test_batches,
+    )
 
 
 def learning_rates(settings, steps_per_epoch):
@@ -32,7 +38,7 @@ def learning_rates(settings, steps_per_epoch):
 
 
 def test_parameter_groups_spare_vectors_from_weight_decay(tiny_settings, tiny_data):
-    model = build_model(tiny_settings, tiny_data)
+    model = build_objective(RECIPE, tiny_settings, tiny_data).model
     decayed, spared = parameter_groups(model, 0.3)
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.3, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

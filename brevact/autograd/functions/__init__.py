@@ -10,13 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from brevact.autograd.functions import (
+    attention,
     convolution,
+    dropout,
     elementwise,
     linear,
+    lookups,
+    losses,
+    multi_head,
     normalization,
     piecewise_linear,
     pooling,
     powers,
+    probabilities,
+    products,
+    rectifiers,
+    selections,
     smooth,
 )
 
@@ -29,8 +38,17 @@ HANDLERS: dict[Callable, Callable] = {
     **linear.HANDLERS,
     **normalization.HANDLERS,
     **piecewise_linear.HANDLERS,
+    **dropout.HANDLERS,
+    **rectifiers.HANDLERS,
     **smooth.HANDLERS,
     **pooling.HANDLERS,
     **elementwise.HANDLERS,
+    **products.HANDLERS,
+    **attention.HANDLERS,
+    **multi_head.HANDLERS,
     **powers.HANDLERS,
+    **probabilities.HANDLERS,
+    **lookups.HANDLERS,
+    **selections.HANDLERS,
+    **losses.HANDLERS,
 }

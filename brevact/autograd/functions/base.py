@@ -101,6 +101,36 @@ def _once_differentiable(backward: Callable) -> Callable:
     return wrapper
 
 
+#: Sizes, strides and dtype of a tensor.
+InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class OfSizes(Saving):
+    """An op whose gradient depends on the sizes of its input alone: nothing is stored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Any,
+        call: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor, InputLike], Tensor],
+        input: Tensor,
+    ) -> Tensor:
+        ctx.run_backward = backward
+        ctx.input_like = (input.shape, input.stride(), input.dtype)
+        return call(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, ctx.run_backward(grad, ctx.input_like)
+
+
+def blank(input_like: InputLike, grad: Tensor) -> Tensor:
+    """Return a tensor like the input, on the gradient's device, whose values nobody reads."""
+    shape, stride, dtype = input_like
+    return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+
+
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 _is_functorch = torch._C._functorch.is_functorch_wrapped_tensor

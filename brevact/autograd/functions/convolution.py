@@ -1,13 +1,14 @@
-"""Convolutions: the input is stored packed, the weight as it is.
+"""Convolutions and transposed ones: the input is stored packed, the weight as it is.
 
 With the decoded input x^ and the output gradient g: dL/dw = g (*) x^, dL/dx = g convolved with w (exact), dL/db = sum
-of g. Source: thesis section 4.2.2; ActNN, arXiv:2104.14129, eq. 5.
+of g. A transposed convolution is the same with the roles of x and g exchanged. Unbiased: linear in x^.
+Source: thesis section 4.2.2; ActNN, arXiv:2104.14129, eq. 5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,36 +36,44 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(x.to(dtype) if x is not None and x.dtype is not torch.float64 else x for x in tensors)
 
 
+class _Geometry(NamedTuple):
+    """What ``aten.convolution_backward`` asks about a convolution, in its order."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+
 class _Convolution(Saving):
     @staticmethod
     def forward(
         ctx: Any,
         region: Region,
-        convolve: Callable,
+        convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        geometry: _Geometry,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
     ) -> Tensor:
         x, w, b = to_autocast(input, weight, bias)
-        needs_input, needs_weight = ctx.needs_input_grad[2:4]
+        needs_input, needs_weight = ctx.needs_input_grad[3:5]
         kept = region.keep(input) if needs_weight else None
         save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
-        ctx.geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
+        ctx.geometry = geometry
         ctx.input_like = (input.shape, input.stride(), w.dtype)
         ctx.bias_sizes = None if bias is None else list(bias.shape)
-        return convolve(x, w, b, stride, padding, dilation, groups)
+        return convolve(x, w, b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight = load(ctx)
         shape, stride, dtype = ctx.input_like
-        mask = list(ctx.needs_input_grad[2:5])
+        mask = list(ctx.needs_input_grad[3:6])
         if weight is None:  # only the bias trains
-            return (None, None, None, None, grad.sum([0, *range(2, grad.dim())]), *[None] * 4)
+            return (None,) * 5 + (grad.sum([0, *range(2, grad.dim())]),)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
@@ -72,7 +81,7 @@ class _Convolution(Saving):
         weight = weight.decode()
         grad, x, weight = (t if t.dtype is dtype else t.to(dtype) for t in (grad, x, weight))
         grads = _convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry, mask)
-        return None, None, *grads, None, None, None, None
+        return None, None, None, *grads
 
 
 def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
@@ -82,6 +91,17 @@ def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> t
         right = [amount for t in reversed(total) for amount in (0, t % 2)]
         input = torch.nn.functional.pad(input, right)
     return input, tuple(t // 2 for t in total)
+
+
+def _can_convolve(region: Region, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
+    return (
+        region.packs_layer_input(input)
+        and region.is_activation(weight)
+        and requires_grad(input, weight, bias)
+        and input.dim() in (dims + 1, dims + 2)
+        and weight.dim() == dims + 2
+        and input.numel() > 0
+    )
 
 
 def _convolution_handler(dims: int) -> Callable:
@@ -96,23 +116,53 @@ def _convolution_handler(dims: int) -> Callable:
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
     ) -> Any:
-        ranks = (dims + 1, dims + 2)
-        if not (
-            region.packs_layer_input(input) and region.is_activation(weight) and requires_grad(input, weight, bias)
-        ):
+        if not _can_convolve(region, dims, input, weight, bias):
             return NotImplemented
-        if input.dim() not in ranks or weight.dim() != dims + 2 or input.numel() == 0:
-            return NotImplemented
-        stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
+        steps, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
         unbatched = input.dim() == dims + 1
         x = input.unsqueeze(0) if unbatched else input
-        if padding == "same" and all(s == 1 for s in stride):
+        if padding == "same" and all(s == 1 for s in steps):
             x, padding = _same_padding(x, weight, dilation)
         elif isinstance(padding, str):
             if padding != "valid":
                 return NotImplemented  # torch explains what is wrong
             padding = 0
-        out = region.apply(_Convolution, func, x, weight, bias, stride, as_tuple(padding, dims), dilation, groups)
+        pads = as_tuple(padding, dims)
+
+        def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            return func(x, w, b, steps, pads, dilation, groups)
+
+        geometry = _Geometry(steps, pads, dilation, False, [0] * dims, groups)
+        out = region.apply(_Convolution, convolve, geometry, x, weight, bias)
+        return out.squeeze(0) if unbatched else out
+
+    return handle
+
+
+def _transposed_handler(dims: int) -> Callable:
+    def handle(
+        region: Region,
+        func: Callable,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        groups: int = 1,
+        dilation: int | Sequence[int] = 1,
+    ) -> Any:
+        if not _can_convolve(region, dims, input, weight, bias):
+            return NotImplemented
+        unbatched = input.dim() == dims + 1
+        x = input.unsqueeze(0) if unbatched else input
+        steps, pads, more, dilation = (as_tuple(value, dims) for value in (stride, padding, output_padding, dilation))
+
+        def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            return func(x, w, b, steps, pads, more, groups, dilation)
+
+        geometry = _Geometry(steps, pads, dilation, True, more, groups)
+        out = region.apply(_Convolution, convolve, geometry, x, weight, bias)
         return out.squeeze(0) if unbatched else out
 
     return handle
@@ -122,4 +172,7 @@ HANDLERS = {
     torch.conv1d: _convolution_handler(1),
     torch.conv2d: _convolution_handler(2),
     torch.conv3d: _convolution_handler(3),
+    torch.conv_transpose1d: _transposed_handler(1),
+    torch.conv_transpose2d: _transposed_handler(2),
+    torch.conv_transpose3d: _transposed_handler(3),
 }

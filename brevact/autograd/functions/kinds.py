@@ -1,10 +1,13 @@
-"""Torch functions without a counterpart of their own that the fallback must not treat alike.
+"""Torch functions that the fallback must not treat alike, where they have no counterpart for their arguments.
 
 *Exact*: their gradients are singular or exponential in what they save (1/x for a logarithm, exp(y) for a log-softmax,
-1/norm): a rounding error of a fraction of the range would not be noise on the gradient but a different gradient. Most
-are losses and reductions at the end of a model, where little is stored. Attention is among them: the saved log-sum of
-its scores no longer belongs to packed queries and keys. So are norms without a counterpart for their arguments: the
-saved statistics would no longer belong to a packed input.
+1/norm), or choose by it (which element is the largest, which ones lie within bounds): a rounding error of a fraction of
+the range would not be noise on the gradient but a different gradient. Many are losses and reductions at the end of a
+model, where little is stored. Log-softmax, cross-entropy, maxima and norms have counterparts, which store something
+else that is harmless; what those do not take (targets that train, small tensors) is exact. So are attention and norms
+whose counterparts do not know the arguments: the saved log-sum of scores no longer belongs to packed queries and keys,
+saved statistics no longer to a packed input. And so are recurrent layers on a GPU whose weights cuDNN copies into one
+flat tensor, which nobody could tell from an activation.
 
 *Layers*: what they return is an activation, even if only a weight went in.
 """
@@ -19,6 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import is_activation
+from brevact.autograd.provenance import is_parameter, tensors_in
+from brevact.autograd.storages import storage_address
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -53,11 +58,13 @@ _LOSSES = (
     F.soft_margin_loss,
     F.triplet_margin_loss,
     F.triplet_margin_with_distance_loss,
+    *_everywhere("linear_cross_entropy"),
 )
 _SINGULAR = _everywhere(
     *(
         "log_softmax",
         "logsumexp",
+        "logcumsumexp",
         "logaddexp",
         "logaddexp2",
         "log",
@@ -72,12 +79,21 @@ _SINGULAR = _everywhere(
     *("matrix_norm", "renorm", "normalize", "cosine_similarity", "pairwise_distance", "cdist", "pdist", "digamma"),
     *("lgamma", "erfinv", "acos", "asin", "atan2", "acosh", "atanh", "tan", "inv", "inverse", "solve", "lstsq", "pinv"),
     *("det", "slogdet", "logdet", "cholesky", "cholesky_solve", "qr", "svd", "eigh", "eig", "solve_triangular"),
-    *("triangular_solve", "lu_factor", "matrix_exp", "hypot"),
+    *("triangular_solve", "lu_factor", "matrix_exp", "hypot", "dist", "addcdiv", "lp_pool1d", "lp_pool2d", "lp_pool3d"),
+)
+_CHOICES = _everywhere(
+    *("max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin"),
+    *("clamp", "clip", "clamp_min", "clamp_max", "scatter_reduce", "index_reduce", "grid_sample", "grid_sampler"),
+    *("nan_to_num", "rnn_relu", "rnn_relu_cell"),
 )
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-_NORMS = _everywhere("layer_norm", "group_norm", "instance_norm", "rms_norm", "batch_norm", "native_layer_norm")
-_EXACT = frozenset((*_LOSSES, *_SINGULAR, *_ATTENTION, *_NORMS))
+_NORMS = _everywhere(
+    *("layer_norm", "group_norm", "instance_norm", "rms_norm", "batch_norm", "native_layer_norm"),
+    "local_response_norm",
+)
+_EXACT = frozenset((*_LOSSES, *_SINGULAR, *_CHOICES, *_ATTENTION, *_NORMS))
 
+_RECURRENT = frozenset(_everywhere("lstm", "gru", "rnn_tanh"))
 _DIVISIONS = frozenset((*_everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__))
 _RECIPROCALS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))
 _POWERS = frozenset((*_everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
@@ -92,7 +108,10 @@ UNSEEN = frozenset(
 )
 #: Matrix products, whose factors may be weights or activations.
 PRODUCTS = frozenset(
-    (*_everywhere("matmul", "mm", "bmm", "addmm", "baddbmm", "mv"), torch.einsum, Tensor.__matmul__, Tensor.__rmatmul__)
+    (
+        *_everywhere("matmul", "mm", "bmm", "mv", "dot", "addmm", "addbmm", "baddbmm", "addmv"),
+        *(torch.einsum, Tensor.__matmul__, Tensor.__rmatmul__),
+    )
 )
 GETITEM = Tensor.__getitem__
 _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
@@ -115,11 +134,21 @@ def is_exact(region: Region, func: Callable, args: tuple) -> bool:
     """Return whether what ``func`` saves must stay as it is."""
     if func in _EXACT:
         return True
+    if func in _RECURRENT:
+        return _copies_weights(args)
     if func in _DIVISIONS or func in _RECIPROCALS:
         denominator = args[0] if func in _RECIPROCALS else args[1] if len(args) > 1 else None
         return _is_large_activation(region, denominator)
     # x^2 saves a factor of its gradient, 2x; every other power is singular or steeper in what it saves.
     return func in _POWERS and not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
+
+
+def _copies_weights(args: tuple) -> bool:
+    """Whether a recurrent layer has its weights copied: by autocast, or because they are not in one storage."""
+    weights = [x for x in tensors_in(args) if is_parameter(x) and x.is_cuda]
+    if not weights:
+        return False
+    return torch._C._is_any_autocast_enabled() or len({storage_address(weight) for weight in weights}) > 1
 
 
 def _is_large_activation(region: Region, x: Any) -> bool:

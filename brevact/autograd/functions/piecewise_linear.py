@@ -1,4 +1,4 @@
-"""Piecewise linear functions and dropout: an exact mask of one bit an element.
+"""Piecewise linear functions: an exact mask of one bit an element.
 
 The gradient is g where the mask is set and slope * g elsewhere. NaN inputs pass the gradient on, as PyTorch's own
 backward kernels do. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arXiv:2104.14129, section 4.
@@ -69,8 +69,20 @@ def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fal
     return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope))
 
 
+def _frozen_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> _Pieces:
+    return _leaky_relu(input, (lower + upper) / 2)
+
+
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
     return _Pieces(lambda x: aten.threshold_backward(expanded_one(x), x, threshold).bool(), inplace)
+
+
+def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
+    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, lambd).bool())
+
+
+def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
+    return _Pieces(lambda x: aten.hardshrink_backward(expanded_one(x), x, lambd).bool())
 
 
 def _clamp(input: Tensor, min: float | None = None, max: float | None = None) -> _Pieces:
@@ -83,6 +95,20 @@ def _clamp(input: Tensor, min: float | None = None, max: float | None = None) ->
         return (x >= min) & (x <= max)
 
     return _Pieces(mask)
+
+
+def _clamp_min(input: Tensor, min: float) -> _Pieces:
+    return _clamp(input, min=min)
+
+
+def _clamp_max(input: Tensor, max: float) -> _Pieces:
+    return _clamp(input, max=max)
+
+
+def _nan_to_num(
+    input: Tensor, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> _Pieces:
+    return _Pieces(torch.isfinite)
 
 
 def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Callable:
@@ -102,41 +128,8 @@ def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Call
     return handle
 
 
-class _Dropout(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Region, input: Tensor, p: float, inplace: bool) -> Tensor:
-        if input.device.type == "cpu":  # the same draws and the same rounding as torch's own dropout there
-            noise = F.dropout(torch.ones_like(input), p, True)
-            mask = noise != 0
-            out = input.mul_(noise) if inplace else input * noise
-        else:
-            out, mask = torch.native_dropout(input, p, True)
-            out = input.copy_(out) if inplace else out
-        ctx.factor = 1.0 / (1.0 - p)
-        if inplace:
-            ctx.mark_dirty(input)
-        save(ctx, keep_mask(mask))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        return None, kept.multiply(grad).mul_(ctx.factor), None, None
-
-
-def _dropout(
-    region: Region, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Any:
-    if not (region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0):
-        return NotImplemented  # nothing is dropped, everything is, or torch explains what is wrong
-    return region.apply(_Dropout, input, p, inplace)
-
-
-def _torch_dropout(region: Region, func: Callable, input: Tensor, p: float, train: bool) -> Any:
-    return _dropout(region, func, input, p, train, func in _INPLACE_DROPOUT)
-
-
-_INPLACE_DROPOUT = (torch.dropout_,)
+#: Randomized ReLU outside of training: a leaky ReLU with the mean slope. The rest is in ``rectifiers``.
+frozen_rrelu, frozen_rrelu_ = _handler(_frozen_rrelu), _handler(_frozen_rrelu, always_inplace=True)
 _RULES = {
     _relu: (F.relu, torch.relu, Tensor.relu),
     _hardtanh: (F.hardtanh,),
@@ -144,7 +137,12 @@ _RULES = {
     _hardsigmoid: (F.hardsigmoid,),
     _leaky_relu: (F.leaky_relu,),
     _threshold: (F.threshold, torch.threshold),
+    _softshrink: (F.softshrink,),
+    _hardshrink: (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
     _clamp: (torch.clamp, torch.clip, Tensor.clamp, Tensor.clip),
+    _nan_to_num: (torch.nan_to_num, Tensor.nan_to_num),
+    _clamp_min: (torch.clamp_min, Tensor.clamp_min),
+    _clamp_max: (torch.clamp_max, Tensor.clamp_max),
 }
 _INPLACE_RULES = {
     _relu: (F.relu_, torch.relu_, Tensor.relu_),
@@ -152,11 +150,11 @@ _INPLACE_RULES = {
     _leaky_relu: (F.leaky_relu_,),
     _threshold: (F.threshold_, torch.threshold_),
     _clamp: (torch.clamp_, torch.clip_, Tensor.clamp_, Tensor.clip_),
+    _nan_to_num: (torch.nan_to_num_, Tensor.nan_to_num_),
+    _clamp_min: (torch.clamp_min_, Tensor.clamp_min_),
+    _clamp_max: (torch.clamp_max_, Tensor.clamp_max_),
 }
 HANDLERS = {
     **{func: _handler(rule) for rule, funcs in _RULES.items() for func in funcs},
     **{func: _handler(rule, always_inplace=True) for rule, funcs in _INPLACE_RULES.items() for func in funcs},
-    F.dropout: _dropout,
-    torch.dropout: _torch_dropout,
-    torch.dropout_: _torch_dropout,
 }

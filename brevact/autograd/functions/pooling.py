@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, as_tuple, load, save
+from brevact.autograd.functions.base import OfSizes, Saving, as_tuple, blank, load, save
 from brevact.quantizers import pack_codes, unpack_codes
 
 if TYPE_CHECKING:
@@ -94,13 +94,7 @@ class _MaxPool(Saving):
         (packed,) = load(ctx)
         codes = unpack_codes(packed, ctx.windows.bit_width, math.prod(ctx.out_shape))
         index = ctx.windows.index(codes.to(torch.int64).view(ctx.out_shape))
-        return None, None, None, None, ctx.run_backward(grad, _like(ctx.input_like, grad), index)
-
-
-def _like(metadata: tuple[torch.Size, tuple[int, ...], torch.dtype], grad: Tensor) -> Tensor:
-    """A tensor with the input's shape and strides whose values nobody reads."""
-    shape, stride, dtype = metadata
-    return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+        return None, None, None, None, ctx.run_backward(grad, blank(ctx.input_like, grad), index)
 
 
 def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
@@ -182,18 +176,6 @@ def _adaptive_max_pool_handler(dims: int, returns_index: bool | None) -> Callabl
     return handle
 
 
-class _AvgPool(Saving):
-    @staticmethod
-    def forward(ctx: Any, region: Region, pool: Callable, backward: Callable, input: Tensor) -> Tensor:
-        ctx.run_backward = backward
-        ctx.input_like = (input.shape, input.stride(), input.dtype)
-        return pool(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, ctx.run_backward(grad, ctx.input_like)
-
-
 def _avg_pool_handler(dims: int) -> Callable:
     rank = max(dims, 2)
     pool_backward = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank]
@@ -219,35 +201,62 @@ def _avg_pool_handler(dims: int) -> Callable:
         divisor = () if dims == 1 else (divisor_override,)
 
         def backward(grad: Tensor, input_like: tuple) -> Tensor:
-            g, x = (t.unsqueeze(-2) if flat else t for t in (grad, _like(input_like, grad)))
+            g, x = (t.unsqueeze(-2) if flat else t for t in (grad, blank(input_like, grad)))
             result = pool_backward(g, x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override)
             return result.squeeze(-2) if flat else result
 
         call = (kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
-        return region.apply(_AvgPool, lambda x: func(x, *call), backward, input)
+        return region.apply(OfSizes, lambda x: func(x, *call), backward, input)
 
     return handle
 
 
-def _adaptive_avg_pool_handler(dims: int) -> Callable:
+def _adaptive_avg_pool_backward(dims: int) -> Callable:
     rank = max(dims, 2)
     pool_backward = {2: aten._adaptive_avg_pool2d_backward, 3: aten._adaptive_avg_pool3d_backward}[rank]
+
+    def backward(grad: Tensor, input_like: tuple) -> Tensor:
+        shape = input_like[0]
+        if math.prod(grad.shape[-dims:]) == 1:
+            return (grad / math.prod(shape[-dims:])).expand(shape)
+        g, x = (t.unsqueeze(-2) if rank != dims else t for t in (grad, blank(input_like, grad)))
+        result = pool_backward(g, x)
+        return result.squeeze(-2) if rank != dims else result
+
+    return backward
+
+
+def _adaptive_avg_pool_handler(dims: int) -> Callable:
+    backward = _adaptive_avg_pool_backward(dims)
 
     def handle(region: Region, func: Callable, input: Tensor, output_size: Any) -> Any:
         if not _can_pool(region, input, dims):
             return NotImplemented
-
-        def backward(grad: Tensor, input_like: tuple) -> Tensor:
-            shape = input_like[0]
-            if math.prod(grad.shape[-dims:]) == 1:
-                return (grad / math.prod(shape[-dims:])).expand(shape)
-            g, x = (t.unsqueeze(-2) if rank != dims else t for t in (grad, _like(input_like, grad)))
-            result = pool_backward(g, x)
-            return result.squeeze(-2) if rank != dims else result
-
-        return region.apply(_AvgPool, lambda x: func(x, output_size), backward, input)
+        return region.apply(OfSizes, lambda x: func(x, output_size), backward, input)
 
     return handle
+
+
+def _interpolate(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if mode != "area" or not isinstance(input, Tensor) or input.dim() not in (3, 4, 5):
+        return NotImplemented  # the others store nothing
+    dims = input.dim() - 2
+    if not _can_pool(region, input, dims):
+        return NotImplemented
+
+    def call(x: Tensor) -> Tensor:
+        return func(x, size, scale_factor, mode, *args, **kwargs)
+
+    return region.apply(OfSizes, call, _adaptive_avg_pool_backward(dims), input)
 
 
 def _can_pool(region: Region, input: Any, dims: int) -> bool:
@@ -298,4 +307,5 @@ HANDLERS = {
             F.adaptive_avg_pool3d: (3,),
         },
     ),
+    F.interpolate: _interpolate,
 }

@@ -1,11 +1,13 @@
 """Smooth activation functions: the quantized derivative is stored, so that the gradient stays unbiased.
 
 dL/dx = g * f'(x): with E[q] = f'(x) for the stored q, E[g q] is the exact gradient. Storing a quantized x and applying
-f' to it would not be unbiased, since f' is not linear. Source: fewbit, arXiv:2202.00441 (which fits the levels).
+f' to it would not be unbiased, since f' is not linear. Functions whose derivative is linear in what torch saves anyway
+(exp, square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +88,52 @@ def _selu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
     return lambda one, x: aten.elu_backward(one, _SELU_ALPHA, _SELU_SCALE, 1.0, False, x), inplace
 
 
+def _softsign(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: (x.abs() + 1).square().reciprocal(), False
+
+
+def _tanhshrink(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.tanh().square(), False
+
+
+def _sin(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.cos(), False
+
+
+def _cos(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: -x.sin(), False
+
+
+def _atan(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: (x.square() + 1).reciprocal(), False
+
+
+def _erf(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)), False
+
+
+class _GLU(Saving):
+    """a sigmoid(b) of the halves (a, b): sigmoid(b) and a sigmoid'(b) are stored."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+        out = call(input)
+        slopes = aten.glu_backward(expanded_one(out), input, dim).chunk(2, dim)
+        save(ctx, *(region.keep(slope.contiguous(), share=False) for slope in slopes))
+        ctx.dim = dim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, torch.cat([kept.multiply(grad) for kept in load(ctx)], ctx.dim)
+
+
+def _glu(region: Region, func: Callable, input: Tensor, dim: int = -1) -> Any:
+    if not region.packs_input(input) or not input.requires_grad:
+        return NotImplemented
+    return region.apply(_GLU, lambda x: func(x, dim), dim, input)
+
+
 def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool = False) -> Callable:
     """Make the handler of a function whose parameters ``rule`` has, too."""
 
@@ -116,6 +164,12 @@ _RULES = {
     _elu: (F.elu,),
     _celu: (F.celu, torch.celu),
     _selu: (F.selu, torch.selu),
+    _softsign: (F.softsign,),
+    _tanhshrink: (F.tanhshrink,),
+    _sin: (torch.sin, Tensor.sin),
+    _cos: (torch.cos, Tensor.cos),
+    _atan: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
+    _erf: (torch.erf, torch.special.erf, Tensor.erf),
 }
 _INPLACE_RULES = {
     _sigmoid: (torch.sigmoid_, Tensor.sigmoid_),
@@ -127,4 +181,5 @@ _INPLACE_RULES = {
 HANDLERS = {
     **{func: _handler(rule) for rule, funcs in _RULES.items() for func in funcs},
     **{func: _handler(rule, always_inplace=True) for rule, funcs in _INPLACE_RULES.items() for func in funcs},
+    F.glu: _glu,
 }

@@ -1,0 +1,25 @@
+"""Multi-head attention: projections, products, softmax and dropout inside it store what they store on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from brevact.autograd.regions import Region
+
+_whole = F.multi_head_attention_forward
+
+
+def _multi_head_attention_forward(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's own code with the region's mode, which it would ask for the whole function again."""
+    names = {**_whole.__globals__, "has_torch_function": lambda tensors: False}
+    inside = FunctionType(_whole.__code__, names, _whole.__name__, _whole.__defaults__)
+    with region.mode:
+        return inside(*args, **kwargs)
+
+
+HANDLERS: dict[Callable, Callable] = {F.multi_head_attention_forward: _multi_head_attention_forward}

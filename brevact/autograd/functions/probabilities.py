@@ -1,0 +1,79 @@
+"""Softmax and log-softmax: probabilities are stored packed.
+
+Log-softmax: dL/dx = g - p sum(g), with p = exp(out) stored; linear in p, hence unbiased. Packing the output itself
+would not be: the gradient is exponential in it.
+
+Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), with the output p stored, one packed copy for this op
+and for those that read the output next (the product of an attention, say). The gradient is quadratic in p, so that the
+one copy leaves a bias: with independent errors E[p^ * (g - sum(g p^))] - dL/dx = -Var(p^_i) g_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.functions.base import Saving, load, save
+
+if TYPE_CHECKING:
+    from brevact.autograd.regions import Region
+
+_softmax_backward = torch.ops.aten._softmax_backward_data.default
+
+
+class _Softmax(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
+    ) -> Tensor:
+        out = call(input)
+        save(ctx, region.keep(out.detach()))
+        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        grad_input = _softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype).to(ctx.dtype)
+        return None, None, None, None, -grad_input if ctx.negates else grad_input
+
+
+class _LogSoftmax(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+        out = call(input)
+        save(ctx, region.keep(out.exp(), share=False))
+        ctx.dim, ctx.dtype = dim, input.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        total = grad.sum(ctx.dim, keepdim=True)
+        return None, None, None, torch.addcmul(grad, kept.decode(), total, value=-1).to(ctx.dtype)
+
+
+def _handler(function: type[Saving], *options: Any) -> Callable:
+    """Make the handler of a function with the parameters of ``torch.softmax``."""
+
+    def handle(region: Region, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
+            return NotImplemented  # torch chooses the dimension, or explains what is wrong
+        if input.numel() < max(1, region.settings.min_numel):
+            return NotImplemented  # there is nothing to pack
+        return region.apply(function, lambda x: func(x, dim, *args, **kwargs), dim, *options, input)
+
+    return handle
+
+
+HANDLERS = {
+    **dict.fromkeys((torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax), _handler(_Softmax, False)),
+    **dict.fromkeys(
+        (torch.log_softmax, F.log_softmax, torch.special.log_softmax, Tensor.log_softmax), _handler(_LogSoftmax)
+    ),
+    F.softmin: _handler(_Softmax, True),
+}

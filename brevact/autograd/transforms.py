@@ -1,0 +1,37 @@
+"""Transforms of programs in which nothing is packed, or which cannot run a region at all.
+
+* ``torch.func.grad``, ``vjp``, ``jacrev``, ``hessian``: they allow no saved-tensor hooks; entering a region raises.
+* ``torch.func.vmap``, ``jvp``, forward-mode AD: what is saved has batch dimensions or tangents that codes would lose;
+  it stays as it is, and results are those of the model without backward quantization.
+* ``torch.jit.trace``: a traced program has no regions, as one that ``torch.export`` made; it stores what torch stores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+NO_TRANSFORMS = (
+    "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which a model with backward "
+    "quantization stores packed activations. Differentiate by torch.autograd.grad, put the model in eval mode "
+    "(model.eval()), where it packs nothing, or call brevact.restore_backward(model) first"
+)
+NO_ROUNDED_NORMS = (
+    "quantize_forward: norms go on with rounded values neither under torch.func transforms and forward-mode AD nor in "
+    "torch.jit.trace. Use torch.export.export to make a program of the model, or call brevact.restore_backward(model) "
+    "first, which changes what the model computes"
+)
+
+is_tracing = torch._C._is_tracing
+_interpreter = torch._C._functorch.peek_interpreter_stack
+
+
+def is_transformed() -> bool:
+    """Return whether a ``torch.func`` transform or forward-mode AD is active."""
+    return forward_ad._current_level >= 0 or _interpreter() is not None
+
+
+def check_rounding() -> None:
+    """Raise where norms cannot go on with rounded values."""
+    if is_transformed() or is_tracing():
+        raise NotImplementedError(NO_ROUNDED_NORMS)

@@ -1,0 +1,186 @@
+"""Activation functions and dropout: what the laws over all ops do not ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from brevact.autograd import SaveMode, region
+from tests.autograd.measuring import settings, watch_saved
+
+EXACT_VALUES = settings(bit_width=32)
+
+
+def run(function, x, chosen, parameters=()):
+    """Output and gradients of a weighted sum of function(x)."""
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    with region(chosen):
+        out = function(leaf.clone())
+    weights = torch.arange(1.0, out.numel() + 1).sin().view(out.shape).to(out.dtype)
+    return out.detach(), torch.autograd.grad((out * weights).sum(), [leaf, *parameters])
+
+
+def assert_as_torch(function, x: Tensor, parameters=(), bit_width: int = 32) -> None:
+    expected_out, expected = run(function, x, None, parameters)
+    out, grads = run(function, x, settings(bit_width=bit_width), parameters)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=0, equal_nan=True)
+    assert out.stride() == expected_out.stride()
+    eps = 16 * torch.finfo(x.dtype).eps  # some roundings
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=eps, atol=eps, equal_nan=True)
+
+
+SPECIAL = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 0.5, -0.5, 2.0, -3.0])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.abs, F.softshrink, F.hardshrink, lambda x: x.hardshrink(0.0), lambda x: abs(x), F.rrelu, torch.nan_to_num],
+)
+def test_masks_of_special_numbers_are_torchs_own(function):
+    assert_as_torch(function, SPECIAL, bit_width=1)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (2, 3, 4)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_prelu_gradients_are_torchs_own(shape, channels):
+    if channels == 3 and len(shape) < 2:
+        return
+    x, weight = torch.randn(shape), torch.rand(channels, requires_grad=True)
+    assert_as_torch(lambda x: F.prelu(x, weight), x, [weight])
+
+
+def test_prelu_of_special_numbers_is_torchs_own():
+    weight = torch.tensor([0.25], requires_grad=True)
+    assert_as_torch(lambda x: F.prelu(x, weight.detach()), SPECIAL, bit_width=1)
+    assert_as_torch(lambda x: F.prelu(x, weight), SPECIAL[3:], [weight])
+
+
+def test_prelu_with_a_frozen_weight_stores_one_bit():
+    layer, x = nn.PReLU().requires_grad_(False), torch.randn(4096, requires_grad=True)
+    with watch_saved() as saved, region(settings()):
+        layer(x * 1)
+    assert saved.nbytes == 4096 // 8 + layer.weight.untyped_storage().nbytes()
+
+
+def test_prelu_runs_in_torchs_dtypes_under_autocast():
+    layer = nn.PReLU(6)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    assert_as_torch(function, torch.randn(5, 6, 3), [layer.weight])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rrelu_draws_torchs_slopes(inplace, dtype):
+    x = torch.randn(3, 4, 12, 12).to(dtype)
+    assert_as_torch(lambda x: F.rrelu(x, 0.1, 0.6, training=True, inplace=inplace), x)
+
+
+def test_rrelu_slopes_belong_to_their_elements_in_channels_last():
+    x = torch.randn(3, 4, 12, 12).to(memory_format=torch.channels_last)
+    expected_out, _ = run(lambda x: F.rrelu(x, training=True), x, None)
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(0)
+    with region(EXACT_VALUES):
+        out = F.rrelu(leaf.clone(), training=True)
+    (grad,) = torch.autograd.grad(out.sum(), leaf)
+    assert torch.equal(out, expected_out)
+    torch.testing.assert_close(out, grad * x)
+
+
+def test_rrelu_gradients_are_unbiased():
+    # Each row is a draw of the noise; the slopes are those of one row, seen by linearity of the gradient in them.
+    x = torch.randn(500, 64, requires_grad=True)
+    torch.manual_seed(0)
+    with region(settings(bit_width=2)):
+        out = F.rrelu(x * 1, training=True)
+    error = torch.autograd.grad(out.sum(), x)[0] - (out / x).detach()
+    assert error.abs().max() > 0.01
+    assert (error.mean(0).abs() <= 5 * error.std(0) / len(x) ** 0.5 + 1e-3).all()  # and 16-bit metadata
+
+
+@pytest.mark.parametrize("name", ["dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"])
+@pytest.mark.parametrize("suffix", ["", "_"])
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("train", [False, True])
+def test_dropout_in_torch_draws_torchs_numbers(name, suffix, p, train):
+    drop = getattr(torch, name + suffix)
+    x = torch.randn(8, 6, 5)
+    assert_as_torch(lambda x: drop(drop(x, p, train), p, train), x, bit_width=1 if p < 1 else 32)
+
+
+@pytest.mark.filterwarnings("ignore:dropout")
+@pytest.mark.parametrize("drop", [F.dropout1d, F.dropout2d, F.dropout3d])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dims", [2, 3, 4, 5])
+def test_channel_dropout_takes_the_inputs_that_torch_takes(drop, inplace, dims):
+    x = torch.randn((6, 5, 4, 3, 2)[:dims])
+    if drop is F.dropout1d and dims > 3:
+        with pytest.raises(RuntimeError, match="dropout1d: Expected 2D or 3D input"), region(settings()):
+            drop(x.requires_grad_() * 1)
+        return
+    assert_as_torch(lambda x: drop(x, 0.4, inplace=inplace), x)
+
+
+@pytest.mark.parametrize("drop", [F.dropout2d, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d])
+@pytest.mark.parametrize("p", [-0.1, 1.5])
+def test_wrong_probabilities_get_torchs_own_error(drop, p):
+    with pytest.raises(ValueError, match="dropout probability"), region(settings()):
+        drop(torch.randn(3, 4, 5, requires_grad=True) * 1, p, True)
+
+
+def test_channel_dropout_stores_a_bit_a_channel():
+    x = torch.randn(16, 32, 9, 9, requires_grad=True)
+    for drop in (F.dropout2d, lambda x: F.feature_alpha_dropout(x, training=True)):
+        with watch_saved() as saved, region(settings()):
+            drop(x * 1)
+        assert saved.nbytes == 16 * 32 // 8
+
+
+def test_dropout_in_half_precision_scales_as_torch_does():
+    for dtype in (torch.float16, torch.bfloat16):
+        assert_as_torch(lambda x: F.alpha_dropout(x, 0.3, True), torch.randn(40, 30).to(dtype))
+        assert_as_torch(lambda x: F.dropout1d(x, 0.3, True), torch.randn(40, 30, 2).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [nn.GLU(), nn.PReLU(), torch.abs, nn.Softsign(), lambda x: F.rrelu(x, training=True), nn.AlphaDropout(0.2)],
+)
+@pytest.mark.parametrize("mode", SaveMode)
+def test_graphs_are_kept_and_refuse_a_second_derivative(function, mode):
+    x = torch.randn(8, 6, requires_grad=True)
+    with region(settings(save_mode=mode)):
+        out = function(x * 1).sum()
+    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(out, x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.prelu(x, torch.ones(5)),
+        lambda x: F.prelu(x, torch.ones(1, dtype=torch.float64)),
+        lambda x: F.glu(x, 1),
+        lambda x: F.glu(x, 4),
+        lambda x: F.rrelu(x, 0.5, 0.1, training=True),
+        lambda x: F.softshrink(x, -1.0),
+        lambda x: F.softsign(x, 3),
+    ],
+)
+def test_wrong_arguments_get_torchs_own_error(call):
+    x = torch.randn(4, 3, 6, requires_grad=True)
+    with pytest.raises(Exception) as expected:
+        call(x)
+    with pytest.raises(type(expected.value)) as raised, region(settings()):
+        call(x)
+    assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]

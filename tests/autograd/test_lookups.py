@@ -1,0 +1,293 @@
+"""Ops that move, choose or read elements: what they store, and that their gradients are exact at one bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from brevact.autograd import region
+from tests.autograd.measuring import settings, watch_saved
+
+MAP = (3, 4, 12, 12)
+INDEX = torch.randint(0, 12, (3, 4, 12, 5), generator=torch.Generator().manual_seed(0))
+PLACES = torch.arange(12).flip(0).repeat(3, 4, 12, 1)
+MASK = torch.rand(MAP, generator=torch.Generator().manual_seed(0)) > 0.5
+OTHER = torch.randn(MAP, generator=torch.Generator().manual_seed(0))
+
+NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    **{
+        f"interpolate {mode}": lambda x, mode=mode: F.interpolate(x, scale_factor=1.5, mode=mode)
+        for mode in ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
+    },
+    "interpolate antialias": lambda x: F.interpolate(x, size=(7, 5), mode="bicubic", antialias=True),
+    "interpolate linear": lambda x: F.interpolate(x.flatten(2), size=50, mode="linear", align_corners=True),
+    "interpolate trilinear": lambda x: F.interpolate(x[None], size=(3, 6, 7), mode="trilinear"),
+    "interpolate area 1-d": lambda x: F.interpolate(x.flatten(2), scale_factor=0.5, mode="area"),
+    **{
+        f"pad {mode} {dims}-d": lambda x, mode=mode, dims=dims: F.pad(x[None], (1, 2) * dims, mode=mode)[0]
+        for mode, dims in (("constant", 2), ("reflect", 3), ("replicate", 3), ("circular", 3))
+    },
+    "pad reflect 1-d": lambda x: F.pad(x[0], (3, 1), mode="reflect"),
+    "pad replicate unbatched": lambda x: F.pad(x[0], (3, 1, 1, 0), mode="replicate"),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 3),
+    "channel_shuffle": lambda x: F.channel_shuffle(x, 2),
+    "unfold": lambda x: F.unfold(x, (3, 2), dilation=2, stride=2),
+    "fold": lambda x: F.fold(x.flatten(2)[:, :, :36], (7, 7), 2),
+    "cat": lambda x: torch.cat([x, 2 * x], 1),
+    "stack": lambda x: torch.stack([x, x], -1),
+    "add": lambda x: x + OTHER,
+    "sub": lambda x: torch.sub(OTHER, x, alpha=2),
+    "chunk": lambda x: x.chunk(3, 2)[1],
+    "split": lambda x: torch.split(x, [1, 3], 1)[1],
+    "roll": lambda x: x.roll((3, 1), (2, 0)),
+    "permute": lambda x: x.permute(0, 2, 1, 3).reshape(3, 12, -1),
+    "flip": lambda x: x.flip(1, 2),
+    "repeat": lambda x: x.repeat(1, 2, 1, 1),
+    "sum": lambda x: x.sum((0, 2)),
+    "mean": lambda x: x.mean(1),
+    "cumsum": lambda x: x.cumsum(2),
+    "lerp by a number": lambda x: torch.lerp(x, OTHER, 0.3),
+}
+#: Bytes of indices; masks at one bit an element.
+EXACT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "where": (lambda x: torch.where(MASK, x, OTHER), MASK.numel() // 8),
+    "where on both sides": (lambda x: torch.where(MASK, x, x * 2), MASK.numel() // 8),
+    "masked_fill": (lambda x: x.masked_fill(MASK, 0.5), MASK.numel() // 8),
+    "masked_select": (lambda x: x.masked_select(MASK), MASK.numel() // 8),
+    "index with mask": (lambda x: x[MASK], MASK.numel() // 8),
+    "gather": (lambda x: torch.gather(x, 3, INDEX), INDEX.nbytes),
+    "gather method": (lambda x: x.gather(-1, INDEX), INDEX.nbytes),
+    "take_along_dim": (lambda x: torch.take_along_dim(x, INDEX, dim=3), INDEX.nbytes),
+    "take": (lambda x: x.take(INDEX), INDEX.nbytes),
+    "index_select": (lambda x: x.index_select(3, INDEX[0, 0, 0]), 0),
+    "index": (lambda x: x[..., INDEX[0, 0]], INDEX[0, 0].nbytes),
+    "scatter number": (lambda x: x.scatter(3, INDEX, 0.5), INDEX.nbytes),
+    "scatter": (lambda x: torch.zeros(MAP).scatter(3, PLACES, x), PLACES.nbytes),
+    "scatter_add": (lambda x: torch.zeros(MAP).scatter_add(3, INDEX, x[..., :5]), INDEX.nbytes),
+    "max of a dimension": (lambda x: x.max(1).values, 3 * 12 * 12 * 8),
+    "min of a dimension": (lambda x: torch.min(x, dim=1, keepdim=True)[0], 3 * 12 * 12 * 8),
+    "topk": (lambda x: x.topk(3)[0], 3 * 4 * 12 * 3 * 8),
+    "sort": (lambda x: x.sort(2)[0], 3 * 4 * 12 * 12 * 8),
+    "median of a dimension": (lambda x: x.median(1)[0], 3 * 12 * 12 * 8),
+    "nearest grid_sample": (lambda x: F.grid_sample(x, OTHER[:, :2].permute(0, 2, 3, 1).tanh(), "nearest"), 3456),
+    "grid_sample": (lambda x: F.grid_sample(x, OTHER[:, :2].permute(0, 2, 3, 1).tanh()), 3456),
+    "grid_sample 3-d": (
+        lambda x: F.grid_sample(x[None], OTHER[:, :3].permute(0, 2, 3, 1)[None].tanh(), padding_mode="border"),
+        5184,
+    ),
+}
+#: What is compared with saved elements, and has no counterpart.
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "aminmax": lambda x: torch.stack(torch.aminmax(x, dim=1)),
+    "median": torch.median,
+    "clamp by tensors": lambda x: torch.clamp(x, OTHER - 0.5, OTHER + 0.5),
+    "scatter_reduce": lambda x: x.scatter_reduce(3, INDEX, x[..., :5] * 2, "amax"),
+    "lp_pool": lambda x: F.lp_pool2d(x, 2, 2),
+    "local_response_norm": lambda x: F.local_response_norm(x, 3, alpha=1.0),
+    "addcdiv": lambda x: torch.addcdiv(x, OTHER, x),
+    "logcumsumexp": lambda x: x.logcumsumexp(2),
+}
+
+
+def run(function: Callable[..., Tensor], inputs: list[Tensor], bit_width: int | None, weights=()):
+    """Output, gradients of a weighted sum, and what was stored."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    chosen = None if bit_width is None else settings(bit_width=bit_width)
+    activations = [x.clone() for x in leaves]
+    with watch_saved() as saved, region(chosen):
+        out = function(*activations)
+    factor = torch.arange(1.0, out.numel() + 1).sin().view(out.shape).to(out.dtype)
+    return out.detach(), torch.autograd.grad((out * factor).sum(), [*leaves, *weights]), saved
+
+
+def assert_exact(function: Callable[..., Tensor], *inputs: Tensor):
+    """Run at one bit an element, against torch; return what was stored."""
+    expected_out, expected, _ = run(function, list(inputs), None)
+    out, grads, saved = run(function, list(inputs), 1)
+    assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference, equal_nan=True)
+    return saved
+
+
+@pytest.mark.filterwarnings("ignore:Default grid_sample")
+@pytest.mark.parametrize("function", NOTHING.values(), ids=NOTHING)
+def test_moving_elements_stores_nothing(function):
+    assert assert_exact(function, torch.randn(MAP)).tensors == []
+
+
+@pytest.mark.filterwarnings("ignore:Default grid_sample")
+@pytest.mark.parametrize(("function", "nbytes"), EXACT.values(), ids=EXACT)
+def test_masks_indices_and_grids_are_all_that_is_stored(function, nbytes):
+    saved = assert_exact(function, torch.randn(MAP))
+    held = {x.untyped_storage().data_ptr() for x in (INDEX, OTHER)} if nbytes == 0 else set()
+    saved.tensors = [x for x in saved.tensors if x.untyped_storage().data_ptr() not in held]
+    assert saved.nbytes == nbytes or (saved.holds(INDEX) and nbytes <= INDEX.nbytes)
+
+
+@pytest.mark.parametrize("function", CHOICES.values(), ids=CHOICES)
+def test_ops_that_compare_what_they_save_are_exact(function):
+    assert_exact(function, torch.randn(MAP))
+
+
+@pytest.mark.parametrize("function", [torch.maximum, torch.minimum, torch.fmax, torch.fmin, torch.max, torch.min])
+def test_ties_and_nan_are_shared_as_torch_shares_them(function):
+    nan, inf = float("nan"), float("inf")
+    a, b = torch.tensor([nan, 1.0, 2.0, nan, 3.0, inf, inf]), torch.tensor([1.0, nan, 2.0, nan, 1.0, inf, -inf])
+    expected = run(lambda a, b: function(a, b).nan_to_num(), [a, b], None)[1]
+    grads = run(lambda a, b: function(a, b).nan_to_num(), [a, b], 1)[1]
+    for grad, reference in zip(grads, expected, strict=True):
+        assert torch.equal(grad, reference)
+
+
+@pytest.mark.parametrize("shapes", [((5, 4), (4,)), ((5, 1), (1, 4)), ((), (3,))])
+@pytest.mark.parametrize("function", [torch.maximum, torch.fmin])
+def test_extremes_of_two_tensors_broadcast(function, shapes):
+    a, b = (torch.randn(shape) for shape in shapes)
+    assert_exact(function, a, b)
+    assert_exact(lambda a: function(a, b), a)
+    assert_exact(lambda b: function(a.double(), b), b)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.max,
+        torch.min,
+        torch.amax,
+        lambda x: x.amax(-1),
+        lambda x: x.amin((0, -1), True),
+        lambda x: torch.amax(x, dim=(), keepdim=True),
+        lambda x: torch.amin(x, dim=[1]),
+    ],
+)
+@pytest.mark.parametrize("x", [torch.randn(4, 5), torch.ones(4, 5), torch.arange(20.0).view(4, 5) % 3])
+def test_extremes_share_the_gradient_among_equal_elements(function, x):
+    assert_exact(function, x)
+    x = x.clone()
+    x[1, 2] = float("nan")
+    expected, grads = (run(lambda x: function(x), [x], bits)[1] for bits in (None, 1))
+    torch.testing.assert_close(grads, expected, equal_nan=True)
+
+
+def test_extremes_of_one_number():
+    for function in (torch.max, torch.amax, torch.min):
+        assert_exact(function, torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_grid_sample_gradient_of_the_grid_is_the_formula_on_the_decoded_input(mode, align_corners):
+    x, grid = torch.randn(2, 3, 8, 9), torch.rand(2, 5, 6, 2) * 2 - 1
+
+    def sample(x: Tensor, grid: Tensor) -> Tensor:
+        return F.grid_sample(x, grid, mode, "reflection", align_corners)
+
+    expected_out, expected, _ = run(sample, [x, grid], None)
+    out, grads, saved = run(sample, [x, grid], 32)
+    assert torch.equal(out, expected_out)
+    torch.testing.assert_close(grads, expected)
+    (_, grad_grid), (_, exact) = run(sample, [x, grid], 2)[1], expected
+    assert not torch.allclose(grad_grid, exact, rtol=1e-2)
+    assert any(t.dtype is torch.float32 and t.shape == grid.shape for t in saved.tensors)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])
+def test_embedding_stores_indices_alone(sparse, options):
+    if sparse and options.get("scale_grad_by_freq"):
+        return  # torch refuses both together
+    index = torch.randint(0, 50, (40, 30))
+    results = []
+    for chosen in (None, settings(bit_width=1)):
+        torch.manual_seed(0)
+        table = nn.Embedding(50, 16, sparse=sparse, **options)
+        with watch_saved() as saved, region(chosen):
+            out = table(index)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        results.append((out.detach(), table.weight.grad.to_dense(), table.weight.detach()))
+        assert [x.dtype for x in saved.tensors if not saved_is(x, table.weight)] == [torch.int64]
+        assert saved.holds(index)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"padding_idx": 3}, {"sparse": True}])
+def test_embedding_bag_packs_no_weight(mode, options):
+    if options.get("sparse") and mode == "max":
+        return  # torch refuses both together
+    index, offsets = torch.randint(0, 50, (900,)), torch.arange(0, 900, 9)
+    results = []
+    for chosen in (None, settings(bit_width=1)):
+        torch.manual_seed(0)
+        bag = nn.EmbeddingBag(50, 16, mode=mode, **options)
+        with watch_saved() as saved, region(chosen):
+            out = bag(index, offsets)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        results.append((out.detach(), bag.weight.grad.to_dense()))
+        assert all(x.dtype is torch.int64 or saved_is(x, bag.weight) for x in saved.tensors)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def saved_is(x: Tensor, weight: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_embedding_bag_weights_of_samples_have_torchs_gradient():
+    index, bag = torch.randint(0, 50, (30, 9)), nn.EmbeddingBag(50, 16, mode="sum")
+
+    def function(weights: Tensor) -> Tensor:
+        return bag(index, per_sample_weights=weights)
+
+    assert_exact(function, torch.rand(30, 9))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.lerp(x, OTHER, x.detach()),
+        lambda x: torch.addcmul(x, OTHER, x),
+        lambda x: torch.addcmul(OTHER, x, x, value=0.5),
+        lambda x: x.var(1),
+    ],
+)
+def test_products_store_their_factors_packed(function):
+    x = torch.randn(MAP)
+    _, (expected,), plain = run(function, [x], None)
+    _, (grad,), saved = run(function, [x], 8)
+    assert plain.nbytes > 3 * saved.nbytes > 0
+    step = 8 * (2.0**-8) * x.abs().max() * OTHER.abs().max()  # of a range of some 8 standard deviations
+    assert (grad - expected).abs().max() <= 2 * step
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.gather(3, INDEX + 20),
+        lambda x: x.gather(5, INDEX),
+        lambda x: x.take(INDEX + 9999),
+        lambda x: x.masked_select(MASK[0, :2]),
+        lambda x: x.amax(7),
+        lambda x: x.amax((1, 1)),
+        lambda x: torch.max(x, torch.randn(5)),
+        lambda x: F.pad(x, (1, 2, 3), mode="reflect"),
+        lambda x: F.pad(x, (20, 0, 0, 0), mode="reflect"),
+        lambda x: F.grid_sample(x, torch.randn(2, 3, 4, 2), align_corners=False),
+        lambda x: F.grid_sample(x, torch.randn(3, 3, 4, 2), mode="cubic"),
+        lambda x: F.interpolate(x, (5, 5, 5), mode="area"),
+    ],
+)
+def test_wrong_arguments_get_torchs_own_error(call):
+    x = torch.randn(MAP, requires_grad=True)
+    with pytest.raises(Exception) as expected:
+        call(x)
+    with pytest.raises(type(expected.value)) as raised, region(settings()):
+        call(x)
+    assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]

@@ -1,0 +1,98 @@
+"""Models that compile without a policy compile with one, into one graph that keeps packed tensors.
+
+What a region does inside graphs is tested op by op in tests/autograd/test_compile.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brevact
+from brevact import NearestBackward4bit, NearestBackward8bit
+from brevact.quantizers import pack_mask, spell
+from tests.autograd.measuring import watch_saved
+from tests.integration.models import Attention, grads, images_net, twins
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def transformer() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), Attention(), Attention(), nn.LayerNorm(32), nn.Linear(32, 8))
+
+
+def images() -> nn.Sequential:
+    return nn.Sequential(images_net()[:7], nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 4))
+
+
+MODELS = {
+    "images": (images, torch.randn(4, 3, 16, 16)),
+    "images, channels_last": (images, torch.randn(4, 3, 16, 16).to(memory_format=torch.channels_last)),
+    "transformer": (transformer, torch.randn(4, 16, 32)),
+}
+
+
+def step(run: Callable, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor], int]:
+    """Run a training step; return the output, gradients, and bytes kept."""
+    model.zero_grad()
+    with watch_saved() as saved:
+        out = run(x)
+    out.float().square().mean().backward()
+    return out.detach(), grads(model), saved.nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "autocast"), [("images", False), ("images, channels_last", True), ("transformer", False)]
+)
+def test_one_graph_trains_as_eager_does(name, autocast):
+    make, x = MODELS[name]
+    plain, model = twins(make, NearestBackward4bit)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", enabled=autocast):
+        expected, found = step(model, model, x), step(run, model, x)
+        assert torch.equal(found[0], expected[0])
+        assert 1.5 * found[2] < step(plain, plain, x)[2]
+    top = max(grad.norm() for grad in expected[1])
+    eps = torch.finfo(torch.bfloat16 if autocast else torch.float32).eps
+    for a, b in zip(found[1], expected[1], strict=True):  # the same codes; sums in another order, rounded at each layer
+        assert (a - b).norm() <= 8 * eps * top
+    assert found[2] <= 1.01 * expected[2]
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, F.relu, F.leaky_relu])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_strides_that_the_compiler_foretells_wrongly_do_no_harm(function, dtype):
+    leaf = NearestBackward8bit.let(min_numel=0)  # in a closure, of which Dynamo asks for `__code__`
+
+    def run(x: Tensor) -> Tensor:
+        with brevact.backward_quant(leaf):
+            return function(x)
+
+    x = torch.randn(4, 8, 6, 6).to(dtype=dtype, memory_format=torch.channels_last).requires_grad_()
+    exact = torch.autograd.grad(function(x).sum(), x)[0]
+    found = torch.autograd.grad(torch.compile(run, backend="aot_eager", fullgraph=True)(x).sum(), x)[0]
+    # half a step of a derivative between -0.2 and 1.2, and its rounding to the dtype
+    assert (found - exact).abs().max() <= 0.51 * 1.4 / 255 + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5, 6), (1, 4, 1, 6), (0, 4, 5, 6)])
+def test_ops_pack_in_the_order_that_they_were_traced_with(shape):
+    quantizer = brevact.quantizer(NearestBackward4bit, bucket_size=16)
+    x = torch.randn(shape)
+    forms = (x, x.to(memory_format=torch.channels_last), x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0))
+    for traced in forms:
+        expected = quantizer.quantize(traced).buffer
+        mask = pack_mask(traced > 0)
+        for run in forms:
+            assert torch.equal(torch.ops.brevact.quantize(run, None, spell(quantizer), traced.stride()), expected)
+            assert torch.equal(torch.ops.brevact.pack_mask(run > 0, traced.stride()), mask)
+    rows, spread = torch.randn(3, 1, 5), (5, 0, 1)  # traced as expanded, run as a copy
+    found = torch.ops.brevact.quantize(rows.expand(3, 4, 5).contiguous(), None, spell(quantizer), spread)
+    assert torch.equal(found, quantizer.quantize(rows).buffer)

@@ -1,0 +1,93 @@
+"""Two processes that train together: DDP, FSDP2, noise of each rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import brevact
+from tests.integration.models import assert_near, grads
+from tests.integration.ranks import BATCH, WORLD, loss_of, net, noise
+
+TIMEOUT = 240  # seconds
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, object]]:
+    """What each process measured."""
+    folder = tmp_path_factory.mktemp("ranks")
+    root = Path(brevact.__file__).parents[1]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.ranks"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, stderr=subprocess.PIPE, text=True)
+        for rank in range(WORLD)
+    ]
+    try:
+        errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Tensor]:
+    """Gradients of one process on the whole batch, at full precision."""
+    model = net()
+    loss_of(model(BATCH)).backward()
+    return grads(model)
+
+
+WRAPPED = ("ddp, quantized before", "ddp, quantized after", "fsdp, quantized before", "fsdp, quantized after")
+#: Weights that backward needs, the norm's statistics; the first layer needs none for an input without gradient.
+KEPT = [(64,), (24, 1), (24, 1), (48, 64), (8, 48)]
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_ranks_together_give_the_gradients_of_one_process(name, ranks, expected):
+    for rank in ranks:
+        assert_near(rank[name]["grads"], expected)
+    assert all(map(torch.equal, ranks[0][name]["grads"], ranks[1][name]["grads"]))
+
+
+@pytest.mark.parametrize("name", [*WRAPPED, "fsdp, bfloat16"])
+def test_gathered_parameters_are_not_packed(name, ranks):
+    for rank in ranks:
+        assert rank[name]["packed"] == 6 and rank[name]["kept"] == KEPT
+
+
+def test_sharded_models_train_in_bfloat16(ranks, expected):
+    top = max(grad.norm() for grad in expected)
+    for grad, reference in zip(ranks[0]["fsdp, bfloat16"]["grads"], expected, strict=True):
+        # beside the error of 8 bits, of which `assert_near` speaks: five products of factors rounded by 2^-8 each
+        assert (grad - reference).norm() <= (4 * 8 / 255 / 2 + 5 * 2**-7) * top
+
+
+@pytest.mark.parametrize("name", ["no_sync", "communication hook", "checkpoint"])
+def test_gradients_that_are_reduced_otherwise(name, ranks, expected):
+    for rank in ranks:
+        assert_near(rank[name], expected)
+
+
+@pytest.mark.parametrize("name", ["weights, ddp", "weights, fsdp"])
+def test_ranks_keep_the_same_weights(name, ranks):
+    assert all(map(torch.equal, ranks[0][name], ranks[1][name]))
+    assert not any(map(torch.equal, ranks[0][name], net().parameters()))
+
+
+@pytest.mark.parametrize("name", ["noise", "noise in a graph"])
+def test_each_rank_draws_noise_of_its_own(name, ranks):
+    first, second = (rank[name] for rank in ranks)
+    assert first.shape == second.shape
+    # codes of 2 bits, four in a byte, that are rounded apart: most bytes differ; their ranges are those of the tensor
+    assert (first != second).float().mean() > 0.5
+
+
+def test_the_first_rank_draws_what_one_process_does(ranks):
+    assert torch.equal(ranks[0]["noise"], noise(lambda model: model))

@@ -1,0 +1,238 @@
+"""Accumulation, optimizers in backward, clipping, averages, threads, other people's hooks, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import brevact
+from brevact import NearestBackward4bit, StochBackward2bit, StochBackward8bit
+from tests.autograd.measuring import watch_saved
+from tests.integration.models import Attention, X, assert_near, codes, grads, mlp, quantized, twins
+
+TOKENS = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(2))
+
+# several forward and backward passes
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_gradients_of_micro_batches_add_up(together):
+    plain, model = twins(source=StochBackward8bit)
+    plain(X).square().sum().backward()
+    losses = (
+        [model(part).square().sum() for part in X.chunk(4)]
+        if together
+        else (model(p).square().sum() for p in X.chunk(4))
+    )
+    for loss in reversed(losses) if together else losses:
+        loss.backward()
+    assert_near(grads(model), grads(plain))
+
+
+def test_forwards_before_one_backward_keep_codes_of_their_own():
+    plain, model = twins(source=StochBackward8bit)
+    for each in (plain, model):
+        (each(X).square().sum() + each(2 * X).square().sum() + each(X).sum()).backward()
+    assert_near(grads(model), grads(plain))
+
+
+def test_optimizers_run_in_backward():
+    """Each weight changes as soon as its gradient is there, before the layers below it have run backward."""
+    model, reference = (quantized(Attention(), NearestBackward4bit) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], 0.1)
+
+        def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+    optimizer = torch.optim.SGD(reference.parameters(), 0.1)
+    for _ in range(2):
+        model(TOKENS).square().mean().backward()
+        optimizer.zero_grad()
+        reference(TOKENS).square().mean().backward()
+        optimizer.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert p.grad is None
+        torch.testing.assert_close(p, q)
+
+
+def test_clipped_gradients_and_averaged_weights_train():
+    model = quantized(mlp(), StochBackward2bit)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(30):
+        loss = (model(X) - X[:, :8]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True) > 0
+        assert sum(grad.square().sum() for grad in grads(model)).sqrt() <= 0.1 * (1 + 1e-5)
+        optimizer.step()
+        averaged.update_parameters(model)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    averaged.eval()
+    assert not codes(averaged, X)[0]
+    assert (averaged(X) - X[:, :8]).square().mean() < losses[0]
+
+
+def test_loader_workers_see_no_region():
+    data = TensorDataset(X)
+    model = quantized(mlp())
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        batches = [batch for (batch,) in DataLoader(data, 8, shuffle=True, num_workers=1)]
+        torch.manual_seed(seed)
+        with brevact.backward_quant(StochBackward2bit):  # in which the loader is made and runs
+            again = [batch for (batch,) in DataLoader(data, 8, shuffle=True, num_workers=1)]
+        assert all(map(torch.equal, batches, again))
+        model(batches[0]).sum().backward()
+
+
+def test_threads_run_one_model_side_by_side():
+    plain, model = twins(source=StochBackward8bit)
+    plain(X).square().sum().backward()
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(2)
+
+    def run(part: Tensor) -> None:
+        try:
+            for _ in range(5):
+                barrier.wait(60)
+                packed, _, out = codes(model, part)
+                assert len(packed) == 4
+                out.square().sum().backward()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in X.chunk(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures
+    assert_near([grad / 5 for grad in grads(model)], grads(plain))
+
+
+# saved-tensor hooks
+
+
+class Offloaded(nn.Module):
+    """A block whose author keeps its tensors somewhere else."""
+
+    def __init__(self, hooks: object) -> None:
+        super().__init__()
+        self.block, self.hooks = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.hooks():
+            return self.block(x)
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(lambda x: x, lambda x: x)])
+def test_lossless_hooks_around_and_inside_change_nothing(hooks):
+    def net(wrap) -> nn.Module:
+        torch.manual_seed(0)
+        return quantized(nn.Sequential(nn.Linear(64, 64), Offloaded(wrap), nn.LayerNorm(64)), NearestBackward4bit)
+
+    results = []
+    for around, inside in (
+        (contextlib.nullcontext, contextlib.nullcontext),
+        (hooks, contextlib.nullcontext),
+        (hooks, hooks),
+    ):
+        model = net(inside)
+        with around():
+            out = model(X)
+        out.square().sum().backward()
+        results.append([out, *grads(model)])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+def test_hooks_inside_a_model_see_packed_tensors_of_its_modules():
+    seen: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    model = quantized(nn.Sequential(Offloaded(lambda: saved_tensors_hooks(pack, lambda x: x))), StochBackward2bit)
+    model(X).sum().backward()
+    assert sum(x.dtype is torch.uint8 for x in seen) == 2
+    assert not [x for x in seen if x.is_floating_point() and x.shape == X.shape]
+
+
+# checkpoints
+
+
+class Blocks(nn.Module):
+    """A stem, and blocks that may be checkpointed."""
+
+    def __init__(self, reentrant: bool | None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(dropout), nn.Linear(128, 64)) for _ in range(3)
+        )
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.stem(x))
+        for block in self.blocks:
+            y = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = x + y
+        return x
+
+
+def step(reentrant: bool | None, policy: object, dropout: float = 0.0) -> tuple[int, list[Tensor]]:
+    torch.manual_seed(0)
+    model = brevact.quantize_backward(Blocks(reentrant, dropout), policy)
+    torch.manual_seed(1)
+    with watch_saved() as saved:
+        out = model(X)
+    nbytes = saved.nbytes
+    out.square().mean().backward()
+    return nbytes, grads(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_with_exact_inputs_give_the_same_gradients(reentrant):
+    """Rules for the blocks alone leave what the checkpoint itself keeps as it is."""
+    leaf = NearestBackward4bit.let(min_numel=0)
+    _, expected = step(None, {"blocks.*": leaf})
+    _, found = step(reentrant, {"blocks.*": leaf})
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_with_packed_inputs_take_less_memory(reentrant):
+    leaf = StochBackward8bit.let(min_numel=0)
+    whole, expected = step(None, leaf, dropout=0.2)
+    nbytes, found = step(reentrant, leaf, dropout=0.2)
+    assert nbytes < whole / 2
+    assert_near(found, expected)  # recomputed from inputs at 8 bits, with the same dropout
+    exact, _ = step(reentrant, {"blocks.*": leaf}, dropout=0.2)
+    assert nbytes < exact / 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_checkpoints_run(reentrant):
+    model = quantized(Blocks(reentrant), StochBackward8bit)
+    plain = Blocks(None)
+    plain.load_state_dict(model.state_dict())
+    plain(X).square().mean().backward()
+    x = X.clone().requires_grad_()
+    checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+    assert_near(grads(model), grads(plain))

@@ -1,0 +1,36 @@
+"""What the tests of several recipes use to interrupt runs and to compare what they wrote."""
+
+import itertools
+from contextlib import contextmanager
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from recipes.files import read_checkpoint, read_rows
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@contextmanager
+def interrupted_at_forward(kind, number):
+    """Raises KeyboardInterrupt where the forward pass of a model of that kind starts for the `number`-th time."""
+    count = itertools.count(1)
+
+    def stop(module, inputs):
+        if isinstance(module, kind) and next(count) == number:
+            raise KeyboardInterrupt
+
+    handle = register_module_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def same_weights(one, other):
+    first, second = (read_checkpoint(folder / "checkpoint.pt")["trainer"]["model"] for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def results_without_time(folder):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_rows(folder / "history.csv")]
