@@ -3,8 +3,9 @@
     python -m benchmarks.qat                      # three nets; add --csv to append the rows to a file
     python -m benchmarks.qat --nets conv --batch-size 8
 
-Three nets, each as plain PyTorch layers, as Brevitas layers, and as these with `brevact.quantize_backward`: conv-BN-ReLU
-at W4A4 (32-64-64-128 channels), depthwise separable blocks in MobileNet's manner at W8A8, and a ViT block at W4A4.
+Three nets, each as plain PyTorch layers, as Brevitas layers, and as these with `brevact.quantize_backward`: one of
+conv-BN-ReLU at W4A4 (32-64-64-128 channels), depthwise separable blocks in MobileNet's manner at W8A8, and a ViT block
+at W4A4.
 Scales of activations are learned: past the steps that collect statistics, if `--collecting` does not ask for those.
 Bytes are measured twice, as in `benchmarks.training_step`: by `memory_report`, and as the growth of the process's
 resident memory. Step times are the median of alternating rounds.

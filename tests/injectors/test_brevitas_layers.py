@@ -237,9 +237,8 @@ def test_a_layer_collects_for_a_bounded_number_of_tensors():
 
 
 def test_calibration_of_forward_quantizers_ends_no_collection():
-    model = nn.Sequential(
-        bnn.QuantConv2d(4, 4, 3, input_quant=Int8ActPerTensorFloat, act_quant=Int8ActPerTensorFloat, **ACT_SMALL)
-    )
+    learned = {"input_quant": Int8ActPerTensorFloat, "input_bit_width_impl_type": "PARAMETER"}  # plain ops, all of them
+    model = nn.Sequential(bnn.QuantConv2d(4, 4, 3, **learned, act_quant=Int8ActPerTensorFloat, **ACT_SMALL))
     with torch.no_grad(), calibration_mode(model.eval()):
         model(images() * 50)
     quantizer = model[0].act_quant.quantizer

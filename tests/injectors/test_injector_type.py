@@ -25,6 +25,7 @@ SETTINGS = {
     "min_numel",
     "minimum_dtype",
     "quantizer",
+    "residual_bit_width",
     "rounding",
     "save_mode",
     "scale_dtype",

@@ -79,7 +79,7 @@ WEIGHTS: dict[str, Any] = {
 
 
 def activation_layer(name: str, *, relu: bool = False, collected: bool = True) -> nn.Module:
-    """Return a quantized ReLU or identity, whose statistics, if it takes any, are those of two batches or still open."""
+    """Return a quantized ReLU or identity, whose statistics, if it takes any, are those of two batches, or open."""
     options = COLLECTED.get(name) or OTHERS[name]
     if name in COLLECTED and collected:
         options = options | {"collect_stats_steps": 2}

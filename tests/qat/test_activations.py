@@ -3,11 +3,11 @@ import math
 import brevitas.nn as qnn
 import pytest
 import torch
-from tests.qat.cases import CHANNELS, COLLECTED, OTHERS, activation, activation_layer, gradients
 from torch import nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
+from tests.qat.cases import CHANNELS, COLLECTED, OTHERS, activation, activation_layer, gradients
 
 ALL = [*COLLECTED, *OTHERS]
 learned = pytest.mark.parametrize(

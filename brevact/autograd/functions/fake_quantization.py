@@ -63,11 +63,11 @@ class Integers:
         rounded = self.round(shifted)
         return shifted, rounded, self.clamp(rounded)
 
-    def passes(self, rounded: Tensor) -> Tensor | None:
-        """Return the mask of what is not clipped (NaN is not); None for all of it."""
+    def blocked(self, rounded: Tensor) -> Tensor | None:
+        """Return the mask of clipped elements, which have no gradient (NaN is not clipped); None for no element."""
         if not self.clips_gradients:
             return None
-        return (rounded > self.maximum).logical_or_(rounded < self.minimum).logical_not_()
+        return (rounded > self.maximum).logical_or_(rounded < self.minimum)
 
     def quantized(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
@@ -94,16 +94,16 @@ class _FakeQuantization(Saving):
         values = x if rectified is None else rectified[0]
         shifted, rounded, q = integers.of(values, pre_scale, pre_zero_point)
         out = (q - zero_point) * scale
-        passes = integers.passes(rounded)
+        blocked = integers.blocked(rounded)
         if rectified is not None:
-            passes = _and_positive(passes, values)
+            blocked = (values <= 0) if blocked is None else blocked.logical_or_(values <= 0)
         needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[4:]
         codes = _codes(integers, q, zero_point, scale, out)
         kept: list[Kept | None] = [noted(codes) if needs_scale or needs_pre_scale else None, None, None, None]
         if needs_pre_scale and integers.clips_gradients and region.settings.residual_bit_width <= 8:
-            kept[1] = _residual(region, integers, shifted.sub_(rounded), passes)
+            kept[1] = _residual(region, integers, shifted.sub_(rounded), blocked)
         else:
-            kept[2] = None if passes is None else keep_mask(passes)
+            kept[2] = None if blocked is None else keep_mask(blocked.logical_not_())
             if needs_pre_scale:
                 exactly = region.settings.residual_bit_width > 8
                 kept[3] = keep_as_it_is(values) if exactly else region.keep(values)
@@ -116,19 +116,19 @@ class _FakeQuantization(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, residual, mask, values, scale, pre_scale, pre_zero_point = load(ctx)
-        shifted = passes = None
+        shifted = blocked = None
         q = None if codes is None else codes.decoder.integers(codes.tensors)
         if residual is not None:
             shifted = residual.decode()
-            passes = shifted != ctx.clipped
+            blocked = shifted == ctx.clipped
             if pre_zero_point is not None:
                 shifted.add_(codes.tensors[1]).sub_(pre_zero_point)
             shifted.add_(q)  # clipped elements have some value here, their gradient is zero
         elif values is not None:
             shifted = values.decode() / pre_scale
         through = (grad * scale).to(ctx.dtype)
-        if passes is not None:
-            clipped = torch.where(passes, through, 0.0)
+        if blocked is not None:
+            clipped = through.masked_fill(blocked, 0.0)
         else:
             clipped = through if mask is None else mask.multiply(through)
         needs = ctx.needs_input_grad[3:]
@@ -168,12 +168,6 @@ def _gradients(
     )
 
 
-def _and_positive(passes: Tensor | None, values: Tensor) -> Tensor:
-    """The mask of what passes the clipping and the ReLU before it."""
-    positive = (values <= 0).logical_not_()
-    return positive if passes is None else positive.logical_and_(passes)
-
-
 def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out: Tensor) -> Kept:
     decoder = lossless.IntegerCodes(Layout.of(q), integers.bit_width, integers.lowest, 1, out.nbytes)
     tensors = decoder.encode(q, zero_point, scale)
@@ -181,10 +175,10 @@ def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out
     return tensors, decoder
 
 
-def _residual(region: Region, integers: Integers, residual: Tensor, passes: Tensor) -> Kept:
+def _residual(region: Region, integers: Integers, residual: Tensor, blocked: Tensor) -> Kept:
     low, high = integers.residual
     quantizer = ResidualQuantizer(bit_width=region.settings.residual_bit_width, low=low, high=high)
-    state = torch.where(passes, residual.clamp_(low, high), quantizer.clipped)
+    state = residual.clamp_(low, high).masked_fill_(blocked, quantizer.clipped)
     seed = region.seeds.next(state.device)
     return noted(pack(state, quantizer, SaveMode.SAVE_QUANTIZED, seed))
 
@@ -217,9 +211,9 @@ class _WeightFakeQuantization(Saving):
         x, scale, zero_point, pre_scale, pre_zero_point = load(ctx)
         integers = ctx.integers
         _, rounded, q = integers.of(x, pre_scale, pre_zero_point)
-        passes = integers.passes(rounded)
+        blocked = integers.blocked(rounded)
         through = (grad * scale).to(q.dtype)
-        clipped = through if passes is None else torch.where(passes, through, 0.0)
+        clipped = through if blocked is None else through.masked_fill(blocked, 0.0)
         shapes = (scale.shape, zero_point.shape, pre_scale.shape, pre_zero_point.shape)
         needs = ctx.needs_input_grad[1:]
         return None, *_gradients(needs, shapes, grad, q - zero_point, through, clipped, x / pre_scale, pre_scale)

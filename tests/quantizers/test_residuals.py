@@ -1,0 +1,47 @@
+import math
+
+import pytest
+import torch
+
+from brevact.quantizers import ExactQuantizer, ResidualQuantizer
+
+
+@pytest.mark.parametrize("bounds", [(-0.5, 0.5), (0.0, 1.0), (-1.0, 1.0)])
+@pytest.mark.parametrize("bit_width", [2, 3, 8])
+def test_decoding_is_unbiased_and_off_by_less_than_a_step(bit_width, bounds):
+    low, high = bounds
+    quantizer = ResidualQuantizer(bit_width=bit_width, low=low, high=high)
+    x = torch.linspace(low, high, 333)
+    draws = torch.stack([quantizer.quantize(x, seed=seed).dequantize() for seed in range(400)])
+    step = (high - low) / (2**bit_width - 2)
+    assert ((draws - x).abs() <= step * (1 + 1e-5)).all()
+    assert ((draws.mean(0) - x).abs() <= 5 * step / 2 / math.sqrt(len(draws)) + 1e-6).all()
+
+
+def test_clipped_elements_stay_apart_and_levels_are_exact():
+    quantizer = ResidualQuantizer(bit_width=2)
+    x = torch.tensor([-0.5, 0.0, 0.5, quantizer.clipped]).repeat(100)
+    for seed in range(3):
+        packed = quantizer.quantize(x, seed=seed)
+        assert torch.equal(packed.dequantize(), x)
+        assert packed.nbytes == len(x) // 4
+
+
+def test_empty_tensors_and_other_shapes():
+    for x in (torch.zeros(0, 3), torch.zeros(()), torch.zeros(2, 3, 4).transpose(0, 2)):
+        decoded = ResidualQuantizer().quantize(x, seed=0).dequantize()
+        assert torch.equal(decoded, x)
+        assert decoded.stride() == x.stride()
+
+
+@pytest.mark.parametrize("fields", [{"bit_width": 1}, {"bit_width": 9}, {"bit_width": True}, {"low": 0.5, "high": 0.5}])
+def test_fields_are_checked(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        ResidualQuantizer(**fields)
+
+
+def test_exact_quantizer_is_the_identity():
+    x = torch.randn(3, 5).t()
+    packed = ExactQuantizer().quantize(x)
+    assert torch.equal(packed.dequantize(), x)
+    assert packed.nbytes == x.nbytes
