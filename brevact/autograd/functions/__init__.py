@@ -2,7 +2,8 @@
 
 ``HANDLERS`` maps a torch function to its counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns
 ``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain). ``FORWARD_QUANTIZED``
-are those that some quantizers change in the forward pass, too.
+are those that some quantizers change in the forward pass, too. ``REARRANGED`` are those whose gradient, with nothing
+rounded, is torch's but for the last bits, or whose counterpart rounds by itself: torch runs them where a policy is exact.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from brevact.autograd.functions import (
     smooth,
 )
 
-__all__ = ["FORWARD_QUANTIZED", "HANDLERS"]
+__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "REARRANGED"]
 
 FORWARD_QUANTIZED = normalization.FORWARD_QUANTIZED
 
@@ -52,3 +53,10 @@ HANDLERS: dict[Callable, Callable] = {
     **selections.HANDLERS,
     **losses.HANDLERS,
 }
+
+REARRANGED: frozenset[Callable] = frozenset().union(
+    *(
+        module.HANDLERS
+        for module in (normalization, smooth, products, attention, multi_head, powers, probabilities, losses)
+    )
+)
