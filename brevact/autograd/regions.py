@@ -267,7 +267,7 @@ class _EagerMode(tracing.RegionMode):
             if result is not NotImplemented:
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
-        if makes_weight or kinds.is_exact(region, func, args):
+        if makes_weight or (not region.settings.is_exact and kinds.is_exact(region, func, args)):
             if recording.of_thread.recorder is not None:
                 recording.of_thread.recorder.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
             with region.hooks.suspended:
