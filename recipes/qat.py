@@ -2,8 +2,8 @@
 
     python -m recipes.qat --dataset cifar10 --compare LosslessBackward StochBackward2bit
 
-trains the same model, from the same seed, with stock Brevitas and with each backward quantizer beside it. Forward passes
-are the same for the same weights. `LosslessBackward` stores integers and masks in place of what Brevitas keeps in
+trains the same model, from the same seed, with stock Brevitas and with each backward quantizer beside it. For the same
+weights forward passes are the same. `LosslessBackward` stores integers and masks in place of what Brevitas keeps in
 floating point and computes the same gradients, so that its runs end in the same weights; `StochBackward2bit` packs
 all else too, at the price of unbiased noise in the gradients.
 

@@ -3,7 +3,8 @@
 ``HANDLERS`` maps a torch function to its counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns
 ``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain). ``FORWARD_QUANTIZED``
 are those that some quantizers change in the forward pass, too. ``REARRANGED`` are those whose gradient, with nothing
-rounded, is torch's but for the last bits, or whose counterpart rounds by itself: torch runs them where a policy is exact.
+rounded, is torch's but for the last bits, or whose counterpart rounds by itself: where a policy is exact, torch runs
+them.
 """
 
 from __future__ import annotations
