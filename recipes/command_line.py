@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.comparison import FULL_PRECISION, begin, begun, compare, make_cases
+from recipes.comparison import begin, begun, compare, make_cases
 from recipes.errors import RecipeError
 from recipes.files import check_writable
 from recipes.quantizers import find_quantizers
@@ -86,7 +86,7 @@ def resumed(recipe: Recipe, command: Command) -> tuple[Settings, tuple[str, ...]
 
 def default_folder(recipe: Recipe, settings: Settings, quantizers: Sequence[str] | None) -> Path:
     """The folder of a run or comparison that the command line gives none for, named after what it trains."""
-    kind = "comparison" if quantizers else settings.act_quant or FULL_PRECISION
+    kind = "comparison" if quantizers else settings.act_quant or settings.reference_folder
     name = "-".join([recipe.folder(settings), kind, *settings.quantizer_changes])
     return Path("runs") / re.sub(r"[^\w.,=+-]+", "_", name)
 

@@ -1,4 +1,4 @@
-"""Full precision against backward quantizers: one table, one picture."""
+"""A model without backward quantizers against the same with each of several: one table, one picture."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -12,18 +12,16 @@ from recipes.recipe import Recipe
 from recipes.runs import CHECKPOINT, COMPARISON, MIB, Result, clear_results, train
 from recipes.settings import Settings
 
-FULL_PRECISION = "full-precision"
-
 
 def make_cases(settings: Settings, quantizers: Sequence[str]) -> dict[str, Settings]:
-    """Settings at full precision and with each backward quantizer, by the name of the case's folder.
+    """Settings without a backward quantizer and with each, by the name of the case's folder.
 
     Args:
         settings: of all cases; their overrides go to every quantizer.
         quantizers: names of backward quantizers of brevact.
     """
     reference = replace(settings, act_quant=None, act_override=())
-    return {FULL_PRECISION: reference} | {name: replace(settings, act_quant=name) for name in quantizers}
+    return {settings.reference_folder: reference} | {name: replace(settings, act_quant=name) for name in quantizers}
 
 
 def begin(settings: Settings, quantizers: Sequence[str], folder: Path) -> None:

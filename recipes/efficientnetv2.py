@@ -54,7 +54,9 @@ class EfficientNetV2Settings(images.ImageSettings):
     model: str = setting("nano", "size of the EfficientNetV2", choices=tuple(SIZES))
 
 
-def build_model(settings: EfficientNetV2Settings, data: ImageDataset, layers: Layers) -> nn.Module:
+def build_model(
+    settings: EfficientNetV2Settings, data: ImageDataset, layers: Layers, ends: Layers | None = None
+) -> nn.Module:
     """The model of a run, with its forward quantizers, for the images of `data`."""
     return efficientnetv2(
         settings.model,
@@ -64,6 +66,7 @@ def build_model(settings: EfficientNetV2Settings, data: ImageDataset, layers: La
         dropout=settings.dropout,
         stochastic_depth=settings.stochastic_depth,
         layers=layers,
+        ends=ends,
     )
 
 

@@ -38,6 +38,8 @@ class Recipe:
         make_batches: of these data, for training and for testing.
         build_model: for these data, at full precision for backward.
         layers: of a model without forward quantizers.
+        prepare: called with a new model, the settings and its training batches, before anything is measured; None for
+            nothing.
         quantize_loss: whether a backward quantizer also goes to what the loss stores.
         finish: called with a trained model, the settings, the data and the folder of the run; None for nothing more.
     """
@@ -52,5 +54,6 @@ class Recipe:
     make_batches: Callable[[Any, Any, torch.device], tuple[BatchSource, BatchSource]]
     build_model: Callable[[Any, Any, Layers], nn.Module]
     layers: Layers
+    prepare: Callable[[nn.Module, Any, BatchSource], None] | None = None
     quantize_loss: bool = False
     finish: Callable[[nn.Module, Any, Any, Path], None] | None = None

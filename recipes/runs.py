@@ -113,6 +113,8 @@ def train(recipe: Recipe, settings: Settings, data: Any, folder: Path, *, resume
     torch.manual_seed(settings.seed)
     objective = build_objective(recipe, settings, data).to(device)
     train_batches, test_batches = recipe.make_batches(settings, data, device)
+    if recipe.prepare is not None:
+        recipe.prepare(objective.model, settings, train_batches)
     trainer = Trainer(objective, settings, device, len(train_batches))
     folder.mkdir(parents=True, exist_ok=True)
     report = _measure_memory(recipe, trainer, train_batches)

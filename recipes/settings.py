@@ -45,6 +45,8 @@ class Settings:
         ("stochastic_depth", lambda value: 0 <= value < 1, "use a value from 0 to below 1"),
         ("seed", lambda value: 0 <= value < 2**40, "use 0 to 2**40 - 1"),
     )
+    #: How tables and plots call a run without a backward quantizer.
+    REFERENCE: ClassVar[str] = "full precision"
     MAY_CHANGE_ON_RESUME: ClassVar[frozenset[str]] = frozenset({"data_dir", "device"})
 
     act_quant: str | None = setting(None, "backward quantizer of brevact, such as StochBackward2bit")
@@ -82,7 +84,12 @@ class Settings:
     @property
     def label(self) -> str:
         """How tables and plots call a run with these settings."""
-        return " ".join([self.act_quant, *self.quantizer_changes]) if self.act_quant else "full precision"
+        return " ".join([self.act_quant, *self.quantizer_changes]) if self.act_quant else self.REFERENCE
+
+    @property
+    def reference_folder(self) -> str:
+        """How folders of such a run are called."""
+        return self.REFERENCE.replace(" ", "-")
 
     @property
     def quantizer_changes(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import lossless, recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
-from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds, run_counterpart
+from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, REARRANGED, kinds, run_counterpart
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
@@ -260,14 +260,14 @@ class _EagerMode(tracing.RegionMode):
             with region.hooks.suspended:
                 return func(*args, **kwargs)
         handler = HANDLERS.get(func)
-        if handler is not None:
+        if handler is not None and not (region.settings.is_exact and func in REARRANGED):
             if active.calls and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
-        if makes_weight or kinds.is_exact(region, func, args):
+        if makes_weight or (not region.settings.is_exact and kinds.is_exact(region, func, args)):
             if recording.of_thread.recorder is not None:
                 recording.of_thread.recorder.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
             with region.hooks.suspended:

@@ -126,7 +126,10 @@ class Block(nn.Module):
 
 
 class EfficientNetV2(nn.Module):
-    """Stem, blocks, a 1x1 convolution, mean over the map, dropout and a linear classifier."""
+    """Stem, blocks, a 1x1 convolution, mean over the map, dropout and a linear classifier.
+
+    Stem and classifier are made of `ends`, all else of `layers`.
+    """
 
     def __init__(
         self,
@@ -138,12 +141,14 @@ class EfficientNetV2(nn.Module):
         dropout: float = 0.2,
         stochastic_depth: float = 0.0,
         layers: Layers | None = None,
+        ends: Layers | None = None,
     ) -> None:
         super().__init__()
         layers = layers or Layers()
+        ends = ends or layers
         total = sum(stage.blocks for stage in size.stages)
         channels = size.stages[0].channels
-        self.stem = nn.Sequential(*conv_norm_act(layers, channels_in, channels, 3, stride=stem_stride))
+        self.stem = nn.Sequential(*conv_norm_act(ends, channels_in, channels, 3, stride=stem_stride))
         blocks: list[nn.Module] = []
         for stage in size.stages:
             for index in range(stage.blocks):
@@ -153,7 +158,7 @@ class EfficientNetV2(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Sequential(*conv_norm_act(layers, channels, size.head, 1), layers.pool(), nn.Flatten())
         self.dropout = layers.dropout(dropout)
-        self.classifier = layers.linear(size.head, classes)
+        self.classifier = ends.linear(size.head, classes)
         self.apply(_initialise)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:

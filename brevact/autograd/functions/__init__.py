@@ -2,7 +2,9 @@
 
 ``HANDLERS`` maps a torch function to its counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns
 ``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain). ``FORWARD_QUANTIZED``
-are those that some quantizers change in the forward pass, too.
+are those that some quantizers change in the forward pass, too. ``REARRANGED`` are those whose gradient, with nothing
+rounded, is torch's but for the last bits, or whose counterpart rounds by itself: where a policy is exact, torch runs
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from brevact.autograd.functions import (
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
-__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "run_counterpart"]
+__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "REARRANGED", "run_counterpart"]
 
 FORWARD_QUANTIZED = normalization.FORWARD_QUANTIZED
 
@@ -56,6 +58,13 @@ HANDLERS: dict[Callable, Callable] = {
     **selections.HANDLERS,
     **losses.HANDLERS,
 }
+
+REARRANGED: frozenset[Callable] = frozenset().union(
+    *(
+        module.HANDLERS
+        for module in (normalization, smooth, products, attention, multi_head, powers, probabilities, losses)
+    )
+)
 
 
 def run_counterpart(handler: Callable, region: Region, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

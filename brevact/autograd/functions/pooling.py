@@ -218,7 +218,7 @@ def _adaptive_avg_pool_backward(dims: int) -> Callable:
     def backward(grad: Tensor, input_like: tuple) -> Tensor:
         shape = input_like[0]
         if math.prod(grad.shape[-dims:]) == 1:
-            return (grad / math.prod(shape[-dims:])).expand(shape)
+            return grad.expand(shape) / math.prod(shape[-dims:])  # dense, as in torch: the ops before round alike
         g, x = (t.unsqueeze(-2) if rank != dims else t for t in (grad, blank(input_like, grad)))
         result = pool_backward(g, x)
         return result.squeeze(-2) if rank != dims else result
