@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 RUN := $(VENV)/bin/python
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo picture test lint
@@ -23,7 +24,7 @@ picture: demo
 	cp runs/demo/comparison.png docs/demo.png
 
 test: $(READY)
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 
 lint: $(READY)
 	$(RUN) -m ruff check .
