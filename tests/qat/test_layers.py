@@ -166,3 +166,12 @@ def test_backward_on_a_compiled_model_is_that_of_the_compiler():
     found = gradients(torch.compile(model, backend="aot_eager"), activation())
     assert torch.allclose(found[0], expected[0], atol=1e-5)
     assert torch.allclose(found[1], expected[1], atol=1e-4)
+
+
+def test_lossless_attention_is_that_of_torch():
+    q, k, v = (torch.randn(2, 2, 16, 8, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(nn.functional.scaled_dot_product_attention(q, k, v).square().sum(), (q, k, v))
+    with brevact.backward_quant(LosslessBackward, min_numel=0):
+        loss = nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
+    found = torch.autograd.grad(loss, (q, k, v))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
