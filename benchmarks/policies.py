@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--steps", type=int, default=150, help="training steps before (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=2, help="to compare gradients on (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=80, help="training steps before (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=1, help="to compare gradients on (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=4, help="seeds a batch (default: %(default)s)")
     parser.add_argument("--csv", help="append the rows to this file")
     options = parser.parse_args(arguments)
@@ -140,7 +140,7 @@ def candidates(model: nn.Module) -> dict[str, Any]:
     for group, rule in GROUPS.items():
         if any(rule(name, module) for name, module in modules):
             found[f"2 bits, {group} 4"] = {rule: StochBackward4bit, "*": StochBackward2bit}
-    return found
+    return found | {"CONV_NET": brevact.CONV_NET, "TRANSFORMER": brevact.TRANSFORMER}
 
 
 if __name__ == "__main__":

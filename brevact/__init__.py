@@ -65,6 +65,7 @@ from brevact.injectors import (
 )
 from brevact.memory import MemoryReport, memory_report
 from brevact.mixing import MixSchedule
+from brevact.policies import CONV_NET, TRANSFORMER
 from brevact.policy import backward_quant, quantize_backward, quantizer, restore_backward
 from brevact.policy_table import BackwardPolicy, backward_policy
 from brevact.quantizers import (
@@ -82,6 +83,8 @@ from brevact.quantizers import (
 from brevact.rules import Policy
 
 __all__ = [
+    "CONV_NET",
+    "TRANSFORMER",
     "BackwardPolicy",
     "BackwardSettings",
     "DualPrecisionBackward2bit",

@@ -191,3 +191,9 @@ def test_ops_name_what_no_function_of_ours_stores():
     rows = brevact.memory_report(model, (x, torch.rand(128, 128, requires_grad=True))).ops
     assert ("special_erfcx", "full precision", recording.ON_BACKWARD) in {(row.op, row.how, row.why) for row in rows}
     assert not any(row.how == "packed" for row in rows)
+
+
+def test_ops_store_few_indices_exactly():
+    model = brevact.quantize_backward(nn.Embedding(4, 3), StochBackward2bit)
+    (row,) = brevact.memory_report(model, torch.tensor([0, 3, 1])).ops
+    assert (row.op, row.how, row.why) == ("embedding", "exact", recording.NO_FLOATS)

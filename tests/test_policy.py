@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import brevact
 import brevact.nn as bnn
 from brevact import NearestBackward4bit, StochBackward2bit, StochBackward4bit
+from brevact.policies import computes_attention, is_activation_function, is_norm
 from tests.autograd.measuring import watch_saved
 
 
@@ -140,6 +141,34 @@ def test_rules_of_a_policy_object_may_match_nothing():
         brevact.Policy(3)
     with pytest.raises(ValueError, match="rules: got no rules"):
         brevact.Policy({})
+
+
+def test_shipped_policies_fit_models_of_their_kind():
+    block = nn.TransformerEncoderLayer(64, 4)
+    transformer = nn.Sequential(nn.Embedding(10, 64), block, nn.RMSNorm(64), nn.CrossEntropyLoss())
+    rows = brevact.backward_policy(brevact.quantize_backward(transformer, brevact.TRANSFORMER)).rows
+    finer = {row.kind for row in rows if row.source == "StochBackward4bit"}
+    assert finer == {"LayerNorm", "RMSNorm", "CrossEntropyLoss"}
+    assert {row.source for row in rows} == {"StochBackward4bit", "StochBackward2bit"}
+    rows = brevact.backward_policy(brevact.quantize_backward(Net(), brevact.CONV_NET)).rows
+    assert {row.kind for row in rows if row.source == "StochBackward3bit"} == {"Conv2d", "BatchNorm2d", "Linear"}
+    assert {row.kind for row in rows if row.source == "StochBackward2bit"} == {"Net", "Sequential", "SiLU", "ReLU"}
+
+
+def test_rules_know_modules_by_their_kind():
+    class LlamaRMSNorm(nn.Module):
+        pass
+
+    class GELUActivation(nn.Module):
+        pass
+
+    norms = (nn.BatchNorm2d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), LlamaRMSNorm())
+    functions = (nn.ReLU(), nn.SiLU(), nn.Sigmoid(), nn.Softmax(-1), GELUActivation())
+    attentions = (nn.MultiheadAttention(4, 2),)
+    others = (nn.Linear(3, 3), nn.Conv2d(3, 3, 3), nn.PReLU(), nn.Sequential(nn.LayerNorm(3)), nn.CrossEntropyLoss())
+    for rule, kinds in ((is_norm, norms), (is_activation_function, functions), (computes_attention, attentions)):
+        for module in (*norms, *functions, *attentions, *others):
+            assert rule("", module) == (module in kinds), (rule, module)
 
 
 def test_backward_policy_shows_what_applies_where():

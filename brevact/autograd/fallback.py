@@ -162,7 +162,7 @@ class SavedTensorHooks:
         """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
         if x.is_floating_point() and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
             return keep_small(x)
-        return keep_as_it_is(x, recording.SMALL)
+        return keep_as_it_is(x, recording.SMALL if x.is_floating_point() else recording.NO_FLOATS)
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

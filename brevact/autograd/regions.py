@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import lossless, recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
-from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, REARRANGED, kinds
+from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds, run_counterpart
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
@@ -260,10 +260,10 @@ class _EagerMode(tracing.RegionMode):
             with region.hooks.suspended:
                 return func(*args, **kwargs)
         handler = HANDLERS.get(func)
-        if handler is not None and not (region.settings.is_exact and func in REARRANGED):
+        if handler is not None:
             if active.calls and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
-            result = handler(region, func, *args, **kwargs)
+            result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
@@ -287,7 +287,7 @@ def _call_norm_aside(region: Region, func: Callable, args: tuple, kwargs: dict) 
     if is_alive(sys._getframe(2)):
         push_hooks(*region.hooks.pair)  # on top, where a Function of ours takes them off: others inside stay in force
         try:
-            result = HANDLERS[func](region, func, *args, **kwargs)
+            result = run_counterpart(HANDLERS[func], region, func, args, kwargs)
         finally:
             pop_hooks()
         if result is not NotImplemented:

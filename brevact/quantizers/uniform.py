@@ -152,7 +152,8 @@ class UniformQuantizer:
             check_input(x)
         spec = PackedSpec.of(self, Layout.of(x))
         if self.bit_width == 32:
-            return PackedActivation(spec, spec.layout.flatten(x.detach()).clone().view(torch.uint8))
+            flat = spec.layout.flatten(x.detach()).clone(memory_format=torch.contiguous_format)
+            return PackedActivation(spec, flat.view(torch.uint8))
         return PackedActivation(spec, dispatch.quantize_uniform(x, spec, seed))
 
     def geometry(self, layout: Layout) -> Geometry:

@@ -184,3 +184,15 @@ def test_wrong_arguments_get_torchs_own_error(call):
     with pytest.raises(type(expected.value)) as raised, region(settings()):
         call(x)
     assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_absolute_value_passes_on_gradients_that_are_no_numbers(value):
+    x, grad = torch.tensor([float("nan"), 0.0, 2.0, -3.0]), torch.full((4,), value)
+    grads = []
+    for chosen in (None, settings()):
+        leaf = x.clone().requires_grad_()
+        with region(chosen):
+            out = (leaf * 1).abs()
+        grads += torch.autograd.grad(out, leaf, grad)
+    torch.testing.assert_close(grads[1], grads[0], equal_nan=True)

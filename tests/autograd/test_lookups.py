@@ -91,6 +91,11 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "local_response_norm": lambda x: F.local_response_norm(x, 3, alpha=1.0),
     "addcdiv": lambda x: torch.addcdiv(x, OTHER, x),
     "logcumsumexp": lambda x: x.logcumsumexp(2),
+    "Bessel function, scaled": torch.special.i1e,
+    "entropy": lambda x: torch.special.entr(x.abs()),
+    "polygamma": lambda x: torch.polygamma(1, x.abs() + 0.1),
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(x + x.mT),
+    "rrelu with a generator": lambda x: torch.rrelu(x, 0.1, 0.3, True, generator=torch.Generator().manual_seed(0)),
 }
 
 
@@ -291,3 +296,40 @@ def test_wrong_arguments_get_torchs_own_error(call):
     with pytest.raises(type(expected.value)) as raised, region(settings()):
         call(x)
     assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, out: torch.take(x, INDEX, out=out),
+        lambda x, out: torch.take_along_dim(x, INDEX, 3, out=out),
+        lambda x, out: torch.masked_select(x, MASK, out=out),
+        lambda x, out: torch.gather(x, 3, INDEX, out=out),
+        lambda x, out: torch.abs(x, out=out),
+        lambda x, out: torch.amax(x, (1,), out=out),
+        lambda x, out: torch.softmax(x, 1, out=out),
+        lambda x, out: torch.matmul(x, x, out=out),
+        lambda x, out: F.linear(x, OTHER[0, 0], out=out),
+    ],
+)
+def test_out_is_written_where_no_gradient_is_needed(call):
+    x = torch.randn(MAP)
+    expected, out = torch.empty(0), torch.empty(0)
+    call(x, expected)
+    with region(settings()):
+        call(x, out)
+    assert torch.equal(out, expected)
+
+
+def test_amax_takes_no_dimension_as_all():
+    assert_exact(lambda x: torch.amax(x, None), torch.randn(MAP))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_padding_of_half_precision_under_autocast_has_its_gradient(mode, dtype):
+    def pad(x):
+        with torch.autocast("cpu", dtype=dtype):
+            return F.pad(x, (1, 2, 0, 1), mode)
+
+    assert_exact(pad, torch.randn(MAP).to(dtype))

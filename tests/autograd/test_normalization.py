@@ -506,3 +506,16 @@ def test_rms_norm_stores_its_input():
     assert torch.equal(out, F.rms_norm(x, (64,), norm.weight))
     (codes,) = (t for t in saved.tensors if t.dtype is torch.uint8)
     assert torch.equal(codes, chosen.quantizer.quantize(x).buffer)
+
+
+def test_group_norm_reads_weights_with_gaps():
+    x, weight, bias = torch.randn(MAP), torch.randn(8)[::2], torch.randn(8)[::2]
+    grads = []
+    for chosen in (None, settings(bit_width=32)):
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
+        with region(chosen):
+            out = F.group_norm(leaves[0], 2, *leaves[1:])
+        grads.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert torch.equal(grads[1][0], grads[0][0])
+    for grad, reference in zip(grads[1][1:], grads[0][1:], strict=True):
+        torch.testing.assert_close(grad, reference)

@@ -264,3 +264,12 @@ def test_wrong_arguments_get_torchs_own_error(call):
     with pytest.raises(type(expected.value)) as raised, region(settings()):
         call(x)
     assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]
+
+
+@pytest.mark.parametrize("bit_width", [8, 32])
+def test_empty_factors_with_gaps_have_gradients(bit_width):
+    a, b = torch.randn(2, 4, 0, 2)[..., 0].requires_grad_(), torch.randn(0, 2)[..., 0].requires_grad_()
+    with region(settings(bit_width=bit_width)):
+        out = torch.matmul(a.view_as(a), b.view_as(b))
+    grads = torch.autograd.grad(out.sum(), (a, b))
+    assert [grad.shape for grad in grads] == [a.shape, b.shape]

@@ -110,7 +110,7 @@ def test_brevitas_layers_keep_their_forward_and_store_less(make, shape):
     kept = {}
     for bits, model in models.items():
         quantizer = UniformQuantizer(bit_width=bits, bucket_size=64)
-        brevact.quantize_backward(model, quantizer, min_numel=256)
+        brevact.quantize_backward(model, quantizer, min_numel=256, residual_bit_width=bits)
         out, grads, kept[bits] = train(model, x)
         assert torch.equal(out, expected)
         assert model.state_dict().keys() == plain.state_dict().keys()

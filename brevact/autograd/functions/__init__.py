@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from brevact.autograd.functions import (
     attention,
@@ -31,7 +32,10 @@ from brevact.autograd.functions import (
     smooth,
 )
 
-__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "REARRANGED"]
+if TYPE_CHECKING:
+    from brevact.autograd.regions import Region
+
+__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "REARRANGED", "run_counterpart"]
 
 FORWARD_QUANTIZED = normalization.FORWARD_QUANTIZED
 
@@ -61,3 +65,19 @@ REARRANGED: frozenset[Callable] = frozenset().union(
         for module in (normalization, smooth, products, attention, multi_head, powers, probabilities, losses)
     )
 )
+
+
+def run_counterpart(handler: Callable, region: Region, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
+
+    Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is exact and torch's own gradient
+    has other last bits.
+    """
+    if region.settings.is_exact and func in REARRANGED:
+        return NotImplemented
+    try:
+        return handler(region, func, *args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # not of this call
+            raise
+    return NotImplemented

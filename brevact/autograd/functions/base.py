@@ -126,9 +126,12 @@ class OfSizes(Saving):
 
 
 def blank(input_like: InputLike, grad: Tensor) -> Tensor:
-    """Return a tensor like the input, on the gradient's device, whose values nobody reads."""
-    shape, stride, dtype = input_like
-    return torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+    """Return a tensor of the input's sizes, whose values nobody reads.
+
+    Its dtype is the gradient's: that of the copy of the input which torch reads under autocast.
+    """
+    shape, stride, _ = input_like
+    return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
 
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))

@@ -79,12 +79,14 @@ _SINGULAR = _everywhere(
     *("matrix_norm", "renorm", "normalize", "cosine_similarity", "pairwise_distance", "cdist", "pdist", "digamma"),
     *("lgamma", "erfinv", "acos", "asin", "atan2", "acosh", "atanh", "tan", "inv", "inverse", "solve", "lstsq", "pinv"),
     *("det", "slogdet", "logdet", "cholesky", "cholesky_solve", "qr", "svd", "eigh", "eig", "solve_triangular"),
+    *("eigvals", "eigvalsh", "svdvals", "inv_ex", "cholesky_ex", "cholesky_inverse", "solve_ex", "lu", "lu_solve"),
+    *("entr", "erfcx", "i1", "i1e", "log_ndtr", "multigammaln", "mvlgamma", "ndtri", "polygamma"),
     *("triangular_solve", "lu_factor", "matrix_exp", "hypot", "dist", "addcdiv", "lp_pool1d", "lp_pool2d", "lp_pool3d"),
 )
 _CHOICES = _everywhere(
     *("max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin"),
     *("clamp", "clip", "clamp_min", "clamp_max", "scatter_reduce", "index_reduce", "grid_sample", "grid_sampler"),
-    *("nan_to_num", "rnn_relu", "rnn_relu_cell"),
+    *("nan_to_num", "rrelu", "rnn_relu", "rnn_relu_cell"),
 )
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _NORMS = _everywhere(

@@ -231,18 +231,23 @@ class GroupNorm(Norm):
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         dense = x.contiguous(memory_format=_format_of(x))
-        return torch.native_group_norm(dense, weight, bias, *self._sizes(x), self.eps)
+        return torch.native_group_norm(dense, _dense(weight), _dense(bias), *self._sizes(x), self.eps)
 
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
         order = _format_of(x)
         grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
-        return _group_norm_backward(grad, x, mean, invstd, weight, *self._sizes(x), mask)
+        return _group_norm_backward(grad, x, mean, invstd, _dense(weight), *self._sizes(x), mask)
 
     def align(self, statistic: Tensor, x: Tensor) -> Tensor:
         n, c = x.shape[:2]
         return along_channels(statistic[:, :, None].expand(n, self.groups, c // self.groups).reshape(n * c), x)
+
+
+def _dense(weight: Tensor | None) -> Tensor | None:
+    """A weight as ATen's group norm reads it: without a look at its strides."""
+    return None if weight is None else weight.contiguous()
 
 
 def _format_of(x: Tensor) -> torch.memory_format:

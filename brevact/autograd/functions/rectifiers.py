@@ -103,7 +103,8 @@ class _Absolute(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         above, below = load(ctx)
-        return None, None, above.multiply(grad).sub_(below.multiply(grad))
+        sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
+        return None, None, sign.mul_(grad)
 
 
 def _absolute(region: Region, func: Callable, input: Tensor) -> Any:

@@ -88,7 +88,7 @@ class _Rule(NamedTuple):
 def _extreme(region: Region, func: Callable, input: Tensor, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
     if kwargs or not (region.packs_input(input) and input.requires_grad and 0 < input.dim() and input.numel() > 0):
         return NotImplemented
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
     dims = [d % input.dim() for d in dims] or list(range(input.dim()))
     return region.apply(_Extreme, lambda x: func(x, dim, keepdim), dims, False, input)
 
