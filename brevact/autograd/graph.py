@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from brevact.autograd.functions import HANDLERS, REARRANGED, run_counterpart
+from brevact.autograd.functions import HANDLERS, run_counterpart
 from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
 from brevact.autograd.functions.kinds import PRODUCTS
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
@@ -58,7 +58,7 @@ def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args:
 
 def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in NAMES:
-        if func not in HANDLERS or (region.settings.is_exact and func in REARRANGED):
+        if func not in HANDLERS:
             result = NotImplemented
         elif not is_inplace(func, args, kwargs):
             result = run_counterpart(HANDLERS[func], region, func, args, kwargs)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import lossless, recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
-from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, REARRANGED, kinds, run_counterpart
+from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds, run_counterpart
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
@@ -260,7 +260,7 @@ class _EagerMode(tracing.RegionMode):
             with region.hooks.suspended:
                 return func(*args, **kwargs)
         handler = HANDLERS.get(func)
-        if handler is not None and not (region.settings.is_exact and func in REARRANGED):
+        if handler is not None:
             if active.calls and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
             result = run_counterpart(handler, region, func, args, kwargs)

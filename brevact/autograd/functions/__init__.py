@@ -70,8 +70,11 @@ REARRANGED: frozenset[Callable] = frozenset().union(
 def run_counterpart(handler: Callable, region: Region, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
 
-    Torch knows them, or explains what is wrong.
+    Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is exact and torch's own gradient
+    has other last bits.
     """
+    if region.settings.is_exact and func in REARRANGED:
+        return NotImplemented
     try:
         return handler(region, func, *args, **kwargs)
     except TypeError as error:
