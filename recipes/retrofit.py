@@ -142,7 +142,7 @@ def rules(model: nn.Module, plan: Plan, name: str, scope: str) -> dict[object, t
     other = backward_quantizer(plan.act_quant, (), "save_quantized") if plan.act_quant else None
     first = next(key for key, module in model.named_modules() if isinstance(module, nn.BatchNorm2d))
     left_out = {first: other} if scope == "all-but-first" else {}
-    return {**left_out, nn.BatchNorm2d: norm, **({"*": other} if other else {})}
+    return {**left_out, nn.BatchNorm2d: norm, **({} if other is None else {"*": other})}
 
 
 def table(rows: Sequence[Row]) -> str:
