@@ -614,7 +614,7 @@ def test_products_with_weights_pack_what_follows():
     with watch_saved() as saved:
         out = compiled(model)(x)
     sizes = sorted(t.numel() for t in saved.tensors if t.dtype is torch.uint8)
-    assert len(sizes) == 3  # two derivatives, and the factor of the weight
+    assert len(sizes) == 4  # the input, two derivatives, and the factor of the weight
     assert out.shape == (64, 64)
 
 
