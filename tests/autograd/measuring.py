@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
-from brevact.autograd import BackwardSettings
+from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.quantizers import Rounding, UniformQuantizer
 
 
@@ -45,3 +46,15 @@ def watch_saved() -> Iterator[Saved]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         yield saved
+
+
+def assert_graph_is_kept_and_refuses_a_second_derivative(
+    function: Callable[[Tensor], Tensor], x: Tensor, mode: SaveMode
+) -> None:
+    """Check two backward passes through one forward pass, and the error of double backward."""
+    with region(settings(save_mode=mode)):
+        out = function(x * 1).sum()
+    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(out, x, create_graph=True)

@@ -11,7 +11,11 @@ from torch.nn import functional as F
 
 from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.quantizers import Rounding
-from tests.autograd.measuring import settings, watch_saved
+from tests.autograd.measuring import (
+    assert_graph_is_kept_and_refuses_a_second_derivative,
+    settings,
+    watch_saved,
+)
 
 EXACT_VALUES = settings(bit_width=32)
 SIZES = {"classes": (7,), "samples": (9, 7), "maps": (2, 7, 3, 5)}
@@ -232,10 +236,4 @@ def test_softmax_shares_its_copy_with_the_next_op():
 )
 @pytest.mark.parametrize("mode", SaveMode)
 def test_graphs_are_kept_and_refuse_a_second_derivative(function, mode):
-    x = torch.randn(9, 7, requires_grad=True)
-    with region(settings(save_mode=mode)):
-        out = function(x * 1).sum()
-    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second)
-    with pytest.raises(RuntimeError, match="double backward"):
-        torch.autograd.grad(out, x, create_graph=True)
+    assert_graph_is_kept_and_refuses_a_second_derivative(function, torch.randn(9, 7, requires_grad=True), mode)
