@@ -101,7 +101,7 @@ def _named(options: _Options) -> dict[str, Any]:
 def _with_finer_scores(region: Region) -> Region:
     """The region with a quantizer that is good enough for what is exponentiated."""
     settings, quantizer = region.settings, region.settings.quantizer
-    if settings.is_exact or (isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= _SCORE_BITS):
+    if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= _SCORE_BITS:
         return region
     finer = copy.copy(region)
     finer.settings = _score_settings(bool(quantizer.is_stochastic), settings.save_mode, settings.min_numel)
