@@ -91,7 +91,7 @@ class Recomputed(NamedTuple):
         return recording.EXACT, self.nbytes
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
     """Decoder of a view of a tensor that another one decodes."""
 
     decoder: Any
@@ -136,11 +136,11 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
 
 def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
     """Return what keeps ``x`` without a loss, and its decoder, if a forward quantizer made it or what it views."""
-    if not _entries or x.is_inference():
+    if not _entries.data or x.is_inference():  # .data: the quick answer, whose length is not recounted
         return None
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
         return None
     if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
         return entry.tensors, entry.decoder
-    return entry.tensors, _View(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())
+    return entry.tensors, View(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())

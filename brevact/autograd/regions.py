@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import lossless, recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
+from brevact.autograd.following import FOLLOWED, follow
 from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds, run_counterpart
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
@@ -196,8 +197,8 @@ class Region:
 
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         """Keep a floating-point activation for backward as the settings say."""
-        repeats, place = self.hooks.are_in_checkpoint(), next(self.places)
-        return keep_packed(x, self.settings, self.seeds, share=share, repeats=repeats, place=place)
+        repeats = self.settings.draws_size and self.hooks.are_in_checkpoint()
+        return keep_packed(x, self.settings, self.seeds, share=share, repeats=repeats, place=next(self.places))
 
     def keep_normalized(self, z: Tensor) -> Kept:
         """Keep the normalized input of a norm, for quantizers that have a form for it."""
@@ -241,6 +242,8 @@ class _EagerMode(tracing.RegionMode):
         regions = active.regions
         if not regions:
             return func(*args, **kwargs)
+        if func in kinds.COUNTING and args[0].dtype in kinds.INTEGERS:
+            return func(*args, **kwargs)
         region = regions[-1]
         if recording.of_thread.recorder is not None:
             recording.of_thread.recorder.enter(func, recording.NO_QUANTIZER)
@@ -265,6 +268,8 @@ class _EagerMode(tracing.RegionMode):
                 return func(*args, **kwargs)
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
+                if func in FOLLOWED:
+                    follow(func, args, kwargs, result)
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
         if makes_weight or (not region.settings.is_exact and kinds.is_exact(region, func, args)):
@@ -279,6 +284,8 @@ class _EagerMode(tracing.RegionMode):
             finally:
                 region.hooks.cast_shapes = frozenset()
         region.note(result, makes_weight)
+        if func in FOLLOWED:
+            follow(func, args, kwargs, result)
         return result
 
 

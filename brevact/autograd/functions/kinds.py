@@ -108,6 +108,9 @@ UNSEEN = frozenset(
         *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
     )
 )
+#: Count in place: of an integer (the batches that a norm has seen) nothing is stored, and nothing made of it trains.
+COUNTING = frozenset((Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_))
+INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 #: Matrix products, whose factors may be weights or activations.
 PRODUCTS = frozenset(
     (

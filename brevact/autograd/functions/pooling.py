@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.following import follow_indices
 from brevact.autograd.functions.base import OfSizes, Saving, as_tuple, blank, load, save
 from brevact.quantizers import pack_codes, unpack_codes
 
@@ -79,6 +80,7 @@ class _MaxPool(Saving):
     ) -> tuple[Tensor, Tensor]:
         out, index = pool(input)
         geometry = windows(out)
+        follow_indices(input, index, out, len(geometry.input))
         codes = geometry.position(index).to(torch.int32).reshape(-1)
         save(ctx, exact=(pack_codes(codes, geometry.bit_width),))
         ctx.windows, ctx.run_backward, ctx.out_shape = geometry, backward, index.shape
