@@ -39,10 +39,8 @@ class Identity:
     is_stochastic = False
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Take the storage of `x`, which must be dense and fill it."""
-        if x.untyped_storage().nbytes() != x.nbytes:
-            raise ValueError(f"x: a tensor of {x.nbytes} bytes in a storage of {x.untyped_storage().nbytes()}")
-        return PackedActivation(PackedSpec.of(self, Layout.of(x)), _bytes_of(x))
+        """Take the memory of `x`, which must be contiguous."""
+        return PackedActivation(PackedSpec.of(self, Layout.of(x)), x.view(-1).view(torch.uint8))
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """The elements."""
@@ -50,15 +48,11 @@ class Identity:
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Identity], target: Tensor) -> None:
         """Let `target` be the stored memory."""
-        target.set_(buffer.untyped_storage(), 0, target.shape, target.stride())
+        target.set_(buffer.view(target.dtype).view(target.shape))
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Identity], other: Tensor, target: Tensor) -> None:
         """Multiply by the stored tensor."""
         torch.mul(spec.split(buffer)[0].as_strided(target.shape, target.stride()), other, out=target)
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
 def resnet(classes: int = 10) -> nn.Sequential:

@@ -95,7 +95,10 @@ class _ExitRegion:
         if _is_compiling():
             tracing.leave(module)
         elif active.calls:
-            tracing.run_undisturbed(_leave_calls_of, module, sys._getframe(1))
+            for call in active.calls:
+                if call[0] is module:
+                    tracing.run_undisturbed(_leave_calls_of, module, sys._getframe(1))
+                    break
         elif tracing.is_exporting():
             tracing.leave(module)
 

@@ -169,7 +169,6 @@ def keep_packed(
         return noted(known)
     if settings.is_exact:
         return keep_as_it_is(x, recording.EXACT_POLICY)
-    repeats = repeats and settings.draws_size
     slot = _shared.slot(x, (settings.key, repeats)) if share else None
     found = None if slot is None else slot.find()
     if found is None:

@@ -81,7 +81,7 @@ def pack_mask(mask: Tensor) -> Tensor:
         raise TypeError(f"mask: got {mask.dtype}; accepted are torch.bool and floating-point types; compare it first")
     if is_traced(mask):
         return torch.ops.brevact.pack_mask(mask, mask.stride())
-    return dispatch.pack_mask(mask.detach(), Layout.of(mask))
+    return dispatch.pack_mask(mask, Layout.of(mask))
 
 
 def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:

@@ -196,7 +196,7 @@ def pack_mask(flat: Tensor, packed: Tensor) -> None:
     """See `dispatch.pack_mask`.
 
     Args:
-        flat: (n,) contiguous tensor, bool or floating point.
+        flat: Dense tensor of n elements, bool or floating point.
         packed: uint8 result.
     """
     pointers = flat.data_ptr(), KINDS[flat.dtype], packed.data_ptr()

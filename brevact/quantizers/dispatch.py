@@ -183,13 +183,15 @@ def pack_mask(mask: Tensor, layout: Layout) -> Tensor:
     Returns:
         uint8 tensor.
     """
-    flat = layout.flatten(mask)
-    packed = flat.new_empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
+    is_flat = layout.is_dense and layout.numel == mask.numel() and not mask.is_neg()  # nothing to repeat or to turn
+    flat = mask if is_flat else layout.flatten(mask.detach())
+    packed = mask.new_empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
     kernels = kernels_for(flat, packed)
     if kernels is not None and flat.dtype in kernels.MASKED:
         kernels.pack_mask(flat, packed)
         return packed
     refuse_wrapped(mask)
+    flat = layout.flatten(mask.detach())
     flat = flat if flat.dtype == torch.bool else ~(flat <= 0)
     return reference.pack(flat.to(torch.uint8), 1, DEFAULT_BLOCK)
 

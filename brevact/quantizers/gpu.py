@@ -139,7 +139,7 @@ def pack_mask(flat: Tensor, packed: Tensor) -> None:
     """See `dispatch.pack_mask`.
 
     Args:
-        flat: (n,) contiguous tensor, bool or floating point.
+        flat: Dense tensor of n elements, bool or floating point.
         packed: uint8 result.
     """
     source = flat.detach()

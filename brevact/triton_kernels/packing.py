@@ -51,7 +51,7 @@ def pack_mask(x: Tensor, packed: Tensor) -> Launch:
     """Pack bools, or the mask `~(x <= 0)` of floats.
 
     Args:
-        x: (n,) contiguous tensor: uint8 (0 or not), or floating point.
+        x: Dense tensor of n elements: uint8 (0 or not), or floating point.
         packed: uint8 mask, written.
 
     Returns:

@@ -78,9 +78,8 @@ class _Convolution(Saving):
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
             x = kept.decode()
-        weight = weight.decode()
-        grad, x, weight = (t if t.dtype is dtype else t.to(dtype) for t in (grad, x, weight))
-        grads = _convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry, mask)
+        operands = grad.to(dtype), x.to(dtype), weight.decode().to(dtype)
+        grads = _convolution_backward(*operands, ctx.bias_sizes, *ctx.geometry, mask)
         return None, None, None, *grads
 
 

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 
-def _fit(shape: tuple[int, ...], *parameters: Any) -> bool:
+def _fit(shape: tuple[int, ...], weight: Any, bias: Any = None) -> bool:
     """Whether weight and bias are tensors of this shape, or None."""
-    return all(p is None or (isinstance(p, Tensor) and p.shape == shape) for p in parameters)
+    if weight is not None and not (isinstance(weight, Tensor) and weight.shape == shape):
+        return False
+    return bias is None or (isinstance(bias, Tensor) and bias.shape == shape)
 
 
 def _have_last_dims(input: Any, shape: Any) -> bool:

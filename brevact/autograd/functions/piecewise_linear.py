@@ -49,8 +49,12 @@ class _PiecewiseLinear(Saving):
         return None, None, None, grad_input if ctx.inside == 1.0 else grad_input.mul_(ctx.inside)
 
 
+def _itself(x: Tensor) -> Tensor:
+    return x  # pack_mask reads a floating-point tensor as ~(x <= 0)
+
+
 def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
-    return _Pieces(lambda x: x, inplace)  # pack_mask reads a floating-point tensor as ~(x <= 0)
+    return _Pieces(_itself, inplace)
 
 
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
@@ -122,7 +126,8 @@ def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Call
         input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
-        pieces = pieces._replace(inplace=pieces.inplace or always_inplace)
+        if always_inplace and not pieces.inplace:
+            pieces = pieces._replace(inplace=True)
         return region.apply(_PiecewiseLinear, lambda x: func(x, *rest, **kwargs), pieces, input)
 
     return handle
