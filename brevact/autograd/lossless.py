@@ -64,7 +64,7 @@ class IntegerCodes(NamedTuple):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return its product with ``grad``."""
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
@@ -84,7 +84,7 @@ class Recomputed(NamedTuple):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return its product with ``grad``."""
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
@@ -103,7 +103,7 @@ class _View(NamedTuple):
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
