@@ -108,6 +108,8 @@ UNSEEN = frozenset(
         *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
     )
 )
+#: Let their caller change values without the version counter seeing it.
+UNCOUNTED = frozenset((Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))  # type: ignore[attr-defined]
 #: Matrix products, whose factors may be weights or activations.
 PRODUCTS = frozenset(
     (
