@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import UninitializedTensorMixin
 
-from brevact.autograd import region, regions_disabled
+from brevact.autograd import attach_region, has_region, region, regions_disabled
+from brevact.autograd.hooks import regions_of
 from brevact.autograd.recording import recording
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
@@ -98,12 +99,18 @@ def _copy(model: nn.Module) -> nn.Module:
     if any(isinstance(x, UninitializedTensorMixin) for x in (*model.parameters(), *model.buffers())):
         raise ValueError("model: some lazy modules have no parameters yet; call the model on a batch first")
     try:
-        return copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     except RuntimeError as error:
         raise ValueError(
             f"model: {type(model).__name__} cannot be copied ({error}). The legacy weight_norm and spectral_norm keep "
             "a computed tensor: use those of torch.nn.utils.parametrizations, or measure before the first forward pass"
         ) from error
+    modules = dict(copied.named_modules())
+    for name, module in model.named_modules():
+        for hook in regions_of(module):
+            if name in modules and not has_region(modules[name], hook.origin):  # a torch.fx.GraphModule drops hooks
+                attach_region(modules[name], hook.settings, hook.origin, label=hook.label)
+    return copied
 
 
 @contextmanager

@@ -197,3 +197,23 @@ def test_ops_store_few_indices_exactly():
     model = brevact.quantize_backward(nn.Embedding(4, 3), StochBackward2bit)
     (row,) = brevact.memory_report(model, torch.tensor([0, 3, 1])).ops
     assert (row.op, row.how, row.why) == ("embedding", "exact", recording.NO_FLOATS)
+
+
+class Gated(nn.Module):
+    """Functions of its own behind a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        return torch.sigmoid(F.silu(self.conv(x)))
+
+
+def test_memory_report_measures_a_graph_module_with_its_policy():
+    """Copies of a torch.fx.GraphModule lose their hooks."""
+    images = torch.randn(2, 3, 40, 40)
+    expected = brevact.memory_report(brevact.quantize_backward(Gated(), StochBackward2bit), images)
+    model = brevact.quantize_backward(torch.fx.symbolic_trace(Gated()), StochBackward2bit)
+    found = brevact.memory_report(model, images)
+    assert (found.plain_bytes, found.saved_bytes) == (expected.plain_bytes, expected.saved_bytes)

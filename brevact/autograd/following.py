@@ -66,7 +66,7 @@ class _Moved(NamedTuple):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return its product with ``grad``."""
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""

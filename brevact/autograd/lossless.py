@@ -6,6 +6,7 @@ sign of a zero): any op that keeps the tensor for backward keeps that instead, w
 
 The table holds what it knows as long as the tensor's own storage lives: for codes, a fraction of that storage. It knows
 a tensor by its storage (a weak reference) and version counter, and views of it by their offset, shape and strides.
+Edits that the counter does not see go by ``x.data`` or NumPy: a region that hands either out forgets the tensor.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class IntegerCodes(NamedTuple):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return its product with ``grad``."""
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
@@ -84,7 +85,7 @@ class Recomputed(NamedTuple):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return its product with ``grad``."""
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
@@ -103,7 +104,7 @@ class View(NamedTuple):
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
@@ -115,6 +116,7 @@ class _Entry(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     decoder: Any
 
 
@@ -131,7 +133,18 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
     """
     if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
         return
-    _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, decoder)
+    versions = _versions(tensors)
+    _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, versions, decoder)
+
+
+def forget(x: Tensor) -> None:
+    """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
+    if _entries:
+        _entries.pop(x.untyped_storage(), None)
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(-1 if x.is_inference() else x._version for x in tensors)
 
 
 def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
@@ -140,6 +153,8 @@ def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
         return None
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
+        return None
+    if entry.versions != _versions(entry.tensors):
         return None
     if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
         return entry.tensors, entry.decoder

@@ -231,6 +231,8 @@ class _EagerMode(tracing.RegionMode):
             return tracing.traced_call(self, func, types, args, kwargs)
         if tracing.frame_callback() is not None:  # between the graphs of a compiled model
             return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
+        if func in kinds.UNCOUNTED and args and is_activation(args[0]):
+            lossless.forget(args[0])
         if type(func) is MethodWrapperType or func in kinds.UNSEEN:  # x.shape, x.dim()
             return func(*args, **kwargs)
         if func is kinds.GETITEM and kinds.makes_view(args[1]):

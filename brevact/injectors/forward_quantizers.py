@@ -45,6 +45,7 @@ from brevitas.core.zero_point import ZeroZeroPoint
 from brevitas.function.ops_ste import binary_sign_ste, ternary_sign_ste
 from brevitas.proxy.runtime_quant import FusedActivationQuantProxy
 from torch import Tensor, UntypedStorage, nn
+from torch.nn.modules import module as torch_module
 
 from brevact.autograd.functions.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
 from brevact.autograd.functions.forward_statistics import absolute_percentile, weight_statistics
@@ -71,7 +72,7 @@ class _Rectified(threading.local):
 
 
 _rectified = _Rectified()
-_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[int, float]] = weakref.WeakKeyDictionary()
+_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[tuple[int, int], float]] = weakref.WeakKeyDictionary()
 
 
 def _int_quant(
@@ -138,10 +139,10 @@ def _delays(quant: nn.Module) -> bool:
 
 def _number(x: Tensor) -> float:
     """The value of a constant, read once: reading waits for a GPU."""
-    storage = x.untyped_storage()
+    storage, place = x.untyped_storage(), (x._version, x.storage_offset())
     known = _widths.get(storage)
-    if known is None or known[0] != x._version:
-        known = _widths[storage] = x._version, float(x.item())
+    if known is None or known[0] != place:
+        known = _widths[storage] = place, float(x.item())
     return known[1]
 
 
@@ -214,7 +215,7 @@ def _fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tens
     relu = fused.activation_impl
     if type(relu) is not nn.ReLU or relu.inplace or type(x) is not Tensor or packing_region() is None:
         return NotImplemented
-    if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x):
+    if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x) or _is_observed(fused):
         return NotImplemented
     around = _rectified.output, _rectified.input
     with torch.no_grad():
@@ -224,6 +225,25 @@ def _fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tens
         return fused.tensor_quant(y)
     finally:
         _rectified.output, _rectified.input = around
+
+
+def _is_observed(fused: FusedActivationQuantProxy) -> bool:
+    """Whether somebody's hooks see, or change, what runs between the ReLU's input and the quantizer's output."""
+    everywhere = (
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_backward_pre_hooks,
+        torch_module._global_backward_hooks,
+    )
+    for hooks in everywhere:
+        for hook in hooks.values():
+            if not getattr(hook, "__module__", "").startswith("brevact."):
+                return True
+    return any(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+        for child in fused.children()
+        for module in child.modules()
+    )
 
 
 def _reads_elements_alone(quant: Any, x: Tensor) -> bool:

@@ -111,6 +111,8 @@ UNSEEN = frozenset(
 #: Count in place: of an integer (the batches that a norm has seen) nothing is stored, and nothing made of it trains.
 COUNTING = frozenset((Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_))
 INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+#: Let their caller change values without the version counter seeing it.
+UNCOUNTED = frozenset((Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))  # type: ignore[attr-defined]
 #: Matrix products, whose factors may be weights or activations.
 PRODUCTS = frozenset(
     (

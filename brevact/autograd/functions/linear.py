@@ -1,6 +1,7 @@
 """Fully connected layers: the input is stored packed, the weight as it is.
 
-dL/dW = g^T x^ with the decoded input x^, dL/dx = g W (exact), dL/db = sum of g over the leading dimensions.
+dL/dW = g^T x^ with the decoded input x^, dL/dx = g W (exact), dL/db = sum of g over the leading dimensions. The order
+of additions and the strides are those of torch, which flattens the leading dimensions of what is contiguous.
 Source: thesis section 4.2.2.
 """
 
@@ -29,6 +30,8 @@ class _Linear(Saving):
         kept = region.keep(input) if needs_weight else None
         save(ctx, kept, region.keep_weight(weight) if needs_input else None)
         ctx.dtype = w.dtype
+        ctx.is_flattened = input.dim() <= 2 or input.is_contiguous()
+        ctx.is_transposed = input.dim() == 2 and input.stride() == (1, input.shape[0])
         return linear(x, w, b)
 
     @staticmethod
@@ -38,12 +41,14 @@ class _Linear(Saving):
         rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 2 else grad
         grad_input = grad_weight = grad_bias = None
         if weight is not None:
-            grad_input = grad @ weight.decode().to(ctx.dtype)
+            w = weight.decode().to(ctx.dtype)
+            product = (w.t() @ rows.t()).t() if ctx.is_transposed else rows @ w
+            grad_input = product.view(*grad.shape[:-1], w.shape[1])
         if kept is not None:
             x = kept.decode().to(ctx.dtype)
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[4]:
-            grad_bias = rows.sum(0)
+            grad_bias = rows.sum(0) if ctx.is_flattened else grad.sum(tuple(range(grad.dim() - 1)))
         return None, None, grad_input, grad_weight, grad_bias
 
 

@@ -26,7 +26,7 @@ class _Viewed(NamedTuple):
         return self.decoder.decode(tensors).permute(self.order).expand(self.shape)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
