@@ -49,7 +49,7 @@ class _AsItIs:
         return tensors[0]
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return tensors[0] * grad
+        return grad * tensors[0]
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return recording.FULL_PRECISION, tensors[0].nbytes

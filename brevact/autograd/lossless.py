@@ -64,7 +64,7 @@ class IntegerCodes(NamedTuple):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return its product with ``grad``."""
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
@@ -84,7 +84,7 @@ class Recomputed(NamedTuple):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         """Return its product with ``grad``."""
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
@@ -103,7 +103,7 @@ class _View(NamedTuple):
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return self.decode(tensors) * grad
+        return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
@@ -115,6 +115,7 @@ class _Entry(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     decoder: Any
 
 
@@ -131,16 +132,26 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
     """
     if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
         return
-    _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, decoder)
+    versions = _versions(tensors)
+    _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, versions, decoder)
 
 
 def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
-    """Return what keeps ``x`` without a loss, and its decoder, if a forward quantizer made it or what it views."""
+    """Return what keeps ``x`` without a loss, and its decoder, if a forward quantizer made it or what it views.
+
+    Not if a scale or a weight that it was computed from has changed since.
+    """
     if not _entries or x.is_inference():
         return None
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
         return None
+    if entry.versions != _versions(entry.tensors):
+        return None
     if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
         return entry.tensors, entry.decoder
     return entry.tensors, _View(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(0 if x.is_inference() else x._version for x in tensors)

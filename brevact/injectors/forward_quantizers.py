@@ -21,6 +21,7 @@ from brevitas.core.function_wrapper import (
     CeilSte,
     DPURoundSte,
     FloorSte,
+    Identity,
     InplaceTensorClampSte,
     RoundSte,
     RoundToZeroSte,
@@ -60,6 +61,7 @@ _RESIDUALS = {
     StochasticRoundSte: (-1.0, 1.0),
 }
 _CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
+_TO_INTEGERS = (IntQuant.to_int, DecoupledIntQuant.to_int)
 _STATISTICS_OF_WEIGHTS = (AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile, MeanSigmaStd)
 
 
@@ -71,7 +73,8 @@ class _Rectified(threading.local):
 
 
 _rectified = _Rectified()
-_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[int, float]] = weakref.WeakKeyDictionary()
+_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[tuple[int, int, torch.dtype], float]]
+_widths = weakref.WeakKeyDictionary()
 
 
 def _int_quant(
@@ -110,6 +113,8 @@ def _quantize(
     clamp = type(quant.tensor_clamp_impl)
     if region is None or residual is None or clamp not in _CLAMPS or _delays(quant):
         return NotImplemented
+    if type(quant).to_int not in _TO_INTEGERS:  # somebody's own way to the integers
+        return NotImplemented
     if bit_width.requires_grad or bit_width.numel() != 1 or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
     width = _number(bit_width)
@@ -138,10 +143,10 @@ def _delays(quant: nn.Module) -> bool:
 
 def _number(x: Tensor) -> float:
     """The value of a constant, read once: reading waits for a GPU."""
-    storage = x.untyped_storage()
+    storage, place = x.untyped_storage(), (x._version, x.storage_offset(), x.dtype)
     known = _widths.get(storage)
-    if known is None or known[0] != x._version:
-        known = _widths[storage] = x._version, float(x.item())
+    if known is None or known[0] != place:
+        known = _widths[storage] = place, float(x.item())
     return known[1]
 
 
@@ -214,7 +219,7 @@ def _fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tens
     relu = fused.activation_impl
     if type(relu) is not nn.ReLU or relu.inplace or type(x) is not Tensor or packing_region() is None:
         return NotImplemented
-    if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x):
+    if not x.requires_grad or _has_hooks(relu) or not _reads_elements_alone(fused.tensor_quant, x):
         return NotImplemented
     around = _rectified.output, _rectified.input
     with torch.no_grad():
@@ -226,13 +231,22 @@ def _fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tens
         _rectified.output, _rectified.input = around
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at a module, who would see tensors without a graph."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
     """Whether a quantizer's scale has no gradient for what is quantized, or one for a single element."""
     if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or quant.observer_only:
         return False
-    if type(quant.zero_point_impl) is not ZeroZeroPoint:
+    if type(quant.zero_point_impl) is not ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not Identity:
         return False
     scaling = quant.scaling_impl
+    if any(map(_has_hooks, (quant, quant.int_quant, quant.zero_point_impl, scaling))):
+        return False
     if type(scaling) is not ParameterFromRuntimeStatsScaling:
         return type(scaling) in (ConstScaling, ParameterScaling)
     if not scaling.training or scaling.counter >= scaling.collect_stats_steps:

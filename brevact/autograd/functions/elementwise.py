@@ -55,7 +55,7 @@ def _unaliased(kept: Kept | None, overwritten: Tensor) -> Kept | None:
 
 
 def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
-    return kept.multiply(grad) if shape == grad.shape else kept.decode() * grad
+    return kept.multiply(grad) if shape == grad.shape else grad * kept.decode()
 
 
 def _multiply_handler(inplace: bool) -> Callable:
