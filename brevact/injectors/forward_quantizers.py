@@ -4,7 +4,8 @@ Importing this module makes the classes of ``brevitas.core`` that quantize, and 
 region: inside one that packs, they compute by ``brevact.autograd.functions.fake_quantization`` what they compute
 everywhere else by their own ops. No instance changes, so that copies, pickles, loaded state dicts, rebuilt quantizers
 and those of shared proxies are all the same. Scripted ones (``BREVITAS_JIT=1``) and those in traced graphs stay as they
-are, as does what has no fixed integers: learned bit widths, learned rounding, quantizers with a delay.
+are, as does what has no fixed integers: learned bit widths, learned rounding, quantizers with a delay; and what somebody
+changed (a subclass with integers of its own) or watches by hooks.
 """
 
 from __future__ import annotations
@@ -39,8 +40,21 @@ from brevitas.core.quant import (
     TernaryQuant,
 )
 from brevitas.core.quant.delay import _NoDelay
+from brevitas.core.quant.float import FloatQuant
 from brevitas.core.scaling import ConstScaling, ParameterFromRuntimeStatsScaling, ParameterScaling
-from brevitas.core.stats.stats_op import AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile, MeanSigmaStd
+from brevitas.core.stats.stats_op import (
+    AbsAve,
+    AbsMax,
+    AbsMaxAve,
+    AbsMaxL2,
+    AbsMinMax,
+    AbsPercentile,
+    MeanSigmaStd,
+    NegativeMinOrZero,
+    NegativePercentileOrZero,
+    PercentileInterval,
+    SignedAbsMax,
+)
 from brevitas.core.stats.stats_wrapper import _Stats
 from brevitas.core.zero_point import ZeroZeroPoint
 from brevitas.function.ops_ste import binary_sign_ste, ternary_sign_ste
@@ -50,6 +64,7 @@ from torch import Tensor, UntypedStorage, nn
 from brevact.autograd.functions.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
 from brevact.autograd.functions.forward_statistics import absolute_percentile, weight_statistics
 from brevact.autograd.regions import packing_region
+from brevact.injectors.minifloats import float_quant
 
 #: What rounding takes away, x - round(x), by the kind of rounding.
 _RESIDUALS = {
@@ -62,7 +77,19 @@ _RESIDUALS = {
 }
 _CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
 _TO_INTEGERS = (IntQuant.to_int, DecoupledIntQuant.to_int)
-_STATISTICS_OF_WEIGHTS = (AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile, MeanSigmaStd)
+_STATISTICS_OF_WEIGHTS = (
+    AbsAve,
+    AbsMax,
+    AbsMaxAve,
+    AbsMaxL2,
+    AbsMinMax,
+    AbsPercentile,
+    MeanSigmaStd,
+    NegativeMinOrZero,
+    NegativePercentileOrZero,
+    PercentileInterval,
+    SignedAbsMax,
+)
 
 
 class _Rectified(threading.local):
@@ -281,6 +308,7 @@ if not JIT_ENABLED:
         BinaryQuant: _sign_quant,
         ClampedBinaryQuant: _sign_quant,
         TernaryQuant: _sign_quant,
+        FloatQuant: float_quant,
         _Stats: _stats,
         FusedActivationQuantProxy: _fused_activation,
     }.items():

@@ -11,26 +11,10 @@ from torch import Tensor
 
 from brevact.autograd import recording
 from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.functions.recorded_again import compute_from_weight
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
-
-
-class _WeightStatistics(Saving):
-    is_brevact = False  # what it returns is computed from a weight
-
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
-        save(ctx, exact=(weight,))
-        ctx.compute = compute
-        return compute(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = load(ctx)
-        weight = weight.detach().requires_grad_()
-        with torch.enable_grad():
-            return None, *torch.autograd.grad(ctx.compute(weight), weight, grad)
 
 
 class _AbsolutePercentile(Saving):
@@ -62,8 +46,7 @@ def weight_statistics(region: Region, compute: Callable[[Tensor], Tensor], weigh
         What ``compute`` returns.
     """
     _enter_report(weight_statistics)
-    with torch._C.DisableTorchFunction():
-        return region.apply_to_weight(_WeightStatistics, compute, weight)
+    return compute_from_weight(region, compute, weight)
 
 
 def absolute_percentile(
