@@ -23,7 +23,8 @@ from brevitas.core.quant.float import FloatQuant, min_internal_scale
 from brevitas.utils.torch_utils import float_internal_scale
 from torch import Tensor, nn
 
-from brevact.autograd.functions.fake_quantization import is_quantizable
+from brevact.autograd import recording
+from brevact.autograd.functions.fake_quantization import fake_quantize, is_quantizable
 from brevact.autograd.functions.recorded_again import compute_from_quotient, compute_from_weight
 from brevact.autograd.regions import packing_region
 
@@ -62,6 +63,7 @@ def float_quant(stock: Callable, quant: FloatQuant, x: Tensor) -> Any:
         rounded = step * quant.float_to_int_impl(quotient / step)
         return quant.dequantize(quant.float_clamp_impl(rounded, exponent, largest, bias)[0], scale)
 
+    recording.enter(fake_quantize)
     if not is_quantizable(region, viewed, (scale,)):
         out = of_quotient(viewed / scale, scale)
     elif region.is_weight(viewed):

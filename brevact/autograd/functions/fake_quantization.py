@@ -340,7 +340,7 @@ def fake_quantize(
         or (not weight and integers.bit_width > 8)
     ):
         return NotImplemented
-    _enter_report(fake_quantize)
+    recording.enter(fake_quantize)
     with torch._C.DisableTorchFunction():
         if weight:
             return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
@@ -364,7 +364,7 @@ def quantize_signs(region: Region, signs: Signs, x: Tensor, scale: Tensor, *, cl
     """
     if not is_quantizable(region, x, (scale,)):
         return NotImplemented
-    _enter_report(quantize_signs)
+    recording.enter(quantize_signs)
     bound = scale if clipped else scale.detach()
     with torch._C.DisableTorchFunction():
         if region.is_weight(x):
@@ -385,9 +385,3 @@ def is_quantizable(region: Region, x: Any, given: tuple[Any, ...]) -> bool:
     if x.numel() < max(region.settings.min_numel, 1) or any(each.device != x.device for each in given):
         return False
     return torch.broadcast_shapes(x.shape, *(each.shape for each in given)) == x.shape
-
-
-def _enter_report(function: Callable) -> None:
-    recorder = recording.of_thread.recorder
-    if recorder is not None:
-        recorder.enter(function, recording.NEEDED)

@@ -45,7 +45,7 @@ def weight_statistics(region: Region, compute: Callable[[Tensor], Tensor], weigh
     Returns:
         What ``compute`` returns.
     """
-    _enter_report(weight_statistics)
+    recording.enter(weight_statistics)
     return compute_from_weight(region, compute, weight)
 
 
@@ -70,12 +70,6 @@ def absolute_percentile(
     if dim is None:
         flat, values, dim = x.view(-1), values.view(-1), 0
     rank = math.floor(0.01 * q * flat.shape[dim] + 0.5)
-    _enter_report(absolute_percentile)
+    recording.enter(absolute_percentile)
     with torch._C.DisableTorchFunction():
         return region.apply(_AbsolutePercentile, (values,), flat, rank, dim, keepdim and flat is x)
-
-
-def _enter_report(function: Callable) -> None:
-    recorder = recording.of_thread.recorder
-    if recorder is not None:
-        recorder.enter(function, recording.NEEDED)
