@@ -49,7 +49,8 @@ class _OfWeight(Saving):
         save(ctx, exact=tensors)
         ctx.compute = compute
         out = compute(*tensors)
-        lossless.register(out, tuple(x.detach() for x in tensors), lossless.Recomputed(compute, out.nbytes))
+        if out.shape == tensors[0].shape:  # statistics are small: kept as they are
+            lossless.register(out, tuple(x.detach() for x in tensors), lossless.Recomputed(compute, out.nbytes))
         return out
 
     @staticmethod
