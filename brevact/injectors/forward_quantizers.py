@@ -271,6 +271,8 @@ def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
         return False
     if type(quant.zero_point_impl) is not ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not Identity:
         return False
+    if type(quant.int_quant.tensor_clamp_impl) is not TensorClamp:  # no mask of its own: nothing is saved
+        return False
     scaling = quant.scaling_impl
     if any(map(_has_hooks, (quant, quant.int_quant, quant.zero_point_impl, scaling))):
         return False

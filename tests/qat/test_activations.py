@@ -153,6 +153,16 @@ def test_channels_last_and_gaps():
             assert a.stride() == b.stride()
 
 
+def test_straight_through_clamp_sums_the_scale_gradient_as_torch_does():
+    """In the order in which the output gradient lies in memory, which is not that of the input."""
+    plain, packed = (activation_layer("straight_through_clamp", relu=True).train() for _ in range(2))
+    brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
+    for seed in range(4):
+        x = activation(seed).transpose(2, 3)
+        expected, found = gradients(plain, x)[2], gradients(packed, x)[2]
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def test_autocast():
     plain, packed = (net("uint4") for _ in range(2))
     brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
