@@ -148,7 +148,10 @@ def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
-    """Return what keeps ``x`` without a loss, and its decoder, if a forward quantizer made it or what it views."""
+    """Return what keeps ``x`` without a loss, and its decoder, if a forward quantizer made it or what it views.
+
+    Not if a scale or a weight that it was computed from has changed since.
+    """
     if not _entries.data or x.is_inference():  # .data: the quick answer, whose length is not recounted
         return None
     entry = _entries.get(x.untyped_storage())

@@ -89,6 +89,12 @@ class _OfThread(threading.local):
 of_thread = _OfThread()
 
 
+def enter(func: Callable) -> None:
+    """Tell the recorder of a report, if there is one, which function of ours runs; what it stores it needs."""
+    if of_thread.recorder is not None:
+        of_thread.recorder.enter(func, NEEDED)
+
+
 @contextmanager
 def recording() -> Iterator[Recorder]:
     """Record what regions of this thread store."""

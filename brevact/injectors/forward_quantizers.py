@@ -4,7 +4,8 @@ Importing this module makes the classes of ``brevitas.core`` that quantize, and 
 region: inside one that packs, they compute by ``brevact.autograd.functions.fake_quantization`` what they compute
 everywhere else by their own ops. No instance changes, so that copies, pickles, loaded state dicts, rebuilt quantizers
 and those of shared proxies are all the same. Scripted ones (``BREVITAS_JIT=1``) and those in traced graphs stay as they
-are, as does what has no fixed integers: learned bit widths, learned rounding, quantizers with a delay.
+are, as does what has no fixed integers: learned bit widths, learned rounding, quantizers with a delay; and what
+somebody changed (a subclass with integers of its own) or watches by hooks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from brevitas.core.function_wrapper import (
     CeilSte,
     DPURoundSte,
     FloorSte,
+    Identity,
     InplaceTensorClampSte,
     RoundSte,
     RoundToZeroSte,
@@ -38,8 +40,21 @@ from brevitas.core.quant import (
     TernaryQuant,
 )
 from brevitas.core.quant.delay import _NoDelay
+from brevitas.core.quant.float import FloatQuant
 from brevitas.core.scaling import ConstScaling, ParameterFromRuntimeStatsScaling, ParameterScaling
-from brevitas.core.stats.stats_op import AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile, MeanSigmaStd
+from brevitas.core.stats.stats_op import (
+    AbsAve,
+    AbsMax,
+    AbsMaxAve,
+    AbsMaxL2,
+    AbsMinMax,
+    AbsPercentile,
+    MeanSigmaStd,
+    NegativeMinOrZero,
+    NegativePercentileOrZero,
+    PercentileInterval,
+    SignedAbsMax,
+)
 from brevitas.core.stats.stats_wrapper import _Stats
 from brevitas.core.zero_point import ZeroZeroPoint
 from brevitas.function.ops_ste import binary_sign_ste, ternary_sign_ste
@@ -50,6 +65,7 @@ from torch.nn.modules import module as torch_module
 from brevact.autograd.functions.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
 from brevact.autograd.functions.forward_statistics import absolute_percentile, weight_statistics
 from brevact.autograd.regions import packing_region
+from brevact.injectors.minifloats import float_quant
 
 #: What rounding takes away, x - round(x), by the kind of rounding.
 _RESIDUALS = {
@@ -61,7 +77,20 @@ _RESIDUALS = {
     StochasticRoundSte: (-1.0, 1.0),
 }
 _CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
-_STATISTICS_OF_WEIGHTS = (AbsAve, AbsMax, AbsMaxAve, AbsMaxL2, AbsPercentile, MeanSigmaStd)
+_TO_INTEGERS = (IntQuant.to_int, DecoupledIntQuant.to_int)
+_STATISTICS_OF_WEIGHTS = (
+    AbsAve,
+    AbsMax,
+    AbsMaxAve,
+    AbsMaxL2,
+    AbsMinMax,
+    AbsPercentile,
+    MeanSigmaStd,
+    NegativeMinOrZero,
+    NegativePercentileOrZero,
+    PercentileInterval,
+    SignedAbsMax,
+)
 
 
 class _Rectified(threading.local):
@@ -72,7 +101,8 @@ class _Rectified(threading.local):
 
 
 _rectified = _Rectified()
-_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[tuple[int, int], float]] = weakref.WeakKeyDictionary()
+_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[tuple[int, int, torch.dtype], float]]
+_widths = weakref.WeakKeyDictionary()
 
 
 def _int_quant(
@@ -111,6 +141,8 @@ def _quantize(
     clamp = type(quant.tensor_clamp_impl)
     if region is None or residual is None or clamp not in _CLAMPS or _delays(quant):
         return NotImplemented
+    if type(quant).to_int not in _TO_INTEGERS:  # somebody's own way to the integers
+        return NotImplemented
     if bit_width.requires_grad or bit_width.numel() != 1 or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
     width = _number(bit_width)
@@ -139,7 +171,7 @@ def _delays(quant: nn.Module) -> bool:
 
 def _number(x: Tensor) -> float:
     """The value of a constant, read once: reading waits for a GPU."""
-    storage, place = x.untyped_storage(), (x._version, x.storage_offset())
+    storage, place = x.untyped_storage(), (x._version, x.storage_offset(), x.dtype)
     known = _widths.get(storage)
     if known is None or known[0] != place:
         known = _widths[storage] = place, float(x.item())
@@ -250,7 +282,9 @@ def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
     """Whether a quantizer's scale has no gradient for what is quantized, or one for a single element."""
     if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or quant.observer_only:
         return False
-    if type(quant.zero_point_impl) is not ZeroZeroPoint:
+    if type(quant.zero_point_impl) is not ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not Identity:
+        return False
+    if type(quant.int_quant.tensor_clamp_impl) is not TensorClamp:  # no mask of its own: nothing is saved
         return False
     scaling = quant.scaling_impl
     if type(scaling) is not ParameterFromRuntimeStatsScaling:
@@ -287,6 +321,7 @@ if not JIT_ENABLED:
         BinaryQuant: _sign_quant,
         ClampedBinaryQuant: _sign_quant,
         TernaryQuant: _sign_quant,
+        FloatQuant: float_quant,
         _Stats: _stats,
         FusedActivationQuantProxy: _fused_activation,
     }.items():

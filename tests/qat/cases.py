@@ -61,6 +61,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "scaling_init": 1.0,
     },
 }
+#: Of floating-point numbers of 8 bits: kept at full precision, once.
+MINIFLOATS: dict[str, dict[str, Any]] = {
+    "e4m3": {"act_quant": quant.Fp8e4m3ActPerTensorFloat},
+    "e5m2_per_channel": {"act_quant": quant.Fp8e5m2ActPerChannelFloat2d, **_PER_CHANNEL},
+    "e4m3_fnuz": {"act_quant": quant.Fp8e4m3FNUZActPerTensorFloat},
+    "e4m3_no_scale": {"act_quant": quant.Fp8e4m3OCPAct},
+}
 SIGNS = ("binary", "binary_learned", "ternary", "ternary_learned")
 WEIGHTS: dict[str, Any] = {
     name: getattr(quant, name)
@@ -68,8 +75,11 @@ WEIGHTS: dict[str, Any] = {
         *("Int8WeightPerTensorFloat", "Int8WeightPerChannelFloat", "Int4WeightPerTensorFloatDecoupled"),
         *("Int8WeightPerTensorFixedPoint", "ShiftedUint8WeightPerTensorFloat", "SignedBinaryWeightPerTensorConst"),
         *("SignedTernaryWeightPerTensorConst", "Int8WeightNormL2PerChannelFixedPoint"),
+        *("Fp8e4m3WeightPerTensorFloat", "Fp8e5m2OCPWeightPerChannelFloat"),
     )
 } | {
+    "signed_maximum": quant.Int8WeightPerTensorFloat.let(scaling_stats_op=StatsOp.SIGNED_MAX),
+    "min_max": quant.Int8WeightPerTensorFloat.let(scaling_stats_op=StatsOp.MIN_MAX),
     "mean_sigma": quant.Int8WeightPerTensorFloat.let(scaling_stats_op=StatsOp.MEAN_SIGMA_STD, sigma=3.0),
     "learned": quant.Int8WeightPerTensorFloat.let(scaling_impl_type=ScalingImplType.PARAMETER_FROM_STATS),
     "stochastic": quant.Int8WeightPerTensorFloat.let(
@@ -80,8 +90,8 @@ WEIGHTS: dict[str, Any] = {
 
 def activation_layer(name: str, *, relu: bool = False, collected: bool = True) -> nn.Module:
     """Return a quantized ReLU or identity, whose statistics, if it takes any, are those of two batches, or open."""
-    options = COLLECTED.get(name) or OTHERS[name]
-    if name in COLLECTED and collected:
+    options = COLLECTED.get(name) or OTHERS.get(name) or MINIFLOATS[name]
+    if (name in COLLECTED or name in MINIFLOATS) and collected:
         options = options | {"collect_stats_steps": 2}
     layer = (qnn.QuantReLU if relu else qnn.QuantIdentity)(**options)
     if collected:

@@ -7,7 +7,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
-from tests.qat.cases import CHANNELS, COLLECTED, OTHERS, activation, activation_layer, gradients
+from tests.qat.cases import CHANNELS, COLLECTED, MINIFLOATS, OTHERS, activation, activation_layer, gradients
 
 ALL = [*COLLECTED, *OTHERS]
 learned = pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("collected", [True, False])
 @pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, *MINIFLOATS])
 def test_lossless_gradients_are_those_of_brevitas(name, relu, collected):
     plain, packed = (net(name, relu=relu, collected=collected) for _ in range(2))
     brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
@@ -54,6 +54,19 @@ def test_gradient_of_the_reader_is_exact_with_a_lossy_quantizer(name):
     assert torch.equal(packed_grads["1.weight"], grads["1.weight"])
     if name not in ("statistics", "groups"):  # whose scale passes the noise of its gradient on
         assert torch.equal(packed_grad, grad)
+
+
+@pytest.mark.parametrize("name", MINIFLOATS)
+def test_minifloats_have_exact_gradients_with_a_lossy_quantizer(name):
+    """One tensor is kept for their steps and for what reads them."""
+    plain, packed = net(name), brevact.quantize_backward(net(name), StochBackward2bit, min_numel=0)
+    x = activation(9)
+    out, grad, grads = gradients(plain, x)
+    packed_out, packed_grad, packed_grads = gradients(packed, x)
+    assert torch.equal(packed_out, out)
+    assert torch.equal(packed_grad, grad)
+    assert all(torch.equal(packed_grads[key], grads[key]) for key in grads)
+    assert x.nbytes <= brevact.memory_report(packed, x).saved_bytes < 1.1 * x.nbytes
 
 
 @learned
@@ -138,6 +151,16 @@ def test_channels_last_and_gaps():
         for a, b in zip(gradients(plain, x)[:2], gradients(packed, x)[:2], strict=True):
             assert torch.equal(a, b)
             assert a.stride() == b.stride()
+
+
+def test_straight_through_clamp_sums_the_scale_gradient_as_torch_does():
+    """In the order in which the output gradient lies in memory, which is not that of the input."""
+    plain, packed = (activation_layer("straight_through_clamp", relu=True).train() for _ in range(2))
+    brevact.quantize_backward(packed, LosslessBackward, min_numel=0)
+    for seed in range(4):
+        x = activation(seed).transpose(2, 3)
+        expected, found = gradients(plain, x)[2], gradients(packed, x)[2]
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_autocast():

@@ -61,3 +61,20 @@ def test_linear_layers_and_transposed_convolutions():
         expected, found = gradients(plain, activation()), gradients(packed, activation())
         assert torch.equal(found[1], expected[1])
         assert all(torch.equal(found[2][key], expected[2][key]) for key in expected[2])
+
+
+@every_weight
+def test_gradients_of_a_backward_pass_inside_the_region(name):
+    """The weight that a lossy region computes again is no activation of it."""
+    found = []
+    for quantize in (False, True):
+        layer = net(name)[0]
+        if quantize:
+            with brevact.backward_quant(StochBackward2bit, min_numel=0):
+                weight = layer.quant_weight().value
+                weight.backward(weight.detach().sign() + 0.5)
+        else:
+            weight = layer.quant_weight().value
+            weight.backward(weight.detach().sign() + 0.5)
+        found.append([p.grad for p in layer.parameters()])
+    assert all(equal(a, b) for a, b in zip(*found, strict=True))

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from brevact.autograd.functions.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.functions.operands import keep_operand, without_autocast_cache
+from brevact.autograd.functions.recorded_again import undisturbed
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
@@ -86,7 +87,7 @@ class _Attention(Saving):
             x if x is None or x.dtype is torch.bool else x.detach().to(ctx.dtype).requires_grad_(need)
             for x, need in zip((query, key, value, mask), ctx.needs, strict=True)
         ]
-        with _undisturbed(grad.device), _replaying(state, grad.device):
+        with undisturbed(grad.device), _replaying(state, grad.device):
             out = _attend_again(leaves, ctx.options, ctx.backend, passed)
             wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad))
@@ -143,18 +144,6 @@ def _attend_again(leaves: list[Any], options: _Options, backend: int | None, pas
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
         return _attend(*leaves, *options[:2], **_named(options))
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Record a graph as if no region, no hooks and no autocast were active where the backward pass runs."""
-    with (
-        torch.enable_grad(),
-        torch._C.DisableTorchFunction(),
-        torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -335,12 +335,12 @@ def fake_quantize(
     given = (scale, zero_point, pre_scale, pre_zero_point)
     weight = region.is_weight(x)
     if (
-        not _is_quantizable(region, x, given)
+        not is_quantizable(region, x, given)
         or (weight and not integers.repeats)
         or (not weight and integers.bit_width > 8)
     ):
         return NotImplemented
-    _enter_report(fake_quantize)
+    recording.enter(fake_quantize)
     with torch._C.DisableTorchFunction():
         if weight:
             return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
@@ -362,9 +362,9 @@ def quantize_signs(region: Region, signs: Signs, x: Tensor, scale: Tensor, *, cl
     Returns:
         The fake-quantized tensor; ``NotImplemented`` where stock ops must run.
     """
-    if not _is_quantizable(region, x, (scale,)):
+    if not is_quantizable(region, x, (scale,)):
         return NotImplemented
-    _enter_report(quantize_signs)
+    recording.enter(quantize_signs)
     bound = scale if clipped else scale.detach()
     with torch._C.DisableTorchFunction():
         if region.is_weight(x):
@@ -372,15 +372,16 @@ def quantize_signs(region: Region, signs: Signs, x: Tensor, scale: Tensor, *, cl
         return region.apply(_SignQuantization, signs, x, scale, bound, bound)
 
 
-def _is_quantizable(region: Region, x: Any, given: tuple[Any, ...]) -> bool:
+def is_quantizable(region: Region, x: Any, given: tuple[Any, ...]) -> bool:
+    """Return whether a Function quantizes a tensor: large enough, and by tensors that broadcast to its shape.
+
+    Args:
+        region: the region that runs.
+        x: activation or weight.
+        given: scales and zero points.
+    """
     if not (region.is_activation(x) and all(region.is_activation(each) for each in given)):
         return False
     if x.numel() < max(region.settings.min_numel, 1) or any(each.device != x.device for each in given):
         return False
     return torch.broadcast_shapes(x.shape, *(each.shape for each in given)) == x.shape
-
-
-def _enter_report(function: Callable) -> None:
-    recorder = recording.of_thread.recorder
-    if recorder is not None:
-        recorder.enter(function, recording.NEEDED)

@@ -11,26 +11,10 @@ from torch import Tensor
 
 from brevact.autograd import recording
 from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.functions.recorded_again import compute_from_weight
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
-
-
-class _WeightStatistics(Saving):
-    is_brevact = False  # what it returns is computed from a weight
-
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
-        save(ctx, exact=(weight,))
-        ctx.compute = compute
-        return compute(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = load(ctx)
-        weight = weight.detach().requires_grad_()
-        with torch.enable_grad():
-            return None, *torch.autograd.grad(ctx.compute(weight), weight, grad)
 
 
 class _AbsolutePercentile(Saving):
@@ -61,9 +45,8 @@ def weight_statistics(region: Region, compute: Callable[[Tensor], Tensor], weigh
     Returns:
         What ``compute`` returns.
     """
-    _enter_report(weight_statistics)
-    with torch._C.DisableTorchFunction():
-        return region.apply_to_weight(_WeightStatistics, compute, weight)
+    recording.enter(weight_statistics)
+    return compute_from_weight(region, compute, weight)
 
 
 def absolute_percentile(
@@ -87,12 +70,6 @@ def absolute_percentile(
     if dim is None:
         flat, values, dim = x.view(-1), values.view(-1), 0
     rank = math.floor(0.01 * q * flat.shape[dim] + 0.5)
-    _enter_report(absolute_percentile)
+    recording.enter(absolute_percentile)
     with torch._C.DisableTorchFunction():
         return region.apply(_AbsolutePercentile, (values,), flat, rank, dim, keepdim and flat is x)
-
-
-def _enter_report(function: Callable) -> None:
-    recorder = recording.of_thread.recorder
-    if recorder is not None:
-        recorder.enter(function, recording.NEEDED)

@@ -1,0 +1,130 @@
+"""Forward quantizers that somebody has changed, watches, or changes between the forward and the backward pass."""
+
+import brevitas.nn as qnn
+import pytest
+import torch
+from brevitas.core.quant import IntQuant
+from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
+from torch import nn
+
+import brevact
+from brevact import LosslessBackward
+from tests.qat.cases import CHANNELS, activation, gradients
+
+CONSTANT = {"scaling_impl_type": "const", "scaling_init": 2.0}
+
+
+class _SameView(nn.Module):
+    def forward(self, x):
+        return x.view(x.shape)
+
+
+class _OneMore(IntQuant):
+    def to_int(self, *args):
+        return super().to_int(*args) + 1
+
+
+class _BitWidth(nn.Module):
+    def __init__(self, bit_width):
+        super().__init__()
+        self.bit_width = bit_width
+
+    def forward(self):
+        return self.bit_width
+
+
+def tensor_quant(layer):
+    return layer.act_quant.fused_activation_quant_proxy.tensor_quant
+
+
+def compare(make):
+    """Gradients of the same model with and without backward quantization, bit for bit."""
+    found = []
+    for quantize in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        if quantize:
+            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+        found.append(gradients(model, activation()))
+    (out, grad, grads), (packed_out, packed_grad, packed_grads) = found
+    assert torch.equal(packed_out, out)
+    assert torch.equal(packed_grad, grad)
+    assert all(torch.equal(packed_grads[key], grads[key]) for key in grads)
+
+
+def test_relu_passes_gradients_to_a_quantizer_with_its_own_view():
+    def make():
+        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, **CONSTANT)
+        tensor_quant(layer).int_quant.input_view_impl = _SameView()
+        return nn.Sequential(layer, nn.Conv2d(CHANNELS, 4, 3))
+
+    compare(make)
+
+
+def test_integers_of_a_subclass_are_its_own():
+    def make():
+        layer = qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, **CONSTANT)
+        tensor_quant(layer).int_quant.__class__ = _OneMore
+        return nn.Sequential(layer, nn.Conv2d(CHANNELS, 4, 3))
+
+    compare(make)
+
+
+def test_bit_widths_of_one_storage_are_told_apart():
+    def make():
+        layers = []
+        for width in torch.tensor([4.0, 8.0]):
+            layer = qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, **CONSTANT)
+            tensor_quant(layer).msb_clamp_bit_width_impl = _BitWidth(width)
+            layers += [layer, nn.Conv2d(CHANNELS, CHANNELS, 3)]
+        return nn.Sequential(*layers)
+
+    compare(make)
+
+
+@pytest.mark.parametrize("place", ["relu", "quantizer", "scaling"])
+def test_hooks_inside_a_fused_activation_see_a_graph(place):
+    grads = []
+    for quantize in (False, True):
+        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, **CONSTANT)
+        seen = []
+        if place == "relu":
+            relu = layer.act_quant.fused_activation_quant_proxy.activation_impl
+            relu.register_forward_hook(lambda module, args, out: seen.append(out))  # noqa: B023
+        else:
+            watched = tensor_quant(layer) if place == "quantizer" else tensor_quant(layer).scaling_impl
+            watched.register_forward_pre_hook(lambda module, args: seen.append(args[0]))  # noqa: B023
+        model = nn.Sequential(layer)
+        if quantize:
+            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+        x = activation().requires_grad_()
+        loss = model(x).sum() + seen[0].square().sum()
+        grads += torch.autograd.grad(loss, x)
+    assert torch.equal(*grads)
+
+
+def test_a_weight_that_changes_after_it_was_quantized_is_not_computed_again():
+    """Its fake-quantized values were read after the change, and are what the gradient needs."""
+    layer = qnn.QuantLinear(64, 64, bias=False, weight_quant=Int8WeightPerTensorFloat)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(8, 64, requires_grad=True)
+    with brevact.backward_quant(LosslessBackward, min_numel=0):
+        weight = layer.quant_weight().value
+        with torch.no_grad():
+            layer.weight.add_(1.0)
+        loss = nn.functional.linear(x, weight).sum()
+    (grad,) = torch.autograd.grad(loss, x)
+    assert torch.equal(grad, torch.ones(8, 64) @ weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [torch.tensor(0.37), torch.full((1, CHANNELS, 1, 1), 0.37)], ids=["one", "channels"])
+def test_product_with_a_scale_has_the_gradient_of_torch(dtype, scale):
+    """Of a scale in float32, and where the gradient lies otherwise in memory than the factors."""
+    x = activation().to(dtype).transpose(2, 3).requires_grad_()
+    scale = scale.clone().requires_grad_()
+    expected = x * 1 * scale
+    with brevact.backward_quant(LosslessBackward, min_numel=0):
+        found = x * 1 * scale
+    grads = [torch.autograd.grad(y, (x, scale), activation(1).to(y.dtype)) for y in (expected, found)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
