@@ -1,24 +1,26 @@
 """A tensor that several ops save is packed once.
 
 Residual branches, q/k/v projections, a block's input that its shortcut reads too: each op asks for the same tensor,
-and gets the same packed tensors. The table owns nothing. It knows a tensor by its storage (a weak reference, so an
-address that was freed and used again is never taken for the old one), version counter, offset, shape and strides, and
-knows the packed tensors by weak references: they live as long as some graph node keeps them. Like PyTorch's own check,
-the version counter does not see edits through ``x.data`` or NumPy.
+and gets the same packed tensors. The table owns nothing. It knows a tensor by its storage (which carries its part of
+the table, so that an address that was freed and used again is never taken for the old one), version counter, offset,
+shape and strides, and knows the packed tensors by weak references: they live as long as some graph node keeps them.
+Like PyTorch's own check, the version counter does not see edits through ``x.data`` or NumPy.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from brevact.autograd.storages import referent
 
 _SWEEP_FLOOR = 4
+_numbers = itertools.count()
 
 
 class _WeakTensor:
@@ -65,19 +67,27 @@ class _Packs(dict[Hashable, tuple[list[_WeakTensor], Any]]):
             tensors.append(tensor)
         return tuple(tensors), decoder
 
-    def sweep_sometimes(self) -> None:
-        """Drop what nobody keeps any more, each time that the table has doubled."""
-        if len(self) >= self.sweep_at:
-            for key in [key for key in list(self) if self.find(key) is None]:
-                self.pop(key, None)
-            self.sweep_at = max(_SWEEP_FLOOR, 2 * len(self))
+    def sweep(self) -> None:
+        """Drop what nobody keeps any more."""
+        for key in [key for key in list(self) if self.find(key) is None]:
+            self.pop(key, None)
+        self.sweep_at = max(_SWEEP_FLOOR, 2 * len(self))
 
 
 class SharedPacks:
     """Weak table from (tensor, settings) to the tensors and the decoder that keep it."""
 
     def __init__(self) -> None:
-        self._by_storage: weakref.WeakKeyDictionary[UntypedStorage, _Packs] = weakref.WeakKeyDictionary()
+        self._attribute = f"_brevact_packs_{next(_numbers)}"
+
+    def packs_of(self, x: Tensor) -> _Packs:
+        """Return the part of the table for the storage of ``x``."""
+        storage = x.untyped_storage()
+        packs: _Packs | None = getattr(storage, self._attribute, None)
+        if packs is None:
+            packs = _Packs()
+            setattr(storage, self._attribute, packs)
+        return packs
 
     def slot(self, x: Tensor, settings: Hashable) -> Slot | None:
         """Return the place in the table for what keeps ``x`` under settings with this key.
@@ -86,12 +96,8 @@ class SharedPacks:
         """
         if x.is_inference():
             return None
-        storage = x.untyped_storage()
-        packs = self._by_storage.get(storage)
-        if packs is None:
-            packs = self._by_storage[storage] = _Packs()
         key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
-        return Slot(packs, key, storage._cdata)
+        return Slot(self.packs_of(x), key, x.untyped_storage()._cdata)
 
 
 class Slot:
@@ -108,5 +114,7 @@ class Slot:
 
     def fill(self, tensors: tuple[Tensor, ...], decoder: Any) -> None:
         """Remember what keeps the tensor."""
-        self._packs.sweep_sometimes()
-        self._packs[self._key] = ([_WeakTensor(tensor, self._address) for tensor in tensors], decoder)
+        packs = self._packs
+        if len(packs) >= packs.sweep_at:  # it has doubled
+            packs.sweep()
+        packs[self._key] = ([_WeakTensor(tensor, self._address) for tensor in tensors], decoder)

@@ -124,11 +124,11 @@ def mask_multiply(
         ValueError: If grad or out has another shape, or packed another length.
     """
     _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
-    for name, tensor in (("grad", grad), ("out", out)):
-        if tensor is not None and tuple(tensor.shape) != layout.shape:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; the mask has {layout.shape}")
-    if out is not None and out.dtype != grad.dtype:
-        raise ValueError(f"out: got {out.dtype}; the result has the dtype of grad, {grad.dtype}")
+    _check_shape("grad", grad, layout)
+    if out is not None:
+        _check_shape("out", out, layout)
+        if out.dtype != grad.dtype:
+            raise ValueError(f"out: got {out.dtype}; the result has the dtype of grad, {grad.dtype}")
     grad = grad.detach()
     if not layout.matches(grad) or (out is not None and not layout.matches(out)):
         masked = torch.where(unpack_mask(packed, layout), grad, grad * negative_slope if negative_slope else 0.0)
@@ -147,6 +147,11 @@ def _check_widths(bit_width: int, block_size: int) -> None:
         raise ValueError(f"bit_width: got {bit_width!r}; accepted is an int from 1 to 32")
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 8 or block_size % 8:
         raise ValueError(f"block_size: got {block_size!r}; accepted is a positive multiple of 8")
+
+
+def _check_shape(name: str, x: Tensor, layout: Layout) -> None:
+    if x.shape != layout.shape:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}; the mask has {tuple(layout.shape)}")
 
 
 def _check_packed(packed: Tensor, expected: int) -> None:

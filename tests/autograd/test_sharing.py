@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 
 import pytest
 import torch
@@ -17,10 +18,6 @@ from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import WeakStorage
 from brevact.quantizers import UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
-
-
-def _entries(packs: SharedPacks) -> int:
-    return sum(len(kept) for kept in packs._by_storage.values())
 
 
 def test_slot_finds_what_fill_kept():
@@ -39,11 +36,26 @@ def test_slot_forgets_a_tensor_that_nobody_keeps():
     assert packs.slot(x, "settings").find() is None
 
 
-def test_slot_of_a_freed_tensor_leaves_the_table():
+def test_slot_of_a_freed_tensor_is_gone():
     packs, kept = SharedPacks(), (torch.ones(3),)
     for _ in range(10):
-        packs.slot(torch.randn(4), "settings").fill(kept, "decoder")
-    assert _entries(packs) == 0
+        x = torch.randn(4)
+        assert packs.slot(x, "settings").find() is None
+        packs.slot(x, "settings").fill(kept, "decoder")
+        part = weakref.ref(packs.packs_of(x))
+        del x
+        assert part() is None
+
+
+def test_slot_outlives_the_python_objects_of_its_tensor():
+    packs, kept = SharedPacks(), (torch.ones(3),)
+    x = torch.randn(4, requires_grad=True).exp()
+    packs.slot(x.detach(), "settings").fill(kept, "decoder")
+    sine = x.sin()
+    del x
+    gc.collect()
+    (found,), _ = packs.slot(sine.grad_fn._saved_self, "settings").find()
+    assert found is kept[0]
 
 
 def test_slot_finds_views_with_their_shape_strides_and_offset():
@@ -67,7 +79,7 @@ def test_fill_drops_dead_entries_of_a_storage_that_lives_on():
         packs.slot(buffer[step % 100], "settings").fill(kept, "decoder")
         if step < 20:
             alive.append(kept)
-    assert _entries(packs) <= 2 * 2 * (len(alive) + 1)
+    assert len(packs.packs_of(buffer)) <= 2 * 2 * (len(alive) + 1)
     assert packs.slot(buffer, "settings").find() is not None
 
 
@@ -75,11 +87,9 @@ def test_training_on_one_buffer_keeps_the_table_small():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     brevact.quantize_backward(model, brevact.StochBackward2bit)
     buffer = torch.empty(32, 16)
-    gc.collect()
-    before = _entries(keeping._shared)
     for _ in range(100):
         model(buffer.normal_()).sum().backward()
-    assert _entries(keeping._shared) - before <= 4
+    assert len(keeping._shared.packs_of(buffer)) <= 4
 
 
 def test_weak_storage_expires_with_the_last_alias():
