@@ -142,7 +142,6 @@ def keep_packed(
     x: Tensor,
     settings: BackwardSettings,
     seeds: SeedStream,
-    *,
     share: bool = True,
     repeats: bool = False,
     place: int = 0,

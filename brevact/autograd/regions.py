@@ -96,7 +96,7 @@ class Region:
         self.packs = settings is not None and not norms_only
         self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
-        self.places = itertools.count()  # of the tensors that it keeps
+        self.places = itertools.count()  # of the tensors that a quantizer with statistics keeps
 
     def __enter__(self) -> Region:
         self.parent = current_region()
@@ -197,12 +197,14 @@ class Region:
 
     def keep(self, x: Tensor, *, share: bool = True) -> Kept:
         """Keep a floating-point activation for backward as the settings say."""
-        repeats = self.settings.draws_size and self.hooks.are_in_checkpoint()
-        return keep_packed(x, self.settings, self.seeds, share=share, repeats=repeats, place=next(self.places))
+        settings = self.settings
+        repeats = settings.draws_size and self.hooks.are_in_checkpoint()
+        place = next(self.places) if settings.observes else 0
+        return keep_packed(x, settings, self.seeds, share, repeats, place)
 
     def keep_normalized(self, z: Tensor) -> Kept:
         """Keep the normalized input of a norm, for quantizers that have a form for it."""
-        return keep_packed(z, self.settings.of_normalized, self.seeds, share=False)
+        return keep_packed(z, self.settings.of_normalized, self.seeds, False)
 
     def keep_activation(self, x: Tensor) -> Kept:
         """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
@@ -231,20 +233,17 @@ class _EagerMode(tracing.RegionMode):
             return tracing.traced_call(self, func, types, args, kwargs)
         if tracing.frame_callback() is not None:  # between the graphs of a compiled model
             return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
-        if func in kinds.UNCOUNTED and args and is_activation(args[0]):
-            lossless.forget(args[0])
-        if type(func) is MethodWrapperType or func in kinds.UNSEEN:  # x.shape, x.dim()
-            return func(*args, **kwargs)
-        if func is kinds.GETITEM and kinds.makes_view(args[1]):
-            return func(*args, **kwargs)
+        if type(func) is MethodWrapperType or func in kinds.ASIDE:
+            if func in kinds.UNCOUNTED and args and is_activation(args[0]):
+                lossless.forget(args[0])
+            if kinds.stores_nothing(func, args):
+                return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
                 with self:
                     return kind.__torch_function__(func, types, args, kwargs)
         regions = active.regions
         if not regions:
-            return func(*args, **kwargs)
-        if func in kinds.COUNTING and args[0].dtype in kinds.INTEGERS:
             return func(*args, **kwargs)
         region = regions[-1]
         if recording.of_thread.recorder is not None:

@@ -101,7 +101,7 @@ _RECIPROCALS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))
 _POWERS = frozenset((*_everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
 
 #: Ask for what a tensor is, not for its values.
-UNSEEN = frozenset(
+_UNSEEN = frozenset(
     getattr(Tensor, name)
     for name in (
         *("data_ptr", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
@@ -109,10 +109,12 @@ UNSEEN = frozenset(
     )
 )
 #: Count in place: of an integer (the batches that a norm has seen) nothing is stored, and nothing made of it trains.
-COUNTING = frozenset((Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_))
-INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+_COUNTING = frozenset((Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_))
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 #: Let their caller change values without the version counter seeing it.
 UNCOUNTED = frozenset((Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__))  # type: ignore[attr-defined]
+#: Functions of which :func:`stores_nothing` knows something.
+ASIDE = frozenset((*_UNSEEN, *UNCOUNTED, *_COUNTING, Tensor.__getitem__))
 #: Matrix products, whose factors may be weights or activations.
 PRODUCTS = frozenset(
     (
@@ -120,7 +122,7 @@ PRODUCTS = frozenset(
         *(torch.einsum, Tensor.__matmul__, Tensor.__rmatmul__),
     )
 )
-GETITEM = Tensor.__getitem__
+_GETITEM = Tensor.__getitem__
 _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 LAYERS = frozenset(
     (
@@ -132,8 +134,15 @@ LAYERS = frozenset(
 )
 
 
-def makes_view(index: Any) -> bool:
-    """Return whether an index makes a view, which is to its tensor what its graph node says."""
+def stores_nothing(func: Callable, args: tuple) -> bool:
+    """Return whether a region need not look at a call of an attribute (``x.shape``) or of a function :data:`ASIDE`."""
+    if func is _GETITEM:
+        return _makes_view(args[1])
+    return func not in _COUNTING or (type(args[0]) is Tensor and args[0].dtype in _INTEGERS)
+
+
+def _makes_view(index: Any) -> bool:
+    """Whether an index makes a view, which is to its tensor what its graph node says."""
     return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
 
 
