@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from brevact.autograd import lossless, recording
@@ -109,6 +110,7 @@ class _Mask(NamedTuple):
         return recording.MASKED, _bytes_of(self.layout)
 
 
+_is_grad_enabled = torch.is_grad_enabled
 AS_IT_IS = _AsItIs()
 _shared = SharedPacks()
 
@@ -169,13 +171,14 @@ def keep_packed(
     if settings.is_exact:
         return keep_as_it_is(x, recording.EXACT_POLICY)
     slot = _shared.slot(x, (settings.key, repeats)) if share else None
-    found = None if slot is None else slot.find()
+    found = None if slot is None else slot.found
     if found is None:
         quantizer = settings.quantizer
         if settings.draws_size:
             numel = Layout.of(x).numel
             quantizer = quantizer.sized(numel, numel if repeats else seeds.next_on_host())
-        x = x.detach()
+        if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
+            x = x.detach()
         if settings.observes:
             quantizer = quantizer.observed(x, place)
         found = pack(x, quantizer, settings.save_mode, seeds.next(x.device) if quantizer.is_stochastic else 0)
@@ -195,7 +198,7 @@ def decode_early(kept: Kept) -> Tensor:
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor) -> Kept:
     """Keep ``x`` packed, or to be packed with this seed when backward starts."""
     if save_mode is SaveMode.SAVE_QUANTIZED:
-        packed = quantize(quantizer, _without_gaps(x), seed)
+        packed = quantize(quantizer, x if x.is_contiguous() else _without_gaps(x), seed)
         return (packed.buffer,), _Packed(packed.spec)
     if isinstance(seed, int):
         return (x,), _PackedOnBackward(quantizer, seed)

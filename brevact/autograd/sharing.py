@@ -101,16 +101,20 @@ class SharedPacks:
 
 
 class Slot:
-    """The place of one tensor in the table."""
+    """The place of one tensor in the table.
 
-    __slots__ = ("_address", "_key", "_packs")
+    Args:
+        packs: part of the table for its storage.
+        key: what it is apart from that.
+        address: of its storage.
+    """
+
+    __slots__ = ("_address", "_key", "_packs", "found")
 
     def __init__(self, packs: _Packs, key: Hashable, address: int) -> None:
         self._packs, self._key, self._address = packs, key, address
-
-    def find(self) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return the kept tensors and their decoder if some node still holds them."""
-        return self._packs.find(self._key)
+        #: The kept tensors and their decoder if some node still holds them.
+        self.found = packs.find(key) if key in packs else None
 
     def fill(self, tensors: tuple[Tensor, ...], decoder: Any) -> None:
         """Remember what keeps the tensor."""

@@ -23,24 +23,24 @@ from tests.autograd.measuring import settings, watch_saved
 def test_slot_finds_what_fill_kept():
     packs, x, kept = SharedPacks(), torch.randn(4), (torch.ones(3, dtype=torch.uint8),)
     packs.slot(x, "settings").fill(kept, "decoder")
-    assert packs.slot(x, "other settings").find() is None
-    found, decoder = packs.slot(x.detach(), "settings").find()
+    assert packs.slot(x, "other settings").found is None
+    found, decoder = packs.slot(x.detach(), "settings").found
     assert decoder == "decoder" and torch.equal(found[0], kept[0])
     x.add_(1)
-    assert packs.slot(x, "settings").find() is None
+    assert packs.slot(x, "settings").found is None
 
 
 def test_slot_forgets_a_tensor_that_nobody_keeps():
     packs, x = SharedPacks(), torch.randn(4)
     packs.slot(x, "settings").fill((torch.ones(3),), "decoder")
-    assert packs.slot(x, "settings").find() is None
+    assert packs.slot(x, "settings").found is None
 
 
 def test_slot_of_a_freed_tensor_is_gone():
     packs, kept = SharedPacks(), (torch.ones(3),)
     for _ in range(10):
         x = torch.randn(4)
-        assert packs.slot(x, "settings").find() is None
+        assert packs.slot(x, "settings").found is None
         packs.slot(x, "settings").fill(kept, "decoder")
         part = weakref.ref(packs.packs_of(x))
         del x
@@ -54,7 +54,7 @@ def test_slot_outlives_the_python_objects_of_its_tensor():
     sine = x.sin()
     del x
     gc.collect()
-    (found,), _ = packs.slot(sine.grad_fn._saved_self, "settings").find()
+    (found,), _ = packs.slot(sine.grad_fn._saved_self, "settings").found
     assert found is kept[0]
 
 
@@ -67,7 +67,7 @@ def test_slot_finds_views_with_their_shape_strides_and_offset():
         expected, alias = view.clone(), view.detach()
         packs.slot(x, "settings").fill((view,), "decoder")
         del view
-        (found,), _ = packs.slot(x, "settings").find()
+        (found,), _ = packs.slot(x, "settings").found
         assert torch.equal(found, expected) and found.stride() == alias.stride()
 
 
@@ -80,7 +80,7 @@ def test_fill_drops_dead_entries_of_a_storage_that_lives_on():
         if step < 20:
             alive.append(kept)
     assert len(packs.packs_of(buffer)) <= 2 * 2 * (len(alive) + 1)
-    assert packs.slot(buffer, "settings").find() is not None
+    assert packs.slot(buffer, "settings").found is not None
 
 
 def test_training_on_one_buffer_keeps_the_table_small():
@@ -122,7 +122,7 @@ def test_quantize_on_backward_shares_a_tensor_whose_seed_is_a_view():
     packs, x, block = SharedPacks(), torch.randn(64), torch.arange(256)
     kept, decoder = keeping.pack(x.detach(), quantizer, save_mode, block[7])
     packs.slot(x, settings.key).fill(kept, decoder)
-    found, found_decoder = packs.slot(x, settings.key).find()
+    found, found_decoder = packs.slot(x, settings.key).found
     assert torch.equal(found_decoder.decode(found), decoder.decode(kept))
 
 

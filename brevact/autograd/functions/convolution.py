@@ -78,8 +78,10 @@ class _Convolution(Saving):
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
             x = kept.decode()
-        operands = grad.to(dtype), x.to(dtype), weight.decode().to(dtype)
-        grads = _convolution_backward(*operands, ctx.bias_sizes, *ctx.geometry, mask)
+        w = weight.decode()
+        if not grad.dtype is x.dtype is w.dtype is dtype:
+            grad, x, w = grad.to(dtype), x.to(dtype), w.to(dtype)
+        grads = _convolution_backward(grad, x, w, ctx.bias_sizes, *ctx.geometry, mask)
         return None, None, None, *grads
 
 

@@ -70,8 +70,9 @@ class _Norm(Saving):
         grad_input = grad_weight = None
         if kept is not None:
             dtype, weight_dtype = ctx.dtypes
-            x = kept.decode().to(dtype)
-            w = None if weight is None else weight.to(weight_dtype)
+            x = kept.decode()
+            x = x if x.dtype is dtype else x.to(dtype)
+            w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
             wanted = [*mask[:2], mask[2] and w is not None]  # ATen gives no bias its gradient without a weight
             if ctx.is_normalized:
                 grads = norm.backward_of_normalized(grad.to(dtype), x, invstd, w, wanted)
