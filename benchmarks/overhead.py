@@ -6,13 +6,14 @@ The model is a residual network of six basic blocks (32, 64 and 128 channels), b
 Functions and sharing run as always, with a quantizer that stores the tensor itself: its codes are the tensor's own
 memory, and decoding hands that memory back, so that no element is read or written. What is left beside the mechanism
 are the masks of ReLU, which are packed whatever the quantizer; in one of the variants ReLU stores what torch stores.
+"bare Functions" are the floor: an empty mode, empty hooks, Functions of a few lines that store what torch stores.
 
 The steps alternate in one process, whose allocator keeps its memory: the page faults of memory that glibc gives back
 and takes again differ from heap to heap by more than what is measured here. Each ratio is the median of the ratios to
-the plain step of the same round, with its standard error over resampled rounds. On a shared machine that is still more
-than the mechanism costs. Since the cost does not depend on the sizes, the last line gives it from steps on two images
-of 8x8, where it is half of the time: the median difference to the plain step, less the time inside the identity
-itself; also as a share of the large plain step.
+the plain step of the same round, with its standard error over resampled rounds. On a shared machine that is still much.
+The last line gives the cost from steps on two images of 8x8, where it is half of the time: the median difference to the
+plain step, less the time inside the identity itself; also as a share of the large plain step. It is the lower figure:
+between kernels that read large tensors, Python runs from cold caches.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import brevact
+from benchmarks.bare_functions import InEmptyMode
 from benchmarks.records import write_rows
 from benchmarks.training_step import loss_of, step_times
 from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part
@@ -87,7 +89,7 @@ def resnet(classes: int = 10) -> nn.Sequential:
 
 
 def variants(model: nn.Module, min_numel: int = 4096) -> dict[str, nn.Module]:
-    """The model as it is, with the identity for a quantizer, with it but for ReLU, and with 2 bits for comparison."""
+    """The model as it is, with bare Functions, the identity, the identity but for ReLU, and 2 bits for comparison."""
     identity = brevact.BackwardSettings(Identity(), min_numel=min_numel)
     policies = {
         "identity": identity,
@@ -95,7 +97,7 @@ def variants(model: nn.Module, min_numel: int = 4096) -> dict[str, nn.Module]:
         "StochBackward2bit": brevact.StochBackward2bit,
     }
     quantized = {name: brevact.quantize_backward(copy.deepcopy(model), policy) for name, policy in policies.items()}
-    return {"plain": model} | quantized
+    return {"plain": model, "bare Functions": InEmptyMode(model)} | quantized
 
 
 def keep_memory() -> bool:
@@ -140,10 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=61)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
     if not keep_memory():
         print("the allocator is not glibc's: page faults are part of the times")
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     images, labels = torch.randn(args.batch_size, 3, 32, 32), torch.randint(0, 10, (args.batch_size,))
     models = variants(resnet())
