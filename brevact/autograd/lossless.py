@@ -137,9 +137,14 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
     _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, versions, decoder)
 
 
+def is_empty() -> bool:
+    """Return whether no tensor is known."""
+    return not _entries.data  # whose length WeakKeyDictionary does not recount
+
+
 def forget(x: Tensor) -> None:
     """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
-    if _entries:
+    if not is_empty():
         _entries.pop(x.untyped_storage(), None)
 
 
@@ -152,7 +157,7 @@ def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
 
     Not if a scale or a weight that it was computed from has changed since.
     """
-    if not _entries.data or x.is_inference():  # .data: the quick answer, whose length is not recounted
+    if is_empty() or x.is_inference():
         return None
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
