@@ -56,9 +56,13 @@ class Identity:
     is_stochastic = False
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Take the memory of `x`, which must be contiguous."""
+        """Take the memory of `x`, which must be dense."""
         start = time.perf_counter()
-        packed = PackedActivation(PackedSpec.of(self, Layout.of(x)), x.view(-1).view(torch.uint8))
+        layout = Layout.of(x)
+        if not layout.is_dense or layout.numel != x.numel():
+            raise ValueError(f"x: got strides {x.stride()} for shape {tuple(x.shape)}; accepted are dense tensors")
+        codes = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+        packed = PackedActivation(PackedSpec.of(self, layout), codes)
         inside_identity[0] += time.perf_counter() - start
         return packed
 
@@ -69,7 +73,7 @@ class Identity:
     def decode(self, buffer: Tensor, spec: PackedSpec[Identity], target: Tensor) -> None:
         """Let `target` be the stored memory."""
         start = time.perf_counter()
-        target.set_(buffer.view(target.dtype).view(target.shape))
+        target.set_(buffer.view(target.dtype).as_strided(target.shape, target.stride()))
         inside_identity[0] += time.perf_counter() - start
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Identity], other: Tensor, target: Tensor) -> None:

@@ -77,7 +77,6 @@ _RESIDUALS = {
     StochasticRoundSte: (-1.0, 1.0),
 }
 _CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
-_TO_INTEGERS = (IntQuant.to_int, DecoupledIntQuant.to_int)
 _STATISTICS_OF_WEIGHTS = (
     AbsAve,
     AbsMax,
@@ -141,7 +140,7 @@ def _quantize(
     clamp = type(quant.tensor_clamp_impl)
     if region is None or residual is None or clamp not in _CLAMPS or _delays(quant):
         return NotImplemented
-    if type(quant).to_int not in _TO_INTEGERS:  # somebody's own way to the integers
+    if type(quant).to_int not in (IntQuant.to_int, DecoupledIntQuant.to_int):  # somebody's own way to the integers
         return NotImplemented
     if bit_width.requires_grad or bit_width.numel() != 1 or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
