@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.overhead import Identity, ratio, resnet, variants
+from benchmarks.overhead import Identity, median_and_error, resnet, variants
 from benchmarks.training_step import loss_of
 
 
-@pytest.mark.parametrize("name", ["bare Functions", "identity", "identity, ReLU as in torch"])
+@pytest.mark.parametrize("name", ["bare Functions", "identity"])
 def test_variants_keep_the_gradients_of_the_plain_model(name):
     torch.manual_seed(0)
     models = variants(resnet())
@@ -40,16 +40,10 @@ def test_main_compares_the_steps(tmp_path: Path):
     subprocess.run([sys.executable, "-m", "benchmarks.overhead", *arguments], check=True, capture_output=True)
     with open(tmp_path / "rows.csv", newline="") as file:
         kept = {row["stored"]: float(row["kept_mib"]) for row in csv.DictReader(file)}
-    assert list(kept) == [
-        "plain",
-        "bare Functions",
-        "identity",
-        "identity, ReLU as in torch",
-        "StochBackward2bit",
-    ]
+    assert list(kept) == ["plain", "bare Functions", "identity", "StochBackward2bit"]
     assert min(kept["plain"], kept["bare Functions"], kept["identity"]) > 5 * kept["StochBackward2bit"]
 
 
-def test_ratio_is_the_median_of_the_rounds():
-    found, error = ratio([2.0, 3.0, 8.0], [1.0, 1.0, 2.0])
-    assert found == 3.0 and 0 < error < 2
+def test_median_and_error_are_those_of_the_rounds():
+    found, error = median_and_error([2.0, 3.0, 4.0])
+    assert found == 3.0 and 0 < error < 1
