@@ -124,10 +124,6 @@ def mask_multiply(
         ValueError: If grad or out has another shape, or packed another length.
     """
     _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
-    if out is None and Layout.of(grad) is layout and layout.is_dense and not (is_traced(grad) or grad.is_neg()):
-        target = layout.empty(grad.device)  # the usual case, without further questions
-        dispatch.mask_multiply(packed, layout.numel, grad.detach(), target, negative_slope)
-        return target
     _check_shape("grad", grad, layout)
     if out is not None:
         _check_shape("out", out, layout)

@@ -90,10 +90,10 @@ def test_hooks_inside_a_fused_activation_see_a_graph(place):
         seen = []
         if place == "relu":
             relu = layer.act_quant.fused_activation_quant_proxy.activation_impl
-            relu.register_forward_hook(lambda module, args, out: seen.append(out))  # noqa: B023
+            relu.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
         else:
             watched = tensor_quant(layer) if place == "quantizer" else tensor_quant(layer).scaling_impl
-            watched.register_forward_pre_hook(lambda module, args: seen.append(args[0]))  # noqa: B023
+            watched.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
         model = nn.Sequential(layer)
         if quantize:
             brevact.quantize_backward(model, LosslessBackward, min_numel=0)
