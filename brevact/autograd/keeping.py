@@ -134,9 +134,8 @@ def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
 
 def noted(kept: Kept, why: str = "") -> Kept:
     """Tell the recorder of a report, if there is one, how a tensor is kept."""
-    recorder = recording.of_thread.recorder
-    if recorder is not None:
-        recorder.note(kept, why)
+    if recording.recorders:
+        recording.note(kept, why)
     return kept
 
 
@@ -165,7 +164,7 @@ def keep_packed(
     """
     if x.numel() < settings.min_numel:
         return keep_small(x)
-    known = lossless.find(x) if share else None
+    known = lossless.find(x) if share and lossless.entries else None
     if known is not None:
         return noted(known)
     if settings.is_exact:

@@ -121,6 +121,8 @@ class _Entry(NamedTuple):
 
 
 _entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
+#: What it holds, without the count that asking it for its length takes: while it is empty, nobody need ask for a tensor.
+entries = _entries.data
 
 
 def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
@@ -137,14 +139,9 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
     _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, versions, decoder)
 
 
-def is_empty() -> bool:
-    """Return whether no tensor is known."""
-    return not _entries.data  # whose length WeakKeyDictionary does not recount
-
-
 def forget(x: Tensor) -> None:
     """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
-    if not is_empty():
+    if entries:
         _entries.pop(x.untyped_storage(), None)
 
 
@@ -157,7 +154,7 @@ def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
 
     Not if a scale or a weight that it was computed from has changed since.
     """
-    if is_empty() or x.is_inference():
+    if not entries or x.is_inference():
         return None
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():

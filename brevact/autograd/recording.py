@@ -86,20 +86,31 @@ class _OfThread(threading.local):
     recorder: Recorder | None = None
 
 
-of_thread = _OfThread()
+_of_thread = _OfThread()
+#: Recorders of all threads: while there are none, nobody need look for one.
+recorders: list[Recorder] = []
 
 
-def enter(func: Callable) -> None:
-    """Tell the recorder of a report, if there is one, which function of ours runs; what it stores it needs."""
-    if of_thread.recorder is not None:
-        of_thread.recorder.enter(func, NEEDED)
+def enter(func: Callable, why: str = NEEDED) -> None:
+    """Tell the recorder of a report, if there is one, which function runs, and why it stores what nobody notes."""
+    if _of_thread.recorder is not None:
+        _of_thread.recorder.enter(func, why)
+
+
+def note(kept: Kept, why: str) -> None:
+    """Tell the recorder of a report, if there is one, how a tensor is kept."""
+    if _of_thread.recorder is not None:
+        _of_thread.recorder.note(kept, why)
 
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
     """Record what regions of this thread store."""
-    outer, of_thread.recorder = of_thread.recorder, Recorder()
+    outer, recorder = _of_thread.recorder, Recorder()
+    _of_thread.recorder = recorder
+    recorders.append(recorder)
     try:
-        yield of_thread.recorder
+        yield recorder
     finally:
-        of_thread.recorder = outer
+        recorders.remove(recorder)
+        _of_thread.recorder = outer

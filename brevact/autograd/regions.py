@@ -217,7 +217,7 @@ class Region:
 
     def keep_weight(self, x: Tensor) -> Kept:
         """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
-        known = lossless.find(x)
+        known = lossless.find(x) if lossless.entries else None
         return keep_as_it_is(x, recording.WEIGHT) if known is None else noted(known)
 
 
@@ -246,8 +246,8 @@ class _EagerMode(tracing.RegionMode):
         if not regions:
             return func(*args, **kwargs)
         region = regions[-1]
-        if recording.of_thread.recorder is not None:
-            recording.of_thread.recorder.enter(func, recording.NO_QUANTIZER)
+        if recording.recorders:
+            recording.enter(func, recording.NO_QUANTIZER)
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
@@ -274,8 +274,8 @@ class _EagerMode(tracing.RegionMode):
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
         if makes_weight or (not region.settings.is_exact and kinds.is_exact(region, func, args)):
-            if recording.of_thread.recorder is not None:
-                recording.of_thread.recorder.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
+            if recording.recorders:
+                recording.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
             with region.hooks.suspended:
                 result = func(*args, **kwargs)
         else:

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from brevact.autograd.storages import referent
 
@@ -80,9 +80,8 @@ class SharedPacks:
     def __init__(self) -> None:
         self._attribute = f"_brevact_packs_{next(_numbers)}"
 
-    def packs_of(self, x: Tensor) -> _Packs:
-        """Return the part of the table for the storage of ``x``."""
-        storage = x.untyped_storage()
+    def packs_of(self, storage: UntypedStorage) -> _Packs:
+        """Return the part of the table for a storage."""
         packs: _Packs | None = getattr(storage, self._attribute, None)
         if packs is None:
             packs = _Packs()
@@ -96,8 +95,9 @@ class SharedPacks:
         """
         if x.is_inference():
             return None
+        storage = x.untyped_storage()
         key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
-        return Slot(self.packs_of(x), key, x.untyped_storage()._cdata)
+        return Slot(self.packs_of(storage), key, storage._cdata)
 
 
 class Slot:
@@ -114,7 +114,7 @@ class Slot:
     def __init__(self, packs: _Packs, key: Hashable, address: int) -> None:
         self._packs, self._key, self._address = packs, key, address
         #: The kept tensors and their decoder if some node still holds them.
-        self.found = packs.find(key) if key in packs else None
+        self.found = packs.find(key) if packs else None
 
     def fill(self, tensors: tuple[Tensor, ...], decoder: Any) -> None:
         """Remember what keeps the tensor."""

@@ -155,7 +155,7 @@ def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | Non
     Raises:
         TypeError: If the quantizer returns something else.
     """
-    if is_traced(x):
+    if type(x) is not Tensor and is_traced(x):
         key = seed if isinstance(seed, Tensor) else None
         buffer = torch.ops.brevact.quantize(x, key, spell(quantizer), x.stride())
         return PackedActivation(PackedSpec.of(cast(Decoder, quantizer), Layout.of(x)), buffer)
@@ -271,7 +271,7 @@ class PackedActivation:
         spec, buffer = self.spec, self.buffer
         layout = spec.layout
         if out is None:
-            if is_traced(buffer):
+            if type(buffer) is not Tensor and is_traced(buffer):
                 return torch.ops.brevact.dequantize(buffer, *spec.spelled)
             if layout.is_result_dense:
                 out = layout.empty(buffer.device)

@@ -23,21 +23,19 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-class Loaded:
+class Loaded(tuple[tuple[Tensor, ...], Decoder]):
     """A kept tensor on its way back: decoded when it is asked for."""
 
-    __slots__ = ("decoder", "tensors")
-
-    def __init__(self, tensors: tuple[Tensor, ...], decoder: Decoder) -> None:
-        self.tensors = tensors
-        self.decoder = decoder
+    __slots__ = ()
 
     def decode(self) -> Tensor:
-        return self.decoder.decode(self.tensors)
+        tensors, decoder = self
+        return decoder.decode(tensors)
 
     def multiply(self, grad: Tensor) -> Tensor:
         """Return the product with ``grad``; packed codes are decoded and multiplied in one pass."""
-        return self.decoder.multiply(self.tensors, grad)
+        tensors, decoder = self
+        return decoder.multiply(tensors, grad)
 
 
 def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -> None:
@@ -59,7 +57,7 @@ def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -
             start, stop = stop, stop + len(kept)
             tensors += kept
             recipe.append((start, stop, decoder))
-    if recording.of_thread.recorder is not None:
+    if recording.recorders and exact:
         for x in exact:
             if x is not None:
                 keep_as_it_is(x)
@@ -68,15 +66,26 @@ def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -
 
 
 def load(ctx: Any) -> list[Any]:
-    """Return what :func:`save` was given: :class:`Loaded` for kept items, exact tensors, and None for None."""
+    """Return what :func:`save` was given: :class:`Loaded` for kept items, exact tensors, and None for None.
+
+    Raises:
+        RuntimeError: the gradient is to be differentiated again.
+    """
+    if _is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
     tensors = ctx.saved_tensors
-    loaded: list[Any] = [entry and Loaded(tensors[entry[0] : entry[1]], entry[2]) for entry in ctx.recipe]
+    loaded: list[Any] = []
+    for entry in ctx.recipe:
+        if entry is not None:
+            start, stop, decoder = entry
+            entry = Loaded((tensors[start:stop], decoder))
+        loaded.append(entry)
     loaded += tensors[ctx.kept_count :]
     return loaded
 
 
 class Saving(torch.autograd.Function):
-    """A Function that saves packed activations; its ``backward`` is differentiable once.
+    """A Function that saves packed activations by :func:`save`; reading them, by :func:`load`, is not differentiable.
 
     ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs.
     """
@@ -87,18 +96,6 @@ class Saving(torch.autograd.Function):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.record = super(torch.autograd.Function, cls).apply
-        if "backward" in cls.__dict__:
-            cls.backward = staticmethod(_once_differentiable(cls.__dict__["backward"].__func__))
-
-
-def _once_differentiable(backward: Callable) -> Callable:
-    @functools.wraps(backward)
-    def wrapper(ctx: Any, *grads: Any) -> Any:
-        if _is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
-            raise RuntimeError(NO_DOUBLE_BACKWARD)
-        return backward(ctx, *grads)
-
-    return wrapper
 
 
 #: Sizes, strides and dtype of a tensor.
@@ -106,7 +103,7 @@ InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class OfSizes(Saving):
-    """An op whose gradient depends on the sizes of its input alone: nothing is stored."""
+    """An op whose gradient depends on the sizes of its input alone: nothing is stored, and it has a gradient again."""
 
     @staticmethod
     def forward(
