@@ -1,8 +1,10 @@
 """Saved-tensor hooks of a region: what reaches autograd by no Function of ours.
 
-Floating-point activations are packed, boolean tensors take one bit an element, everything else (weights, indices,
-small tensors) passes through. PyTorch does not check passed-through tensors for in-place changes while hooks are
-active; the hooks do. Hooks that were active around the region see each tensor that is really stored.
+Torch's own convolution or batch norm, which a region runs in place of a Function (``Region.run_torch``): its input is
+kept as a Function would keep it, its weight and statistics as they are. Of other ops, floating-point activations are
+packed, boolean tensors take one bit an element, everything else (weights, indices, small tensors) passes through.
+PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks that were
+active around the region see each tensor that is really stored.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from brevact.autograd.transforms import NO_TRANSFORMS
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
+_is_grad_enabled = torch.is_grad_enabled
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -30,7 +33,10 @@ _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 class _Stored:
-    """What a pack hook returns: handles of the kept tensors, and how to get the tensor back."""
+    """What a pack hook returns: handles of the kept tensors, and how to get the tensor back.
+
+    In its place, for a tensor that is kept as it is where no hooks are around the region: the tensor and its version.
+    """
 
     __slots__ = ("decoder", "handles", "unpack", "versions")
 
@@ -48,12 +54,16 @@ class _Stored:
             return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
         for x, version in zip(self.handles, self.versions, strict=True):
             if version >= 0 and x._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                    f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the "
-                    "in-place operation out-of-place, or copy the tensor first"
-                )
+                raise _modified(x, version)
         return self.decoder.decode(self.handles)
+
+
+def _modified(x: Tensor, version: int) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+        f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the in-place "
+        "operation out-of-place, or copy the tensor first"
+    )
 
 
 class _Suspended:
@@ -85,6 +95,7 @@ class SavedTensorHooks:
         self._outer: tuple[Callable, Callable] | None = None
         self.suspended = _Suspended(self)
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
+        self.layer_input: Tensor | None = None  # of torch's own layer that runs in place of a Function
 
     def __enter__(self) -> None:
         parent = self._region.parent
@@ -127,11 +138,23 @@ class SavedTensorHooks:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
-    def _pack(self, x: Tensor) -> _Stored:
-        kept = self._keep(x)
-        if kept[0][0] is x and x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
-            kept = (x.detach(),), AS_IT_IS
+    def _pack(self, x: Tensor) -> _Stored | tuple[Tensor, int]:
+        kept = self._keep(x) if self.layer_input is None else self._keep_for_layer(x, self.layer_input)
+        if kept[1] is AS_IT_IS:
+            (x,) = kept[0]
+            if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
+                x = x.detach()
+            if self._outer is None:
+                return x, x._version
+            kept = (x,), AS_IT_IS
         return _Stored(kept, self._outer)
+
+    def _keep_for_layer(self, x: Tensor, layer_input: Tensor) -> Kept:
+        if x is layer_input:
+            return self._region.keep(x)
+        if x.shape == layer_input.shape:  # a copy in another order of memory
+            return self._keep(x)
+        return keep_as_it_is(x) if x.dim() == 1 else self._region.keep_weight(x)  # of a norm everything is small
 
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""
@@ -170,8 +193,12 @@ def sizes_of(x: Tensor) -> tuple[int, ...]:
     return tuple(sorted(size for size in x.shape if size != 1))
 
 
-def _unpack(stored: _Stored) -> Tensor:
-    in_backward = torch._C._current_graph_task_id() != -1
-    if in_backward and torch.is_grad_enabled() and stored.decoder is not AS_IT_IS:
+def _unpack(stored: _Stored | tuple[Tensor, int]) -> Tensor:
+    if isinstance(stored, tuple):
+        x, version = stored
+        if x._version != version:
+            raise _modified(x, version)
+        return x
+    if _is_grad_enabled() and stored.decoder is not AS_IT_IS and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     return stored.tensor()

@@ -121,7 +121,7 @@ class _Entry(NamedTuple):
 
 
 _entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
-#: What it holds, without the count that asking it for its length takes: while it is empty, nobody need ask for a tensor.
+#: What it holds, without the count that asking for its length takes: while this is empty, no tensor is known.
 entries = _entries.data
 
 

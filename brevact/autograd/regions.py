@@ -185,6 +185,22 @@ class Region:
         finally:
             push_hooks(*self.hooks.pair)
 
+    def runs_torch(self) -> bool:
+        """Return whether a layer may :meth:`run_torch`: not where autocast lets it save copies of what it is given."""
+        return not torch._C._is_any_autocast_enabled()
+
+    def run_torch(self, layer: Callable[..., Tensor], input: Tensor, *args: Any) -> Tensor:
+        """Run torch's own layer, whose gradient is that of a Function of ours, and let hooks keep its input.
+
+        It saves its input, its weight and one-dimensional statistics, whoever needs a gradient. The two calls of hooks
+        for each cost less than a Function.
+        """
+        self.hooks.layer_input = input
+        try:
+            return layer(input, *args)
+        finally:
+            self.hooks.layer_input = None
+
     def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Apply one of our Functions that returns a weight, and note that it does."""
         pop_hooks()

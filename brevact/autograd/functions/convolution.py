@@ -3,12 +3,16 @@
 With the decoded input x^ and the output gradient g: dL/dw = g (*) x^, dL/dx = g convolved with w (exact), dL/db = sum
 of g. A transposed convolution is the same with the roles of x and g exchanged. Unbiased: linear in x^.
 Source: thesis section 4.2.2; ActNN, arXiv:2104.14129, eq. 5.
+
+Torch's own backward pass reads just that, so that torch's own op runs where the weight trains, the region's hooks
+storing the packed input in the input's place. The Function is for what torch does not do: store nothing for a frozen
+weight, store a weight as it is where autocast casts it, and be a part of a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,15 +40,8 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(x.to(dtype) if x is not None and x.dtype is not torch.float64 else x for x in tensors)
 
 
-class _Geometry(NamedTuple):
-    """What ``aten.convolution_backward`` asks about a convolution, in its order."""
-
-    stride: Sequence[int]
-    padding: Sequence[int]
-    dilation: Sequence[int]
-    transposed: bool
-    output_padding: Sequence[int]
-    groups: int
+#: What ``aten.convolution_backward`` asks: stride, padding, dilation, whether it is transposed, output padding, groups.
+_Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 
 
 class _Convolution(Saving):
@@ -105,6 +102,20 @@ def _can_convolve(region: Region, dims: int, input: Any, weight: Any, bias: Tens
     )
 
 
+def _convolve(
+    region: Region,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: tuple[Any, ...],
+    geometry: _Geometry,
+) -> Tensor:
+    if weight.requires_grad and region.runs_torch():
+        return region.run_torch(func, input, weight, bias, *options)
+    return region.apply(_Convolution, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
+
+
 def _convolution_handler(dims: int) -> Callable:
     def handle(
         region: Region,
@@ -129,12 +140,8 @@ def _convolution_handler(dims: int) -> Callable:
                 return NotImplemented  # torch explains what is wrong
             padding = 0
         pads = as_tuple(padding, dims)
-
-        def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            return func(x, w, b, steps, pads, dilation, groups)
-
-        geometry = _Geometry(steps, pads, dilation, False, [0] * dims, groups)
-        out = region.apply(_Convolution, convolve, geometry, x, weight, bias)
+        geometry = steps, pads, dilation, False, [0] * dims, groups
+        out = _convolve(region, func, x, weight, bias, (steps, pads, dilation, groups), geometry)
         return out.squeeze(0) if unbatched else out
 
     return handle
@@ -158,12 +165,8 @@ def _transposed_handler(dims: int) -> Callable:
         unbatched = input.dim() == dims + 1
         x = input.unsqueeze(0) if unbatched else input
         steps, pads, more, dilation = (as_tuple(value, dims) for value in (stride, padding, output_padding, dilation))
-
-        def convolve(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            return func(x, w, b, steps, pads, more, groups, dilation)
-
-        geometry = _Geometry(steps, pads, dilation, True, more, groups)
-        out = region.apply(_Convolution, convolve, geometry, x, weight, bias)
+        geometry = steps, pads, dilation, True, more, groups
+        out = _convolve(region, func, x, weight, bias, (steps, pads, more, groups, dilation), geometry)
         return out.squeeze(0) if unbatched else out
 
     return handle

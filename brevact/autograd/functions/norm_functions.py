@@ -2,7 +2,8 @@
 
 The backward pass is PyTorch's own formula on the decoded input. It reads the normalized input twice, so that one
 packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a feature map.
-Source: ActNN, arXiv:2104.14129, appendix B.2.
+Source: ActNN, arXiv:2104.14129, appendix B.2. Batch norm by the statistics of the batch is torch's own op, where it can
+be, as convolutions are.
 
 A quantizer with ``of_normalized`` stores N(x) = (x - mean) * invstd instead, on a fixed grid; of a group invstd alone
 is stored, which the gradient needs anyway. Where a group held NaN or an infinity invstd is NaN, and so are the

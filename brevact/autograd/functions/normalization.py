@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.functions.base import requires_grad
 from brevact.autograd.functions.norm_functions import apply, reacts
 from brevact.autograd.functions.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
@@ -49,6 +50,9 @@ def _torch_batch_norm(
         return NotImplemented  # torch explains what is missing
     if not reacts(region, input, weight, bias):
         return NotImplemented
+    if training and region.settings.of_normalized is None and requires_grad(input, weight) and region.runs_torch():
+        running = running_mean, running_var
+        return region.run_torch(torch.batch_norm, input, weight, bias, *running, True, momentum, eps, cudnn_enabled)
     if training:
         norm = BatchNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
     else:
