@@ -9,9 +9,11 @@ whatever the quantizer. "bare Functions" is the same work without the mechanism:
 same layers, which store what torch stores, and for ReLU the packed mask.
 
 The steps alternate in one process, whose allocator keeps its memory: the page faults of memory that glibc gives back
-and takes again differ from heap to heap by more than what is measured here. Each ratio is the median of the ratios to
-the plain step of the same round, with its standard error over resampled rounds. Region, hooks and sharing are what the
-step with the identity takes beyond the one with bare Functions of the same round, less the time inside the identity.
+and takes again differ from heap to heap by more than what is measured here. So does, by a few percent, the speed of a
+kernel with the place of its tensors: what is measured is the median over the rounds of one process, and printed is the
+mean over several processes, with its standard error. Ratios are to the plain step of the same round. Region, hooks and
+sharing are what the step with the identity takes beyond the one with bare Functions of the same round, less the time
+inside the identity.
 
 The last line gives what all of it costs in steps on two images of 8x8, where it is half of the time: the median
 difference to the plain step, less the time inside the identity; also as a share of the large plain step. It is a lower
@@ -23,10 +25,12 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
-import random
+import math
+import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -121,11 +125,10 @@ def times_of(models: dict[str, nn.Module], images: Tensor, labels: Tensor, round
     return step_times({name: lambda name=name: step(name) for name in models}, rounds)
 
 
-def median_and_error(values: list[float], samples: int = 500) -> tuple[float, float]:
-    """Median over rounds, and its standard error over resampled rounds."""
-    draw = random.Random(0)
-    resampled = [statistics.median(draw.choices(values, k=len(values))) for _ in range(samples)]
-    return statistics.median(values), statistics.stdev(resampled)
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and its standard error; NaN for the error of a single value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.mean(values), error
 
 
 def seconds_inside_identity(model: nn.Module, images: Tensor, labels: Tensor, steps: int = 5) -> float:
@@ -146,49 +149,91 @@ def fixed_cost(model: nn.Module, rounds: int) -> float:
     return statistics.median(a - b for a, b in zip(times["identity"], times["plain"], strict=True)) - inside
 
 
+@dataclass(frozen=True)
+class Figures:
+    """What one process measures.
+
+    Args:
+        step_s: median seconds of a step of each variant.
+        ratio: median ratio of it to the plain step of the same round.
+        kept_mib: MiB that each variant keeps for backward.
+        mechanism: region, hooks and sharing as a share of the plain step.
+        inside_s: seconds inside the identity in a step.
+        fixed_s: what :func:`fixed_cost` returns.
+    """
+
+    step_s: dict[str, float]
+    ratio: dict[str, float]
+    kept_mib: dict[str, float]
+    mechanism: float
+    inside_s: float
+    fixed_s: float
+
+
+def measure(batch_size: int, rounds: int, threads: int, seed: int) -> Figures:
+    """Measure in this process, whose allocator is changed."""
+    if not keep_memory():
+        print("the allocator is not glibc's: page faults are part of the times")
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    images, labels = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
+    models = variants(resnet())
+    times = times_of(models, images, labels, rounds)
+    plain, inside = times["plain"], seconds_inside_identity(models["identity"], images, labels)
+    triples = zip(times["identity"], times["bare Functions"], plain, strict=True)
+    return Figures(
+        step_s={name: statistics.median(times[name]) for name in models},
+        ratio={name: statistics.median(a / b for a, b in zip(times[name], plain, strict=True)) for name in models},
+        kept_mib={name: brevact.memory_report(model, images).saved_bytes / 2**20 for name, model in models.items()},
+        mechanism=statistics.median((a - inside - b) / c for a, b, c in triples),
+        inside_s=inside,
+        fixed_s=fixed_cost(models["plain"], 5 * rounds),
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=61)
+    parser.add_argument("--processes", type=int, default=8, help="one after the other")
+    parser.add_argument("--rounds", type=int, default=21, help="in each process")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
-    if not keep_memory():
-        print("the allocator is not glibc's: page faults are part of the times")
     torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    images, labels = torch.randn(args.batch_size, 3, 32, 32), torch.randint(0, 10, (args.batch_size,))
-    models = variants(resnet())
-    times = times_of(models, images, labels, args.rounds)
-    plain = times["plain"]
-    inside = seconds_inside_identity(models["identity"], images, labels)
-    rounds = zip(times["identity"], times["bare Functions"], plain, strict=True)
-    mechanism = median_and_error([(a - inside - b) / c for a, b, c in rounds])
+    figures = []
+    for seed in range(args.processes):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            figures.append(process.submit(measure, args.batch_size, args.rounds, args.threads, seed).result())
+        print(f"process {seed + 1} of {args.processes}: {figures[-1].mechanism:.3f} of the plain step", flush=True)
+    mechanism = mean_and_error([each.mechanism for each in figures])
     rows = []
-    for name, model in models.items():
-        found, error = median_and_error([a / b for a, b in zip(times[name], plain, strict=True)])
+    for name in figures[0].step_s:
+        ratio, error = mean_and_error([each.ratio[name] for each in figures])
         rows.append(
             {
                 "model": "ResNet of 6 blocks",
                 "batch_size": args.batch_size,
+                "processes": args.processes,
+                "rounds": args.rounds,
                 "stored": name,
-                "kept_mib": round(brevact.memory_report(model, images).saved_bytes / 2**20, 2),
-                "step_s": round(statistics.median(times[name]), 4),
-                "step_ratio": round(found, 3),
+                "kept_mib": round(figures[0].kept_mib[name], 2),
+                "step_s": round(statistics.mean(each.step_s[name] for each in figures), 4),
+                "step_ratio": round(ratio, 3),
                 "ratio_error": round(error, 3),
                 "mechanism": round(mechanism[0], 3) if name == "identity" else "",
                 "mechanism_error": round(mechanism[1], 3) if name == "identity" else "",
             }
         )
     write_rows(rows, args.csv)
+    inside = statistics.mean(each.inside_s for each in figures)
     print(
         "region, hooks and sharing: {:.3f} +- {:.3f} of the plain step; ".format(*mechanism)
         + f"{1e3 * inside:.1f} ms inside the identity are no part of it"
     )
-    extra = fixed_cost(models["plain"], 5 * args.rounds)
-    share = extra / statistics.median(plain)
-    print(f"all, from steps on two images of 8x8: {1e3 * extra:.1f} ms, {share:.3f} of the plain step above")
+    fixed = statistics.mean(each.fixed_s for each in figures)
+    share = statistics.mean(each.fixed_s / each.step_s["plain"] for each in figures)
+    print(f"all, from steps on two images of 8x8: {1e3 * fixed:.1f} ms, {share:.3f} of the plain step above")
 
 
 if __name__ == "__main__":

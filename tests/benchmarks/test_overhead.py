@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.overhead import Identity, median_and_error, resnet, variants
+from benchmarks.overhead import Identity, mean_and_error, resnet, variants
 from benchmarks.training_step import loss_of
 
 
@@ -36,7 +37,7 @@ def test_identity_stores_the_memory_of_the_tensor():
 
 def test_main_compares_the_steps(tmp_path: Path):
     """In a process of its own, whose allocator it changes."""
-    arguments = ["--batch-size", "2", "--rounds", "1", "--csv", str(tmp_path / "rows.csv")]
+    arguments = ["--batch-size", "2", "--processes", "1", "--rounds", "1", "--csv", str(tmp_path / "rows.csv")]
     subprocess.run([sys.executable, "-m", "benchmarks.overhead", *arguments], check=True, capture_output=True)
     with open(tmp_path / "rows.csv", newline="") as file:
         kept = {row["stored"]: float(row["kept_mib"]) for row in csv.DictReader(file)}
@@ -44,6 +45,7 @@ def test_main_compares_the_steps(tmp_path: Path):
     assert min(kept["plain"], kept["bare Functions"], kept["identity"]) > 5 * kept["StochBackward2bit"]
 
 
-def test_median_and_error_are_those_of_the_rounds():
-    found, error = median_and_error([2.0, 3.0, 4.0])
-    assert found == 3.0 and 0 < error < 1
+def test_mean_and_error_are_those_of_the_processes():
+    assert mean_and_error([2.0, 3.0, 4.0]) == pytest.approx((3.0, 3**-0.5))  # deviation 1
+    found, error = mean_and_error([2.0])
+    assert found == 2.0 and math.isnan(error)
