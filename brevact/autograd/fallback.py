@@ -44,7 +44,9 @@ class _Stored:
         tensors, self.decoder = kept
         if outer is None:
             self.handles, self.unpack = tensors, None
-            self.versions = tuple(-1 if x.is_inference() else x._version for x in tensors)
+            versions = self.versions = []
+            for x in tensors:
+                versions.append(-1 if x.is_inference() else x._version)
         else:
             pack, self.unpack = outer
             self.handles = tuple(pack(x) for x in tensors)
@@ -139,7 +141,14 @@ class SavedTensorHooks:
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
     def _pack(self, x: Tensor) -> _Stored | tuple[Tensor, int]:
-        kept = self._keep(x) if self.layer_input is None else self._keep_for_layer(x, self.layer_input)
+        if self.layer_input is None:
+            kept = self._keep(x)
+        elif x is self.layer_input:
+            kept = self._region.keep(x)
+        elif x.shape == self.layer_input.shape:  # a copy of it, in another order of memory
+            kept = self._keep(x)
+        else:
+            kept = self._region.keep_weight(x) if x.dim() > 1 else keep_as_it_is(x)  # of a norm everything is small
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
             if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
@@ -148,13 +157,6 @@ class SavedTensorHooks:
                 return x, x._version
             kept = (x,), AS_IT_IS
         return _Stored(kept, self._outer)
-
-    def _keep_for_layer(self, x: Tensor, layer_input: Tensor) -> Kept:
-        if x is layer_input:
-            return self._region.keep(x)
-        if x.shape == layer_input.shape:  # a copy in another order of memory
-            return self._keep(x)
-        return keep_as_it_is(x) if x.dim() == 1 else self._region.keep_weight(x)  # of a norm everything is small
 
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""

@@ -117,7 +117,8 @@ _shared = SharedPacks()
 
 def keep_as_it_is(x: Tensor, why: str = recording.NEEDED) -> Kept:
     """Keep ``x`` itself."""
-    return noted(((x,), AS_IT_IS), why)
+    kept = (x,), AS_IT_IS
+    return noted(kept, why) if recording.recorders else kept
 
 
 def keep_small(x: Tensor) -> Kept:
@@ -183,7 +184,9 @@ def keep_packed(
         found = pack(x, quantizer, settings.save_mode, seeds.next(x.device) if quantizer.is_stochastic else 0)
         if slot is not None:
             slot.fill(*found)
-    return noted(found, recording.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else "")
+    if recording.recorders:
+        recording.note(found, recording.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else "")
+    return found
 
 
 def decode_early(kept: Kept) -> Tensor:

@@ -1,0 +1,117 @@
+"""Convolutions and batch norms that torch runs by itself: hooks keep their input, and nothing else is packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brevact.autograd import SaveMode, region
+from brevact.autograd.regions import Region
+from brevact.quantizers import Rounding
+from tests.autograd.measuring import settings, watch_saved
+
+NEAREST = settings(rounding=Rounding.NEAREST)
+aten = torch.ops.aten
+
+
+def gradients(layer: nn.Module, x: Tensor, chosen, grad_out: Tensor) -> tuple[Tensor, ...]:
+    leaf = x.detach().clone().requires_grad_()
+    with region(chosen):
+        out = layer(leaf * 1)
+    return torch.autograd.grad(out, [leaf, *layer.parameters()], grad_out)
+
+
+def decoded(x: Tensor) -> Tensor:
+    return NEAREST.quantizer.quantize(x).dequantize()
+
+
+def test_statistics_of_many_channels_are_not_packed():
+    """Of 5000 channels each statistic is large enough, by the settings that users have."""
+    x, grad_out = torch.randn(4, 5000, 2), torch.randn(4, 5000, 2)
+    norm = nn.BatchNorm1d(5000)
+    nn.init.normal_(norm.weight)
+    chosen = settings(rounding=Rounding.NEAREST, min_numel=4096)
+    found = gradients(norm, x, chosen, grad_out)
+    _, mean, invstd = torch.native_batch_norm(x, norm.weight, norm.bias, None, None, True, 0.1, norm.eps)
+    expected = aten.native_batch_norm_backward(
+        grad_out, decoded(x), norm.weight, None, None, mean, invstd, True, norm.eps, [True] * 3
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_weights_of_the_sizes_of_the_input_are_not_packed(computed):
+    layer, x, grad_out = nn.Conv2d(4, 4, 3, bias=False), torch.randn(4, 4, 3, 3), torch.randn(4, 4, 1, 1)
+    if computed:  # as a fake-quantized weight is
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    grad_input, _ = gradients(layer, x, NEAREST, grad_out)
+    geometry = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    expected = aten.convolution_backward(grad_out, x, layer.weight, None, *geometry, [True, False, False])
+    assert torch.equal(grad_input, expected[0])
+
+
+LAYERS = {
+    "conv": (nn.Conv2d(6, 5, 3, padding="same"), (2, 6, 9, 9)),
+    "even kernel": (nn.Conv2d(6, 4, 4, groups=2, padding="same", padding_mode="reflect"), (2, 6, 9, 9)),
+    "unbatched": (nn.Conv1d(6, 5, 3, bias=False), (6, 20)),
+    "transposed": (nn.ConvTranspose2d(6, 5, 3, stride=2, output_padding=1), (2, 6, 9, 9)),
+    "batch norm": (nn.BatchNorm2d(6), (3, 6, 8, 8)),
+    "batch norm without weights": (nn.BatchNorm3d(6, affine=False, track_running_stats=False), (3, 6, 4, 4, 4)),
+    "batch norm of vectors": (nn.BatchNorm1d(6), (30, 6)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("mode", list(SaveMode))
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_what_is_packed_and_the_gradients_are_those_of_a_function(name, mode, memory_format, monkeypatch):
+    (layer, shape), found = LAYERS[name], []
+    if memory_format is torch.channels_last and len(shape) != 4:
+        pytest.skip("of images alone")
+    x = torch.randn(shape, requires_grad=True)
+    for runs_torch in (True, False):
+        monkeypatch.setattr(Region, "runs_torch", lambda self, runs_torch=runs_torch: runs_torch)
+        torch.manual_seed(0)
+        with watch_saved() as saved, region(settings(save_mode=mode)):
+            out = layer((x * 1).contiguous(memory_format=memory_format))
+        assert out.grad_fn is not None
+        grads = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+        codes = [tensor for tensor in saved.tensors if tensor.dtype is torch.uint8]
+        assert len(codes) == (mode is SaveMode.SAVE_QUANTIZED)
+        found.append((*grads, *codes))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_second_derivative_is_torchs_where_nothing_is_packed():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)).double()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.double, requires_grad=True)
+
+    def penalty(chosen) -> tuple[Tensor, ...]:
+        with region(chosen):
+            out = model(x)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), [x, *(p for p in model.parameters() if p.dim() > 1)])
+
+    found, expected = penalty(settings(min_numel=10**6)), penalty(None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(RuntimeError, match="double backward"):
+        penalty(settings())
+
+
+def test_an_interrupted_layer_leaves_the_region_as_it_was():
+    layer, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8, requires_grad=True)
+    stored: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not stored:
+            stored.append(tensor)
+            raise KeyboardInterrupt
+        stored.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), region(settings()):
+        with pytest.raises(KeyboardInterrupt):
+            layer(x)
+        torch.nn.functional.conv2d(x, layer.weight.detach()).exp()  # a Function, and an op that is left to the hooks
+    assert all(tensor.dtype is torch.uint8 or tensor.shape == layer.weight.shape for tensor in stored)
