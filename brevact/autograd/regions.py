@@ -1,8 +1,9 @@
 """The region: code whose torch ops store packed activations.
 
 While a region is active, a ``TorchFunctionMode`` hands each torch function that would save activations to its
-counterpart (``brevact.autograd.functions``), and saved-tensor hooks catch what is left: functions without a
-counterpart, scripted code, other people's ``autograd.Function``s.
+counterpart (``brevact.autograd.functions``): a Function, or torch's own op with saved-tensor hooks that keep its input
+as a Function would. The hooks catch what is left, too: functions without a counterpart, scripted code, other people's
+``autograd.Function``s.
 
 Regions nest: the innermost one decides. ``region(None)`` keeps full precision inside a packing region.
 """
