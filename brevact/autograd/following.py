@@ -25,7 +25,8 @@ FOLLOWED: frozenset[Callable] = frozenset(
         (torch, ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "clone", "flip", "roll")),
         (torch, ("reshape", "flatten", "tile", "rot90", "repeat_interleave", "pixel_shuffle", "pixel_unshuffle")),
         (torch, ("channel_shuffle",)),
-        (Tensor, ("clone", "contiguous", "reshape", "flatten", "repeat", "tile", "flip", "roll")),
+        (Tensor, ("clone", "contiguous", "reshape", "flatten", "repeat", "tile", "flip", "roll", "rot90")),
+        (Tensor, ("repeat_interleave",)),
         (F, ("pad", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle")),
     )
     for name in names

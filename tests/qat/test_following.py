@@ -21,6 +21,8 @@ MOVES = {
     "reshape": lambda a, b: a.permute(0, 2, 3, 1).reshape(4, -1, 2, 4),
     "clone": lambda a, b: b.clone(),
     "repeat": lambda a, b: a.repeat(1, 2, 1, 1),
+    "repeat_interleave": lambda a, b: a.repeat_interleave(2, 1),
+    "rot90": lambda a, b: b.rot90(1, (2, 3)),
     "flip": lambda a, b: torch.flip(a, (2,)),
     "shuffle": lambda a, b: F.pixel_shuffle(a, 2),
     "twice": lambda a, b: F.pad(torch.cat([a, b], 1), (1, 1)),

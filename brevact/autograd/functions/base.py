@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +23,18 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-class Loaded(tuple[tuple[Tensor, ...], Decoder]):
+class Loaded(NamedTuple):
     """A kept tensor on its way back: decoded when it is asked for."""
 
-    __slots__ = ()
+    tensors: tuple[Tensor, ...]
+    decoder: Decoder
 
     def decode(self) -> Tensor:
-        tensors, decoder = self
-        return decoder.decode(tensors)
+        return self.decoder.decode(self.tensors)
 
     def multiply(self, grad: Tensor) -> Tensor:
         """Return the product with ``grad``; packed codes are decoded and multiplied in one pass."""
-        tensors, decoder = self
-        return decoder.multiply(tensors, grad)
+        return self.decoder.multiply(self.tensors, grad)
 
 
 def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -> None:
@@ -78,7 +77,7 @@ def load(ctx: Any) -> list[Any]:
     for entry in ctx.recipe:
         if entry is not None:
             start, stop, decoder = entry
-            entry = Loaded((tensors[start:stop], decoder))
+            entry = Loaded(tensors[start:stop], decoder)
         loaded.append(entry)
     loaded += tensors[ctx.kept_count :]
     return loaded
