@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 _is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_dynamo_compiling  # compiled autograd traces what unpacks, and has other versions
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -55,7 +56,7 @@ class _Stored:
         if self.unpack is not None:
             return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
         for x, version in zip(self.handles, self.versions, strict=True):
-            if version >= 0 and x._version != version:
+            if version >= 0 and x._version != version and not _is_compiling():
                 raise _modified(x, version)
         return self.decoder.decode(self.handles)
 
@@ -198,7 +199,7 @@ def sizes_of(x: Tensor) -> tuple[int, ...]:
 def _unpack(stored: _Stored | tuple[Tensor, int]) -> Tensor:
     if isinstance(stored, tuple):
         x, version = stored
-        if x._version != version:
+        if x._version != version and not _is_compiling():
             raise _modified(x, version)
         return x
     if _is_grad_enabled() and stored.decoder is not AS_IT_IS and torch._C._current_graph_task_id() != -1:

@@ -557,6 +557,27 @@ def test_a_region_around_a_compiled_model_does_not_recompile():
             loss.backward()
 
 
+class Sine(nn.Module):
+    """An op without a counterpart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sinc(x)
+
+
+def test_compiled_autograd_reads_what_a_region_stored():
+    """By a Function, by hooks of torch's own layers, and by hooks of an op that has neither."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), Sine(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    model = quantized(make=lambda: nn.Sequential(*layers))
+    step(model)
+    expected = gradients(model)
+    loss = F.cross_entropy(model(IMAGES), LABELS)
+    model.zero_grad()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    assert_close(gradients(model), expected)
+
+
 class Level(enum.Enum):
     """A setting that is no string."""
 
