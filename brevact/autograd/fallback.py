@@ -98,7 +98,8 @@ class SavedTensorHooks:
         self._outer: tuple[Callable, Callable] | None = None
         self.suspended = _Suspended(self)
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
-        self.layer_input: Tensor | None = None  # of torch's own layer that runs in place of a Function
+        # Input and weight of torch's own layer that runs in place of a Function.
+        self.layer: tuple[Tensor, Tensor | None] | None = None
 
     def __enter__(self) -> None:
         parent = self._region.parent
@@ -142,14 +143,17 @@ class SavedTensorHooks:
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
     def _pack(self, x: Tensor) -> _Stored | tuple[Tensor, int]:
-        if self.layer_input is None:
-            kept = self._keep(x)
-        elif x is self.layer_input:
-            kept = self._region.keep(x)
-        elif x.shape == self.layer_input.shape:  # a copy of it, in another order of memory
-            kept = self._keep(x)
-        else:
-            kept = self._region.keep_weight(x) if x.dim() > 1 else keep_as_it_is(x)  # of a norm everything is small
+        layer = self.layer
+        if layer is not None and x is layer[1]:
+            kept = self._region.keep_weight(x)
+        elif layer is not None and x is not layer[0] and x.shape != layer[0].shape:
+            kept = keep_as_it_is(x)  # statistics
+        else:  # also a copy of the layer's input in another order of memory
+            self.pop()  # a quantizer may use autograd, too
+            try:
+                kept = self._keep(x) if layer is None or x is not layer[0] else self._region.keep(x)
+            finally:
+                self.push()
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
             if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle

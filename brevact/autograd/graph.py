@@ -140,7 +140,7 @@ class _TracedRegion:
     def are_weights(self, arguments: Any) -> bool:
         return all(self.is_weight(x) for x in tensors_in(arguments))
 
-    def runs_torch(self) -> bool:
+    def runs_torch(self, *tensors: Tensor | None) -> bool:
         return False  # hooks are no part of a graph
 
     def apply(self, function: Any, *args: Any) -> Any:

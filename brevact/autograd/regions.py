@@ -186,21 +186,30 @@ class Region:
         finally:
             push_hooks(*self.hooks.pair)
 
-    def runs_torch(self) -> bool:
-        """Return whether a layer may :meth:`run_torch`: not where autocast lets it save copies of what it is given."""
-        return not torch._C._is_any_autocast_enabled()
+    def runs_torch(self, *tensors: Tensor | None) -> bool:
+        """Return whether a layer may :meth:`run_torch` that saves these tensors.
 
-    def run_torch(self, layer: Callable[..., Tensor], input: Tensor, *args: Any) -> Tensor:
+        Not where autocast lets it save copies of them, nor inference tensors, which torch refuses to save.
+        """
+        if torch._C._is_any_autocast_enabled():
+            return False
+        for x in tensors:
+            if x is not None and x.is_inference():
+                return False
+        return True
+
+    def run_torch(self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
         """Run torch's own layer, whose gradient is that of a Function of ours, and let hooks keep its input.
 
-        It saves its input, its weight and one-dimensional statistics, whoever needs a gradient. The two calls of hooks
-        for each cost less than a Function.
+        It saves its input, its weight and statistics, whoever needs a gradient. The two calls of hooks for each cost
+        less than a Function.
         """
-        self.hooks.layer_input = input
+        hooks = self.hooks
         try:
-            return layer(input, *args)
+            hooks.layer = input, weight
+            return layer(input, weight, *args)
         finally:
-            self.hooks.layer_input = None
+            hooks.layer = None
 
     def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Apply one of our Functions that returns a weight, and note that it does."""

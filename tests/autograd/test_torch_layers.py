@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from brevact.autograd import SaveMode, region
+from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.autograd.regions import Region
 from brevact.quantizers import Rounding
 from tests.autograd.measuring import settings, watch_saved
@@ -74,7 +75,7 @@ def test_what_is_packed_and_the_gradients_are_those_of_a_function(name, memory_f
     (layer, shape), found = LAYERS[name], []
     x = torch.randn(shape, requires_grad=True)
     for runs_torch in (True, False):
-        monkeypatch.setattr(Region, "runs_torch", lambda self, runs_torch=runs_torch: runs_torch)
+        monkeypatch.setattr(Region, "runs_torch", lambda *_, answer=runs_torch: answer)
         torch.manual_seed(0)
         with watch_saved() as saved, region(settings(save_mode=mode)):
             out = layer((x * 1).contiguous(memory_format=memory_format))
@@ -118,3 +119,54 @@ def test_an_interrupted_layer_leaves_the_region_as_it_was():
             layer(x)
         torch.nn.functional.conv2d(x, layer.weight.detach()).exp()  # a Function, and an op that is left to the hooks
     assert all(tensor.dtype is torch.uint8 or tensor.shape == layer.weight.shape for tensor in stored)
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(4, 5, 3), nn.BatchNorm2d(4)])
+def test_features_made_in_inference_mode_train_what_follows(layer):
+    """Torch saves no inference tensor; packed, it is none."""
+    with torch.inference_mode():
+        x = torch.randn(2, 4, 9, 9)
+    with region(NEAREST):
+        out = layer(x)
+    grad_out = torch.randn(out.shape)
+    found = torch.autograd.grad(out, list(layer.parameters()), grad_out)
+    _, *expected = gradients(layer, x.clone(), NEAREST, grad_out)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("op", [nn.Conv2d(4, 5, 3), nn.BatchNorm2d(4), torch.cosh])
+def test_quantizers_may_use_autograd(op):
+    class Fitting:
+        is_stochastic = False
+
+        def quantize(self, x: Tensor, seed: object = None):
+            with torch.enable_grad():
+                scale = torch.ones((), requires_grad=True)
+                (x.detach() * scale).exp().sum().backward()
+            return NEAREST.quantizer.quantize(x)
+
+    x = torch.randn(2, 4, 9, 9, requires_grad=True)
+    with watch_saved() as saved, region(BackwardSettings(Fitting(), min_numel=0)):
+        op(x * 1).sum().backward()
+    assert sum(tensor.dtype is torch.uint8 for tensor in saved.tensors) == 1
+
+
+def test_weights_that_are_activations_are_not_packed():
+    """As in the correlation of two feature maps."""
+    x, y = (torch.randn(4, 4, 3, 3, requires_grad=True) for _ in range(2))
+    grad_out = torch.randn(4, 4, 3, 3)
+    with region(settings()):
+        out = F.conv2d(x * 1, y * 1, padding=1)
+    (found,) = torch.autograd.grad(out, x, grad_out)
+    assert torch.equal(found, torch.autograd.grad(F.conv2d(x, y, padding=1), x, grad_out)[0])
+
+
+def test_an_input_that_is_its_own_weight_is_kept_for_both():
+    x, grad_out = torch.randn(4, 4, 3, 3, requires_grad=True), torch.randn(4, 4, 3, 3)
+    with region(NEAREST):
+        y = x * 1
+        out = F.conv2d(y, y, padding=1)
+    geometry = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    by_input = aten.convolution_backward(grad_out, x, x, None, *geometry, [True, False, False])[0]
+    by_weight = aten.convolution_backward(grad_out, decoded(x), x, None, *geometry, [False, True, False])[1]
+    assert torch.equal(torch.autograd.grad(out, x, grad_out)[0], by_input + by_weight)

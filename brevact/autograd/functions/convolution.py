@@ -111,7 +111,7 @@ def _convolve(
     options: tuple[Any, ...],
     geometry: _Geometry,
 ) -> Tensor:
-    if weight.requires_grad and region.runs_torch():
+    if weight.requires_grad and input is not weight and region.runs_torch(input):
         return region.run_torch(func, input, weight, bias, *options)
     return region.apply(_Convolution, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
 

@@ -50,13 +50,14 @@ def _torch_batch_norm(
         return NotImplemented  # torch explains what is missing
     if not reacts(region, input, weight, bias):
         return NotImplemented
-    if training and region.settings.of_normalized is None and requires_grad(input, weight) and region.runs_torch():
-        running = running_mean, running_var
+    running = running_mean, running_var
+    has_gradient = training and requires_grad(input, weight)
+    if has_gradient and region.settings.of_normalized is None and region.runs_torch(input, *running):
         return region.run_torch(torch.batch_norm, input, weight, bias, *running, True, momentum, eps, cudnn_enabled)
     if training:
-        norm = BatchNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
+        norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
     else:
-        norm = Frozen(torch.batch_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
+        norm = Frozen(torch.batch_norm, *running, momentum, eps, cudnn_enabled)
     return apply(region, norm, input, weight, bias)
 
 
