@@ -146,9 +146,9 @@ class SavedTensorHooks:
         layer = self.layer
         if layer is not None and x is layer[1]:
             kept = self._region.keep_weight(x)
-        elif layer is not None and x is not layer[0] and x.shape != layer[0].shape:
+        elif layer is not None and x.shape != layer[0].shape:
             kept = keep_as_it_is(x)  # statistics
-        else:  # also a copy of the layer's input in another order of memory
+        else:  # a layer's input, or a copy of it in another order of memory
             self.pop()  # a quantizer may use autograd, too
             try:
                 kept = self._keep(x) if layer is None or x is not layer[0] else self._region.keep(x)

@@ -165,7 +165,7 @@ def keep_packed(
     """
     if x.numel() < settings.min_numel:
         return keep_small(x)
-    known = lossless.find(x) if share and lossless.entries else None
+    known = lossless.find(x) if share and lossless.known else None
     if known is not None:
         return noted(known)
     if settings.is_exact:

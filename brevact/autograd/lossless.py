@@ -122,7 +122,7 @@ class _Entry(NamedTuple):
 
 _entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
 #: What it holds, without the count that asking for its length takes: while this is empty, no tensor is known.
-entries = _entries.data
+known = _entries.data
 
 
 def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
@@ -141,7 +141,7 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
 
 def forget(x: Tensor) -> None:
     """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
-    if entries:
+    if known:
         _entries.pop(x.untyped_storage(), None)
 
 
@@ -154,7 +154,7 @@ def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
 
     Not if a scale or a weight that it was computed from has changed since.
     """
-    if not entries or x.is_inference():
+    if not known or x.is_inference():
         return None
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():

@@ -243,7 +243,7 @@ class Region:
 
     def keep_weight(self, x: Tensor) -> Kept:
         """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
-        known = lossless.find(x) if lossless.entries else None
+        known = lossless.find(x) if lossless.known else None
         return keep_as_it_is(x, recording.WEIGHT) if known is None else noted(known)
 
 

@@ -102,7 +102,7 @@ InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class OfSizes(Saving):
-    """An op whose gradient depends on the sizes of its input alone: nothing is stored, and it has a gradient again."""
+    """An op whose gradient depends on the sizes of its input alone: it stores nothing and is differentiable twice."""
 
     @staticmethod
     def forward(
