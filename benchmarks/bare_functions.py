@@ -15,7 +15,6 @@ from brevact.quantizers import Layout, mask_multiply, pack_mask
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
-_threshold_backward = torch.ops.aten.threshold_backward.default
 
 
 class _Convolution(torch.autograd.Function):

@@ -156,7 +156,6 @@ class Figures:
     Args:
         step_s: median seconds of a step of each variant.
         ratio: median ratio of it to the plain step of the same round.
-        kept_mib: MiB that each variant keeps for backward.
         mechanism: region, hooks and sharing as a share of the plain step.
         inside_s: seconds inside the identity in a step.
         fixed_s: what :func:`fixed_cost` returns.
@@ -164,7 +163,6 @@ class Figures:
 
     step_s: dict[str, float]
     ratio: dict[str, float]
-    kept_mib: dict[str, float]
     mechanism: float
     inside_s: float
     fixed_s: float
@@ -184,7 +182,6 @@ def measure(batch_size: int, rounds: int, threads: int, seed: int) -> Figures:
     return Figures(
         step_s={name: statistics.median(times[name]) for name in models},
         ratio={name: statistics.median(a / b for a, b in zip(times[name], plain, strict=True)) for name in models},
-        kept_mib={name: brevact.memory_report(model, images).saved_bytes / 2**20 for name, model in models.items()},
         mechanism=statistics.median((a - inside - b) / c for a, b, c in triples),
         inside_s=inside,
         fixed_s=fixed_cost(models["plain"], 5 * rounds),
@@ -207,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures.append(process.submit(measure, args.batch_size, args.rounds, args.threads, seed).result())
         print(f"process {seed + 1} of {args.processes}: {figures[-1].mechanism:.3f} of the plain step", flush=True)
     mechanism = mean_and_error([each.mechanism for each in figures])
-    rows = []
-    for name in figures[0].step_s:
+    images, rows = torch.randn(args.batch_size, 3, 32, 32), []
+    for name, model in variants(resnet()).items():
         ratio, error = mean_and_error([each.ratio[name] for each in figures])
         rows.append(
             {
@@ -217,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "processes": args.processes,
                 "rounds": args.rounds,
                 "stored": name,
-                "kept_mib": round(figures[0].kept_mib[name], 2),
+                "kept_mib": round(brevact.memory_report(model, images).saved_bytes / 2**20, 2),
                 "step_s": round(statistics.mean(each.step_s[name] for each in figures), 4),
                 "step_ratio": round(ratio, 3),
                 "ratio_error": round(error, 3),

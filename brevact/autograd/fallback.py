@@ -19,13 +19,14 @@ from torch import Tensor
 from brevact.autograd import recording
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask, keep_small
+from brevact.autograd.storages import versions_of
 from brevact.autograd.transforms import NO_TRANSFORMS
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 _is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_dynamo_compiling  # compiled autograd traces what unpacks, and has other versions
+_is_compiling = torch.compiler.is_dynamo_compiling
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -45,9 +46,7 @@ class _Stored:
         tensors, self.decoder = kept
         if outer is None:
             self.handles, self.unpack = tensors, None
-            versions = self.versions = []
-            for x in tensors:
-                versions.append(-1 if x.is_inference() else x._version)
+            self.versions = versions_of(tensors)
         else:
             pack, self.unpack = outer
             self.handles = tuple(pack(x) for x in tensors)
@@ -56,17 +55,19 @@ class _Stored:
         if self.unpack is not None:
             return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
         for x, version in zip(self.handles, self.versions, strict=True):
-            if version >= 0 and x._version != version and not _is_compiling():
-                raise _modified(x, version)
+            if version >= 0 and x._version != version:
+                _refuse(x, version)
         return self.decoder.decode(self.handles)
 
 
-def _modified(x: Tensor, version: int) -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-        f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the in-place "
-        "operation out-of-place, or copy the tensor first"
-    )
+def _refuse(x: Tensor, version: int) -> None:
+    """Raise for a tensor that was at this version, unless compiled autograd traces it, where versions are others."""
+    if not _is_compiling():
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the "
+            "in-place operation out-of-place, or copy the tensor first"
+        )
 
 
 class _Suspended:
@@ -149,11 +150,8 @@ class SavedTensorHooks:
         elif layer is not None and x.shape != layer[0].shape:
             kept = keep_as_it_is(x)  # statistics
         else:  # a layer's input, or a copy of it in another order of memory
-            self.pop()  # a quantizer may use autograd, too
-            try:
+            with self.suspended:  # a quantizer may use autograd, too
                 kept = self._keep(x) if layer is None or x is not layer[0] else self._region.keep(x)
-            finally:
-                self.push()
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
             if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
@@ -203,8 +201,8 @@ def sizes_of(x: Tensor) -> tuple[int, ...]:
 def _unpack(stored: _Stored | tuple[Tensor, int]) -> Tensor:
     if isinstance(stored, tuple):
         x, version = stored
-        if x._version != version and not _is_compiling():
-            raise _modified(x, version)
+        if x._version != version:
+            _refuse(x, version)
         return x
     if _is_grad_enabled() and stored.decoder is not AS_IT_IS and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(NO_DOUBLE_BACKWARD)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from brevact.autograd import recording
+from brevact.autograd.storages import versions_of
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 
 
@@ -135,7 +136,7 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
     """
     if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
         return
-    versions = _versions(tensors)
+    versions = versions_of(tensors)
     _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, versions, decoder)
 
 
@@ -143,10 +144,6 @@ def forget(x: Tensor) -> None:
     """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
     if known:
         _entries.pop(x.untyped_storage(), None)
-
-
-def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple(-1 if x.is_inference() else x._version for x in tensors)
 
 
 def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
@@ -159,7 +156,7 @@ def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
         return None
-    if entry.versions != _versions(entry.tensors):
+    if entry.versions != versions_of(entry.tensors):
         return None
     if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
         return entry.tensors, entry.decoder

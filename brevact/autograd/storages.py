@@ -18,6 +18,11 @@ def storage_address(x: Tensor) -> int:
         return 0
 
 
+def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Return the version counters of tensors, -1 for inference tensors, which have none."""
+    return tuple([-1 if x.is_inference() else x._version for x in tensors])
+
+
 def referent(reference: weakref.ref[T]) -> T | None:
     """Return the tensor or storage of a weak reference, None if it has been freed.
 

@@ -117,7 +117,7 @@ def test_an_interrupted_layer_leaves_the_region_as_it_was():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), region(settings()):
         with pytest.raises(KeyboardInterrupt):
             layer(x)
-        torch.nn.functional.conv2d(x, layer.weight.detach()).exp()  # a Function, and an op that is left to the hooks
+        F.conv2d(x, layer.weight.detach()).exp()  # a Function, and an op that is left to the hooks
     assert all(tensor.dtype is torch.uint8 or tensor.shape == layer.weight.shape for tensor in stored)
 
 
