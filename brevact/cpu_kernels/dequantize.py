@@ -17,6 +17,7 @@ from brevact.cpu_kernels.groups import (
     ROWS,
     SCALE_KIND,
     in_one_run,
+    is_flagged,
     place_of,
     read_metadata,
 )
@@ -52,9 +53,25 @@ def _needs_clamp(m, s, top, limit):
 
 
 @inlined
+def _base_of(m, s, top):
+    """Value of code 0: at 1 bit a flagged group has no other code, and it is put in the middle."""
+    return m + abs(s) * np.float32(0.5) if is_flagged(s) and top < np.float32(2.0) else m
+
+
+@inlined
+def _decoded(q, m, s, top, limit):
+    """Value of a code; NaN for the last one of a flagged group."""
+    y = limited(_base_of(m, s, top) + abs(s) * q, limit)
+    return np.float32(np.nan) if is_flagged(s) and q == top else y
+
+
+@inlined
 def _decode_segment(q, count, m, s, top, limit):
     """Replace codes by their values, in place."""
-    if _needs_clamp(m, s, top, limit):
+    if is_flagged(s):
+        for e in range(count):
+            store(q, e, _decoded(load(q, e), m, s, top, limit))
+    elif _needs_clamp(m, s, top, limit):
         for e in range(count):
             store(q, e, limited(m + s * load(q, e), limit))
     else:
@@ -71,7 +88,11 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, valu
         shift = np.uint32((i & 3) * bit_width)
         plane = advance(values, i * columns)
         words = high if i & 4 else low
-        if _needs_clamp(m, s, top, limit):
+        if is_flagged(s):
+            for j in range(columns):
+                q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
+                store(plane, j, _decoded(q, m, s, top, limit))
+        elif _needs_clamp(m, s, top, limit):
             for j in range(columns):
                 q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
                 store(plane, j, limited(m + s * q, limit))
@@ -93,7 +114,7 @@ def _decode_segments(q, first, count, scale, minimum, limit, table):
             run = min(groups - group, count - e)
             for g in range(run):
                 m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
-                store(q, e + g, limited(m + s * load(q, e + g), limit))
+                store(q, e + g, _decoded(load(q, e + g), m, s, top, limit))
         else:
             run = min(inner - (first + e) % inner, count - e)
             m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)

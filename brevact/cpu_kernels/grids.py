@@ -6,7 +6,18 @@ import numpy as np
 
 from brevact.cpu_kernels.dequantize import LIMITS, limited
 from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product, stage
-from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, INNER, KIND, NUMEL, STOCHASTIC
+from brevact.cpu_kernels.groups import (
+    BIT_WIDTH,
+    BLOCK,
+    GROUPS,
+    INNER,
+    KIND,
+    NUMEL,
+    STOCHASTIC,
+    count_missing,
+    is_finite,
+    is_flagged,
+)
 from brevact.cpu_kernels.levels import place, place_each
 from brevact.cpu_kernels.memory import (
     advance,
@@ -28,7 +39,7 @@ from brevact.cpu_kernels.quantize import round_narrow, round_wide
 
 @inlined
 def affine(x, first, count, offset, factor, table, z):
-    """z = (x - offset) * factor of each element's group, for elements first to first + count."""
+    """z = (x - offset) * |factor| of each element's group, for elements first to first + count."""
     inner, groups = load(table, INNER), load(table, GROUPS)
     offsets, factors = f32_at(offset), f32_at(factor)
     e = 0
@@ -37,10 +48,10 @@ def affine(x, first, count, offset, factor, table, z):
         if inner == 1:
             run = min(groups - group, count - e)
             for g in range(run):
-                store(z, e + g, (load(x, e + g) - load(offsets, group + g)) * load(factors, group + g))
+                store(z, e + g, (load(x, e + g) - load(offsets, group + g)) * abs(load(factors, group + g)))
         else:
             run = min(inner - (first + e) % inner, count - e)
-            m, s = load(offsets, group), load(factors, group)
+            m, s = load(offsets, group), abs(load(factors, group))
             for g in range(e, e + run):
                 store(z, g, (load(x, g) - m) * s)
         e += run
@@ -64,8 +75,38 @@ def _place_by_group(z, first, count, levels, steps, size, rows, stochastic, tabl
         e += run
 
 
+@inlined
+def _keep_below(first, count, inverse, most, table, t):
+    """Positions of at most `most` in flagged groups."""
+    inner, groups = load(table, INNER), load(table, GROUPS)
+    inverses = f32_at(inverse)
+    e = 0
+    while e < count:
+        group = (first + e) // inner % groups
+        if inner == 1:
+            run = min(groups - group, count - e)
+            for g in range(e, e + run):
+                limit = most if is_flagged(load(inverses, group + g - e)) else np.float32(np.inf)
+                store(t, g, min(load(t, g), limit))
+        else:
+            run = min(inner - (first + e) % inner, count - e)
+            if is_flagged(load(inverses, group)):
+                for g in range(e, e + run):
+                    store(t, g, min(load(t, g), most))
+        e += run
+
+
+@inlined
+def _mark(x, count, top, t):
+    """The last position where an element is not finite."""
+    if count_missing(x, count) == np.int32(0):
+        return
+    for e in range(count):
+        store(t, e, load(t, e) if is_finite(load(x, e)) else top)
+
+
 @kernel
-def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, rows, seed, table_at, start, stop):
+def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, rows, marks, seed, table_at, start, stop):
     """Quantize blocks start to stop to codes of levels.
 
     Args:
@@ -77,6 +118,7 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
         steps: Address of the rows of bounds, or of inverse gaps for stochastic rounding.
         size: Levels of a row.
         rows: Number of rows: 1, or one a group.
+        marks: 1 if elements that are not finite take the last code.
         seed: Key of the random bits.
         table_at: Address of the table.
         start: First block.
@@ -96,11 +138,15 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
         first = index * block
         count = min(block, numel - first)
         columns = (count + 7) // 8
-        z = stage(source, load(table, KIND), first, count, scratch)
+        z = x = stage(source, load(table, KIND), first, count, scratch)
         if inverse:
             affine(z, first, count, offset, inverse, table, values)
             z = values
         _place_by_group(z, first, count, f32_at(levels), f32_at(steps), size, rows, stochastic, table, t, fractions)
+        if marks and inverse:
+            _keep_below(first, count, inverse, np.float32(size - 2), table, t)
+        if marks:
+            _mark(x, count, np.float32(top), t)
         for e in range(count, 8 * columns):
             store(t, e, np.float32(0.0))
         if stochastic:
@@ -120,9 +166,11 @@ def _decode_row(levels, offset, scale, group, size, entries, limit, row):
     m = load(f32_at(offset), group) if scale else np.float32(-0.0)  # which adds nothing, to zeros too
     s = load(f32_at(scale), group) if scale else np.float32(1.0)
     for k in range(size):
-        store(row, k, limited(m + s * load(levels, k), limit))
+        store(row, k, limited(m + abs(s) * load(levels, k), limit))
     for k in range(size, entries):
         store(row, k, load(row, size - 1))
+    if is_flagged(s):
+        store(row, entries - 1, np.float32(np.nan))
 
 
 @inlined
@@ -187,7 +235,7 @@ def _look_up_each(words, first, count, levels, size, groups, limit, values):
 
 
 @kernel
-def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, other, target, table_at, start, stop):
+def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, flagged, other, target, table_at, start, stop):
     """Decode blocks start to stop, and multiply.
 
     Args:
@@ -197,6 +245,7 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, other, targ
         levels: Address of the rows of levels.
         size: Levels of a row.
         rows: Number of rows: 1, or one a group.
+        flagged: 1 if a scale has its sign bit set.
         other: Address of the factor, 0 for none.
         target: Address of the result.
         table_at: Address of the table.
@@ -209,7 +258,8 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, other, targ
     if scale == 0 and rows == 1:
         inner, groups = numel, 1
     limit, entries = np.float32(LIMITS[kind]), np.int64(1) << bit_width
-    each = inner == 1 and groups > 1  # element is in another group than the one before
+    # each element is in another group than the one before; flags are read a group at a time
+    each = inner == 1 and groups > 1 and flagged == 0
     loose = np.float32(np.inf) if each and scale else limit
     scratch, words, row, in_row = f32_scratch(block), u32_scratch(block), f32_scratch(entries), np.int64(-1)
     low, high = u32_scratch(block // 8), u32_scratch(block // 8)

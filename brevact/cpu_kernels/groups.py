@@ -51,6 +51,37 @@ def extend(x, count, low, high):
 
 
 @inlined
+def is_finite_range(low, high):
+    """Whether a range of keys is that of finite values."""
+    return low > _MINUS_INFINITY_KEY and high < _INFINITY_KEY
+
+
+@inlined
+def is_finite(x):
+    return abs(x) < np.float32(np.inf)
+
+
+@inlined
+def extend_finite(x, count, low, high):
+    """Widen a range of keys by those of `count` values that are finite."""
+    bits = as_i32(x)
+    for e in range(count):
+        key = key_of(load(bits, e))
+        finite = key > _MINUS_INFINITY_KEY and key < _INFINITY_KEY
+        low, high = min(low, key if finite else HIGHEST_KEY), max(high, key if finite else LOWEST_KEY)
+    return low, high
+
+
+@inlined
+def count_missing(x, count):
+    """How many of `count` values are not finite."""
+    missing = np.int32(0)
+    for e in range(count):
+        missing = np.int32(missing + np.int32(0 if is_finite(load(x, e)) else 1))
+    return missing
+
+
+@inlined
 def read_metadata(address, kind, index):
     """A metadata value as float32."""
     if kind == FLOAT32:
@@ -68,31 +99,53 @@ def _write(address, kind, index, value):
 
 
 @inlined
-def calibrate(low, high, group, scale, minimum, table):
-    """Store minimum and scale of a group with this range of keys. Returns (minimum, inverse scale)."""
+def calibrate(low, high, flagged, group, scale, minimum, table):
+    """Store minimum and scale of a group whose finite elements have this range of keys; see `reference.calibrate`.
+
+    Args:
+        low: Lowest key, above `high` where there is no finite element.
+        high: Highest key.
+        flagged: Whether there are elements that are not finite.
+        group: Which group.
+        scale: Address of the scales.
+        minimum: Address of the minima.
+        table: The tensor's table.
+
+    Returns:
+        (minimum, scale).
+    """
     m, s = np.float32(np.nan), np.float32(np.nan)
-    levels = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
-    if low > _MINUS_INFINITY_KEY and high < _INFINITY_KEY:
-        bottom, top = float_of(key_of(low)) + np.float32(0.0), float_of(key_of(high))
+    top = (np.int64(1) << load(table, BIT_WIDTH)) - 1
+    levels = np.float32(max(top - 1, np.int64(1)) if flagged else top)
+    if low <= high:
+        bottom, ceiling = float_of(key_of(low)) + np.float32(0.0), float_of(key_of(high))
         if load(table, MINIMUM_KIND) != FLOAT32:
             bits = bits_of(bottom)
             up = np.int32(0xFFFF) if bits < 0 else np.int32(0)
             bottom = float_of(np.int32(np.int32(bits + up) & np.int32(-65536)))
-        width = top - bottom
+        width = ceiling - bottom
         step = width / levels
         if load(table, SCALE_KIND) != FLOAT32:
             step = float_of(np.int32(np.int32(bits_of(step) + np.int32(0xFFFF)) & np.int32(-65536)))
         step = max(step, _SMALLEST_SCALE) if width > np.float32(0.0) else np.float32(0.0)
         if abs(step * levels) < np.float32(np.inf):
-            m, s = bottom, step
+            m, s = bottom, -step if flagged else step
     _write(minimum, load(table, MINIMUM_KIND), group, m)
     _write(scale, load(table, SCALE_KIND), group, s)
-    return m, inverse_of(s)
+    return m, s
+
+
+@inlined
+def is_flagged(scale):
+    """Whether a group's scale has its sign bit set, that of 0 as well."""
+    return bits_of(scale) < np.int32(0)
 
 
 @inlined
 def inverse_of(scale):
-    return np.float32(1.0) / scale if scale > np.float32(0.0) else np.float32(0.0)
+    """1 / |scale|, 0 for 0 and for NaN."""
+    step = abs(scale)
+    return np.float32(1.0) / step if step > np.float32(0.0) else np.float32(0.0)
 
 
 @inlined
@@ -163,13 +216,43 @@ def _extend_ranges(source, lows, highs, table, start, stop, scratch):
             e += run
 
 
+@inlined
+def _extend_finite_ranges(source, lows, highs, missing, table, start, stop, scratch):
+    """Widen the key ranges of all groups by the finite elements of blocks start to stop, and count the others."""
+    numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
+    for index in range(start, stop):
+        first = index * block
+        count = min(block, numel - first)
+        x = stage_rows(source, first, count, scratch, table)
+        e = 0
+        while e < count:
+            group, run = (first + e) // inner % groups, min(inner - (first + e) % inner, count - e)
+            low_key, high_key = extend_finite(advance(x, e), run, load(lows, group), load(highs, group))
+            store(lows, group, low_key)
+            store(highs, group, high_key)
+            store(missing, group, np.int32(load(missing, group) + count_missing(advance(x, e), run)))
+            e += run
+
+
+def all_finite(keys: np.ndarray) -> bool:
+    """Whether the ranges that `extend_ranges` found are those of finite values.
+
+    Args:
+        keys: (parts, 3, G) int32 keys; the third row is not looked at.
+
+    Returns:
+        False if any element was NaN or an infinity.
+    """
+    return bool((keys[:, 0] > _MINUS_INFINITY_KEY).all() and (keys[:, 1] < _INFINITY_KEY).all())
+
+
 @kernel
 def extend_ranges(source, keys_at, table_at, blocks, parts, start, stop):
     """Widen the key ranges of parts start to stop by the elements of each part.
 
     Args:
         source: Address of the elements.
-        keys_at: Address of int32 keys: for each part the lowest of every group, then the highest.
+        keys_at: Address of int32 keys: for each part the lowest of every group, the highest, and a third row.
         table_at: Address of the table.
         blocks: Number of blocks.
         parts: Number of parts, each a run of blocks.
@@ -179,10 +262,32 @@ def extend_ranges(source, keys_at, table_at, blocks, parts, start, stop):
     table = i64_at(table_at)
     scratch = f32_scratch(load(table, BLOCK))
     for part in range(start, stop):
-        lows = advance(i32_at(keys_at), 2 * part * load(table, GROUPS))
+        lows = advance(i32_at(keys_at), 3 * part * load(table, GROUPS))
         highs = advance(lows, load(table, GROUPS))
         first, last = blocks * part // parts, blocks * (part + 1) // parts
         _extend_ranges(source, lows, highs, table, first, last, scratch)
+
+
+@kernel
+def extend_finite_ranges(source, keys_at, table_at, blocks, parts, start, stop):
+    """The same by finite elements alone; the third row is increased by the numbers of the others.
+
+    Args:
+        source: Address of the elements.
+        keys_at: Address of the int32 keys and counts.
+        table_at: Address of the table.
+        blocks: Number of blocks.
+        parts: Number of parts, each a run of blocks.
+        start: First part.
+        stop: One past the last part.
+    """
+    table = i64_at(table_at)
+    scratch = f32_scratch(load(table, BLOCK))
+    for part in range(start, stop):
+        lows = advance(i32_at(keys_at), 3 * part * load(table, GROUPS))
+        highs = advance(lows, load(table, GROUPS))
+        first, last = blocks * part // parts, blocks * (part + 1) // parts
+        _extend_finite_ranges(source, lows, highs, advance(highs, load(table, GROUPS)), table, first, last, scratch)
 
 
 @kernel
@@ -190,7 +295,7 @@ def calibrate_groups(keys_at, parts, scale, minimum, table_at):
     """Join the key ranges that parts of the tensor gave, and store minimum and scale of every group.
 
     Args:
-        keys_at: Address of `parts` times the keys of `extend_ranges`.
+        keys_at: Address of `parts` times the keys and counts of `extend_finite_ranges`.
         parts: Number of parts.
         scale: Address of the scales.
         minimum: Address of the minima.
@@ -200,8 +305,9 @@ def calibrate_groups(keys_at, parts, scale, minimum, table_at):
     groups = load(table, GROUPS)
     keys = i32_at(keys_at)
     for group in range(groups):
-        low, high = HIGHEST_KEY, LOWEST_KEY
+        low, high, missing = HIGHEST_KEY, LOWEST_KEY, np.int32(0)
         for part in range(parts):
-            low = min(low, load(keys, 2 * part * groups + group))
-            high = max(high, load(keys, (2 * part + 1) * groups + group))
-        calibrate(low, high, group, scale, minimum, table)
+            low = min(low, load(keys, 3 * part * groups + group))
+            high = max(high, load(keys, (3 * part + 1) * groups + group))
+            missing = np.int32(missing | load(keys, (3 * part + 2) * groups + group))
+        calibrate(low, high, missing != np.int32(0), group, scale, minimum, table)

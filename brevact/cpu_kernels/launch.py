@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -115,7 +116,7 @@ def _calibrate(source: int, scale: int, minimum: int, plan: UniformPlan, threads
 
 
 def range_keys(source: int, plan: UniformPlan, threads: int) -> np.ndarray:
-    """Ranges of the groups of parts of a tensor.
+    """Ranges of the groups of parts of a tensor; a second pass only where something is not finite.
 
     Args:
         source: Address of the elements.
@@ -123,13 +124,20 @@ def range_keys(source: int, plan: UniformPlan, threads: int) -> np.ndarray:
         threads: Most threads to use.
 
     Returns:
-        (parts, 2, G) int32 keys of the lowest and the highest value, see `groups.key_of`.
+        (parts, 3, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, and numbers of
+        elements that are not finite.
     """
-    keys = np.empty((_parts(plan, threads), 2, plan.groups), dtype=np.int32)
-    keys[:, 0] = np.iinfo(np.int32).max
-    keys[:, 1] = np.iinfo(np.int32).min
+    keys = _extended(groups.extend_ranges, source, plan, threads)
+    if groups.all_finite(keys):
+        return keys
+    return _extended(groups.extend_finite_ranges, source, plan, threads)
+
+
+def _extended(extend: Callable[..., None], source: int, plan: UniformPlan, threads: int) -> np.ndarray:
+    keys = np.empty((_parts(plan, threads), 3, plan.groups), dtype=np.int32)
+    keys[:, 0], keys[:, 1], keys[:, 2] = groups.HIGHEST_KEY, groups.LOWEST_KEY, 0
     arguments = (source, keys.ctypes.data, plan.address, plan.blocks, len(keys))
-    share(groups.extend_ranges, arguments, len(keys), -(-plan.numel // len(keys)), threads)
+    share(extend, arguments, len(keys), -(-plan.numel // len(keys)), threads)
     return keys
 
 
@@ -159,7 +167,14 @@ def _parts(plan: UniformPlan, threads: int) -> int:
 
 
 def quantize_grid(
-    source: int, codes: int, affine: tuple[int, int], rows: GridRows, seed: int, plan: UniformPlan, threads: int
+    source: int,
+    codes: int,
+    affine: tuple[int, int],
+    rows: GridRows,
+    marks: bool,
+    seed: int,
+    plan: UniformPlan,
+    threads: int,
 ) -> None:
     """Quantize a dense tensor to codes of levels.
 
@@ -168,16 +183,24 @@ def quantize_grid(
         codes: Address of the packed codes, written.
         affine: Addresses of the groups' float32 offsets and inverse scales, or zeros.
         rows: The levels.
+        marks: Whether elements that are not finite take the last code.
         seed: Key of the random bits, a signed 64-bit integer; unused for nearest.
         plan: The tensor's plan.
         threads: Most threads to use.
     """
-    arguments = (source, codes, *affine, rows.levels, rows.steps, rows.size, rows.count, seed, plan.address)
+    arguments = (source, codes, *affine, rows.levels, rows.steps, rows.size, rows.count, marks, seed, plan.address)
     share(grids.quantize_grid_blocks, arguments, plan.blocks, plan.block_size, threads)
 
 
 def dequantize_grid(
-    codes: int, affine: tuple[int, int], rows: GridRows, other: int, target: int, plan: UniformPlan, threads: int
+    codes: int,
+    affine: tuple[int, int],
+    rows: GridRows,
+    flagged: bool,
+    other: int,
+    target: int,
+    plan: UniformPlan,
+    threads: int,
 ) -> None:
     """Decode codes of levels into a dense tensor, and multiply.
 
@@ -185,12 +208,13 @@ def dequantize_grid(
         codes: Address of the packed codes.
         affine: Addresses of the groups' float32 offsets and scales, or zeros.
         rows: The levels.
+        flagged: Whether a scale has its sign bit set.
         other: Address of a factor of the same type and memory order, or 0.
         target: Address of the result, written; may be `other`.
         plan: The tensor's plan.
         threads: Most threads to use.
     """
-    arguments = (codes, *affine, rows.levels, rows.size, rows.count, other, target, plan.address)
+    arguments = (codes, *affine, rows.levels, rows.size, rows.count, flagged, other, target, plan.address)
     share(grids.dequantize_grid_blocks, arguments, plan.blocks, plan.block_size, threads)
 
 

@@ -16,12 +16,13 @@ _LARGEST_UNIT = np.float32(65536.0)
 
 @inlined
 def _split(z, count, counts, units, sign):
-    """Whether sign * z > 0, and min(rint(|z|), 65536) where it is, else 0."""
+    """Whether 0 < sign * z < infinity, and min(rint(|z|), 65536) where it is, else 0."""
     for e in range(count):
         v = load(z, e) * sign
         r = np.uint32(np.int32(rint(v if v < _LARGEST_UNIT else _LARGEST_UNIT)))
-        store(counts, e, np.uint32(v > np.float32(0.0)))
-        store(units, e, r if v > np.float32(0.0) else np.uint32(0))
+        inside = v > np.float32(0.0) and v < np.float32(np.inf)
+        store(counts, e, np.uint32(inside))
+        store(units, e, r if inside else np.uint32(0))
 
 
 @inlined

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from brevact.cpu_kernels.floats import emit, emit_product, float_to_half, half_to_float, stage
+from brevact.cpu_kernels.groups import count_missing, is_finite
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -176,11 +177,21 @@ def _means(sums, rows, columns, block_width, low, totals):
 
 @inlined
 def _widen(low, columns, block_width, means):
-    """A row of means as float32."""
+    """A row of means as float32, 0 for NaN."""
     block = 0
     for k in range(0, columns, block_width):
-        _fill(advance(means, k), min(block_width, columns - k), half_to_float(load(low, block)))
+        mean = half_to_float(load(low, block))
+        mean = mean if mean == mean else np.float32(0.0)
+        _fill(advance(means, k), min(block_width, columns - k), mean)
         block += 1
+
+
+@inlined
+def _mark(x, columns, block_width, low):
+    """NaN for the mean of each block that holds NaN or an infinity in this row."""
+    for k in range(columns):
+        if not is_finite(load(x, k)):
+            store(low, k // block_width, np.uint16(0x7E00))
 
 
 @kernel
@@ -212,7 +223,14 @@ def split_maps_tiles(source, kind, low_at, residual_at, table_at, start, stop):
                 x = stage(source, kind, at, rows * columns, scratch)
                 for row in range(rows):
                     _add(sums, advance(x, row * columns), columns)
+        overflow = count_missing(sums, columns) != np.int32(0)
         _means(sums, depth * height, columns, load(table, BLOCK_WIDTH), advance(low, first_block), scratch)
+        if overflow:  # or something is not finite
+            for i in range(depth):
+                for j in range(height):
+                    x = stage(source, kind, first + i * plane + j * width, columns, scratch)
+                    _mark(x, columns, load(table, BLOCK_WIDTH), advance(low, first_block))
+            _widen(advance(low, first_block), columns, load(table, BLOCK_WIDTH), sums)
         _repeat(sums, columns, rows, load(table, BLOCK_WIDTH))
         for i in range(depth):
             for j in range(0, height, rows):

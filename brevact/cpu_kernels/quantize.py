@@ -18,7 +18,11 @@ from brevact.cpu_kernels.groups import (
     STOCHASTIC,
     calibrate,
     extend,
+    extend_finite,
     inverse_of,
+    is_finite,
+    is_finite_range,
+    is_flagged,
     read_metadata,
     stage_rows,
 )
@@ -52,6 +56,26 @@ def _to_steps(x, count, m, inverse, levels, steps):
 
 
 @inlined
+def _to_flagged_steps(x, count, m, inverse, levels, steps):
+    """The same in a flagged group: finite elements below the last level, which stands for the others."""
+    below = levels - np.float32(1.0)
+    for e in range(count):
+        v = load(x, e)
+        t = (v - m) * inverse
+        t = t if t < below else below
+        store(steps, e, t if is_finite(v) else levels)
+
+
+@inlined
+def _to_steps_of_group(x, count, m, s, levels, steps):
+    """Positions on the grid of elements of one group with this minimum and scale."""
+    if is_flagged(s):
+        _to_flagged_steps(x, count, m, inverse_of(s), levels, steps)
+    else:
+        _to_steps(x, count, m, inverse_of(s), levels, steps)
+
+
+@inlined
 def _steps_of_segments(x, first, count, scale, minimum, table, steps):
     """Positions on the grid of elements first to first + count, with the stored metadata of their groups."""
     inner, groups = load(table, INNER), load(table, GROUPS)
@@ -63,15 +87,17 @@ def _steps_of_segments(x, first, count, scale, minimum, table, steps):
         if inner == 1:
             run = min(groups - group, count - e)
             for g in range(run):
-                inverse = inverse_of(read_metadata(scale, scale_kind, group + g))
-                t = (load(x, e + g) - read_metadata(minimum, minimum_kind, group + g)) * inverse
-                t = t if t < levels else levels
-                store(steps, e + g, t if inverse > np.float32(0.0) else np.float32(0.0))
+                s, v = read_metadata(scale, scale_kind, group + g), load(x, e + g)
+                inverse, flagged = inverse_of(s), is_flagged(s)
+                most = levels - np.float32(1.0) if flagged else levels
+                t = (v - read_metadata(minimum, minimum_kind, group + g)) * inverse
+                t = t if t < most else most
+                t = t if inverse > np.float32(0.0) else np.float32(0.0)
+                store(steps, e + g, levels if flagged and not is_finite(v) else t)
         else:
             run = min(inner - (first + e) % inner, count - e)
-            inverse = inverse_of(read_metadata(scale, scale_kind, group))
-            m = read_metadata(minimum, minimum_kind, group)
-            _to_steps(advance(x, e), run, m, inverse, levels, advance(steps, e))
+            s, m = read_metadata(scale, scale_kind, group), read_metadata(minimum, minimum_kind, group)
+            _to_steps_of_group(advance(x, e), run, m, s, levels, advance(steps, e))
         e += run
 
 
@@ -189,8 +215,11 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
             while e < count:
                 run = min(inner, count - e)
                 low_key, high_key = extend(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
-                m, inverse = calibrate(low_key, high_key, (first + e) // inner, scale, minimum, table)
-                _to_steps(advance(x, e), run, m, inverse, np.float32(top), advance(steps, e))
+                flagged = not is_finite_range(low_key, high_key)
+                if flagged:
+                    low_key, high_key = extend_finite(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
+                m, s = calibrate(low_key, high_key, flagged, (first + e) // inner, scale, minimum, table)
+                _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), advance(steps, e))
                 e += run
         else:
             _steps_of_segments(x, first, count, scale, minimum, table, steps)

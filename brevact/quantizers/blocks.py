@@ -84,8 +84,9 @@ def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -
     """Mean of every block, and what upsampled means leave: low = float16(mean), residual = x - upsample(low).
 
     The elements of a block are added row by row, in lexicographic order of the first two axes, and then along the last
-    one; the sum is divided by their number. Means beyond the range of float16 become its largest finite value; the mean
-    of a block without one (NaN) is 0, and its NaN or infinity stays in the residual.
+    one; the sum is divided by their number. Means beyond the range of float16 become its largest finite value, and 0
+    where sums of either sign overflow. A block that holds NaN or an infinity has none: what is stored is NaN, what is
+    subtracted 0, so that its NaN or infinity stays in the residual.
 
     Args:
         flat: (M * D * H * W,) floating-point tensor, map by map.
@@ -95,15 +96,20 @@ def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -
     """
     x_MDHW = flat.view(blocks.maps, *blocks.sides)
     sums_MdhW = flat.new_zeros((blocks.maps, *blocks.counts[:2], blocks.sides[2]), dtype=torch.float32)
+    finite_MdhW = torch.ones_like(sums_MdhW, dtype=torch.bool)
     for rows in _rows(blocks):
         part = x_MDHW[rows].float()
         sums_MdhW[:, : part.shape[1], : part.shape[2]] += part
+        finite_MdhW[:, : part.shape[1], : part.shape[2]] &= part.isfinite()
+    finite_Mdhw = torch.ones((blocks.maps, *blocks.counts), dtype=torch.bool, device=flat.device)
     sums_Mdhw = flat.new_zeros((blocks.maps, *blocks.counts), dtype=torch.float32)
     for k in range(blocks.block[2]):
         column = sums_MdhW[..., k :: blocks.block[2]]
         sums_Mdhw[..., : column.shape[-1]] += column
+        finite_Mdhw[..., : column.shape[-1]] &= finite_MdhW[..., k :: blocks.block[2]]
     mean = sums_Mdhw / _elements_of_blocks(blocks, flat.device)
-    low.copy_(mean.nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN).flatten())
+    mean = mean.nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN)
+    low.copy_(mean.masked_fill(~finite_Mdhw, float("nan")).flatten())
     low_MdhW = _widened(low, blocks)
     residual_MDHW = residual.view(x_MDHW.shape)
     for rows in _rows(blocks):
@@ -140,9 +146,9 @@ def _rows(blocks: MapBlocks) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _widened(low: Tensor, blocks: MapBlocks) -> Tensor:
-    """Means in float32, repeated along the last axis: (M, d, h, W)."""
+    """Means in float32, 0 for NaN, repeated along the last axis: (M, d, h, W)."""
     column = torch.arange(blocks.sides[2], device=low.device) // max(blocks.block[2], 1)
-    return low.view(blocks.maps, *blocks.counts).float().index_select(3, column)
+    return low.view(blocks.maps, *blocks.counts).float().nan_to_num(nan=0.0).index_select(3, column)
 
 
 def _elements_of_blocks(blocks: MapBlocks, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from brevact.quantizers.grid import Grid
 from brevact.quantizers.range_keys import ranges_of_keys
 
 
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     """See `grid_dispatch.ranges`.
 
     Args:
@@ -22,7 +22,7 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         geometry: Its groups.
 
     Returns:
-        `(low, high)`, each (G,) float32.
+        `(low, high, missing)`, each (G,): float32, float32 and int64.
     """
     keys = cpu_kernels.range_keys(flat.data_ptr(), _grid_plan(geometry, flat.dtype, False), torch.get_num_threads())
     return ranges_of_keys(torch.from_numpy(keys))
@@ -62,7 +62,8 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tens
     rows = cpu_kernels.GridRows(levels.data_ptr(), steps.data_ptr(), levels.shape[1], levels.shape[0])
     plan = _grid_plan(geometry, flat.dtype, stochastic)
     key = 0 if seed is None else int(seed)
-    cpu_kernels.quantize_grid(flat.data_ptr(), codes.data_ptr(), affine, rows, key, plan, torch.get_num_threads())
+    pointers = flat.data_ptr(), codes.data_ptr()
+    cpu_kernels.quantize_grid(*pointers, affine, rows, grid.marks, key, plan, torch.get_num_threads())
 
 
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
@@ -82,7 +83,8 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
     factor = 0 if other is None else other.data_ptr()
     plan = _grid_plan(geometry, target.dtype, False)
     pointers = factor, target.data_ptr()
-    cpu_kernels.dequantize_grid(codes.data_ptr(), affine, rows, *pointers, plan, torch.get_num_threads())
+    flagged = grid.scale is not None and bool(torch.signbit(grid.scale).any())
+    cpu_kernels.dequantize_grid(codes.data_ptr(), affine, rows, flagged, *pointers, plan, torch.get_num_threads())
 
 
 def _affine(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -23,7 +23,7 @@ from brevact.quantizers.uniform import (
 )
 
 SCALE_BITS = 15
-"""Bits of a bfloat16 scale, which has no sign."""
+"""Bits of a bfloat16 scale without its sign."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,9 @@ class DualPrecisionQuantizer:
 
     Source: DIVISION, arXiv:2208.04187, section 4 (eq. 9, 10). Differs: the residual is taken from the rounded means;
     blocks at the border that are not full are pooled over the elements they have; minimum and scale are bfloat16,
-    because float16 overflows, and rounded outwards before codes are computed; the scale's sign, always 0, is not
-    stored.
+    because float16 overflows, and rounded outwards before codes are computed; the scale's sign is not stored. NaN and
+    infinities decode to NaN: a block that holds them has a mean of 0, which is stored as NaN, and a map with such a
+    block has a code less for all other elements, as `UniformQuantizer` does it.
 
     **Maps.** A tensor of shape (N, C, *spatial) with one to three spatial axes has N * C maps; one of shape (N, F) has
     N maps along its features; a vector is one map. Expanded axes count as axes of size 1, and such axes at the end are
@@ -46,8 +47,7 @@ class DualPrecisionQuantizer:
 
     **Bytes.** `codes`: those of the residual, map by map whatever the memory order of the tensor, in the block format
     of `PackedActivation`; `minimum`: one bfloat16 a map; `low`: one float16 a block; `scale_bits`: the low 15 bits of
-    one bfloat16 scale a map, as `pack_codes` packs them. A map that holds NaN or an infinity has NaN metadata and
-    decodes to NaN.
+    one bfloat16 scale a map, as `pack_codes` packs them. Where a mean of a map is NaN, its scale is flagged.
 
     >>> q = DualPrecisionQuantizer(bit_width=2, block=8)
     >>> q.quantize(torch.rand(4, 16, 56, 56), seed=0).nbytes  # 802816 bytes in float32
@@ -203,8 +203,10 @@ class DualPrecisionQuantizer:
         self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], blocks: MapBlocks, target: Tensor
     ) -> None:
         """Write the residual, map by map, to a flat float32 tensor."""
-        codes, minimum, _, scale_bits = spec.split(buffer)
+        codes, minimum, low, scale_bits = spec.split(buffer)
         scale = unpack_codes(scale_bits, SCALE_BITS, blocks.maps).to(torch.int16).view(torch.bfloat16)
+        flagged = low.isnan().view(blocks.maps, -1).any(1) & ~scale.isnan()
+        scale = torch.where(flagged, -scale, scale)
         shape, stride = (blocks.maps, blocks.elements), (blocks.elements, 1)
         inner = PackedSpec.of(self._residual, Layout.of_sizes(shape, stride, torch.float32))
         stored = inner.empty(buffer)

@@ -13,7 +13,7 @@ from brevact.quantizers.grid import Grid
 from brevact.quantizers.range_keys import ranges_of_keys
 
 
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     """See `grid_dispatch.ranges`.
 
     Args:
@@ -21,7 +21,7 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
         geometry: Its groups.
 
     Returns:
-        `(low, high)`, each (G,) float32.
+        `(low, high, missing)`, each (G,): float32, float32 and int64.
     """
     launch, keys = triton_kernels.ranges(flat, grid_plan_of(geometry, False))
     launch.run()
@@ -79,7 +79,7 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
 def _rows(grid: Grid, steps: Tensor | None, factor: Tensor | None) -> triton_kernels.GridRows:
     """The grid as the kernels read it."""
     tensors = (None if values is None else values.contiguous() for values in (steps, grid.offset, factor))
-    return triton_kernels.GridRows(grid.levels.contiguous(), *tensors)
+    return triton_kernels.GridRows(grid.levels.contiguous(), *tensors, marks=grid.marks)
 
 
 @functools.lru_cache(maxsize=4096)

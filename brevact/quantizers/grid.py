@@ -21,20 +21,25 @@ class Grid:
         bounds: (R, N - 1) float32 bounds of nearest rounding: the code of z is the number of bounds b with z >= b. None
             puts them half-way between levels.
         offset: (G,) float32 offsets, or None for 0. NaN marks a group all of which decodes to NaN.
-        scale: (G,) float32 scales, or None for 1; a group with scale 0 is constant.
+        scale: (G,) float32 scales, or None for 1; a group with scale 0 is constant. The magnitude counts: a sign bit,
+            that of 0 as well, flags a group whose last code stands for NaN; finite elements take the others.
+        marks: Whether elements that are not finite take the last of the 2^b codes. It stands for NaN in flagged groups,
+            and where the last level of a row is NaN.
     """
 
     levels: Tensor
     bounds: Tensor | None = None
     offset: Tensor | None = None
     scale: Tensor | None = None
+    marks: bool = False
 
     @property
     def inverse(self) -> Tensor | None:
-        """(G,) inverse scales, 0 for constant groups and for broken ones; None for 1."""
+        """(G,) inverse scales with their sign bits, 0 for constant groups and for broken ones; None for 1."""
         if self.scale is None:
             return None
-        return torch.where(self.scale > 0, torch.ones_like(self.scale) / self.scale, 0.0)
+        step = self.scale.abs()
+        return torch.where(step > 0, torch.ones_like(step) / step, 0.0).copysign(self.scale)
 
     def steps(self, *, stochastic: bool) -> Tensor:
         """What rounding needs beside the levels.

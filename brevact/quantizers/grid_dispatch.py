@@ -14,15 +14,15 @@ from brevact.quantizers.geometry import Geometry
 from brevact.quantizers.grid import Grid
 
 
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each group; see `grid_reference.ranges`.
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Smallest and largest finite value of each group, and how many are not; see `grid_reference.ranges`.
 
     Args:
         flat: (n,) contiguous floating-point tensor.
         geometry: Its groups.
 
     Returns:
-        `(low, high)`, each (G,) float32.
+        `(low, high, missing)`, each (G,): float32, float32 and int64.
     """
     kernels = kernels_for(flat)
     if kernels is not None:

@@ -21,19 +21,20 @@ LARGEST_UNIT = 65536
 """Largest integer that a magnitude counts as in `moments`."""
 
 
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each group.
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Smallest and largest finite value of each group.
 
     Args:
         flat: (n,) floating-point tensor.
         geometry: Its groups.
 
     Returns:
-        `(low, high)`, each (G,) float32, without negative zeros; both NaN for a group that holds NaN or an infinity.
+        `(low, high, missing)`: (G,) float32 ends without negative zeros, NaN for a group without a finite element, and
+        int64 numbers of elements that are not finite.
     """
-    low, high = group_ranges(flat, geometry)
-    broken = ~(torch.isfinite(low) & torch.isfinite(high))
-    return (low + 0.0).masked_fill(broken, float("nan")), (high + 0.0).masked_fill(broken, float("nan"))
+    low, high, missing = group_ranges(flat, geometry)
+    empty = low > high
+    return (low + 0.0).masked_fill(empty, float("nan")), (high + 0.0).masked_fill(empty, float("nan")), missing
 
 
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
@@ -49,14 +50,15 @@ def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -
         inverse: (G,) float32 factors.
 
     Returns:
-        (G, 6) int64: number of z < 0, their sum of r, their sum of r^2; the same for z > 0. NaNs are in neither.
+        (G, 6) int64: number of z < 0, their sum of r, their sum of r^2; the same for z > 0. Infinities and NaNs are in
+        neither.
     """
     sums = torch.zeros(geometry.groups, 6, dtype=torch.int64, device=flat.device)
     for start, stop, _ in chunks(geometry.numel, geometry.block_size):
         group = group_index(start, stop, geometry, flat.device)
         z = (flat[start:stop].float() - offset[group]) * inverse[group]
         r = z.abs().round().clamp(max=LARGEST_UNIT).nan_to_num(nan=0.0).to(torch.int64)
-        negative, positive = z < 0, z > 0
+        negative, positive = (z < 0) & z.isfinite(), (z > 0) & z.isfinite()
         columns = [part for side in (negative, positive) for part in (side.to(torch.int64), r * side, r * r * side)]
         sums.index_add_(0, group, torch.stack(columns, 1))
     return sums
@@ -86,7 +88,7 @@ def positions(z: Tensor, levels: Tensor, steps: Tensor, *, stochastic: bool) -> 
 
 
 def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: Tensor | None) -> Tensor:
-    """Quantize a flat tensor to codes of levels.
+    """Quantize a flat tensor to codes of levels; see `Grid` for what is not finite.
 
     Args:
         flat: (n,) floating-point tensor.
@@ -102,11 +104,15 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: Tensor | N
     codes = flat.new_empty(geometry.code_bytes, dtype=torch.uint8)
     for start, stop, columns in chunks(geometry.numel, geometry.block_size):
         group = group_index(start, stop, geometry, flat.device)
-        z = flat[start:stop].float()
+        z = x = flat[start:stop].float()
         z = z if grid.offset is None else z - grid.offset[group]
-        z = z if inverse is None else z * inverse[group]
+        z = z if inverse is None else z * inverse[group].abs()
         rows = group if grid.levels.shape[0] > 1 else group.new_zeros(1)
         t = positions(z, grid.levels[rows], steps[rows], stochastic=stochastic)
+        if inverse is not None:
+            t = torch.where(torch.signbit(inverse[group]), t.clamp(max=grid.levels.shape[1] - 2), t)
+        if grid.marks:
+            t = t.masked_fill(~x.isfinite(), float((1 << geometry.bit_width) - 1))
         bits = element_bits(start, stop, columns, seed) if seed is not None else None
         first = packed_bytes(start, geometry.bit_width, geometry.block_size)
         packed = pack(round_codes(t, bits), geometry.bit_width, geometry.block_size)
@@ -115,7 +121,7 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: Tensor | N
 
 
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, out: Tensor) -> Tensor:
-    """Decode x = offset + scale * level, clamped to the finite range of the output's type.
+    """Decode x = offset + |scale| * level, clamped to the finite range of the output's type; see `Grid` for NaN.
 
     Args:
         codes: Packed uint8 codes.
@@ -127,12 +133,15 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, out: Tensor) 
         `out`.
     """
     limit = min(torch.finfo(out.dtype).max, torch.finfo(torch.float32).max)
-    last = grid.levels.shape[1] - 1
+    last, top = grid.levels.shape[1] - 1, (1 << geometry.bit_width) - 1
     for start, stop, columns in chunks(geometry.numel, geometry.block_size):
         group = group_index(start, stop, geometry, codes.device)
-        q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size).clamp(max=last)
-        y = grid.levels[group if grid.levels.shape[0] > 1 else 0, q]
-        y = y if grid.scale is None else grid.scale[group] * y
+        q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
+        y = grid.levels[group if grid.levels.shape[0] > 1 else 0, q.clamp(max=last)]
+        y = y if grid.scale is None else grid.scale[group].abs() * y
         y = y if grid.offset is None else grid.offset[group] + y
-        out[start:stop] = y.clamp(-limit, limit)
+        y = y.clamp(-limit, limit)
+        if grid.scale is not None:
+            y = y.masked_fill(torch.signbit(grid.scale[group]) & (q == top), float("nan"))
+        out[start:stop] = y
     return out

@@ -128,6 +128,9 @@ class NormalizedQuantizer(GridQuantizer):
     counted in 65535ths of the channel's range, so that they are the same on every device; a constant channel decodes
     exactly. There is no code for 0: sign(0) is taken as +1.
 
+    A channel that holds NaN or an infinity stores its deviation with the sign bit set. There the highest level's code
+    stands for NaN, and finite values beyond the level below it take that.
+
     Source: B. Graham, arXiv:1702.08231, table 1. Differs: the paper quantizes the forward pass as well, which
     `quantize_forward` asks for.
 
@@ -193,7 +196,9 @@ class NormalizedQuantizer(GridQuantizer):
         return Part("mean", torch.float32, groups), Part("scale", torch.float32, groups)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """Mean and deviation of each channel; both NaN where it holds NaN or an infinity.
+        """Mean and deviation of the finite elements of each channel, with a sign bit where there are others.
+
+        Both are NaN for a channel without a finite element, or with a range beyond float32.
 
         Args:
             flat: (n,) tensor.
@@ -202,21 +207,24 @@ class NormalizedQuantizer(GridQuantizer):
         Returns:
             `(mean, deviation)`, each (G,) float32.
         """
-        low, high = grid_dispatch.ranges(flat, geometry)
+        low, high, missing = grid_dispatch.ranges(flat, geometry)
         width = high - low
         inverse = torch.where(width >= _SMALLEST_WIDTH, torch.full_like(width, _UNITS) / width, 0.0)
         sums = grid_dispatch.moments(flat, geometry, low, inverse).double()
-        count = torch.full_like(sums[:, 4], geometry.numel / geometry.groups)
+        count = torch.full_like(sums[:, 4], geometry.numel / geometry.groups) - missing
         mean, square = sums[:, 4] / count, sums[:, 5] / count
         unit = width.double() / torch.full_like(count, _UNITS)
-        deviation = (square - mean * mean).clamp(min=0.0).sqrt() * unit
-        return (low.double() + mean * unit).float(), deviation.float()
+        deviation = ((square - mean * mean).clamp(min=0.0).sqrt() * unit).float()
+        mean = (low.double() + mean * unit).float()
+        deviation = torch.where(missing > 0, -deviation, deviation)
+        broken = ~torch.isfinite(mean + deviation)
+        return mean.masked_fill(broken, torch.nan), deviation.masked_fill(broken, torch.nan)  # without a sign
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The format's levels around each channel's mean."""
         mean, deviation = metadata
         levels, bounds = _levels(self.format, device)
-        return Grid(levels, bounds, mean, deviation)
+        return Grid(levels, bounds, mean, deviation, marks=True)
 
 
 def _geometry(layout: Layout, format: NormalizedFormat, inner: int, groups: int) -> Geometry:

@@ -192,8 +192,14 @@ class PackedActivation:
     *Metadata* follow the codes in the same storage, each aligned to its type with zero bytes between: one value a
     group, for uniform quantizers `minimum` m, then `scale` s; code q stands for m + s * q, computed in float32 and
     clamped to the finite range of the dtype. The group of element e is e // inner % groups: bucket e // bucket_size,
-    one for the whole tensor, or the index of a dimension. NaN metadata mark a group that held NaN or an infinity; all
-    of it decodes to NaN.
+    one for the whole tensor, or the index of a dimension.
+
+    *What is not finite* decodes to NaN, and leaves the range of its group to the others. A group that holds NaN or an
+    infinity beside finite elements is flagged: the sign bit of its s is set, that of 0 as well. There code 2^b - 1
+    stands for NaN, and code q below it for m + |s| * q, with a level less between the group's ends. At 1 bit, where one
+    code is left, it stands for the middle, m + |s| / 2: no two levels and a mark fit one bit, so this case alone is
+    biased, by half of the range at most. NaN metadata mean that all of a group decodes to NaN: nothing in it was
+    finite, or float32 cannot hold its grid. Other formats say where they keep the mark; none takes a byte for it.
 
     *32 bits*: `codes` are the bytes of the elements as they are, without metadata.
 

@@ -64,8 +64,10 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
 def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimum_dtype: torch.dtype):
     """Minimum m and scale s of each group, rounded to the types in which they are stored.
 
-    m = round_down(min), s = round_up((max - m) / (2^b - 1)), 0 for a constant group. A group that holds NaN or an
-    infinity, or whose grid leaves the range of float32, gets m = s = NaN.
+    m = round_down(min), s = round_up((max - m) / levels) with levels = 2^b - 1, 0 for a constant group. A group that
+    holds NaN or an infinity, too, is flagged: min and max are those of its finite elements, levels = max(2^b - 2, 1),
+    and the sign bit of s is set, that of 0 as well. A group without a finite element, or whose grid leaves the range of
+    float32, gets m = s = NaN.
 
     Args:
         flat: (n,) floating-point tensor.
@@ -76,16 +78,18 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
     Returns:
         `(minimum, scale)`, each (G,).
     """
-    low, high = group_ranges(flat, geometry)
-    broken = ~(torch.isfinite(low) & torch.isfinite(high))
-    low, high = low.masked_fill(broken, 0.0) + 0.0, high.masked_fill(broken, 0.0)  # + 0.0 turns -0.0 into 0.0
+    low, high, missing = group_ranges(flat, geometry)
+    flagged, empty = missing > 0, low > high
+    low, high = low.masked_fill(empty, 0.0) + 0.0, high.masked_fill(empty, 0.0)  # + 0.0 turns -0.0 into 0.0
     minimum = _round_down_bfloat16(low) if minimum_dtype == torch.bfloat16 else low
     width = high - minimum
-    levels = torch.full_like(width, (1 << geometry.bit_width) - 1)  # a tensor: CUDA multiplies by a scalar's inverse
+    top = (1 << geometry.bit_width) - 1
+    levels = torch.where(flagged, max(top - 1, 1), top).float()  # a tensor: CUDA multiplies by a scalar's inverse
     scale = width / levels
     scale = _round_up_bfloat16(scale) if scale_dtype == torch.bfloat16 else scale
     scale = torch.where(width > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
-    broken = broken | ~torch.isfinite(scale * levels)
+    broken = empty | ~torch.isfinite(scale * levels)
+    scale = torch.where(flagged, -scale, scale)
     return (
         minimum.to(minimum_dtype).masked_fill(broken, float("nan")),  # after the cast, which has NaNs of its own
         scale.to(scale_dtype).masked_fill(broken, float("nan")),
@@ -117,6 +121,8 @@ def quantize_uniform(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a flat tensor: q = round(clip((x - m) / s, 0, 2^b - 1)).
 
+    In a flagged group code 2^b - 1 stands for what is not finite, and finite elements take the codes below it.
+
     Args:
         flat: (n,) floating-point tensor.
         geometry: Its blocks and groups.
@@ -128,16 +134,19 @@ def quantize_uniform(
         `(codes, scale, minimum)`: packed uint8 codes and (G,) metadata.
     """
     minimum, scale = calibrate(flat, geometry, scale_dtype, minimum_dtype)
-    base, step = minimum.float(), scale.float()
+    base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for broken groups
-    levels = float((1 << geometry.bit_width) - 1)
+    top = (1 << geometry.bit_width) - 1
+    levels = torch.where(flagged, top - 1, top).float()
     codes = flat.new_empty(geometry.code_bytes, dtype=torch.uint8)
     for start, stop, columns in chunks(geometry.numel, geometry.block_size):
         group = group_index(start, stop, geometry, flat.device)
-        steps = ((flat[start:stop].float() - base[group]) * inverse[group]).clamp(0.0, levels)
+        x = flat[start:stop].float()
+        steps = ((x - base[group]) * inverse[group]).clamp(min=0.0).minimum(levels[group])
         steps = steps.masked_fill(inverse[group] == 0, 0.0)
+        steps = steps.masked_fill(flagged[group] & ~x.isfinite(), float(top))
         bits = None if seed is None else element_bits(start, stop, columns, seed)
-        chunk = round_codes(steps, bits).clamp(max=int(levels))
+        chunk = round_codes(steps, bits).clamp(max=top)
         first = packed_bytes(start, geometry.bit_width, geometry.block_size)
         packed = pack(chunk, geometry.bit_width, geometry.block_size)
         codes[first : first + packed.numel()] = packed
@@ -145,7 +154,10 @@ def quantize_uniform(
 
 
 def dequantize_uniform(codes: Tensor, scale: Tensor, minimum: Tensor, geometry: Geometry, out: Tensor) -> Tensor:
-    """Decode x = m + s * q, clamped to the finite range of the output's type.
+    """Decode x = m + |s| * q, clamped to the finite range of the output's type.
+
+    In flagged groups, those whose s has its sign bit set, code 2^b - 1 decodes to NaN; at 1 bit, where one code is left
+    for all other elements, m is moved to the middle, m + |s| / 2.
 
     Args:
         codes: Packed uint8 codes.
@@ -157,12 +169,16 @@ def dequantize_uniform(codes: Tensor, scale: Tensor, minimum: Tensor, geometry: 
     Returns:
         `out`.
     """
-    base, step = minimum.float(), scale.float()
+    base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
+    top = (1 << geometry.bit_width) - 1
+    if top == 1:
+        base = torch.where(flagged, base + step * 0.5, base)
     limit = min(torch.finfo(out.dtype).max, torch.finfo(torch.float32).max)
     for start, stop, columns in chunks(geometry.numel, geometry.block_size):
         group = group_index(start, stop, geometry, codes.device)
         q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
-        out[start:stop] = (base[group] + step[group] * q.float()).clamp(-limit, limit)
+        y = (base[group] + step[group] * q.float()).clamp(-limit, limit)
+        out[start:stop] = y.masked_fill(flagged[group] & (q == top), float("nan"))
     return out
 
 
@@ -214,17 +230,33 @@ def group_index(start: int, stop: int, geometry: Geometry, device: torch.device)
     return torch.arange(start, stop, device=device) // geometry.inner % geometry.groups
 
 
-def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each group in float32 (the cast is monotone); NaN wins."""
+def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Range of each group's finite elements.
+
+    Args:
+        flat: (n,) floating-point tensor; float64 is rounded to float32 first.
+        geometry: Its groups.
+
+    Returns:
+        `(low, high, missing)`: (G,) float32 smallest and largest value, infinity and -infinity where no element is
+        finite, and int64 numbers of elements that are not.
+    """
     n, inner, groups = geometry.numel, geometry.inner, geometry.groups
+    flat = flat.float()
     if not geometry.one_run:
-        x_OGI = flat.view(-1, groups, inner)
-        return x_OGI.amin((0, 2)).float(), x_OGI.amax((0, 2)).float()
+        return _finite_range(flat.view(-1, groups, inner), (0, 2))
     whole = n // inner * inner
     runs = [run for run in (flat[:whole].view(-1, inner), flat[whole:].view(1, -1)) if run.numel()]
     if not runs:
-        return flat.new_empty(0).float(), flat.new_empty(0).float()
-    return torch.cat([run.amin(1) for run in runs]).float(), torch.cat([run.amax(1) for run in runs]).float()
+        return flat.new_empty(0), flat.new_empty(0), flat.new_empty(0, dtype=torch.int64)
+    low, high, missing = (torch.cat(parts) for parts in zip(*(_finite_range(run, 1) for run in runs), strict=True))
+    return low, high, missing
+
+
+def _finite_range(x: Tensor, dims: int | tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    is_finite = x.isfinite()
+    low, high = (x.masked_fill(~is_finite, end) for end in (float("inf"), -float("inf")))
+    return low.amin(dims), high.amax(dims), (~is_finite).sum(dims)
 
 
 def _round_up_bfloat16(x: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ class ResidualQuantizer(GridQuantizer):
     """Stochastic rounding on fixed levels: one that marks clipped elements, the others evenly from `low` to `high`.
 
     2^bit_width - 1 levels between `low` and `high`, rounded up with the probability of the remainder, which leaves the
-    mean of the decoded residual what it was; code 0 stands for `clipped`, a value below them. No metadata are stored.
+    mean of the decoded residual what it was; code 0 stands for `clipped`, a value below them. No metadata are stored,
+    and no code is left for NaN, which is stored as `high`: the integers, kept elsewhere, know of it.
 
     >>> q = ResidualQuantizer(bit_width=2)
     >>> x = torch.tensor([-0.5, q.clipped, 0.5, 0.0])
@@ -88,7 +89,7 @@ class ResidualQuantizer(GridQuantizer):
         Returns:
             One row of levels.
         """
-        return Grid(_levels(self.bit_width, self.low, self.high, device))
+        return Grid(_levels(self.bit_width, self.low, self.high, device), marks=True)
 
 
 @functools.lru_cache(maxsize=64)

@@ -92,7 +92,7 @@ class SignMagnitudeLevels(GridQuantizer):
         return (Part("scale", self.scale_dtype, geometry.groups),)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """Scale of each bucket, rounded up to its type; NaN where the bucket holds NaN or an infinity.
+        """Scale of each bucket's finite elements, rounded up to its type; NaN where there are none.
 
         The L2 norm counts magnitudes in 65535ths of the largest one, so that it is the same on every device.
 
@@ -103,7 +103,7 @@ class SignMagnitudeLevels(GridQuantizer):
         Returns:
             `(scale,)`, (G,).
         """
-        low, high = grid_dispatch.ranges(flat, geometry)
+        low, high, _ = grid_dispatch.ranges(flat, geometry)
         largest = torch.maximum(-low, high)  # no smaller than any magnitude: level 1 is never exceeded
         scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)
         if not self.use_max:
@@ -117,9 +117,9 @@ class SignMagnitudeLevels(GridQuantizer):
         return (scale.to(self.scale_dtype).masked_fill(broken, float("nan")),)  # each device has NaNs of its own
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """Levels -1 to 1 in units of the scale."""
+        """Levels -1 to 1 in units of the scale, then NaN: 2^b codes are more than 2 * levels + 1."""
         make = _levels.__wrapped__ if is_traced(metadata[0]) else _levels  # fake tensors must not stay in the cache
-        return Grid(*make(self.levels, device), None, metadata[0].float())
+        return Grid(*make(self.levels, device), None, metadata[0].float(), marks=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +130,13 @@ class SignMagnitudeQuantizer(MixingQuantizer):
     `mix_levels_prob` of the buckets, `base_levels` in the others (see `MixedQuantizer`); `bucket=None` draws once for
     the tensor, as the thesis' global variant does.
 
-    A code has 2 * levels + 1 values: `base_levels=4`, which the thesis calls 2 bits, has the nine values 0, +-1/4, ...,
-    +-1 and takes 4 bits, and `mix_levels=16` 6. That is what is stored, and what `nbytes` says.
+    A code has 2 * levels + 1 values, and marks what is not finite: `base_levels=4`, which the thesis calls 2 bits, has
+    the nine values 0, +-1/4, ..., +-1 and takes 4 bits, and `mix_levels=16` 6. That is what is stored, and what
+    `nbytes` says.
 
     Source: J. Li, master's thesis, Heidelberg University, 2025, listings 5.1, 5.2 and 5.5. Differs: there the quantized
     values are kept in full precision; magnitudes are clamped to 1 - 1e-8 (which is 1 in float32) and scales to 1e-8;
-    here a bucket that holds NaN or an infinity decodes to NaN.
+    here NaN and infinities decode to NaN, and the scale is that of the other elements.
 
     >>> q = SignMagnitudeQuantizer(rounding="nearest", mix_levels_prob=0)
     >>> q.quantize(torch.tensor([-1.0, -0.4, 0.0, 0.1, 0.7])).dequantize()
@@ -206,7 +207,7 @@ def _check_levels(name: str, levels: object) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _levels(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(1, 2 n + 1) levels k / n and (1, 2 n) bounds; half-way between two magnitudes lies in the even one."""
+    """(1, 2 n + 2) levels k / n and NaN, and (1, 2 n + 1) bounds; half-way between magnitudes lies in the even one."""
     with torch.inference_mode(False):
         k = torch.arange(count + 1, dtype=torch.float64, device="cpu")
         levels, halves = (k / count).float(), ((k[:-1] + 0.5) / count).float()
@@ -214,5 +215,6 @@ def _levels(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         far, zero = torch.full_like(halves, 2.0), torch.zeros_like(halves)
         bounds = torch.where(even, torch.nextafter(halves, far), halves)
         mirrored = torch.where(even, -halves, torch.nextafter(-halves, zero))
-        levels = torch.cat((-levels[1:].flip(0), levels))
-        return levels[None].to(device), torch.cat((mirrored.flip(0), bounds))[None].to(device)
+        nan = torch.full((1,), torch.nan, device="cpu")  # which no value reaches
+        levels = torch.cat((-levels[1:].flip(0), levels, nan))
+        return levels[None].to(device), torch.cat((mirrored.flip(0), bounds, nan))[None].to(device)

@@ -49,7 +49,8 @@ class UniformQuantizer:
     q = clip(round((x - m) / s), 0, B), decoded as m + s * q. All arithmetic is float32.
 
     Source: ActNN, arXiv:2104.14129, section 4.1. Differs: metadata are rounded first, outwards so that nothing is
-    clipped, and codes computed from the rounded ones; groups with NaN or infinity decode to NaN.
+    clipped, and codes computed from the rounded ones; NaN and infinities decode to NaN, and a group that holds them has
+    a level less for its other elements, whose range it is (see `PackedActivation`).
 
     >>> q = UniformQuantizer(bit_width=2, rounding=Rounding.NEAREST, bucket_size=4)
     >>> q.quantize(torch.tensor([0.0, 1.0, 2.0, 3.0])).dequantize()

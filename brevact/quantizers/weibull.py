@@ -40,7 +40,9 @@ class WeibullQuantizer(GridQuantizer):
     Stored beside the codes: float32 minimum, maximum and offset of each bucket (the offset is zero, or the end on which
     the magnitudes stand), and bfloat16 distances from the offset of its 2^bit_width - 2 other levels. Code 0 stands for
     the minimum, the last one for the maximum, those between for offset + distance, clamped to the two. Minimum and
-    maximum are NaN for a bucket that held NaN or an infinity, or whose range float32 cannot hold.
+    maximum are NaN for a bucket without a finite element, or whose range float32 cannot hold. In a bucket that holds
+    NaN or an infinity beside finite elements the last of the other levels is NaN: there the last code stands for NaN,
+    the one before for the maximum, and one level less lies between minimum and maximum.
 
     Source: TinyScript (Fu et al., ICML 2020), algorithms 1 and 2, equation 2. Differs: levels are best for the largest
     value of the bucket, not for 3 standard deviations; shapes go up to 4, not 1; the split of levels between the sides
@@ -124,9 +126,10 @@ class WeibullQuantizer(GridQuantizer):
 
         Returns:
             Minimum, maximum and offset, each (G,) float32, and (G, 2^bit_width - 2) bfloat16 ascending distances from
-            the offset. Minimum and maximum are NaN for buckets with NaN or infinity, or with a range beyond float32.
+            the offset, the last one NaN where something is not finite. Minimum and maximum are NaN for buckets without
+            a finite element, or with a range beyond float32.
         """
-        low, high = grid_dispatch.ranges(flat, geometry)
+        low, high, missing = grid_dispatch.ranges(flat, geometry)
         broken = ~torch.isfinite(high - low)
         low, high = low.masked_fill(broken, 0.0), high.masked_fill(broken, 0.0)
         middle = low.clamp(min=0.0).minimum(high)  # zero, or the end that is closest to it
@@ -136,20 +139,32 @@ class WeibullQuantizer(GridQuantizer):
         sums = grid_dispatch.moments(flat, geometry, middle, inverse)
         below, above = ((part.double() * inverse).round() for part in (middle - low, high - middle))
         count = 1 << self.bit_width
-        fits = SideFits.of(sums.double(), below, above, _sizes(geometry, flat.device), count)
+        fits = SideFits.of(sums.double(), below, above, _sizes(geometry, flat.device) - missing, count)
         chosen = fits.variances(keep_zeros=self.keep_zeros).argmin(1)
         offset = torch.where(chosen == count, low, torch.where(chosen == count - 1, high, middle))
         largest = torch.finfo(torch.bfloat16).max
         levels_GN = (fits.levels(chosen) * (width.double() / units)[:, None]).float().clamp(-largest, largest)
         low, high = low.masked_fill(broken, torch.nan), high.masked_fill(broken, torch.nan)
-        return low, high, offset, levels_GN.bfloat16()
+        return low, high, offset, _with_nan(levels_GN.bfloat16(), (missing > 0) & ~broken)
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The stored levels between the minimum and the maximum of each bucket."""
         low, high, offset, levels = metadata
         low, high = low[:, None], high[:, None]
         between = (offset[:, None] + levels.view(geometry.groups, (1 << self.bit_width) - 2).float()).clamp(low, high)
-        return Grid(torch.cat((low, between, high), 1))
+        flagged = between[:, -1:].isnan()  # then the maximum has the code before
+        ends = torch.where(flagged, high, between[:, -1:]), torch.where(flagged, torch.nan, high)
+        return Grid(torch.cat((low, between[:, :-1], *ends), 1), marks=True)
+
+
+def _with_nan(levels_GN: Tensor, flagged: Tensor) -> Tensor:
+    """Levels with NaN for the last one where flagged; a middle that comes last (distance 0) replaces the one before.
+
+    So zeros stay exact where they were.
+    """
+    rest, last = levels_GN[:, :-1], levels_GN[:, -1:]
+    kept = torch.where(last == 0, torch.cat((rest[:, 1:], last), 1), rest)
+    return torch.where(flagged[:, None], torch.cat((kept, torch.full_like(last, torch.nan)), 1), levels_GN)
 
 
 def _sizes(geometry: Geometry, device: torch.device) -> Tensor:

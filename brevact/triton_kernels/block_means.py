@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from brevact.triton_kernels.floats import cast, maximum, minimum, widen
+from brevact.triton_kernels.groups import is_finite
 
 _LARGEST_MEAN = tl.constexpr(65504.0)
 
@@ -17,7 +18,7 @@ def mean_kernel(
     x_ptr, low_ptr, blocks, depth, height, width,
     BLOCK_DEPTH: tl.constexpr, BLOCK_HEIGHT: tl.constexpr, BLOCK_WIDTH: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Float16 means of P blocks: rows first, then columns, one after the other."""
+    """Float16 means of P blocks: rows first, then columns, one after the other; NaN where not all is finite."""
     block = tl.program_id(0) * P + tl.arange(0, P)
     across, down = tl.cdiv(width, BLOCK_WIDTH), tl.cdiv(height, BLOCK_HEIGHT)
     line = block // across
@@ -28,6 +29,7 @@ def mean_kernel(
     first_depth = (layer % layers) * BLOCK_DEPTH
     first_row = ((layer // layers) * depth + first_depth) * height + first_height
     total = tl.zeros((P,), tl.float32)
+    finite = tl.full((P,), 1, tl.int1)
     for k in range(BLOCK_WIDTH):
         column = first_column + k
         in_row = (block < blocks) & (column < width)
@@ -38,14 +40,24 @@ def mean_kernel(
             for j in range(BLOCK_HEIGHT):
                 valid = in_layer & (first_height + j < height)
                 offset = (i * height + j).to(tl.int64) * width
-                column_sum += widen(tl.load(pointers + offset, mask=valid, other=0.0))
+                x = widen(tl.load(pointers + offset, mask=valid, other=0.0))
+                column_sum += x
+                finite &= is_finite(x)
         total += column_sum
     rows = tl.minimum(depth - first_depth, BLOCK_DEPTH) * tl.minimum(height - first_height, BLOCK_HEIGHT)
     count = (rows * tl.minimum(width - first_column, BLOCK_WIDTH)).to(tl.float32)
     mean = tl.div_rn(total, tl.where(block < blocks, count, 1.0))
     mean = tl.where(mean == mean, mean, 0.0)
     mean = tl.minimum(tl.maximum(mean, -_LARGEST_MEAN), _LARGEST_MEAN)
-    tl.store(low_ptr + block, mean.to(tl.float16), mask=block < blocks)
+    bits = tl.where(finite, mean.to(tl.float16).to(tl.int16, bitcast=True), 0x7E00)
+    tl.store(low_ptr + block, bits.to(tl.int16).to(tl.float16, bitcast=True), mask=block < blocks)
+
+
+@triton.jit
+def _mean(pointer, valid):
+    """Float16 means as float32, 0 for NaN."""
+    mean = widen(tl.load(pointer, mask=valid))
+    return tl.where(mean == mean, mean, 0.0)
 
 
 @triton.jit
@@ -74,7 +86,7 @@ def subtract_means_kernel(
     """residual = x - upsample(low)."""
     element, block, valid = _tile(rows, depth, height, width, BLOCK_DEPTH, BLOCK_HEIGHT, BLOCK_WIDTH, R, C)
     x = widen(tl.load(x_ptr + element, mask=valid))
-    tl.store(residual_ptr + element, x - widen(tl.load(low_ptr + block, mask=valid)), mask=valid)
+    tl.store(residual_ptr + element, x - _mean(low_ptr + block, valid), mask=valid)
 
 
 @triton.jit
@@ -84,7 +96,7 @@ def add_means_kernel(
 ):  # fmt: skip
     """target = clamp(upsample(low) + residual) to +-largest, times `other` unless that is None."""
     element, block, valid = _tile(rows, depth, height, width, BLOCK_DEPTH, BLOCK_HEIGHT, BLOCK_WIDTH, R, C)
-    y = widen(tl.load(low_ptr + block, mask=valid)) + tl.load(residual_ptr + element, mask=valid)
+    y = _mean(low_ptr + block, valid) + tl.load(residual_ptr + element, mask=valid)
     y = cast(maximum(minimum(y, largest), -largest), target_ptr.dtype.element_ty)
     if other_ptr is not None:
         factor = widen(tl.load(other_ptr + element, mask=valid))

@@ -4,8 +4,18 @@ import triton
 import triton.language as tl
 
 from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, widen
-from brevact.triton_kernels.groups import group_of
+from brevact.triton_kernels.groups import group_of, is_flagged
 from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
+
+
+@triton.jit
+def load_grid(scale_ptr, minimum_ptr, valid, BIT_WIDTH: tl.constexpr):
+    """Value of code 0, step, and whether a group is flagged: then, at 1 bit, code 0 is in the middle."""
+    scale = widen(tl.load(scale_ptr, mask=valid))
+    base, step, flagged = widen(tl.load(minimum_ptr, mask=valid)), tl.abs(scale), is_flagged(scale)
+    if BIT_WIDTH == 1:
+        base = tl.where(flagged, base + step * 0.5, base)
+    return base, step, flagged
 
 
 @triton.jit
@@ -13,9 +23,9 @@ def dequantize_tile(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile, x = m + s * q clamped to +-largest, and multiply by `other` unless that is None.
+    """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
 
-    ALIGNED: a row of a whole block's plane lies in one group.
+    The last code of a flagged group stands for NaN. ALIGNED: a row of a whole block's plane lies in one group.
     """
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
@@ -24,14 +34,14 @@ def dequantize_tile(
         offset = row * BLOCK + i * stride
         if RAGGED or not ALIGNED:
             group = group_of(first, offset + column, inner, groups, INNER)
-            scale = widen(tl.load(scale_ptr + group, mask=valid))
-            base = widen(tl.load(minimum_ptr + group, mask=valid))
+            base, step, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
         elif i % PLANES == 0:
             group = group_of(first, offset, inner, groups, INNER)
-            scale = widen(tl.load(scale_ptr + group, mask=valid))
-            base = widen(tl.load(minimum_ptr + group, mask=valid))
-        y = base + scale * float_of_code(unpack_code(packed, i, BIT_WIDTH), BIT_WIDTH)
-        y = cast(maximum(minimum(y, largest), -largest), target_ptr.dtype.element_ty)
+            base, step, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+        q = unpack_code(packed, i, BIT_WIDTH)
+        y = base + step * float_of_code(q, BIT_WIDTH)
+        y = maximum(minimum(y, largest), -largest)
+        y = cast(tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y), target_ptr.dtype.element_ty)
         pointers = first + (offset + column)
         if other_ptr is not None:
             factor = widen(tl.load(other_ptr + pointers, mask=valid))

@@ -27,13 +27,16 @@ class GridRows:
         steps: (R, N - 1) contiguous: ascending bounds of nearest rounding, or inverse gaps for stochastic rounding.
             None for decoding.
         offset: (G,) contiguous offsets, or None for 0.
-        factor: (G,) contiguous factors, or None for 1: inverse scales for quantizing, scales for decoding.
+        factor: (G,) contiguous factors, or None for 1: inverse scales for quantizing, scales for decoding. A sign bit
+            flags a group.
+        marks: Whether elements that are not finite take the last code.
     """
 
     levels: Tensor
     steps: Tensor | None
     offset: Tensor | None
     factor: Tensor | None
+    marks: bool = False
 
 
 def ranges(x: Tensor, plan: UniformPlan) -> tuple[Launch, Tensor]:
@@ -44,11 +47,11 @@ def ranges(x: Tensor, plan: UniformPlan) -> tuple[Launch, Tensor]:
         plan: The tensor's plan.
 
     Returns:
-        The kernel to launch, and what it writes: (parts, 2, G) int32 keys of the lowest and the highest value of
-        parts of the groups, see `floats.key_of`.
+        The kernel to launch, and what it writes: (parts, 3, G) int32 keys of the lowest and the highest finite
+        value of parts of the groups, see `floats.key_of`, and numbers of elements that are not finite.
     """
     tiles = group_tiling(plan.numel, plan.inner, plan.groups, plan.one_run, RANGES_TILE)
-    keys = x.new_empty((tiles.parts, 2, plan.groups), dtype=torch.int32)
+    keys = x.new_empty((tiles.parts, 3, plan.groups), dtype=torch.int32)
     arguments = (x, keys, plan.numel, plan.inner, plan.groups, tiles.repeats)
     return Launch(ranges_kernel, (tiles.group_tiles, tiles.parts), arguments, tiles.shape), keys
 
@@ -89,7 +92,8 @@ def quantize_grid(x: Tensor, codes: Tensor, rows: GridRows, seed: Tensor | None,
     itemsize = x.itemsize if plan.rows_in_groups else max(x.itemsize, 4)  # more elements' groups than 32 would spill
     constants, grid, threads = _tiles(rows, plan, itemsize)
     arguments = (x, codes, rows.levels, rows.steps, rows.offset, rows.factor, seed, plan.numel, plan.run, plan.groups)
-    return Launch(quantize_grid_kernel, grid, arguments, {**constants, "STOCHASTIC": plan.stochastic}, threads)
+    constants |= {"STOCHASTIC": plan.stochastic, "MARKS": rows.marks}
+    return Launch(quantize_grid_kernel, grid, arguments, constants, threads)
 
 
 def dequantize_grid(codes: Tensor, rows: GridRows, other: Tensor | None, target: Tensor, plan: UniformPlan) -> Launch:

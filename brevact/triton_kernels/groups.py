@@ -5,6 +5,7 @@ import triton.language as tl
 
 from brevact.triton_kernels.floats import (
     float_of_key,
+    key_of,
     round_down_bfloat16,
     round_up_bfloat16,
 )
@@ -13,30 +14,75 @@ LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 """Keys of an empty range; see `floats.key_of`."""
 _MINUS_INFINITY_KEY, _INFINITY_KEY = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
+_SIGN = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def calibrate(low_key, high_key, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr):
-    """Minimum, scale and inverse scale of groups from their ranges of keys, see `reference.calibrate`.
+def is_finite(x):
+    return tl.abs(x) < float("inf")
 
-    Minimum and scale are float32 values that their types hold exactly. The inverse is 0 for constant groups and for
-    broken ones, whose minimum and scale are NaN.
+
+@triton.jit
+def is_flagged(scale):
+    """Whether a float32 scale, or its inverse, has its sign bit set, that of 0 as well."""
+    return scale.to(tl.int32, bitcast=True) < 0
+
+
+@triton.jit
+def _with_sign(x, flagged):
+    """Float32 without a sign bit, with one where flagged: the `-` operator leaves 0 as it is."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(flagged, bits ^ _SIGN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def has_missing(low_key, high_key):
+    """Whether elements of this range of keys include NaN or an infinity."""
+    return (low_key <= _MINUS_INFINITY_KEY) | (high_key >= _INFINITY_KEY)
+
+
+@triton.jit
+def finite_keys(x, valid):
+    """Keys that widen a range by what is finite and valid: to go into its lower end, and into its upper one."""
+    key = key_of(x)
+    inside = valid & is_finite(x)
+    return tl.where(inside, key, HIGHEST_KEY), tl.where(inside, key, LOWEST_KEY)
+
+
+@triton.jit
+def calibrate(
+    low_key, high_key, flagged, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr
+):
+    """Minimum, scale and inverse scale of groups from the ranges of their finite elements' keys.
+
+    See `reference.calibrate`. Minimum and scale are float32 values that their types hold exactly. The inverse has the
+    sign bit of the scale; it is 0 for constant groups and for broken ones, whose minimum and scale are NaN.
+
+    Args:
+        low_key: Lowest keys, above `high_key` where no element is finite.
+        high_key: Highest keys.
+        flagged: Whether groups hold elements that are not finite.
+        BIT_WIDTH: Bits a code.
+        scale_dtype: Stored type of the scale.
+        minimum_dtype: Stored type of the minimum.
     """
-    finite = (low_key > _MINUS_INFINITY_KEY) & (high_key < _INFINITY_KEY)
-    low = tl.where(finite, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
-    high = tl.where(finite, float_of_key(high_key), 0.0)
+    some = low_key <= high_key
+    low = tl.where(some, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
+    high = tl.where(some, float_of_key(high_key), 0.0)
     if minimum_dtype == tl.bfloat16:
         low = round_down_bfloat16(low)
     width = high - low
-    levels = (1 << BIT_WIDTH) - 1.0
-    scale = tl.div_rn(width, tl.full(width.shape, levels, tl.float32))
+    TOP: tl.constexpr = (1 << BIT_WIDTH) - 1
+    levels = tl.where(flagged, (TOP - 1 if TOP > 1 else 1) * 1.0, TOP * 1.0)
+    scale = tl.div_rn(width, levels)
     if scale_dtype == tl.bfloat16:
         scale = round_up_bfloat16(scale)
     scale = tl.where(width > 0.0, tl.maximum(scale, _SMALLEST_SCALE), 0.0)
-    good = finite & (scale * levels < float("inf"))
-    low, scale = tl.where(good, low, float("nan")), tl.where(good, scale, float("nan"))
+    good = some & (scale * levels < float("inf"))
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0.0, scale, 1.0))
-    return low, scale, tl.where(scale > 0.0, inverse, 0.0)
+    inverse = tl.where(good & (scale > 0.0), inverse, 0.0)
+    low, scale = tl.where(good, low, float("nan")), tl.where(good, scale, float("nan"))
+    return low, _with_sign(scale, flagged & good), _with_sign(inverse, flagged & good)
 
 
 @triton.jit

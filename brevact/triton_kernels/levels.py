@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, round_stochastic, widen
-from brevact.triton_kernels.groups import group_of
+from brevact.triton_kernels.groups import group_of, is_finite, is_flagged
 from brevact.triton_kernels.philox import element_bits
 from brevact.triton_kernels.quantize import seed_words
 from brevact.triton_kernels.tiles import (
@@ -79,11 +79,12 @@ def quantize_grid_tile(
     x_ptr, codes_ptr, levels_ptr, steps_ptr, offset_ptr, inverse_ptr, seed_ptr,
     first, row, column, stride, limit, inner, groups,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, SIZE: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    MARKS: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Round z = (x - offset) * inverse to levels, and pack a tile. Offsets and inverses may be None.
+    """Round z = (x - offset) * |inverse| to levels, and pack a tile. Offsets and inverses may be None.
 
-    ALIGNED: a row of a whole block's plane lies in one group.
+    MARKS: what is not finite takes the last code, and finite elements of flagged groups those below it. ALIGNED: a row
+    of a whole block's plane lies in one group.
     """
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     BY_ROW: tl.constexpr = ALIGNED and not RAGGED
@@ -103,12 +104,17 @@ def quantize_grid_tile(
             if GROUP_ROWS:
                 own = tl.minimum(group, groups - 1)  # masks, of what does not exist, would make spills likelier
                 levels_row_ptr, steps_row_ptr = levels_ptr + own * SIZE, steps_ptr + own * (SIZE - 1)
-        z = widen(planes[i])
+        x = widen(planes[i])
+        z = x
         if offset_ptr is not None:
             z -= base
         if inverse_ptr is not None:
-            z *= inverse
+            z *= tl.abs(inverse)
         q = codes_on_row(z, words, levels_row_ptr, steps_row_ptr, i, SIZE, BIT_WIDTH, STOCHASTIC)
+        if MARKS:
+            if inverse_ptr is not None:
+                q = tl.where(is_flagged(inverse), tl.minimum(q, SIZE - 2), q)
+            q = tl.where(is_finite(x), q, (1 << BIT_WIDTH) - 1)
         if RAGGED:
             q = tl.where(valid, q, 0)
         codes += (q,)
@@ -123,7 +129,7 @@ def dequantize_grid_tile(
     BIT_WIDTH: tl.constexpr, SIZE: tl.constexpr, GROUP_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Decode a tile, x = offset + scale * level clamped to +-largest, and multiply by `other` unless that is None."""
+    """Decode a tile, x = offset + |scale| * level clamped to +-largest, and multiply by `other` unless that is None."""
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1
     BY_ROW: tl.constexpr = ALIGNED and not RAGGED
     GROUPED: tl.constexpr = GROUP_ROWS or offset_ptr is not None or scale_ptr is not None
@@ -140,14 +146,15 @@ def dequantize_grid_tile(
             if GROUP_ROWS:
                 row_ptr = levels_ptr + tl.minimum(group, groups - 1) * SIZE
         q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
-        if SIZE < (1 << BIT_WIDTH):
-            q = tl.minimum(q, SIZE - 1)
-        y = tl.load(row_ptr + q)
+        y = tl.load(row_ptr + (tl.minimum(q, SIZE - 1) if SIZE < (1 << BIT_WIDTH) else q))
         if scale_ptr is not None:
-            y = scale * y
+            y = tl.abs(scale) * y
         if offset_ptr is not None:
             y = base + y
-        y = cast(maximum(minimum(y, largest), -largest), target_ptr.dtype.element_ty)
+        y = maximum(minimum(y, largest), -largest)
+        if scale_ptr is not None:
+            y = tl.where(is_flagged(scale) & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+        y = cast(y, target_ptr.dtype.element_ty)
         pointers = first + (row * BLOCK + i * stride + column)
         if other_ptr is not None:
             factor = widen(tl.load(other_ptr + pointers, mask=valid))
@@ -159,7 +166,8 @@ def dequantize_grid_tile(
 def quantize_grid_kernel(
     x_ptr, codes_ptr, levels_ptr, steps_ptr, offset_ptr, inverse_ptr, seed_ptr, numel, inner, groups,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, SIZE: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
+    MARKS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr, INNER: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Quantize: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
     if ROWS > 0:
@@ -167,14 +175,14 @@ def quantize_grid_kernel(
         quantize_grid_tile(
             x_ptr, codes_ptr, levels_ptr, steps_ptr, offset_ptr, inverse_ptr, seed_ptr,
             first, row, column, stride, rows, inner, groups,
-            BIT_WIDTH, STOCHASTIC, SIZE, GROUP_ROWS, BLOCK, INNER, ALIGNED, RAGGED=False,
+            BIT_WIDTH, STOCHASTIC, SIZE, GROUP_ROWS, MARKS, BLOCK, INNER, ALIGNED, RAGGED=False,
         )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
     if count > 0:
         quantize_grid_tile(
             x_ptr, codes_ptr, levels_ptr, steps_ptr, offset_ptr, inverse_ptr, seed_ptr,
             first, row, column, stride, count, inner, groups,
-            BIT_WIDTH, STOCHASTIC, SIZE, GROUP_ROWS, BLOCK, INNER, ALIGNED, RAGGED=True,
+            BIT_WIDTH, STOCHASTIC, SIZE, GROUP_ROWS, MARKS, BLOCK, INNER, ALIGNED, RAGGED=True,
         )  # fmt: skip
 
 

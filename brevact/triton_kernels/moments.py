@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from brevact.triton_kernels.floats import nearest_int, widen
+from brevact.triton_kernels.groups import is_finite
 from brevact.triton_kernels.ranges import elements_of_tile, tiles_of_part
 
 COLUMNS = tl.constexpr(6)
@@ -41,7 +42,8 @@ def moments_kernel(
         )
         z = (widen(tl.load(x_ptr + start + offset, mask=valid)) - base) * inverse
         r = nearest_int(tl.minimum(tl.abs(z), _LARGEST_UNIT))
-        below, above = valid & (z < 0.0), valid & (z > 0.0)  # NaN is neither
+        inside = valid & is_finite(z)
+        below, above = inside & (z < 0.0), inside & (z > 0.0)
         r_below, r_above = tl.where(below, r, 0).to(tl.int64), tl.where(above, r, 0).to(tl.int64)
         count_below, count_above = count_below + below.to(tl.int32), count_above + above.to(tl.int32)
         sum_below, sum_above = sum_below + r_below, sum_above + r_above

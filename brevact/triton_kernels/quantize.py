@@ -4,7 +4,15 @@ import triton
 import triton.language as tl
 
 from brevact.triton_kernels.floats import key_of, maximum, minimum, round_nearest, round_stochastic, widen
-from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, group_of, store_metadata
+from brevact.triton_kernels.groups import (
+    calibrate,
+    finite_keys,
+    group_of,
+    has_missing,
+    is_finite,
+    is_flagged,
+    store_metadata,
+)
 from brevact.triton_kernels.philox import column_words, element_bits
 from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
 
@@ -26,14 +34,43 @@ def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl
 
 @triton.jit
 def _codes_of_plane(x, base, inverse, words, i: tl.constexpr, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes (int32) of plane i: round(clip((x - m) / s)), 0 for constant and broken groups and where not valid."""
-    t = tl.minimum((widen(x) - base) * inverse, (1 << BIT_WIDTH) - 1.0)  # x >= m: no lower clip
-    t = tl.where(valid & (inverse > 0.0), t, 0.0)
+    """Codes (int32) of plane i: round(clip((x - m) / s)), 0 for constant and broken groups and where not valid.
+
+    In groups whose inverse has its sign bit set the last code stands for what is not finite.
+    """
+    TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
+    x, flagged = widen(x), is_flagged(inverse)
+    base = tl.where(inverse != 0.0, base, 0.0)  # NaN in broken groups
+    t = tl.minimum((x - base) * tl.abs(inverse), tl.where(flagged, TOP - 1.0, TOP))  # x >= m: no lower clip
+    t = tl.where(valid & is_finite(x), t, tl.where(valid & flagged, TOP, 0.0))
     if STOCHASTIC:
         q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
     else:
         q = round_nearest(t, BIT_WIDTH)
     return q
+
+
+@triton.jit
+def _range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """Ranges of keys, [GROUPS] each, of groups that lie in planes start to stop; NaN wins."""
+    low = widen(planes[start])
+    high = low
+    for i in tl.static_range(start + 1, stop):
+        x = widen(planes[i])
+        low, high = minimum(low, x), maximum(high, x)
+    low_Q = tl.min(tl.reshape(key_of(low), (GROUPS, LANES)), axis=1)
+    return low_Q, tl.max(tl.reshape(key_of(high), (GROUPS, LANES)), axis=1)
+
+
+@triton.jit
+def _finite_range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """The same for finite elements alone."""
+    low, high = finite_keys(widen(planes[start]), True)
+    for i in tl.static_range(start + 1, stop):
+        bottom, ceiling = finite_keys(widen(planes[i]), True)
+        low, high = tl.minimum(low, bottom), tl.maximum(high, ceiling)
+    low_Q = tl.min(tl.reshape(low, (GROUPS, LANES)), axis=1)
+    return low_Q, tl.max(tl.reshape(high, (GROUPS, LANES)), axis=1)
 
 
 @triton.jit
@@ -71,15 +108,12 @@ def quantize_whole_blocks(
     q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
     codes = ()
     for start in tl.static_range(0, 8, PLANES):
-        low = widen(planes[start])
-        high = low
-        for i in tl.static_range(start + 1, start + PLANES):
-            x = widen(planes[i])
-            low, high = minimum(low, x), maximum(high, x)
-        low_Q = tl.min(tl.reshape(key_of(low), (GROUPS, LANES)), axis=1)
-        high_Q = tl.max(tl.reshape(key_of(high), (GROUPS, LANES)), axis=1)
+        low_Q, high_Q = _range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
+        missing_Q = has_missing(low_Q, high_Q)
+        if tl.max(missing_Q.to(tl.int32), axis=0) > 0:
+            low_Q, high_Q = _finite_range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
         base_Q, scale_Q, inverse_Q = calibrate(
-            low_Q, high_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+            low_Q, high_Q, missing_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
         )
         group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
         store_metadata(scale_ptr + group, scale_Q, q_row < rows)
@@ -118,12 +152,13 @@ def quantize_ragged_block(
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
     valid = (lane < INNER) & (element < count)
-    key_GI = key_of(widen(tl.load(x_ptr + first + element, mask=valid)))
-    low_G = tl.min(tl.where(valid, key_GI, HIGHEST_KEY), axis=1)
-    high_G = tl.max(tl.where(valid, key_GI, LOWEST_KEY), axis=1)
+    x_GI = widen(tl.load(x_ptr + first + element, mask=valid))
+    low_GI, high_GI = finite_keys(x_GI, valid)
+    missing_GI = valid & ~is_finite(x_GI)
     base_G, scale_G, inverse_G = calibrate(
-        low_G, high_G, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
-    )
+        tl.min(low_GI, axis=1), tl.max(high_GI, axis=1), tl.max(missing_GI.to(tl.int32), axis=1) > 0,
+        BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
+    )  # fmt: skip
     group = tl.arange(0, GROUPS_2)
     store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
     store_metadata(minimum_ptr + first // INNER + group, base_G, group * INNER < count)

@@ -8,15 +8,15 @@ joined in any order.
 import triton
 import triton.language as tl
 
-from brevact.triton_kernels.floats import key_of, maximum, minimum, widen
-from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, store_metadata
+from brevact.triton_kernels.floats import key_of, widen
+from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, is_finite, store_metadata
 
 
 @triton.jit
-def _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr):
+def _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr):
     """Store what groups with these ranges of keys need."""
     base_G, scale_G, inverse_G = calibrate(
-        low_G, high_G, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+        low_G, high_G, missing_G > 0, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
     )
     store_metadata(scale_ptr + group, scale_G, group < groups)
     store_metadata(minimum_ptr + group, base_G, group < groups)
@@ -65,18 +65,24 @@ def range_of_part(
     x_ptr, first_group, part, numel, inner, groups, repeats, parts,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Lowest and highest key of GROUPS_TILE groups over one of `parts` equal shares of their tiles."""
+    """Range of keys of GROUPS_TILE groups over one of `parts` equal shares of their tiles, and how many are missing.
+
+    The range is that of finite elements, upside down where there is none; the others are counted.
+    """
     low = tl.full((REPEATS_TILE, GROUPS_TILE, INNER_TILE), float("inf"), tl.float32)
     high = -low
+    missing = tl.zeros((REPEATS_TILE, GROUPS_TILE, INNER_TILE), tl.int32)
     begin, end = tiles_of_part(part, parts, inner, repeats, REPEATS_TILE, INNER_TILE)
     for tile in range(begin, end):
         start, offset, valid = elements_of_tile(
             tile, first_group, numel, inner, groups, repeats, REPEATS_TILE, GROUPS_TILE, INNER_TILE
         )
         x = widen(tl.load(x_ptr + start + offset, mask=valid))
-        low, high = minimum(low, tl.where(valid, x, low)), maximum(high, tl.where(valid, x, high))
-    low_GE, high_GE = tl.min(key_of(low), axis=0), tl.max(key_of(high), axis=0)
-    return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1)
+        inside = valid & is_finite(x)
+        low, high = tl.minimum(low, tl.where(inside, x, low)), tl.maximum(high, tl.where(inside, x, high))
+        missing += (valid & ~is_finite(x)).to(tl.int32)
+    low_GE, high_GE, missing_GE = tl.min(key_of(low), axis=0), tl.max(key_of(high), axis=0), tl.sum(missing, axis=0)
+    return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1), tl.sum(missing_GE, axis=1)
 
 
 @triton.jit(do_not_specialize=["repeats"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
@@ -87,11 +93,11 @@ def calibrate_kernel(
 ):  # fmt: skip
     """Minimum, scale and inverse scale of groups, each read by one program."""
     first_group = tl.program_id(0).to(tl.int64) * GROUPS_TILE
-    low_G, high_G = range_of_part(
+    low_G, high_G, missing_G = range_of_part(
         x_ptr, first_group, 0, numel, inner, groups, repeats, 1, REPEATS_TILE, GROUPS_TILE, INNER_TILE
     )
     group = first_group + tl.arange(0, GROUPS_TILE)
-    _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
+    _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
 
 
 @triton.jit(do_not_specialize=["repeats"])
@@ -99,16 +105,20 @@ def ranges_kernel(
     x_ptr, keys_ptr, numel, inner, groups, repeats,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Ranges of groups, each read by several programs: keys [parts, 2, groups], the lowest and the highest."""
+    """Ranges of groups, each read by several programs.
+
+    Keys are [parts, 3, groups]: of the lowest and the highest finite element, and the number of those that are not.
+    """
     first_group, part = tl.program_id(0).to(tl.int64) * GROUPS_TILE, tl.program_id(1)
-    low_G, high_G = range_of_part(
+    low_G, high_G, missing_G = range_of_part(
         x_ptr, first_group, part, numel, inner, groups, repeats, tl.num_programs(1),
         REPEATS_TILE, GROUPS_TILE, INNER_TILE,
     )  # fmt: skip
     group = first_group + tl.arange(0, GROUPS_TILE)
-    row_ptr = keys_ptr + part.to(tl.int64) * 2 * groups
+    row_ptr = keys_ptr + part.to(tl.int64) * 3 * groups
     tl.store(row_ptr + group, low_G, mask=group < groups)
     tl.store(row_ptr + groups + group, high_G, mask=group < groups)
+    tl.store(row_ptr + 2 * groups + group, missing_G, mask=group < groups)
 
 
 @triton.jit(do_not_specialize=["parts", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
@@ -121,10 +131,12 @@ def join_ranges_kernel(
     part = tl.arange(0, PARTS_TILE)[:, None]
     low = tl.full((PARTS_TILE, GROUPS_TILE), HIGHEST_KEY, tl.int32)
     high = tl.full((PARTS_TILE, GROUPS_TILE), LOWEST_KEY, tl.int32)
+    missing = tl.zeros((PARTS_TILE, GROUPS_TILE), tl.int32)
     for start in range(0, parts, PARTS_TILE):
         valid = (start + part < parts) & (group < groups)[None, :]
-        offset = (start + part).to(tl.int64) * 2 * groups + group[None, :]
+        offset = (start + part).to(tl.int64) * 3 * groups + group[None, :]
         low = tl.minimum(low, tl.load(keys_ptr + offset, mask=valid, other=HIGHEST_KEY))
         high = tl.maximum(high, tl.load(keys_ptr + offset + groups, mask=valid, other=LOWEST_KEY))
-    low_G, high_G = tl.min(low, axis=0), tl.max(high, axis=0)
-    _finish(low_G, high_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
+        missing += tl.load(keys_ptr + offset + 2 * groups, mask=valid, other=0)
+    low_G, high_G, missing_G = tl.min(low, axis=0), tl.max(high, axis=0), tl.sum(missing, axis=0)
+    _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)

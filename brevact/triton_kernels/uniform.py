@@ -120,7 +120,7 @@ def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, plan:
         constants = {"BIT_WIDTH": plan.bit_width, **tiles.shape}
         yield Launch(calibrate_kernel, (tiles.group_tiles,), (x, scale, minimum, inverse, *sizes), constants)
         return
-    keys = x.new_empty(2 * tiles.parts * plan.groups, dtype=torch.int32)
+    keys = x.new_empty(3 * tiles.parts * plan.groups, dtype=torch.int32)
     yield Launch(ranges_kernel, (tiles.group_tiles, tiles.parts), (x, keys, *sizes), tiles.shape)
     constants = {
         "BIT_WIDTH": plan.bit_width,

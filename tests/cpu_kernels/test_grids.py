@@ -77,11 +77,11 @@ def test_quantize_grid_bytes_for_every_bit_width(bit_width: int, seed: int | Non
 @pytest.mark.parametrize("geometry", DIVISIONS, ids=str)
 def test_quantize_grid_bytes_for_every_way_to_divide_a_tensor(geometry: Geometry):
     torch.manual_seed(geometry.numel)
-    for seed in (None, SEED):
-        for flags in range(16):
-            names = ("rows_by_group", "has_bounds", "has_offset", "has_scale")
-            grid = random_grid(geometry.groups, 8, **{name: bool(flags >> i & 1) for i, name in enumerate(names)})
-            x = values_around(grid, geometry.numel, DTYPES[flags % 4])
+    names = ("rows_by_group", "has_bounds", "has_offset", "has_scale", "marks")
+    for flags in range(32):
+        grid = random_grid(geometry.groups, 8, **{name: bool(flags >> i & 1) for i, name in enumerate(names)})
+        x = values_around(grid, geometry.numel, DTYPES[flags % 4])
+        for seed in (None, SEED):
             _check(GridCase(x, geometry, grid, seed, multiply=bool(flags & 4)))
 
 
@@ -162,8 +162,8 @@ def test_quantize_grid_blocks_far_into_a_tensor(first_block: int, bit_width: int
     inverse_at, scale_at = inverse.data_ptr() - 4 * first_block, grid.scale.data_ptr() - 4 * first_block
     rows, blocks = (size, first_block + 1), (plan.address, first_block, first_block + 1)
     x_at, target_at = x.data_ptr() - 4 * first, target.data_ptr() - 4 * first
-    quantize_grid_blocks(x_at, codes_at, offset_at, inverse_at, levels_at, steps_at, *rows, seed, *blocks)
-    dequantize_grid_blocks(codes_at, offset_at, scale_at, levels_at, *rows, 0, target_at, *blocks)
+    quantize_grid_blocks(x_at, codes_at, offset_at, inverse_at, levels_at, steps_at, *rows, 0, seed, *blocks)
+    dequantize_grid_blocks(codes_at, offset_at, scale_at, levels_at, *rows, 0, 0, target_at, *blocks)
     z = (x - grid.offset) * inverse
     t = grid_reference.positions(z, grid.levels, steps, stochastic=True)
     bits = column_bits(torch.arange(first // 8, first // 8 + 64), torch.tensor(seed)).flatten()

@@ -48,8 +48,11 @@ def random_grid(
     has_bounds: bool = False,
     has_offset: bool = True,
     has_scale: bool = True,
+    marks: bool = False,
 ) -> Grid:
     """Random ascending levels, some equal, and some closer than normal numbers; a constant group and a broken one.
+
+    With marks some groups are flagged, one of them constant, and some rows end in NaN.
 
     Args:
         groups: Number of groups.
@@ -58,6 +61,7 @@ def random_grid(
         has_bounds: Whether bounds of nearest rounding are given.
         has_offset: Whether groups have offsets.
         has_scale: Whether groups have scales.
+        marks: Whether elements that are not finite take the last code.
     """
     levels = torch.randn(groups if rows_by_group else 1, size) * 2
     levels[:, 4:6] = levels[:, 3:4]
@@ -70,7 +74,11 @@ def random_grid(
         scale[1] = 0.0
     if offset is not None and groups > 3:
         offset[3] = float("nan")
-    return Grid(levels, bounds, offset, scale)
+    if marks:
+        levels[::2, -1] = float("nan")
+        if scale is not None:
+            scale[1::2] *= -1
+    return Grid(levels, bounds, offset, scale, marks)
 
 
 def values_around(grid: Grid, numel: int, dtype: torch.dtype) -> Tensor:
@@ -81,7 +89,7 @@ def values_around(grid: Grid, numel: int, dtype: torch.dtype) -> Tensor:
         numel: Number of elements.
         dtype: Their type.
     """
-    targets = torch.cat((grid.levels.flatten(), grid.steps(stochastic=False).flatten()))
+    targets = torch.cat((grid.levels.flatten(), grid.steps(stochastic=False).flatten())).nan_to_num()
     x = torch.randn(numel) * 2
     hits = torch.rand(numel) < 0.2
     x[hits] = targets[torch.randint(len(targets), (int(hits.sum()),))]
@@ -131,7 +139,7 @@ def grid_cases(draw: Callable, dtypes: tuple[torch.dtype, ...], most: int) -> Gr
         repeats = draw(st.integers(1, max(most // (groups * inner), 1)))
         geometry = channels(repeats, groups, inner, bit_width, block_size)
     torch.manual_seed(draw(st.integers(0, 2**32)))
-    flags = ("rows_by_group", "has_bounds", "has_offset", "has_scale")
+    flags = ("rows_by_group", "has_bounds", "has_offset", "has_scale", "marks")
     size = draw(st.one_of(st.just(1 << bit_width), st.integers(2, 1 << bit_width)))
     grid = random_grid(geometry.groups, size, **{flag: draw(st.booleans()) for flag in flags})
     x = values_around(grid, geometry.numel, draw(st.sampled_from(dtypes)))

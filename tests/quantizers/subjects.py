@@ -35,7 +35,8 @@ class Subject:
     Args:
         quantizer: The quantizer.
         step: Of a packed activation and its tensor: the distance of the two levels around each element, or of the
-            element to the grid, in the shape of the tensor; NaN for groups that are marked as broken.
+            element to the grid, in the shape of the tensor; NaN for groups that are marked as broken. In groups that
+            are flagged, because something in them is not finite, the levels that are left to the other elements count.
         largest_error: Steps by which an element may change; None for 1 (stochastic) and 0.5 (nearest).
         unbiased: Whether the expectation of what is decoded is the tensor; None where the rounding says so.
         keeps_zeros: Whether zeros stay zero where no element is negative.
@@ -83,7 +84,7 @@ def uniform_step(packed: PackedActivation, x: Tensor) -> Tensor:
     """The stored scale of each element's group."""
     geometry = packed.quantizer.geometry(packed.layout)
     group = torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1)
-    return packed.layout.restore(packed.scale.float()[group])
+    return packed.layout.restore(packed.scale.float().abs()[group])
 
 
 def sign_magnitude_step(packed: PackedActivation, x: Tensor) -> Tensor:
@@ -113,9 +114,13 @@ def grid_step(packed: PackedActivation, x: Tensor) -> Tensor:
     group = torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1)
     flat = layout.flatten(x.detach()).double()
     offset, scale = (None if part is None else part.double()[group] for part in (grid.offset, grid.scale))
+    flagged = torch.zeros_like(group, dtype=torch.bool) if scale is None else torch.signbit(scale)
+    scale = None if scale is None else scale.abs()
     z = flat if offset is None else flat - offset
     z = z if scale is None else torch.where(scale > 0, z / scale, 0.0)
     levels = grid.levels.double()[group if len(grid.levels) > 1 else torch.zeros_like(group)]
+    is_nan = flagged | (levels[:, -1].isnan() & ~levels[:, 0].isnan())  # what the last code stands for
+    levels[:, -1] = torch.where(is_nan, levels[:, -2], levels[:, -1])
     above = (z[:, None] >= levels).sum(1).clamp(1, levels.shape[1] - 1)[:, None] if z.numel() else group[:, None]
     neighbours = torch.cat((levels.gather(1, above - 1), levels.gather(1, above)), 1) if z.numel() else levels
     far = (neighbours - z[:, None]).abs().amax(1) if z.numel() else z
@@ -131,8 +136,26 @@ def dual_step(packed: PackedActivation, x: Tensor) -> Tensor:
     quantizer, layout = packed.quantizer, packed.layout
     blocks = quantizer.blocks(layout)
     scale = unpack_codes(packed.tensors[3], 15, blocks.maps).short().view(torch.bfloat16).float()
+    return _of_maps(scale, packed)
+
+
+def _of_maps(values: Tensor, packed: PackedActivation) -> Tensor:
+    """One value a map for each of its elements."""
+    layout = packed.layout
     distinct = [size if d in layout.dims else 1 for d, size in enumerate(layout.shape)]
-    return scale.repeat_interleave(blocks.elements).view(distinct).expand(layout.shape)
+    elements = packed.quantizer.blocks(layout).elements
+    return values.repeat_interleave(elements).view(distinct).expand(layout.shape)
+
+
+def groups_of(packed: PackedActivation) -> Tensor:
+    """Number of the group of each element, in the shape of the tensor."""
+    quantizer, layout = packed.quantizer, packed.layout
+    if isinstance(quantizer, DualPrecisionQuantizer):
+        return _of_maps(torch.arange(quantizer.blocks(layout).maps), packed)
+    if isinstance(quantizer, SizedMix):
+        return layout.restore(torch.arange(layout.numel) // quantizer.size)
+    geometry = quantizer.geometry(layout)
+    return layout.restore(torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1))
 
 
 def _dual(**settings: object) -> Subject:

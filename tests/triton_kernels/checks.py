@@ -63,7 +63,7 @@ def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:
     expected = grid_reference.quantize_grid(case.x, geometry, grid, seed)
     values = grid_reference.dequantize_grid(expected, geometry, grid, torch.empty_like(case.x))
     parts = (grid.levels, grid.bounds, grid.offset, grid.scale)
-    there = Grid(*(None if part is None else part.to(device) for part in parts))
+    there = Grid(*(None if part is None else part.to(device) for part in parts), grid.marks)
     codes = filled(expected.numel(), torch.uint8, device)
     gpu.quantize_grid(case.x.to(device), geometry, there, case.seed, codes)
     assert torch.equal(codes.cpu(), expected), (geometry, case.seed, dtype)
