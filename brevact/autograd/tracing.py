@@ -37,15 +37,15 @@ def skipped_by_dynamo(function: F) -> F:
 
 def is_compiled_graph(frame: FrameType) -> bool:
     """Return whether the function that autograd saves tensors for, applied in this frame, is a compiled graph."""
-    caller = frame.f_back
-    return (
-        frame.f_code is _APPLY
-        and caller is not None
-        and caller.f_globals.get("__name__", "").startswith("torch._functorch.")
-    )
+    if _APPLY is not None:
+        if frame.f_code is not _APPLY:
+            return False
+        frame = frame.f_back or frame
+    return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__
+# Code of `Function.apply`; None since torch 2.14, where it is C++, so that the frame is that of its caller.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 #: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
 #: on with rounded values do so there, too.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
