@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from brevact.autograd import attach_region, has_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
@@ -96,7 +96,7 @@ def _measure(model: nn.Module, batch: Any) -> list[OpMemory]:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    if any(isinstance(x, UninitializedTensorMixin) for x in (*model.parameters(), *model.buffers())):
+    if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
         raise ValueError("model: some lazy modules have no parameters yet; call the model on a batch first")
     try:
         copied = copy.deepcopy(model)

@@ -21,15 +21,13 @@ from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, i
 from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask, keep_small
 from brevact.autograd.storages import versions_of
 from brevact.autograd.transforms import NO_TRANSFORMS
+from brevact.private_names.of_torch import current_graph_task, pop_hooks, push_hooks, top_hooks
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
-push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 #: Classes of torch.utils.checkpoint whose hooks stand around a forward pass and around its recomputation.
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
@@ -204,6 +202,6 @@ def _unpack(stored: _Stored | tuple[Tensor, int]) -> Tensor:
         if x._version != version:
             _refuse(x, version)
         return x
-    if _is_grad_enabled() and stored.decoder is not AS_IT_IS and torch._C._current_graph_task_id() != -1:
+    if _is_grad_enabled() and stored.decoder is not AS_IT_IS and current_graph_task() != -1:
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     return stored.tensor()

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from brevact.autograd import lossless, recording
+from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 
 #: They return elements of their arguments, each at least once, and zeros, ones or other constants that they are given.

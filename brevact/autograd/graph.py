@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from brevact.autograd.functions import HANDLERS, run_counterpart
 from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
@@ -28,6 +26,14 @@ from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.provenance import comes_from_layer, tensors_in
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
+from brevact.private_names.lookup import refuse_without
+from brevact.private_names.of_torch import (
+    COMPILING,
+    DisableTorchFunction,
+    EnableTorchFunction,
+    FunctionalTensor,
+    WeakTensorKeyDictionary,
+)
 from brevact.quantizers import Layout, is_traced, read
 
 #: The text of a region without a quantizer.
@@ -44,8 +50,9 @@ def call_in_graph(
     name: str, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
     """Record the counterpart of a torch function; the settings travel as text, parameters as positions or names."""
+    refuse_without(COMPILING)
     func = _FUNCTIONS[name]
-    with torch._C.DisableTorchFunction():  # the mode that Dynamo followed may be active for real
+    with DisableTorchFunction():  # the mode that Dynamo followed may be active for real
         return _call(func, spelled, parameters, args, kwargs)
 
 
@@ -82,7 +89,7 @@ class _InnerMode(TorchFunctionMode):
         self._region = region
 
     def __enter__(self) -> _InnerMode:
-        self._enabled = torch._C._EnableTorchFunction()  # which is off in a node of the graph
+        self._enabled = EnableTorchFunction()  # which is off in a node of the graph
         self._enabled.__enter__()
         return super().__enter__()
 
@@ -93,7 +100,7 @@ class _InnerMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return _call_in(self._region, func, args, kwargs or {})
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from brevact.autograd import tracing
-from brevact.autograd.fallback import top_hooks
 from brevact.autograd.regions import Region, active, is_alive, leave_abandoned, leave_last_call
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
+from brevact.private_names.of_torch import top_hooks
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled

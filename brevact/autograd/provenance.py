@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
-from torch.autograd.function import BackwardCFunction
-from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.storages import WeakStorage, storage_address
+from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
 
 #: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
 _WEIGHT_NUMEL = "brevact.weight_numel"
@@ -131,20 +129,20 @@ class _Watchers:
         self._of_thread = threading.local()
         self._count = 0
         self._lock = threading.Lock()
-        self._key = RemovableHandle(_global_forward_pre_hooks).id
+        self._key = RemovableHandle(global_forward_pre_hooks).id
 
     def add(self, state: ModelState) -> None:
         self._states().append(state)
         with self._lock:
             self._count += 1
-            _global_forward_pre_hooks[self._key] = _tell_watchers
+            global_forward_pre_hooks[self._key] = _tell_watchers
 
     def remove(self, state: ModelState) -> None:
         self._states().remove(state)
         with self._lock:
             self._count -= 1
             if not self._count:
-                _global_forward_pre_hooks.pop(self._key, None)
+                global_forward_pre_hooks.pop(self._key, None)
 
     def tell(self, module: nn.Module) -> None:
         for state in self._states():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd import lossless, recording, tracing
-from brevact.autograd.fallback import SavedTensorHooks, pop_hooks, push_hooks, sizes_of, top_hooks
+from brevact.autograd.fallback import SavedTensorHooks, sizes_of
 from brevact.autograd.following import FOLLOWED, follow
 from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds, run_counterpart
 from brevact.autograd.functions.base import is_activation
@@ -31,6 +31,15 @@ from brevact.autograd.provenance import ModelState, is_known_activation, is_weig
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
+from brevact.private_names.lookup import refuse_without
+from brevact.private_names.of_torch import (
+    REGIONS,
+    frame_callback,
+    is_any_autocast_enabled,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 
 
 class _Active(threading.local):
@@ -55,7 +64,7 @@ def current_region() -> Region | None:
 
 def packing_region() -> Region | None:
     """Return the region in which the caller runs, if what it stores is packed; None in a traced graph."""
-    if _is_compiling() or not active.regions or not _is_grad_enabled() or tracing.frame_callback() is not None:
+    if _is_compiling() or not active.regions or not _is_grad_enabled() or frame_callback() is not None:
         return None
     region = active.regions[-1]
     if not region.packs or top_hooks(True) != region.hooks.pair or not is_alive(sys._getframe(1)):
@@ -100,6 +109,7 @@ class Region:
         self.places = itertools.count()  # of the tensors that a quantizer with statistics keeps
 
     def __enter__(self) -> Region:
+        refuse_without(REGIONS)
         self.parent = current_region()
         self.hooks = SavedTensorHooks(self)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
@@ -191,7 +201,7 @@ class Region:
 
         Not where autocast lets it save copies of them, nor inference tensors, which torch refuses to save.
         """
-        if torch._C._is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             return False
         for x in tensors:
             if x is not None and x.is_inference():
@@ -257,7 +267,7 @@ class _EagerMode(tracing.RegionMode):
         kwargs = kwargs or {}
         if _is_compiling():
             return tracing.traced_call(self, func, types, args, kwargs)
-        if tracing.frame_callback() is not None:  # between the graphs of a compiled model
+        if frame_callback() is not None:  # between the graphs of a compiled model
             return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         if type(func) is MethodWrapperType or func in kinds.ASIDE:
             if func in kinds.UNCOUNTED and args and is_activation(args[0]):
@@ -331,7 +341,7 @@ def _call_norm_aside(region: Region, func: Callable, args: tuple, kwargs: dict) 
 
 def _frozen_weight_shapes(region: Region, arguments: Any) -> frozenset[tuple[int, ...]]:
     """Sizes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return frozenset()
     return frozenset(sizes_of(x) for x in tensors_in(arguments) if not x.requires_grad and region.is_weight(x))
 

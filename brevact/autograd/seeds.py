@@ -30,6 +30,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, distributed
 
+from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import draw_seed
 
 _BLOCK = 256
@@ -60,7 +61,7 @@ class SeedStream:
     """
 
     def __init__(self, owner: object = None, *, replays: bool = False) -> None:
-        self._owner = id(owner) if replays or torch._C._current_graph_task_id() == -1 else None
+        self._owner = id(owner) if replays or current_graph_task() == -1 else None
         self._moves = True
         self._base: int | None = None
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
@@ -117,7 +118,7 @@ def _claim_base(owner: int | None) -> tuple[int, bool]:
     fork.set_state(torch.default_generator.get_state())
     base = (int(torch.randint(_LOW, _HIGH, (), device="cpu", generator=fork)) ^ rank_seed()) % 2**64
     with _lock:
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task()
         moves = backward == -1 or (owner is not None and _roots.get(base) == owner)
         if backward == -1 and owner is not None:
             _roots[base] = owner

@@ -14,19 +14,24 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.variables.torch import get_overridable_functions
-from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS
 from brevact.autograd.graph import FULL_PRECISION, NAMES, call_in_graph
 from brevact.autograd.settings import BackwardSettings
+from brevact.private_names.lookup import refuse_without
+from brevact.private_names.of_torch import (
+    COMPILING,
+    HigherOrderOperator,
+    frame_callback,
+    function_apply_code,
+    function_stack_at,
+    get_overridable_functions,
+    len_function_stack,
+    skip_code,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-#: Whether Dynamo would compile the functions called here, being between the graphs of a compiled model: not None then.
-frame_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def skipped_by_dynamo(function: F) -> F:
@@ -37,15 +42,13 @@ def skipped_by_dynamo(function: F) -> F:
 
 def is_compiled_graph(frame: FrameType) -> bool:
     """Return whether the function that autograd saves tensors for, applied in this frame, is a compiled graph."""
-    if _APPLY is not None:
-        if frame.f_code is not _APPLY:
+    if function_apply_code is not None:
+        if frame.f_code is not function_apply_code:
             return False
         frame = frame.f_back or frame
     return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
-# Code of `Function.apply`; None since torch 2.14, where it is C++, so that the frame is that of its caller.
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 #: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
 #: on with rounded values do so there, too.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
@@ -82,6 +85,7 @@ class TracingMode(RegionMode):
 
     def __init__(self, spelled: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
+        refuse_without(COMPILING)
         self.spelled = spelled
         self.owner = owner
         self.norms_only = norms_only
@@ -185,8 +189,8 @@ def _belongs_to(mode: Any, module: nn.Module | None) -> bool:
 
 def _innermost() -> Any:
     """The innermost mode that is a region's."""
-    for depth in reversed(range(torch._C._len_torch_function_stack())):
-        mode = torch._C._get_function_stack_at(depth)
+    for depth in reversed(range(len_function_stack())):
+        mode = function_stack_at(depth)
         if isinstance(mode, RegionMode):
             return mode
     return None

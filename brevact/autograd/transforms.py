@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch.autograd import forward_ad
+
+from brevact.private_names.of_torch import functorch_interpreter
+from brevact.private_names.of_torch import is_jit_tracing as is_tracing
 
 NO_TRANSFORMS = (
     "torch.func.grad, vjp, jacrev and hessian do not support saved tensor hooks, by which a model with backward "
@@ -22,13 +24,10 @@ NO_ROUNDED_NORMS = (
     "first, which changes what the model computes"
 )
 
-is_tracing = torch._C._is_tracing
-_interpreter = torch._C._functorch.peek_interpreter_stack
-
 
 def is_transformed() -> bool:
     """Return whether a ``torch.func`` transform or forward-mode AD is active."""
-    return forward_ad._current_level >= 0 or _interpreter() is not None
+    return forward_ad._current_level >= 0 or functorch_interpreter() is not None
 
 
 def check_rounding() -> None:

@@ -1,4 +1,7 @@
-"""Quantizers for CPU tensors, compiled by Numba: the bytes of the plain torch reference. Imports nothing of brevact."""
+"""Quantizers for CPU tensors, compiled by Numba: the bytes of the plain torch reference.
+
+Imports nothing else of brevact but private names of Numba.
+"""
 
 import numba
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import numba
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
+
+from brevact.private_names.of_numba import FunctionCache, get_or_insert_function
 
 F32, F64 = types.CPointer(types.float32), types.CPointer(types.float64)
 I32, U32, I64 = types.CPointer(types.int32), types.CPointer(types.uint32), types.CPointer(types.int64)
@@ -134,7 +134,7 @@ def rint(typing_context, value):
     """A float32 rounded to an integer, half to even."""
 
     def codegen(context, builder, signature, args):
-        function = cgutils.get_or_insert_function(
+        function = get_or_insert_function(
             builder.module, ir.FunctionType(ir.FloatType(), [ir.FloatType()]), "llvm.rint.f32"
         )
         return builder.call(function, args)

@@ -15,11 +15,10 @@ import os
 from collections.abc import Callable
 
 from numba import types
-from numba.core import sigutils
-from numba.core.ccallback import CFunc
 
 from brevact.cpu_kernels import threads
 from brevact.cpu_kernels.memory import PackageCache, advance, i64_at, load, take, words
+from brevact.private_names.of_numba import CFunc, normalize_signature
 
 SMALLEST_SHARE = 1 << 13
 """Elements a thread below which a team costs more than it brings."""
@@ -47,7 +46,7 @@ def _team_function(kernel: Callable) -> int:
             kernel(*(arguments + (start, min(start + step, blocks))))  # noqa: RUF005 (all that Numba compiles)
             start = take(free, step)
 
-    function = CFunc(work, sigutils.normalize_signature(types.void(types.intp)), {}, {"error_model": "numpy"})
+    function = CFunc(work, normalize_signature(types.void(types.intp)), {}, {"error_model": "numpy"})
     PackageCache.attach(function, work, kernel.py_func.__qualname__)
     function.compile()
     _compiled.append(function)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from brevitas.config import JIT_ENABLED
-from brevitas.core.function_wrapper.stochastic_round import StochasticRoundSte
 from torch import Tensor, nn
 
 from brevact.injectors.brevitas_source import build_tensor_quant, group_dim_of, with_group_dim
@@ -15,6 +14,7 @@ from brevact.injectors.formats import Format, is_kind
 from brevact.injectors.observed import ObservedQuantizer, as_it_is
 from brevact.injectors.rounding import SeededStochasticRound
 from brevact.injectors.tensor_statistics import State, TensorStatistics
+from brevact.private_names.of_brevitas import StochasticRoundSte
 from brevact.quantizers import PackedActivation, UniformQuantizer
 
 _STORED_AS_IT_IS = UniformQuantizer(bit_width=32)

@@ -6,11 +6,23 @@ import inspect
 from typing import Any
 
 from brevitas.inject import ExtendedInjector, Injector
-from brevitas.proxy.parameter_quant import BiasQuantProxyFromInjectorBase, WeightQuantProxyFromInjectorBase
-from brevitas.proxy.runtime_quant import ActQuantProxyFromInjectorBase
-from brevitas.quant.solver.act import SolveActScalingShape
 from dependencies.exceptions import DependencyError
 from torch import nn
+
+from brevact.private_names.lookup import refuse_without
+from brevact.private_names.of_brevitas import (
+    LAYERS,
+    ActQuantProxyFromInjectorBase,
+    BiasQuantProxyFromInjectorBase,
+    SolveActScalingShape,
+    WeightQuantProxyFromInjectorBase,
+)
+
+_OVER_CHANNELS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 def is_act_quantizer(source: Any) -> bool:
@@ -29,8 +41,7 @@ def group_dim_of(module: nn.Module | None) -> int:
     Brevitas' rule: 1, the channels, for a convolution, and the last one for a linear layer. Differs: where Brevitas
     asks for ``group_dim``, batch normalization has 1 and all else has the last one.
     """
-    over_channels = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
-    return 1 if isinstance(module, over_channels) else -1
+    return 1 if isinstance(module, _OVER_CHANNELS) else -1
 
 
 def with_group_dim(injector: type, group_dim: int) -> type:
@@ -92,4 +103,5 @@ def _has_proxy(source: Any, kinds: type | tuple[type, ...]) -> bool:
         return False
     if "proxy_class" not in source:
         return False
+    refuse_without(LAYERS)
     return inspect.isclass(source.proxy_class) and issubclass(source.proxy_class, kinds)

@@ -10,25 +10,28 @@ import math
 from typing import Any, Protocol
 
 import torch
-from brevitas.core.bit_width import BitWidthConst
-from brevitas.core.function_wrapper import Identity
-from brevitas.core.function_wrapper.shape import DynamicOverSubChannelBlockView
-from brevitas.core.quant import (
-    BinaryQuant,
-    ClampedBinaryQuant,
-    RescalingIntQuant,
-    TernaryQuant,
-)
-from brevitas.core.quant.delay import _NoDelay
-from brevitas.core.quant.float import FloatQuant
-from brevitas.core.restrict_val import PowerOfTwoRestrictValue
-from brevitas.core.scaling.runtime import RuntimeDynamicGroupStatsScaling
-from brevitas.core.zero_point import ZeroZeroPoint
-from brevitas.function.ops_ste import binary_sign_ste, ternary_sign_ste
 from torch import Tensor, nn
 
 from brevact.injectors.codes import IntegerCodes, MinifloatCodes
 from brevact.injectors.scaled_codes import Bytes, Floats, PowersOfTwo
+from brevact.private_names.lookup import refuse_without
+from brevact.private_names.of_brevitas import (
+    BACKWARD,
+    BinaryQuant,
+    BitWidthConst,
+    ClampedBinaryQuant,
+    DynamicOverSubChannelBlockView,
+    FloatQuant,
+    Identity,
+    PowerOfTwoRestrictValue,
+    RescalingIntQuant,
+    RuntimeDynamicGroupStatsScaling,
+    TernaryQuant,
+    ZeroZeroPoint,
+    _NoDelay,
+    binary_sign_ste,
+    ternary_sign_ste,
+)
 
 _LARGEST_MINIFLOAT = 16
 _SMALLEST_BOUND = 2.0**-90  # with it, every power of two above it fits a byte, divided by a threshold up to 2^36
@@ -210,6 +213,7 @@ def format_of(tensor_quant: Any, name: str) -> Format:
         TypeError: there is no format for its kind, or a bit width is learned.
         ValueError: a bit width is out of range.
     """
+    refuse_without(BACKWARD)
     for kind, form in _FORMATS.items():
         if is_kind(tensor_quant, kind):
             return form(tensor_quant)

@@ -18,54 +18,60 @@ from typing import Any
 
 import torch
 from brevitas.config import JIT_ENABLED
-from brevitas.core.function_wrapper import (
-    CeilSte,
-    DPURoundSte,
-    FloorSte,
-    Identity,
-    InplaceTensorClampSte,
-    RoundSte,
-    RoundToZeroSte,
-    TensorClamp,
-    TensorClampSte,
-)
-from brevitas.core.function_wrapper.shape import OverTensorView
-from brevitas.core.function_wrapper.stochastic_round import StochasticRoundSte
-from brevitas.core.quant import (
-    BinaryQuant,
-    ClampedBinaryQuant,
-    DecoupledIntQuant,
-    IntQuant,
-    RescalingIntQuant,
-    TernaryQuant,
-)
-from brevitas.core.quant.delay import _NoDelay
-from brevitas.core.quant.float import FloatQuant
-from brevitas.core.scaling import ConstScaling, ParameterFromRuntimeStatsScaling, ParameterScaling
-from brevitas.core.stats.stats_op import (
+from torch import Tensor, UntypedStorage, nn
+
+from brevact.autograd.functions.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
+from brevact.autograd.functions.forward_statistics import absolute_percentile, weight_statistics
+from brevact.autograd.regions import packing_region
+from brevact.injectors.minifloats import float_quant
+from brevact.private_names.lookup import is_whole
+from brevact.private_names.of_brevitas import (
+    FORWARD,
     AbsAve,
     AbsMax,
     AbsMaxAve,
     AbsMaxL2,
     AbsMinMax,
     AbsPercentile,
+    BinaryQuant,
+    CeilSte,
+    ClampedBinaryQuant,
+    ConstScaling,
+    DecoupledIntQuant,
+    DPURoundSte,
+    FloatQuant,
+    FloorSte,
+    FusedActivationQuantProxy,
+    Identity,
+    InplaceTensorClampSte,
+    IntQuant,
     MeanSigmaStd,
     NegativeMinOrZero,
     NegativePercentileOrZero,
+    OverTensorView,
+    ParameterFromRuntimeStatsScaling,
+    ParameterScaling,
     PercentileInterval,
+    RescalingIntQuant,
+    RoundSte,
+    RoundToZeroSte,
     SignedAbsMax,
+    StochasticRoundSte,
+    TensorClamp,
+    TensorClampSte,
+    TernaryQuant,
+    ZeroZeroPoint,
+    _NoDelay,
+    _Stats,
+    binary_sign_ste,
+    ternary_sign_ste,
 )
-from brevitas.core.stats.stats_wrapper import _Stats
-from brevitas.core.zero_point import ZeroZeroPoint
-from brevitas.function.ops_ste import binary_sign_ste, ternary_sign_ste
-from brevitas.proxy.runtime_quant import FusedActivationQuantProxy
-from torch import Tensor, UntypedStorage, nn
-from torch.nn.modules import module as torch_module
-
-from brevact.autograd.functions.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
-from brevact.autograd.functions.forward_statistics import absolute_percentile, weight_statistics
-from brevact.autograd.regions import packing_region
-from brevact.injectors.minifloats import float_quant
+from brevact.private_names.of_torch import (
+    global_backward_hooks,
+    global_backward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+)
 
 #: What rounding takes away, x - round(x), by the kind of rounding.
 _RESIDUALS = {
@@ -261,10 +267,10 @@ def _fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tens
 def _is_observed(fused: FusedActivationQuantProxy) -> bool:
     """Whether somebody's hooks see, or change, what runs between the ReLU's input and the quantizer's output."""
     everywhere = (
-        torch_module._global_forward_pre_hooks,
-        torch_module._global_forward_hooks,
-        torch_module._global_backward_pre_hooks,
-        torch_module._global_backward_hooks,
+        global_forward_pre_hooks,
+        global_forward_hooks,
+        global_backward_pre_hooks,
+        global_backward_hooks,
     )
     for hooks in everywhere:
         for hook in hooks.values():
@@ -313,7 +319,7 @@ def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
     kind.forward = forward
 
 
-if not JIT_ENABLED:
+if not JIT_ENABLED and is_whole(FORWARD):
     for _kind, _counterpart in {
         IntQuant: _int_quant,
         DecoupledIntQuant: _decoupled_int_quant,

@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 from brevitas.inject import ExtendedInjector, Injector
-from brevitas.proxy.runtime_quant import ActQuantProxyFromInjector, ActQuantProxyFromInjectorBase
 from brevitas.quant import NoneActQuant
 from torch import nn
 
@@ -17,6 +16,7 @@ from brevact.injectors.injector_type import (
     act_impl_arguments,
     written_values,
 )
+from brevact.private_names.of_brevitas import ActQuantProxyFromInjector, ActQuantProxyFromInjectorBase
 
 
 class PlainActivation(nn.Module):

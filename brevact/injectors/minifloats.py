@@ -9,24 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from brevitas.core.function_wrapper import (
-    CeilSte,
-    DPURoundSte,
-    FloatClamp,
-    FloorSte,
-    RoundSte,
-    RoundToZeroSte,
-    TensorClamp,
-    TensorClampSte,
-)
-from brevitas.core.quant.float import FloatQuant, min_internal_scale
-from brevitas.utils.torch_utils import float_internal_scale
 from torch import Tensor, nn
 
 from brevact.autograd import recording
 from brevact.autograd.functions.fake_quantization import fake_quantize, is_quantizable
 from brevact.autograd.functions.recorded_again import compute_from_quotient, compute_from_weight
 from brevact.autograd.regions import packing_region
+from brevact.private_names.of_brevitas import (
+    CeilSte,
+    DPURoundSte,
+    FloatClamp,
+    FloatQuant,
+    FloorSte,
+    RoundSte,
+    RoundToZeroSte,
+    TensorClamp,
+    TensorClampSte,
+    float_internal_scale,
+    min_internal_scale,
+)
 
 _ROUNDINGS = (RoundSte, DPURoundSte, FloorSte, CeilSte, RoundToZeroSte)
 _CLAMPS = (TensorClamp, TensorClampSte)

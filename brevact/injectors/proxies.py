@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from brevitas.proxy.quant_proxy import QuantProxyFromInjector
 from torch import nn
+
+from brevact.private_names.of_brevitas import QuantProxyFromInjector
 
 
 def is_quant_proxy(module: nn.Module) -> bool:

@@ -7,13 +7,14 @@ import inspect
 import warnings
 
 from brevitas.nn import QuantIdentity, QuantMultiheadAttention
-from brevitas.nn.mixin.base import QuantRecurrentLayerMixin
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings, attach_region
 from brevact.injectors.forward_side import forward_injector_of
 from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType, written_values
 from brevact.injectors.settings import described, resolve
+from brevact.private_names.lookup import refuse_without
+from brevact.private_names.of_brevitas import LAYERS, QuantRecurrentLayerMixin
 
 
 class BackwardQuantProxy(nn.Module):
@@ -75,6 +76,7 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
             whose operations it does not cover; or ``forward_quant`` is no forward quantizer.
         ValueError: settings are out of range or contradict another slot.
     """
+    refuse_without(LAYERS)
     _refuse_parts_and_parameters(injector, layer)
     settings = resolve(injector)
     forward_injector = forward_injector_of(injector)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from brevitas.config import JIT_ENABLED
 from torch import Tensor, nn
 
 from brevact.injectors.formats import format_of
 from brevact.injectors.rounding import SeededStochasticRound
+from brevact.private_names.of_torch import current_graph_task
 
 #: Parameters and buffers by name, and steps counted in Python.
 State = tuple[dict[str, Tensor], dict[str, int]]
@@ -96,7 +96,7 @@ class TensorStatistics(nn.Module):
 
         A reentrant checkpoint runs without gradients, hence without regions, the first time: there are none to await.
         """
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task() == -1:
             self._awaited += 1
             return False
         if self._awaited:

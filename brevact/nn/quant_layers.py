@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import brevitas.nn as qnn
-from brevitas.nn.mixin.base import QuantRecurrentLayerMixin
 from brevitas.quant_tensor import QuantTensor
 from torch import Tensor
 
 from brevact.nn.slot import BackwardSlot
+from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 
 
 class QuantConv1d(BackwardSlot, qnn.QuantConv1d):

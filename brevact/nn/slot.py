@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from brevitas.quant.solver import ActQuantSolver
 from torch import nn
 
 from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver, backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType, known_names
+from brevact.private_names.of_brevitas import ActQuantSolver
 
 ACT_PREFIX = "act_"
 #: Keywords that Brevitas' mixins take although the layers do not name them.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
 from brevact.quantizers import reference
 from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout
@@ -235,7 +236,7 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, target: Tensor, nega
 
 def refuse_wrapped(x: Tensor) -> None:
     """Raise for the tensors of torch.func transforms: in-place arithmetic on their codes mixes levels."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._is_functional_tensor(x):
+    if is_functorch_tensor(x) and not is_functional_tensor(x):
         raise TypeError(
             "x: got a tensor of a torch.func transform (vmap, grad, jacrev, ...), which has no memory of its own; "
             "accepted are plain tensors, fake and functional ones; quantize outside the transform"

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from brevact.private_names.of_torch import disable_modes
 from brevact.quantizers.checks import check_input
 from brevact.quantizers.dispatch import refuse_wrapped
 from brevact.quantizers.layout import Layout
@@ -89,7 +89,7 @@ class MixingQuantizer(ABC):
             A quantizer of tensors of that many elements, whose bytes are known beforehand.
         """
         size = self.group_size or max(numel, 1)
-        with _disable_current_modes():  # of fake tensors, which have no values
+        with disable_modes():  # of fake tensors, which have no values
             generator = torch.Generator("cpu").manual_seed(host_seed)
             counts = torch.tensor([numel // size, int(numel % size > 0)], dtype=torch.float64, device="cpu")
             drawn = torch.binomial(counts, torch.full_like(counts, self.probability), generator=generator)
@@ -124,7 +124,7 @@ class MixingQuantizer(ABC):
         if on_host:
             host_seed = int(key)
         else:
-            with _disable_current_modes():
+            with disable_modes():
                 host_seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         return self.sized(numel, host_seed).quantize(x, key)
 

@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from brevact.private_names.of_torch import len_dispatch_stack
 from brevact.quantizers import grid_dispatch
 from brevact.quantizers.checks import check_int, member_of
 from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry
@@ -241,7 +242,7 @@ def _geometry(layout: Layout, format: NormalizedFormat, inner: int, groups: int)
 
 def _levels(format: NormalizedFormat, device: torch.device) -> tuple[Tensor, Tensor]:
     """(1, N) levels and (1, N - 1) bounds. On log scales a negative value that meets a bound takes the lower level."""
-    if torch._C._len_torch_dispatch_stack():  # a mode's tensors, such as fake ones, do not outlive it
+    if len_dispatch_stack():  # a mode's tensors, such as fake ones, do not outlive it
         return _make_levels(format, device)
     return _kept_levels(format, device)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor, nn
 
+from brevact.private_names.of_torch import FakeTensor, FunctionalTensor
+
 _PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
+_TRACED = (FakeTensor, FunctionalTensor)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -18,12 +19,4 @@ def is_traced(x: Tensor) -> bool:
     Returns:
         True for the fake and functional tensors of `torch.compile`.
     """
-    return type(x) not in _PLAIN_TYPES and isinstance(x, _traced_types())
-
-
-@functools.cache
-def _traced_types() -> tuple[type, ...]:
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    return FakeTensor, FunctionalTensor
+    return type(x) not in _PLAIN_TYPES and isinstance(x, _TRACED)

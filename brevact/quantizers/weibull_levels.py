@@ -20,7 +20,8 @@ from importlib.resources import files
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from brevact.private_names.of_torch import DisableFuncTorch, disable_modes
 
 LARGEST_SHAPE, SMALLEST_SHAPE = 4.0, 0.1
 LARGEST_END = 24.0
@@ -70,7 +71,7 @@ class LevelTable:
 @contextlib.contextmanager
 def constants() -> Iterator[None]:
     """Make tensors that any later call may use: plain ones, whatever mode or transform the present call is under."""
-    with torch.inference_mode(False), _disable_current_modes(), torch._C._DisableFuncTorch():
+    with torch.inference_mode(False), disable_modes(), DisableFuncTorch():
         yield
 
 

@@ -6,7 +6,8 @@ Kernels are launched without contraction to fused multiply-adds; those written o
 
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
+
+from brevact.private_names.of_triton import InterpretedFunction
 
 _MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding it rounds |x| < 2^22 half to even and leaves the integer in the low bits of the sum."""

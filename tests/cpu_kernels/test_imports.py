@@ -27,9 +27,10 @@ def _imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("layer", "own", "libraries"),
     [
-        ("cpu_kernels", {"brevact.cpu_kernels"}, {"numba", "llvmlite", "numpy"}),
-        ("triton_kernels", {"brevact.triton_kernels"}, {"torch", "triton"}),
-        ("quantizers", {"brevact.quantizers"}, {"torch"}),
+        ("private_names", {"brevact.private_names"}, {"torch", "numba"}),
+        ("cpu_kernels", {"brevact.cpu_kernels", "brevact.private_names"}, {"numba", "llvmlite", "numpy"}),
+        ("triton_kernels", {"brevact.triton_kernels", "brevact.private_names"}, {"torch", "triton"}),
+        ("quantizers", {"brevact.quantizers", "brevact.private_names"}, {"torch"}),
     ],
 )
 def test_layer_imports_only_what_lies_below(layer: str, own: set[str], libraries: set[str]):

@@ -28,13 +28,13 @@ from brevact.autograd.functions.operands import keep_operand, without_autocast_c
 from brevact.autograd.functions.recorded_again import undisturbed
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.settings import BackwardSettings, SaveMode
+from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 _attend = F.scaled_dot_product_attention
-_math = torch.ops.aten._scaled_dot_product_attention_math
 #: Bits of what is exponentiated.
 _SCORE_BITS = 8
 
@@ -64,7 +64,7 @@ class _Attention(Saving):
         if backend is not None and not is_traced(query):
             state = _generator_state(query.device)
         # Of the mask torch asks whether it needs a gradient, also of the copy that autocast makes of it.
-        with torch.set_grad_enabled(needs[3] and torch._C._is_any_autocast_enabled()):
+        with torch.set_grad_enabled(needs[3] and is_any_autocast_enabled()):
             if backend is not None and is_traced(query):
                 out, after_dropout = without_autocast_cache(_by_math, query, key, value, mask, options)
             else:
@@ -121,7 +121,7 @@ def _by_math(
     """Return the output, and the probabilities after dropout."""
     if mask is not None and mask.dtype is torch.bool:  # the op would add it
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)
-    return _math(query, key, value, mask, *options[:2], **_named(options))
+    return attention_by_math(query, key, value, mask, *options[:2], **_named(options))
 
 
 def _by_stored_dropout(
@@ -189,7 +189,7 @@ def _scaled_dot_product_attention(
     options = _Options(dropout_p, is_causal, scale, enable_gqa)
     backend = None
     if dropout_p > 0:
-        backend = torch._fused_sdp_choice(*tensors, attn_mask, *options[:2], **_named(options))
+        backend = choose_attention(*tensors, attn_mask, *options[:2], **_named(options))
         if not _can_replay(query, backend):
             return NotImplemented
     return region.apply(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from brevact.autograd import recording
 from brevact.autograd.keeping import Decoder, Kept, keep_as_it_is
+from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import is_traced
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -132,13 +133,12 @@ def blank(input_like: InputLike, grad: Tensor) -> Tensor:
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
-_is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def is_plain(x: Any) -> bool:
     """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
-    return type(x) in _PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or _is_functorch(x))
+    return type(x) in _PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or is_functorch_tensor(x))
 
 
 def is_activation(x: Any) -> bool:
@@ -147,7 +147,7 @@ def is_activation(x: Any) -> bool:
         type(x) in _PLAIN_TYPES
         and x.dtype in ACTIVATION_DTYPES
         and x.layout is _STRIDED
-        and not (x.is_nested or _is_functorch(x))
+        and not (x.is_nested or is_functorch_tensor(x))
     )
 
 

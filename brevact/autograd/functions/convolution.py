@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, as_tuple, load, requires_grad, save
+from brevact.private_names.of_torch import is_any_autocast_enabled
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -31,7 +32,7 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
     Doing it here keeps autocast from caching a weight copy that was made without gradients.
     """
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return tensors
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device):

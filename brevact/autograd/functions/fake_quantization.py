@@ -25,6 +25,7 @@ from brevact.autograd import lossless, recording
 from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_mask, noted, pack
 from brevact.autograd.settings import SaveMode
+from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import Layout, ResidualQuantizer
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ def fake_quantize(
     ):
         return NotImplemented
     recording.enter(fake_quantize)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if weight:
             return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
         if before_relu is None:
@@ -366,7 +367,7 @@ def quantize_signs(region: Region, signs: Signs, x: Tensor, scale: Tensor, *, cl
         return NotImplemented
     recording.enter(quantize_signs)
     bound = scale if clipped else scale.detach()
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if region.is_weight(x):
             return region.apply_to_weight(_WeightSignQuantization, signs, x, scale, bound, bound)
         return region.apply(_SignQuantization, signs, x, scale, bound, bound)

@@ -12,6 +12,7 @@ from torch import Tensor
 from brevact.autograd import recording
 from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.functions.recorded_again import compute_from_weight
+from brevact.private_names.of_torch import DisableTorchFunction
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -71,5 +72,5 @@ def absolute_percentile(
         flat, values, dim = x.view(-1), values.view(-1), 0
     rank = math.floor(0.01 * q * flat.shape[dim] + 0.5)
     recording.enter(absolute_percentile)
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return region.apply(_AbsolutePercentile, (values,), flat, rank, dim, keepdim and flat is x)

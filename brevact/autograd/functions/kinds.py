@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.provenance import is_parameter, tensors_in
 from brevact.autograd.storages import storage_address
+from brevact.private_names.of_torch import is_any_autocast_enabled
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -164,7 +165,7 @@ def _copies_weights(args: tuple) -> bool:
     weights = [x for x in tensors_in(args) if is_parameter(x) and x.is_cuda]
     if not weights:
         return False
-    return torch._C._is_any_autocast_enabled() or len({storage_address(weight) for weight in weights}) > 1
+    return is_any_autocast_enabled() or len({storage_address(weight) for weight in weights}) > 1
 
 
 def _is_large_activation(region: Region, x: Any) -> bool:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.functions.base import InputLike, OfSizes, Saving, blank, load, requires_grad, save
 from brevact.autograd.keeping import keep_mask
+from brevact.private_names.of_torch import nn_pad
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -178,7 +179,7 @@ HANDLERS = {
     **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), _take_along_dim),
     **dict.fromkeys((torch.take, Tensor.take), _take),
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
-    **dict.fromkeys((F.pad, torch._C._nn.pad), _pad),  # the second one is what Dynamo sees of the first
+    **dict.fromkeys((F.pad, nn_pad), _pad),  # the second one is what Dynamo sees of the first
     F.grid_sample: _grid_sample,
     torch.grid_sampler: _grid_sampler,
 }

@@ -22,6 +22,7 @@ from torch import Tensor
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.norms import Frozen, Norm, along_channels, sum_of_channels
 from brevact.autograd.keeping import Kept, decode_early
+from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -191,12 +192,11 @@ def _write_affine(
 
 def _to_autocast(norm: Norm, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast to float32 where autocast runs this norm in it."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return tensors
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not (torch.is_autocast_enabled(device) and _has_kernel(f"aten::{norm.name}", f"Autocast{device.upper()}")):
+    if not (
+        torch.is_autocast_enabled(device) and has_kernel_for_key(f"aten::{norm.name}", f"Autocast{device.upper()}")
+    ):
         return tensors
     return tuple(x.float() if x is not None and x.dtype is not torch.float64 else x for x in tensors)
-
-
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key

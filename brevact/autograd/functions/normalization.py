@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from brevact.autograd.functions.base import requires_grad
 from brevact.autograd.functions.norm_functions import apply, reacts
 from brevact.autograd.functions.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -74,7 +75,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     if training and isinstance(input, Tensor) and input.dim() >= 2:
-        F._verify_batch_size(input.size())
+        verify_batch_size(input.size())
     cudnn = torch.backends.cudnn.enabled
     return _torch_batch_norm(
         region, func, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
@@ -120,7 +121,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Any:
     if use_input_stats and isinstance(input, Tensor) and input.dim() >= 2:
-        F._verify_spatial_size(input.size())
+        verify_spatial_size(input.size())
     cudnn = torch.backends.cudnn.enabled
     return _torch_instance_norm(
         region, func, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn
@@ -172,7 +173,7 @@ def _group_norm(
 ) -> Any:
     if isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
         n, c, *sizes = input.shape
-        F._verify_batch_size([n * c // num_groups, num_groups, *sizes])
+        verify_batch_size([n * c // num_groups, num_groups, *sizes])
     return _torch_group_norm(region, func, input, num_groups, weight, bias, eps)
 
 

@@ -11,14 +11,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
+
+from brevact.private_names.of_torch import (
+    batch_norm_impl_index,
+    fused_rms_norm,
+    fused_rms_norm_backward,
+    suggest_memory_format,
+)
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
-_rms_norm_backward = torch.ops.aten._fused_rms_norm_backward.default
 
 
 class Norm:
@@ -89,7 +94,7 @@ class BatchNorm(Norm):
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         running = self.running_mean, self.running_var
-        out, mean, invstd, _, _ = torch._batch_norm_impl_index(
+        out, mean, invstd, _, _ = batch_norm_impl_index(
             x, weight, bias, *running, True, self.momentum, self.eps, self.cudnn_enabled
         )
         return out, mean, invstd
@@ -118,7 +123,7 @@ class InstanceNorm(BatchNorm):
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         n, c = x.shape[:2]
         running = [_repeat(kept, n) for kept in (self.running_mean, self.running_var)]
-        out, mean, invstd, _, _ = torch._batch_norm_impl_index(
+        out, mean, invstd, _, _ = batch_norm_impl_index(
             *(_as_one(x), _repeat(weight, n), _repeat(bias, n), *running, True),
             *(self.momentum, self.eps, self.cudnn_enabled),
         )
@@ -270,7 +275,7 @@ class RMSNorm(Norm):
             eps = torch.finfo(square.dtype).eps if eps is None else eps
             invstd = square.mean(self._dims, keepdim=True).add_(eps).rsqrt_()
             return torch.rms_norm(x, self.normalized_shape, weight, self.eps), None, invstd
-        out, invstd = torch.ops.aten._fused_rms_norm(x, self.normalized_shape, weight, self.eps)
+        out, invstd = fused_rms_norm(x, self.normalized_shape, weight, self.eps)
         return out, None, invstd
 
     def backward(
@@ -278,7 +283,7 @@ class RMSNorm(Norm):
     ) -> Gradients:
         """dx = invstd * (g w - x^ mean(g w x^)), dw = sum of g x^, with x^ = x * invstd."""
         if x.is_cuda and grad.dtype is x.dtype and self._is_fused(x, weight):
-            return *_rms_norm_backward(grad, x, self.normalized_shape, invstd, weight, mask[:2]), None
+            return *fused_rms_norm_backward(grad, x, self.normalized_shape, invstd, weight, mask[:2]), None
         normalized = x.to(invstd.dtype) * invstd
         grad_input = grad_weight = None
         if mask[1]:
@@ -295,7 +300,7 @@ class RMSNorm(Norm):
 
     @staticmethod
     def _is_fused(x: Tensor, weight: Tensor | None) -> bool:
-        is_alike = weight is None or weight.dtype is x.dtype
+        is_alike = fused_rms_norm_backward is not None and (weight is None or weight.dtype is x.dtype)
         return is_alike and suggest_memory_format(x) is torch.contiguous_format
 
 

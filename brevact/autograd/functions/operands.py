@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeping import Decoder, Kept
+from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import is_traced
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def keep_operand(region: Region, x: Tensor) -> Kept:
 
 def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call torch inside a Function: copies of weights that autocast makes there have no graph, for no other op."""
-    if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
+    if not (is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
         return call(*args, **kwargs)
     torch.set_autocast_cache_enabled(False)
     try:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.following import follow_indices
 from brevact.autograd.functions.base import OfSizes, Saving, as_tuple, blank, load, save
+from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
 from brevact.quantizers import pack_codes, unpack_codes
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def _avg_pool_handler(dims: int) -> Callable:
 
 def _adaptive_avg_pool_backward(dims: int) -> Callable:
     rank = max(dims, 2)
-    pool_backward = {2: aten._adaptive_avg_pool2d_backward, 3: aten._adaptive_avg_pool3d_backward}[rank]
+    pool_backward = {2: adaptive_avg_pool2d_backward, 3: adaptive_avg_pool3d_backward}[rank]
 
     def backward(grad: Tensor, input_like: tuple) -> Tensor:
         shape = input_like[0]

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import Saving, load, save
+from brevact.private_names.of_torch import softmax_backward
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
-
-_softmax_backward = torch.ops.aten._softmax_backward_data.default
 
 
 class _Softmax(Saving):
@@ -38,7 +37,7 @@ class _Softmax(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        grad_input = _softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype).to(ctx.dtype)
+        grad_input = softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype).to(ctx.dtype)
         return None, None, None, None, -grad_input if ctx.negates else grad_input
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from brevact.autograd import lossless
 from brevact.autograd.functions.base import Saving, load, save
+from brevact.private_names.of_torch import DisableTorchFunction
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -25,7 +26,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """
     with (
         torch.enable_grad(),
-        torch._C.DisableTorchFunction(),
+        DisableTorchFunction(),
         torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
         torch.autocast(device.type, enabled=False),
     ):
@@ -89,7 +90,7 @@ def compute_from_weight(region: Region, compute: Callable[..., Tensor], *tensors
     Returns:
         What ``compute`` returns.
     """
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return region.apply_to_weight(_OfWeight, compute, *tensors)
 
 
@@ -107,5 +108,5 @@ def compute_from_quotient(region: Region, compute: Callable[..., Tensor], x: Ten
     Returns:
         What ``compute`` returns, a new tensor.
     """
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return region.apply(_OfQuotient, compute, x, scale)

@@ -19,19 +19,19 @@ from brevact.autograd.functions import piecewise_linear
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.convolution import to_autocast
 from brevact.autograd.keeping import keep_mask
+from brevact.private_names.of_torch import has_kernel_for_key
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 aten = torch.ops.aten
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 class _PReLU(Saving):
     @staticmethod
     def forward(ctx: Any, region: Region, func: Callable, input: Tensor, weight: Tensor) -> Tensor:
         x, w = input, weight
-        if _has_kernel("aten::prelu", f"Autocast{input.device.type.upper()}"):
+        if has_kernel_for_key("aten::prelu", f"Autocast{input.device.type.upper()}"):
             x, w = to_autocast(input, weight)
         needs_input, needs_weight = ctx.needs_input_grad[2:]
         below = region.keep((-x).relu_(), share=False) if needs_weight else None

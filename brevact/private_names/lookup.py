@@ -1,0 +1,125 @@
+"""Finds private names by their path, and stands in for those that the installed version lacks.
+
+A missing name never keeps brevact from being imported: what needs it is off, or raises an error that names the version
+and the fix when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import warnings
+from typing import Any, NoReturn
+
+_NOTHING = object()
+
+#: Names that were not found, each with what needs it.
+missing: list[tuple[str, str]] = []
+
+
+class _StandIn(type):
+    """Class of the classes that stand for missing names: nothing is an instance, any use raises, all are false."""
+
+    message: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(cls.message)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(f"{name!r}: {cls.message}")
+
+    def __bool__(cls) -> bool:
+        return False
+
+
+def find(path: str, use: str, *, fallback: Any = _NOTHING, placeholder: Any = _NOTHING) -> Any:
+    """Return what a name stands for.
+
+    Args:
+        path: the name with its modules, ``torch._C._is_tracing``; of an attribute, with its class.
+        use: what needs it, the subject of the error where it is missing.
+        fallback: does the same where the name is missing, which is then no loss.
+        placeholder: what to return where the name is missing in place of a stand-in, because importing brevact uses it.
+
+    Returns:
+        The object; the fallback or the placeholder; or a class of which nothing is an instance and that raises a
+        RuntimeError when it is called.
+    """
+    try:
+        return read(path)
+    except (AttributeError, ImportError):
+        if fallback is not _NOTHING:
+            return fallback
+    missing.append((path, use))
+    message = message_for(path, use)
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    if placeholder is not _NOTHING:
+        return placeholder
+    return _StandIn(path.rpartition(".")[2], (), {"message": message})
+
+
+def read(path: str) -> Any:
+    """Return what a path leads to: through modules, classes and attributes that a class only declares.
+
+    Raises:
+        AttributeError: a module or a class lacks a part of it.
+        ImportError: a module is not there.
+    """
+    name, *parts = path.split(".")
+    found: Any = importlib.import_module(name)
+    for part in parts:
+        name = f"{name}.{part}"
+        if part in getattr(found, "__annotations__", ()) and isinstance(found, type):
+            return None  # of instances
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            if not hasattr(found, "__path__"):
+                raise
+            found = importlib.import_module(name)
+    return found
+
+
+def is_whole(use: str) -> bool:
+    """Return whether nothing is missing that this use needs."""
+    return not any(needed_by == use for _, needed_by in missing)
+
+
+def refuse_without(use: str) -> None:
+    """Raise where a name is missing that this use needs.
+
+    Raises:
+        RuntimeError: names what is missing, the version, and the versions that have it.
+    """
+    for path, needed_by in missing:
+        if needed_by == use:
+            raise RuntimeError(message_for(path, use))
+
+
+def message_for(path: str, use: str) -> str:
+    """Return what to tell about a missing name."""
+    library = path.partition(".")[0]
+    return (
+        f"{use} needs {path}, which {library} {_version(library)} does not have. "
+        f"Install a version that brevact is tested with: pip install '{_requirement(library)}'"
+    )
+
+
+def _version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _requirement(library: str) -> str:
+    """The versions of a library that brevact declares, as pip takes them."""
+    try:
+        declared = importlib.metadata.requires("brevact") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a folder
+        declared = []
+    for requirement in declared:
+        if re.match(r"[\w.-]+", requirement)[0] == library:  # type: ignore[index]
+            return requirement.partition(";")[0].strip()
+    return library

@@ -1,0 +1,79 @@
+"""Classes and functions of Brevitas' inner modules, which move between its releases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from brevact.private_names.lookup import find
+
+#: Refused where one of its names is missing.
+LAYERS = "a backward quantizer in a Brevitas layer"
+#: Refused where one of its names is missing.
+BACKWARD = "a quantizer of Brevitas as a backward quantizer"
+#: Off where one of its names is missing: regions then store what Brevitas' own ops store.
+FORWARD = "storing the integers that Brevitas' forward quantizers compute"
+
+_NAMES = {
+    "brevitas.nn.mixin.base": {LAYERS: ("QuantRecurrentLayerMixin",)},
+    "brevitas.proxy.parameter_quant": {
+        LAYERS: ("BiasQuantProxyFromInjectorBase", "WeightQuantProxyFromInjectorBase"),
+    },
+    "brevitas.proxy.quant_proxy": {LAYERS: ("QuantProxyFromInjector",)},
+    "brevitas.proxy.runtime_quant": {
+        LAYERS: ("ActQuantProxyFromInjector", "ActQuantProxyFromInjectorBase"),
+        FORWARD: ("FusedActivationQuantProxy",),
+    },
+    "brevitas.quant.solver": {LAYERS: ("ActQuantSolver",)},
+    "brevitas.quant.solver.act": {BACKWARD: ("SolveActScalingShape",)},
+    "brevitas.core.bit_width": {BACKWARD: ("BitWidthConst",)},
+    "brevitas.core.function_wrapper": {
+        BACKWARD: ("Identity",),
+        FORWARD: (
+            *("CeilSte", "DPURoundSte", "FloatClamp", "FloorSte", "Identity", "InplaceTensorClampSte", "RoundSte"),
+            *("RoundToZeroSte", "TensorClamp", "TensorClampSte"),
+        ),
+    },
+    "brevitas.core.function_wrapper.shape": {
+        BACKWARD: ("DynamicOverSubChannelBlockView",),
+        FORWARD: ("OverTensorView",),
+    },
+    "brevitas.core.function_wrapper.stochastic_round": {
+        BACKWARD: ("StochasticRoundSte",),
+        FORWARD: ("StochasticRoundSte",),
+    },
+    "brevitas.core.quant": {
+        BACKWARD: ("BinaryQuant", "ClampedBinaryQuant", "RescalingIntQuant", "TernaryQuant"),
+        FORWARD: (
+            *("BinaryQuant", "ClampedBinaryQuant", "DecoupledIntQuant", "IntQuant", "RescalingIntQuant"),
+            "TernaryQuant",
+        ),
+    },
+    "brevitas.core.quant.delay": {BACKWARD: ("_NoDelay",), FORWARD: ("_NoDelay",)},
+    "brevitas.core.quant.float": {BACKWARD: ("FloatQuant",), FORWARD: ("FloatQuant", "min_internal_scale")},
+    "brevitas.core.restrict_val": {BACKWARD: ("PowerOfTwoRestrictValue",)},
+    "brevitas.core.scaling": {FORWARD: ("ConstScaling", "ParameterFromRuntimeStatsScaling", "ParameterScaling")},
+    "brevitas.core.scaling.runtime": {BACKWARD: ("RuntimeDynamicGroupStatsScaling",)},
+    "brevitas.core.stats.stats_op": {
+        FORWARD: (
+            *("AbsAve", "AbsMax", "AbsMaxAve", "AbsMaxL2", "AbsMinMax", "AbsPercentile", "MeanSigmaStd"),
+            *("NegativeMinOrZero", "NegativePercentileOrZero", "PercentileInterval", "SignedAbsMax"),
+        )
+    },
+    "brevitas.core.stats.stats_wrapper": {FORWARD: ("_Stats",)},
+    "brevitas.core.zero_point": {BACKWARD: ("ZeroZeroPoint",), FORWARD: ("ZeroZeroPoint",)},
+    "brevitas.function.ops_ste": {
+        BACKWARD: ("binary_sign_ste", "ternary_sign_ste"),
+        FORWARD: ("binary_sign_ste", "ternary_sign_ste"),
+    },
+    "brevitas.utils.torch_utils": {FORWARD: ("float_internal_scale",)},
+}
+
+for _module, _uses in _NAMES.items():
+    for _use, _names in _uses.items():
+        for _name in _names:
+            globals()[_name] = find(f"{_module}.{_name}", _use)
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Stand for the names above."""

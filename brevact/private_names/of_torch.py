@@ -1,0 +1,129 @@
+"""Private and undocumented names of PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from brevact.private_names.lookup import find
+
+if TYPE_CHECKING:
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
+
+#: Refused as a whole where one of its names is missing: what it stores might be wrong.
+REGIONS = "storing packed activations for backward"
+COMPILING = "torch.compile of a region"
+
+# --- autograd
+
+push_hooks = find("torch._C._autograd._push_saved_tensors_default_hooks", REGIONS)
+pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks", REGIONS)
+top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", REGIONS)
+current_graph_task = find("torch._C._current_graph_task_id", REGIONS)  #: -1 outside of a backward pass
+BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
+#: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.
+function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", COMPILING, fallback=None)
+
+# --- modes and transforms
+
+DisableTorchFunction = find("torch._C.DisableTorchFunction", REGIONS)
+EnableTorchFunction = find("torch._C._EnableTorchFunction", COMPILING)
+DisableFuncTorch = find("torch._C._DisableFuncTorch", "making the tables of a format")
+len_function_stack = find("torch._C._len_torch_function_stack", COMPILING)
+function_stack_at = find("torch._C._get_function_stack_at", COMPILING)
+len_dispatch_stack = find("torch._C._len_torch_dispatch_stack", "a format of fixed levels (L2Backward, ...)")
+disable_modes = find(
+    "torch.utils._python_dispatch._disable_current_modes", COMPILING, placeholder=contextlib.nullcontext
+)
+is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor", REGIONS)
+functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack", REGIONS)
+is_jit_tracing = find("torch._C._is_tracing", REGIONS, fallback=torch.jit.is_tracing)
+tree_flatten = find("torch.utils._pytree.tree_flatten", REGIONS)
+tree_unflatten = find("torch.utils._pytree.tree_unflatten", REGIONS)
+
+if not TYPE_CHECKING:
+    TreeSpec = find("torch.utils._pytree.TreeSpec", REGIONS)
+
+# --- attributes: read where they are needed, and looked for here
+
+ATTRIBUTES = (
+    *("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view"),
+    *("torch.UntypedStorage._cdata", "torch.UntypedStorage._fix_weakref"),
+    *("torch.autograd.Function._backward_cls._forward_cls", "torch.autograd.forward_ad._current_level"),
+    *("torch.nn.Module._parameters", "torch.nn.Module._buffers"),
+    *("torch.nn.Module._forward_hooks", "torch.nn.Module._forward_pre_hooks"),
+    *("torch.nn.Module._forward_hooks_with_kwargs", "torch.nn.Module._forward_pre_hooks_with_kwargs"),
+    *("torch.nn.Module._forward_hooks_always_called",),
+    *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
+)
+for _path in ATTRIBUTES:
+    find(_path, REGIONS)
+
+# --- modules
+
+global_forward_pre_hooks = find("torch.nn.modules.module._global_forward_pre_hooks", REGIONS, placeholder=set())
+global_forward_hooks = find("torch.nn.modules.module._global_forward_hooks", REGIONS)
+global_backward_pre_hooks = find("torch.nn.modules.module._global_backward_pre_hooks", REGIONS)
+global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks", REGIONS)
+
+# --- torch.compile
+
+skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=lambda code: None)
+get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
+#: What Dynamo would compile functions called here with: not None between the graphs of a compiled model.
+frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", COMPILING, placeholder=lambda: None)
+FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor", COMPILING)
+FunctionalTensor = find("torch._subclasses.functional_tensor.FunctionalTensor", COMPILING)
+is_functional_tensor = find("torch._is_functional_tensor", COMPILING)
+#: `torch.nn.functional.pad`, as Dynamo shows it to modes.
+nn_pad = find("torch._C._nn.pad", COMPILING)
+
+if not TYPE_CHECKING:
+    HigherOrderOperator = find("torch._ops.HigherOrderOperator", COMPILING)
+    WeakTensorKeyDictionary = find("torch.utils.weak.WeakTensorKeyDictionary", COMPILING, placeholder=dict)
+
+# --- autocast
+
+
+def _is_autocast_enabled_anywhere() -> bool:
+    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda", "xpu", "mps"))
+
+
+is_any_autocast_enabled = find("torch._C._is_any_autocast_enabled", REGIONS, fallback=_is_autocast_enabled_anywhere)
+has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key", "a norm or PReLU in a region")
+
+# --- ops
+
+
+def _softmax_gradient(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    weighted = grad * out
+    return (weighted - out * weighted.sum(dim, keepdim=True)).to(dtype)
+
+
+def _rms_norm_in_parts(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Any:
+    """Output and inverse root of the mean square; before torch 2.9 torch computes the norm of ops that save it."""
+    square = x.to(torch.promote_types(x.dtype, torch.float32)).square()
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    invstd = square.mean(tuple(range(-len(shape), 0)), keepdim=True).add_(eps).rsqrt_()
+    return torch.rms_norm(x, shape, weight, eps), invstd
+
+
+softmax_backward = find("torch.ops.aten._softmax_backward_data.default", REGIONS, fallback=_softmax_gradient)
+#: None before torch 2.9; `fused_rms_norm` is then made of other ops.
+fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default", REGIONS, fallback=None)
+fused_rms_norm = _rms_norm_in_parts
+if fused_rms_norm_backward is not None:
+    fused_rms_norm = find("torch.ops.aten._fused_rms_norm", REGIONS, fallback=_rms_norm_in_parts)
+batch_norm_impl_index = find("torch._batch_norm_impl_index", "batch or instance norm in a region")
+adaptive_avg_pool2d_backward = find("torch.ops.aten._adaptive_avg_pool2d_backward", "average pooling in a region")
+adaptive_avg_pool3d_backward = find("torch.ops.aten._adaptive_avg_pool3d_backward", "average pooling in a region")
+attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math", "attention in a region")
+choose_attention = find("torch._fused_sdp_choice", "attention with dropout in a region")
+suggest_memory_format = find("torch._prims_common.suggest_memory_format", "group or RMS norm in a region")
+verify_batch_size = find("torch.nn.functional._verify_batch_size", "batch norm in a region")
+verify_spatial_size = find("torch.nn.functional._verify_spatial_size", "instance norm in a region")
