@@ -78,8 +78,8 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
 
 def _rows(grid: Grid, steps: Tensor | None, factor: Tensor | None) -> triton_kernels.GridRows:
     """The grid as the kernels read it."""
-    tensors = (None if values is None else values.contiguous() for values in (steps, grid.offset, factor))
-    return triton_kernels.GridRows(grid.levels.contiguous(), *tensors, marks=grid.marks)
+    steps, offset, factor = (None if x is None else x.contiguous() for x in (steps, grid.offset, factor))
+    return triton_kernels.GridRows(grid.levels.contiguous(), steps, offset, factor, marks=grid.marks)
 
 
 @functools.lru_cache(maxsize=4096)
