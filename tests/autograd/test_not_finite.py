@@ -1,0 +1,95 @@
+"""What is not finite in a saved tensor stays where it is: gradients are NaN where plain ones are, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import brevact
+from brevact import (
+    DualPrecisionBackward2bit,
+    L4Backward,
+    NearestBackward4bit,
+    StochBackward2bit,
+    StochBackward2bit4bitMix,
+    WeibullBackward2bit,
+)
+
+INFINITY = torch.inf
+STOCH_8BIT = StochBackward2bit.let(bit_width=8)
+FORMATS = {
+    "2 bits": StochBackward2bit,
+    "8 bits": STOCH_8BIT,
+    "nearest": NearestBackward4bit,
+    "mixed": StochBackward2bit4bitMix,
+    "Weibull": WeibullBackward2bit,
+    "L4": L4Backward,
+    "dual precision": DualPrecisionBackward2bit,
+}
+
+torch.manual_seed(0)
+KEEP = torch.rand(64, 4, 64) > 0.3
+KEEP[:, 1], KEEP[5, 2] = False, False  # rows with every key masked
+VALUES = torch.randn(64, 64, 16)
+
+
+def _attention(scores: Tensor) -> Tensor:
+    weights = scores.masked_fill(~KEEP, -INFINITY).softmax(-1)
+    return weights.masked_fill(~KEEP, 0.0)
+
+
+def _masked(function: Callable[[Tensor], Tensor], value: float) -> Callable[[Tensor], Tensor]:
+    """The function of scores of which the masked ones have a value that the result drops."""
+    return lambda scores: function(scores.masked_fill(~KEEP, value)).masked_fill(~KEEP, 0.0)
+
+
+CASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda scores: _attention(scores) @ VALUES,
+    "attention weights": _attention,
+    "masked.softmax": lambda scores: torch.masked.softmax(scores, -1, mask=KEEP),
+    "masked.softmin": lambda scores: torch.masked.softmin(scores, -1, mask=KEEP),
+    "masked.log_softmax": lambda scores: torch.masked.log_softmax(scores, -1, mask=KEEP),
+    "log_softmax": _masked(lambda x: x.log_softmax(-1), -INFINITY),
+    "gelu": _masked(F.gelu, -INFINITY),
+    "silu": _masked(F.silu, -INFINITY),
+    "mish": _masked(F.mish, -INFINITY),
+    "sin": _masked(torch.sin, -INFINITY),
+    "tanh": _masked(torch.tanh, -INFINITY),
+    "exp": _masked(torch.exp, INFINITY),
+    "sigmoid": _masked(torch.sigmoid, torch.nan),
+    "square": _masked(torch.square, INFINITY),
+    "product": lambda scores: (scores.masked_fill(~KEEP, INFINITY) * scores).masked_fill(~KEEP, 0.0),
+    "matmul": lambda scores: scores.masked_fill(~KEEP, torch.nan) @ VALUES,
+    "linear": lambda scores: F.linear(scores.masked_fill(~KEEP, INFINITY), VALUES[0].t()),
+}
+
+
+def _gradients(case: Callable[[Tensor], Tensor], source: type | None) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 4, 64, generator=generator).requires_grad_()
+    weight = torch.randn(64, 64, generator=generator).div(8).requires_grad_()
+    if source is None:
+        out = case(x @ weight)
+    else:
+        with brevact.backward_quant(source):
+            out = case(x @ weight)
+    return torch.autograd.grad(out, (x, weight), torch.randn(out.shape, generator=generator))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_are_nan_where_plain_ones_are_and_nowhere_else(case: Callable[[Tensor], Tensor]):
+    plain = _gradients(case, None)
+    for name, source in FORMATS.items():
+        for got, want in zip(_gradients(case, source), plain, strict=True):
+            assert torch.equal(got.isfinite(), want.isfinite()), name
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_beside_what_is_not_finite_are_those_of_8_bits(case: Callable[[Tensor], Tensor]):
+    for got, want in zip(_gradients(case, STOCH_8BIT), _gradients(case, None), strict=True):
+        finite = want.isfinite()
+        assert (got - want)[finite].norm() <= 0.1 * want[finite].norm()
