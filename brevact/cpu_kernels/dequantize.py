@@ -16,6 +16,7 @@ from brevact.cpu_kernels.groups import (
     NUMEL,
     ROWS,
     SCALE_KIND,
+    any_flagged,
     in_one_run,
     is_flagged,
     place_of,
@@ -47,36 +48,28 @@ def limited(y, limit):
 
 
 @inlined
-def _needs_clamp(m, s, top, limit):
-    """Whether values of a group come near the limit of the result's type."""
-    return not (abs(m) + s * top < np.float32(0.5) * limit)
-
-
-@inlined
-def _base_of(m, s, top):
-    """Value of code 0: at 1 bit a flagged group has no other code, and it is put in the middle."""
-    return m + abs(s) * np.float32(0.5) if is_flagged(s) and top < np.float32(2.0) else m
+def _is_plain(m, s, top, limit):
+    """Whether no value of a group comes near the limit of the result's type, and no code stands for NaN."""
+    return not is_flagged(s) and abs(m) + s * top < np.float32(0.5) * limit
 
 
 @inlined
 def _decoded(q, m, s, top, limit):
-    """Value of a code; NaN for the last one of a flagged group."""
-    y = limited(_base_of(m, s, top) + abs(s) * q, limit)
-    return np.float32(np.nan) if is_flagged(s) and q == top else y
+    """Value of a code: NaN for the last one of a flagged group, which at 1 bit has one other, for the middle."""
+    flagged, step = is_flagged(s), abs(s)
+    base = m + step * np.float32(0.5) if flagged and top < np.float32(2.0) else m
+    return np.float32(np.nan) if flagged and q == top else limited(base + step * q, limit)
 
 
 @inlined
 def _decode_segment(q, count, m, s, top, limit):
     """Replace codes by their values, in place."""
-    if is_flagged(s):
-        for e in range(count):
-            store(q, e, _decoded(load(q, e), m, s, top, limit))
-    elif _needs_clamp(m, s, top, limit):
-        for e in range(count):
-            store(q, e, limited(m + s * load(q, e), limit))
-    else:
+    if _is_plain(m, s, top, limit):
         for e in range(count):
             store(q, e, m + s * load(q, e))
+    else:
+        for e in range(count):
+            store(q, e, _decoded(load(q, e), m, s, top, limit))
 
 
 @inlined
@@ -84,21 +77,32 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, valu
     """Values of planes first to last of one group, from the joined codes 0 to 3 and 4 to 7 of each column."""
     mask = np.uint32((1 << bit_width) - 1)
     top = np.float32(mask)
+    plain = _is_plain(m, s, top, limit)
     for i in range(first, last):
         shift = np.uint32((i & 3) * bit_width)
         plane = advance(values, i * columns)
         words = high if i & 4 else low
-        if is_flagged(s):
+        if plain:
+            for j in range(columns):
+                store(plane, j, m + s * np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask)))
+        else:
             for j in range(columns):
                 q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
                 store(plane, j, _decoded(q, m, s, top, limit))
-        elif _needs_clamp(m, s, top, limit):
-            for j in range(columns):
-                q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
-                store(plane, j, limited(m + s * q, limit))
-        else:
-            for j in range(columns):
-                store(plane, j, m + s * np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask)))
+
+
+@inlined
+def _decode_each(q, count, group, scale, minimum, top, limit, table):
+    """Replace codes by their values, in place, each in a group of its own."""
+    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
+    if any_flagged(scale, scale_kind, group, count):
+        for g in range(count):
+            m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
+            store(q, g, _decoded(load(q, g), m, s, top, limit))
+    else:
+        for g in range(count):
+            m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
+            store(q, g, limited(m + s * load(q, g), limit))
 
 
 @inlined
@@ -112,9 +116,7 @@ def _decode_segments(q, first, count, scale, minimum, limit, table):
         group = (first + e) // inner % groups
         if inner == 1:
             run = min(groups - group, count - e)
-            for g in range(run):
-                m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
-                store(q, e + g, _decoded(load(q, e + g), m, s, top, limit))
+            _decode_each(advance(q, e), run, group, scale, minimum, top, limit, table)
         else:
             run = min(inner - (first + e) % inner, count - e)
             m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)

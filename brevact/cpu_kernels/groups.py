@@ -142,6 +142,15 @@ def is_flagged(scale):
 
 
 @inlined
+def any_flagged(address, kind, first, count):
+    """Whether one of `count` stored scales has its sign bit set."""
+    found = np.int32(0)
+    for g in range(first, first + count):
+        found = np.int32(found | bits_of(read_metadata(address, kind, g)))
+    return found < np.int32(0)
+
+
+@inlined
 def inverse_of(scale):
     """1 / |scale|, 0 for 0 and for NaN."""
     step = abs(scale)

@@ -16,6 +16,7 @@ from brevact.cpu_kernels.groups import (
     NUMEL,
     SCALE_KIND,
     STOCHASTIC,
+    any_flagged,
     calibrate,
     extend,
     extend_finite,
@@ -76,6 +77,23 @@ def _to_steps_of_group(x, count, m, s, levels, steps):
 
 
 @inlined
+def _to_steps_of_each(x, count, group, scale, minimum, levels, table, steps):
+    """Positions on the grid of elements that are each in a group of their own."""
+    scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
+    flags = any_flagged(scale, scale_kind, group, count)
+    for g in range(count):
+        inverse = inverse_of(read_metadata(scale, scale_kind, group + g))
+        t = (load(x, g) - read_metadata(minimum, minimum_kind, group + g)) * inverse
+        t = t if t < levels else levels
+        store(steps, g, t if inverse > np.float32(0.0) else np.float32(0.0))
+    if flags:
+        for g in range(count):
+            if is_flagged(read_metadata(scale, scale_kind, group + g)):
+                below = min(load(steps, g), levels - np.float32(1.0))
+                store(steps, g, below if is_finite(load(x, g)) else levels)
+
+
+@inlined
 def _steps_of_segments(x, first, count, scale, minimum, table, steps):
     """Positions on the grid of elements first to first + count, with the stored metadata of their groups."""
     inner, groups = load(table, INNER), load(table, GROUPS)
@@ -86,14 +104,7 @@ def _steps_of_segments(x, first, count, scale, minimum, table, steps):
         group = (first + e) // inner % groups
         if inner == 1:
             run = min(groups - group, count - e)
-            for g in range(run):
-                s, v = read_metadata(scale, scale_kind, group + g), load(x, e + g)
-                inverse, flagged = inverse_of(s), is_flagged(s)
-                most = levels - np.float32(1.0) if flagged else levels
-                t = (v - read_metadata(minimum, minimum_kind, group + g)) * inverse
-                t = t if t < most else most
-                t = t if inverse > np.float32(0.0) else np.float32(0.0)
-                store(steps, e + g, levels if flagged and not is_finite(v) else t)
+            _to_steps_of_each(advance(x, e), run, group, scale, minimum, levels, table, advance(steps, e))
         else:
             run = min(inner - (first + e) % inner, count - e)
             s, m = read_metadata(scale, scale_kind, group), read_metadata(minimum, minimum_kind, group)

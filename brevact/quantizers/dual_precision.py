@@ -24,6 +24,8 @@ from brevact.quantizers.uniform import (
 
 SCALE_BITS = 15
 """Bits of a bfloat16 scale without its sign."""
+LARGEST_HALF = 0x7C00
+"""Bits of infinity in float16; those of NaN are larger, and the sign of what is stored as NaN is not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +207,8 @@ class DualPrecisionQuantizer:
         """Write the residual, map by map, to a flat float32 tensor."""
         codes, minimum, low, scale_bits = spec.split(buffer)
         scale = unpack_codes(scale_bits, SCALE_BITS, blocks.maps).to(torch.int16).view(torch.bfloat16)
-        flagged = low.isnan().view(blocks.maps, -1).any(1) & ~scale.isnan()
-        scale = torch.where(flagged, -scale, scale)
+        most = low.view(torch.int16).view(blocks.maps, -1).amax(1)  # means that are NaN are larger than any other
+        scale = torch.where(most > LARGEST_HALF, -scale, scale)
         shape, stride = (blocks.maps, blocks.elements), (blocks.elements, 1)
         inner = PackedSpec.of(self._residual, Layout.of_sizes(shape, stride, torch.float32))
         stored = inner.empty(buffer)

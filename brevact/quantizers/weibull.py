@@ -41,8 +41,8 @@ class WeibullQuantizer(GridQuantizer):
     the magnitudes stand), and bfloat16 distances from the offset of its 2^bit_width - 2 other levels. Code 0 stands for
     the minimum, the last one for the maximum, those between for offset + distance, clamped to the two. Minimum and
     maximum are NaN for a bucket without a finite element, or whose range float32 cannot hold. In a bucket that holds
-    NaN or an infinity beside finite elements the last of the other levels is NaN: there the last code stands for NaN,
-    the one before for the maximum, and one level less lies between minimum and maximum.
+    NaN or an infinity beside finite elements the last of the other levels is infinity, which is clamped to the maximum:
+    there the last code stands for NaN, and one level less lies between minimum and maximum.
 
     Source: TinyScript (Fu et al., ICML 2020), algorithms 1 and 2, equation 2. Differs: levels are best for the largest
     value of the bucket, not for 3 standard deviations; shapes go up to 4, not 1; the split of levels between the sides
@@ -126,8 +126,8 @@ class WeibullQuantizer(GridQuantizer):
 
         Returns:
             Minimum, maximum and offset, each (G,) float32, and (G, 2^bit_width - 2) bfloat16 ascending distances from
-            the offset, the last one NaN where something is not finite. Minimum and maximum are NaN for buckets without
-            a finite element, or with a range beyond float32.
+            the offset, the last one infinity where something is not finite. Minimum and maximum are NaN for buckets
+            without a finite element, or with a range beyond float32.
         """
         low, high, missing = grid_dispatch.ranges(flat, geometry)
         broken = ~torch.isfinite(high - low)
@@ -145,26 +145,25 @@ class WeibullQuantizer(GridQuantizer):
         largest = torch.finfo(torch.bfloat16).max
         levels_GN = (fits.levels(chosen) * (width.double() / units)[:, None]).float().clamp(-largest, largest)
         low, high = low.masked_fill(broken, torch.nan), high.masked_fill(broken, torch.nan)
-        return low, high, offset, _with_nan(levels_GN.bfloat16(), (missing > 0) & ~broken)
+        return low, high, offset, _with_mark(levels_GN.bfloat16(), (missing > 0) & ~broken)
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The stored levels between the minimum and the maximum of each bucket."""
         low, high, offset, levels = metadata
         low, high = low[:, None], high[:, None]
         between = (offset[:, None] + levels.view(geometry.groups, (1 << self.bit_width) - 2).float()).clamp(low, high)
-        flagged = between[:, -1:].isnan()  # then the maximum has the code before
-        ends = torch.where(flagged, high, between[:, -1:]), torch.where(flagged, torch.nan, high)
-        return Grid(torch.cat((low, between[:, :-1], *ends), 1), marks=True)
+        last = high.masked_fill(levels.view(between.shape)[:, -1:] == torch.inf, torch.nan)
+        return Grid(torch.cat((low, between, last), 1), marks=True)
 
 
-def _with_nan(levels_GN: Tensor, flagged: Tensor) -> Tensor:
-    """Levels with NaN for the last one where flagged; a middle that comes last (distance 0) replaces the one before.
+def _with_mark(levels_GN: Tensor, flagged: Tensor) -> Tensor:
+    """Levels with infinity for the last one where flagged; a last one of 0, the middle, goes to the one before.
 
     So zeros stay exact where they were.
     """
     rest, last = levels_GN[:, :-1], levels_GN[:, -1:]
     kept = torch.where(last == 0, torch.cat((rest[:, 1:], last), 1), rest)
-    return torch.where(flagged[:, None], torch.cat((kept, torch.full_like(last, torch.nan)), 1), levels_GN)
+    return torch.where(flagged[:, None], torch.cat((kept, torch.full_like(last, torch.inf)), 1), levels_GN)
 
 
 def _sizes(geometry: Geometry, device: torch.device) -> Tensor:

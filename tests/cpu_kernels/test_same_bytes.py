@@ -35,6 +35,15 @@ def _plan(quantizer: UniformQuantizer, layout: Layout) -> cpu_kernels.UniformPla
     )
 
 
+def _with_missing(x: Tensor) -> Tensor:
+    """A copy some of whose elements are not finite: in whole stretches too."""
+    x = x.clone()
+    flat = x.view(-1)
+    flat[::97], flat[1::131], flat[2::203] = float("nan"), float("inf"), -float("inf")
+    flat[300:420] = float("nan")
+    return x
+
+
 def _filled(length: int, dtype: torch.dtype) -> Tensor:
     """A tensor whose unwritten bytes show."""
     return torch.full((length * dtype.itemsize,), 0xAB, dtype=torch.uint8).view(dtype)
@@ -75,6 +84,7 @@ def test_quantize_bytes_for_every_bucket_and_length(bit_width: int, rounding: Ro
         quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
         for length in (0, 1, 71, 513, 5001):
             _assert_same_bytes(quantizer, torch.randn(length) * 3 + 1)
+        _assert_same_bytes(quantizer, _with_missing(torch.randn(5001)))
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
@@ -88,8 +98,9 @@ def test_quantize_bytes_for_every_dtype_and_granularity(dtype: torch.dtype, roun
                 quantizer = UniformQuantizer(
                     bit_width=bit_width, rounding=rounding, granularity=granularity, channel_dim=channel_dim
                 )
-                _assert_same_bytes(quantizer, x)
-                _assert_same_bytes(quantizer, x.to(memory_format=torch.channels_last))
+                for y in (x, _with_missing(x)):
+                    _assert_same_bytes(quantizer, y)
+                    _assert_same_bytes(quantizer, y.to(memory_format=torch.channels_last))
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
@@ -137,7 +148,8 @@ def test_quantize_bytes_on_several_threads(dtype: torch.dtype, granularity: Gran
     x = torch.randn(5, 3, 13331).to(dtype)  # three shares of 2^16 elements
     for bucket_size in (512, 5000):
         quantizer = UniformQuantizer(bit_width=3, bucket_size=bucket_size, granularity=granularity)
-        _assert_same_bytes(quantizer, x, threads=4)
+        for y in (x, _with_missing(x)):
+            _assert_same_bytes(quantizer, y, threads=4)
 
 
 def test_quantize_rounds_every_bfloat16_and_float16_as_torch_does():

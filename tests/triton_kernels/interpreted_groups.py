@@ -42,8 +42,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     ],
 )
 def test_quantize_bytes_for_every_way_to_divide_a_tensor(bucket_size: int | None, length: int):
+    """What is not finite is in some groups, and in others not."""
     torch.manual_seed(length)
-    check_quantizer(UniformQuantizer(bit_width=3, bucket_size=bucket_size), torch.randn(length))
+    x = torch.randn(length)
+    x[length // 3 :: 1201], x[length // 2 :: 777] = float("nan"), -float("inf")
+    check_quantizer(UniformQuantizer(bit_width=3, bucket_size=bucket_size), x)
 
 
 @pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.SAMPLE])
@@ -61,7 +64,10 @@ def test_quantize_bytes_for_every_way_to_divide_a_tensor(bucket_size: int | None
 )
 def test_quantize_bytes_for_every_granularity(granularity: Granularity, shape, memory_format: torch.memory_format):
     torch.manual_seed(0)
-    x = torch.randn(shape).contiguous(memory_format=memory_format)
+    x = torch.randn(shape)
+    x.view(-1)[::41] = float("nan")
+    x.view(-1)[:9] = float("inf")
+    x = x.contiguous(memory_format=memory_format)
     check_quantizer(UniformQuantizer(bit_width=4, granularity=granularity), x.bfloat16())
 
 
