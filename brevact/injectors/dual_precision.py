@@ -7,13 +7,14 @@ sets another side, ``bit_width=`` another width.
 Source: DIVISION, arXiv:2208.04187, section 4.
 """
 
-from brevitas.inject import ExtendedInjector, value
+from brevitas.inject import value
 
+from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
 from brevact.quantizers import DualPrecisionQuantizer
 
 
-class DualPrecisionMaps(ExtendedInjector):
+class DualPrecisionMaps(Fragment):
     """Means of blocks of 8 elements along each axis of a map, and evenly spaced codes for the residual of each map."""
 
     block = 8

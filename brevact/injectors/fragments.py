@@ -12,28 +12,29 @@ A new format is a fragment with a ``quantizer`` of its own in place of ``Uniform
 from __future__ import annotations
 
 import torch
-from brevitas.inject import ExtendedInjector, value
+from brevitas.inject import value
 
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.autograd.settings import DEFAULT_MIN_NUMEL, DEFAULT_RESIDUAL_BIT_WIDTH
+from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.slot import build_slot_proxy
 from brevact.quantizers import Granularity, MixedQuantizer, Rounding, UniformQuantizer
 
 
-class NearestRounding(ExtendedInjector):
+class NearestRounding(Fragment):
     """Round to the nearest code, half to even: the smallest error, but a biased one."""
 
     rounding = Rounding.NEAREST
 
 
-class StochasticRounding(ExtendedInjector):
+class StochasticRounding(Fragment):
     """Round up with the probability of the remainder: unbiased, so that the noise averages out over steps."""
 
     rounding = Rounding.STOCHASTIC
 
 
-class Buckets(ExtendedInjector):
+class Buckets(Fragment):
     """Groups of 512 elements that share a bfloat16 scale and a float32 minimum."""
 
     bucket_size = 512
@@ -77,7 +78,7 @@ class MixedBuckets(Buckets):
         )
 
 
-class SaveQuantized(ExtendedInjector):
+class SaveQuantized(Fragment):
     """Store packed codes from the forward pass on; tensors below ``min_numel`` elements stay as they are.
 
     Where a forward quantizer has a learned scale, what it rounds away is stored in ``residual_bit_width`` bits.
@@ -88,7 +89,7 @@ class SaveQuantized(ExtendedInjector):
     residual_bit_width = DEFAULT_RESIDUAL_BIT_WIDTH
 
 
-class BackwardQuantSolver(ExtendedInjector, metaclass=BackwardInjectorType):
+class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
     """Resolves a backward quantizer into ``backward_settings``; the last of the classes it inherits from.
 
     ``proxy_class`` is what Brevitas calls to fill a layer's activation slot. ``forward_quant`` puts a forward

@@ -8,11 +8,10 @@ settings by the arguments of its ``@value`` functions alone.
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from brevitas.inject import ExtendedInjector, value
+from brevact.injectors.class_protocol import STRUCTURE, InjectorType, written_values
 
 #: What is asked of a backward quantizer from outside: by a region, by a Brevitas layer, by the slot's proxy.
 ASKED_FOR = ("backward_settings", "proxy_class", "forward_quant", "act_impl")
@@ -21,10 +20,8 @@ FORWARD_PREFIX = "forward_"
 #: Brevitas layers pass these to whatever sits in an activation slot; they belong to the forward side.
 FROM_LAYER = ("act_impl", "passthrough_act")
 
-BrevitasInjectorType = type(ExtendedInjector)
 
-
-class BackwardInjectorType(BrevitasInjectorType):
+class BackwardInjectorType(InjectorType):
     """Metaclass of backward quantizers: a name that nothing depends on raises instead of doing nothing.
 
     It checks what a class statement, ``.let()`` or ``&`` adds, when it is added; ``.let()`` keeps the docstring.
@@ -49,11 +46,8 @@ class BackwardInjectorType(BrevitasInjectorType):
         _check_structure(cls, written)
         return cls
 
-    def __getattr__(cls, name: str) -> Any:
-        # Dynamo, say, asks what it finds in a closure for `__code__`; Brevitas would answer by a DependencyError.
-        if name.startswith("__") and name.endswith("__") and name not in cls.__dependencies__:
-            raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
-        return super().__getattr__(name)
+    def _setting_names(cls) -> set[str]:
+        return known_names(cls) - set(STRUCTURE)
 
 
 def known_names(injector: type) -> set[str]:
@@ -128,30 +122,3 @@ def unknown_setting(name: str, given: Any, owner: str, accepted: Iterable[str]) 
         f"; settings of a forward quantizer take the prefix {FORWARD_PREFIX}" if "forward_quant" in accepted else ""
     )
     return TypeError(f"{name}={given!r} is not a setting of {owner}; {hint}Accepted: {', '.join(accepted)}{forward}")
-
-
-def written_value(spec: tuple) -> Any:
-    """Return a dependency as it was written in the class body or in ``.let()``, from what the injector made of it.
-
-    Args:
-        spec: one value of ``injector.__dependencies__``.
-
-    Raises:
-        TypeError: the dependency is of a kind that cannot be written back.
-    """
-    marker, attribute, *_ = spec
-    if inspect.isclass(attribute):
-        return attribute
-    if inspect.isfunction(attribute):
-        return value(attribute)
-    field = "injector" if marker == "nested_injector" else "dependency"
-    if not hasattr(attribute, field):
-        raise TypeError(f"an injector dependency of type {type(attribute).__name__} cannot be written back")
-    return getattr(attribute, field)
-
-
-def written_values(injector: type) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of an injector, inherited ones included, as they were written."""
-    for name, spec in injector.__dependencies__.items():
-        if not name.startswith("__"):
-            yield name, written_value(spec)

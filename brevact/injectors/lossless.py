@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from brevitas.inject import ExtendedInjector, value
+from brevitas.inject import value
 
+from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized
 from brevact.quantizers import ExactQuantizer
 
 _EXACTLY = 32
 
 
-class ExactValues(ExtendedInjector):
+class ExactValues(Fragment):
     """Store activations as they are."""
 
     residual_bit_width = _EXACTLY

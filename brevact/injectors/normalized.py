@@ -15,13 +15,14 @@ With stochastic rounding the outputs of norms are random, in eval mode too.
 Source: B. Graham, Low-precision batch-normalized activations, arXiv:1702.08231, table 1. Differs: sign(0) is +1.
 """
 
-from brevitas.inject import ExtendedInjector, value
+from brevitas.inject import value
 
+from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, NearestRounding, SaveQuantized, StochasticRounding
 from brevact.quantizers import NormalizedFormat, NormalizedQuantizer
 
 
-class NormalizedLevels(ExtendedInjector):
+class NormalizedLevels(Fragment):
     """Levels of ``format`` around each channel's mean, in units of its deviation."""
 
     channel_dim = 1

@@ -12,7 +12,8 @@ import operator
 import sys
 from typing import Any
 
-from brevact.injectors.injector_type import BackwardInjectorType, BrevitasInjectorType, written_value
+from brevact.injectors.class_protocol import BrevitasInjectorType, InjectorType, added_values
+from brevact.injectors.injector_type import BackwardInjectorType
 
 
 def reduce_injector(injector: type) -> str | tuple:
@@ -22,15 +23,7 @@ def reduce_injector(injector: type) -> str | tuple:
     """
     if _is_importable(injector):
         return injector.__qualname__
-    inherited: dict[str, tuple] = {}
-    for base in reversed(injector.__bases__):
-        inherited.update(base.__dependencies__)
-    added = {
-        name: written_value(spec)
-        for name, spec in injector.__dependencies__.items()
-        if spec is not inherited.get(name) and not name.startswith("__")
-    }
-    return _rebuild, (injector.__name__, injector.__bases__), added, None, None, _add
+    return _rebuild, (injector.__name__, injector.__bases__), added_values(injector), None, None, _add
 
 
 def _is_importable(injector: type) -> bool:
@@ -49,5 +42,5 @@ def _add(injector: type, added: dict[str, Any]) -> None:
     injector.__dependencies__.update(donor.__dependencies__)
 
 
-copyreg.pickle(BrevitasInjectorType, reduce_injector)
-copyreg.pickle(BackwardInjectorType, reduce_injector)
+for kind in (BrevitasInjectorType, InjectorType, BackwardInjectorType):
+    copyreg.pickle(kind, reduce_injector)

@@ -20,13 +20,14 @@ Source: J. Li, master's thesis, Heidelberg University, 2025, listings 5.1, 5.2, 
 """
 
 import torch
-from brevitas.inject import ExtendedInjector, value
+from brevitas.inject import value
 
+from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
 from brevact.quantizers import SignMagnitudeQuantizer
 
 
-class SignMagnitudeBuckets(ExtendedInjector):
+class SignMagnitudeBuckets(Fragment):
     """Levels between minus and plus the scale of each bucket, more of them in some buckets: the thesis' defaults."""
 
     base_levels = 4

@@ -9,13 +9,14 @@ elsewhere; after ReLU they always are.
 Source: TinyScript (Fu et al., ICML 2020). Differs: see `WeibullQuantizer`.
 """
 
-from brevitas.inject import ExtendedInjector, value
+from brevitas.inject import value
 
+from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
 from brevact.quantizers import WeibullQuantizer
 
 
-class WeibullLevels(ExtendedInjector):
+class WeibullLevels(Fragment):
     """Levels of least variance in buckets of 4096 elements, which store them with their minimum and maximum."""
 
     bucket_size = 4096

@@ -13,7 +13,8 @@ from brevact.injectors import (
     StochBackward2bit,
     UniformBuckets,
 )
-from brevact.injectors.injector_type import known_names, written_value, written_values
+from brevact.injectors.class_protocol import written_value, written_values
+from brevact.injectors.injector_type import known_names
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 
 SETTINGS = {

@@ -1,0 +1,220 @@
+"""How injector classes answer what Python, editors and notebooks ask of any class.
+
+Brevitas' injectors resolve every attribute as a dependency and raise ``DependencyError`` for the rest, so that
+``hasattr``, ``help`` and completion fail on them; their length is 0, so that they are false. Importing this module lets
+them raise an error that is an ``AttributeError`` as well, because ``help`` of a class asks its bases, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from brevitas.inject import ExtendedInjector, value
+from dependencies.exceptions import DependencyError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+BrevitasInjectorType = type(ExtendedInjector)
+#: Not settings that a user chooses: what a layer or the solver fills in.
+STRUCTURE = ("act_impl", "backward_settings", "passthrough_act", "proxy_class", "quantizer")
+_OF_LAYERS = ("act_impl", "passthrough_act", "proxy_class")
+
+
+class InjectorAttributeError(DependencyError, AttributeError):
+    """A setting that cannot be resolved or assigned; a ``DependencyError``, too, as Brevitas raises."""
+
+
+def _raise_attribute_errors(resolve: Callable[[type, str], Any]) -> Callable[[type, str], Any]:
+    @functools.wraps(resolve)
+    def __getattr__(cls: type, name: str) -> Any:
+        try:
+            return resolve(cls, name)
+        except InjectorAttributeError:
+            raise
+        except DependencyError as error:
+            raise InjectorAttributeError(str(error)) from error
+
+    return __getattr__
+
+
+BrevitasInjectorType.__getattr__ = _raise_attribute_errors(BrevitasInjectorType.__getattr__)
+
+
+class _Answer(property):
+    """A property of injector classes that their metaclass itself does not have."""
+
+    def __get__(self, injector: Any, owner: Any = None) -> Any:
+        if injector is None:
+            raise AttributeError("only injector classes have it")
+        return super().__get__(injector, owner)
+
+
+class InjectorType(BrevitasInjectorType):
+    """Metaclass of injector classes that behave as classes: true, with a signature, and without surprises.
+
+    What is no dependency raises ``AttributeError``. The signature has the settings, with their defaults, that
+    ``.let()`` takes. Calling or assigning says what to do instead.
+    """
+
+    def __getattr__(cls, name: str) -> Any:
+        if name not in cls.__dependencies__:
+            raise AttributeError(_unknown(cls, name), name=name, obj=cls)
+        return super().__getattr__(name)
+
+    def __setattr__(cls, name: str, given: Any) -> None:
+        raise InjectorAttributeError(
+            f"{cls.__name__}.{name} cannot be assigned: quantizers do not change; make another one: "
+            f"{cls.__name__}.let({name}=...), or a subclass"
+        )
+
+    def __delattr__(cls, name: str) -> None:
+        raise InjectorAttributeError(f"{cls.__name__}.{name} cannot be deleted: quantizers do not change")
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        """Raise: there are no objects of such a class."""
+        name = cls.__name__
+        fix = f"pass the class itself: quantize_backward(model, {name})"
+        if settings:
+            fix = f"pass the class, with these settings: {name}.let({_listed(settings)})"
+        elif args:
+            fix += f"; to quantize a tensor: brevact.quantizer({name}).quantize(x)"
+        raise TypeError(f"{name}(): a quantizer is a class of settings and is not instantiated; {fix}")
+
+    def __bool__(cls) -> bool:
+        return True
+
+    def __repr__(cls) -> str:
+        """Python's own form, and ``StochBackward2bit.let(bucket_size=128)`` for what ``.let()`` made."""
+        settings: dict[str, Any] = {}
+        origin: Any = cls
+        while _is_made_by_let(origin):
+            settings = {**added_values(origin), **settings}
+            (origin,) = origin.__bases__
+        return f"{origin.__name__}.let({_listed(settings)})" if origin is not cls else type.__repr__(cls)
+
+    def __dir__(cls) -> list[str]:
+        """Settings and ``let``. ``help`` asks Brevitas' metaclasses for each name, which know no others."""
+        names = {name for name in cls.__dependencies__ if not name.startswith("__")}
+        return sorted(names - set(_OF_LAYERS) | {"let"})
+
+    @_Answer
+    def __wrapped__(cls) -> Any:
+        raise AttributeError(f"{cls.__name__} wraps nothing", name="__wrapped__", obj=cls)
+
+    @_Answer
+    def __signature__(cls) -> inspect.Signature:
+        kind = inspect.Parameter
+        found = []
+        for name in sorted(cls._setting_names()):
+            try:
+                default = getattr(cls, name, kind.empty)
+            except Exception:  # a value function may refuse the others
+                default = kind.empty
+            if name.isidentifier():
+                found.append(kind(name, kind.KEYWORD_ONLY, default=default))
+        return inspect.Signature(found)
+
+    def _setting_names(cls) -> set[str]:
+        return {name for name in cls.__dependencies__ if not name.startswith("__")} - set(STRUCTURE)
+
+
+class Fragment(ExtendedInjector, metaclass=InjectorType):
+    """A part of a quantizer: settings, and functions of them, for quantizers to inherit from."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def let(cls, **settings: Any) -> type[Self]: ...
+
+
+def _let(cls: type, **settings: Any) -> type:
+    """Return a quantizer that differs in some settings, of the same name and docstring.
+
+    >>> from brevact import StochBackward2bit
+    >>> StochBackward2bit.let(bucket_size=128).bucket_size
+    128
+
+    Args:
+        cls: the quantizer that this one derives from.
+        **settings: what replaces the settings of this one; ``inspect.signature`` of the class lists them.
+
+    Raises:
+        TypeError: a name is not one of its settings.
+    """
+    return type(cls.__name__, (cls,), settings)
+
+
+_let.__name__, _let.__qualname__, _let.__objclass__ = "let", "Fragment.let", Fragment  # where `help` puts it
+type.__setattr__(Fragment, "let", classmethod(_let))  # in the class body Brevitas refuses the name
+
+
+def _unknown(cls: type, name: str) -> str:
+    text = f"{cls.__name__} has no attribute {name!r}"
+    if name.startswith("_"):
+        return text
+    names = [known for known in cls._setting_names() if known in cls.__dependencies__]
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    return f"{text}; {hint}Settings: {', '.join(sorted(names))}" if names else text
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={_source(given)}" for name, given in settings.items())
+
+
+def _source(given: Any) -> str:
+    return given.__name__ if inspect.isclass(given) or inspect.isfunction(given) else repr(given)
+
+
+def _is_made_by_let(cls: type) -> bool:
+    """Whether this is ``base.let(...)``: of the same name and module, and without a place in the source."""
+    bases = cls.__bases__
+    return (
+        len(bases) == 1
+        and (cls.__name__, cls.__module__) == (bases[0].__name__, bases[0].__module__)
+        and cls.__qualname__ == cls.__name__
+    )
+
+
+def added_values(injector: type) -> dict[str, Any]:
+    """Return what an injector states beside what its bases do, as it was written."""
+    inherited: dict[str, tuple] = {}
+    for base in reversed(injector.__bases__):
+        inherited.update(base.__dependencies__)
+    return {
+        name: written_value(spec)
+        for name, spec in injector.__dependencies__.items()
+        if spec is not inherited.get(name) and not name.startswith("__")
+    }
+
+
+def written_value(spec: tuple) -> Any:
+    """Return a dependency as it was written in the class body or in ``.let()``, from what the injector made of it.
+
+    Args:
+        spec: one value of ``injector.__dependencies__``.
+
+    Raises:
+        TypeError: the dependency is of a kind that cannot be written back.
+    """
+    marker, attribute, *_ = spec
+    if inspect.isclass(attribute):
+        return attribute
+    if inspect.isfunction(attribute):
+        return value(attribute)
+    field = "injector" if marker == "nested_injector" else "dependency"
+    if not hasattr(attribute, field):
+        raise TypeError(f"an injector dependency of type {type(attribute).__name__} cannot be written back")
+    return getattr(attribute, field)
+
+
+def written_values(injector: type) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of an injector, inherited ones included, as they were written."""
+    for name, spec in injector.__dependencies__.items():
+        if not name.startswith("__"):
+            yield name, written_value(spec)
