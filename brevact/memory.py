@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
+from brevact.arguments import check_model
 from brevact.autograd import attach_region, has_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.recording import recording
@@ -42,8 +43,7 @@ def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
         TypeError: ``model`` is no module.
         ValueError: ``model`` cannot be copied.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+    check_model(model, "memory_report(model, batch)", batch)
     saved = _measure(model, batch)
     with regions_disabled():
         plain = _measure(model, batch)

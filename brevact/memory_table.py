@@ -20,12 +20,14 @@ class LayerMemory:
         kind: class of the module.
         plain_bytes: bytes stored without backward quantization.
         saved_bytes: bytes stored with it.
+        note: why ``plain_bytes`` is 0, where something is stored with backward quantization; "" otherwise.
     """
 
     layer: str
     kind: str
     plain_bytes: int
     saved_bytes: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,12 @@ class MemoryReport:
     Args:
         rows: one row a layer, in the order of ``model.named_modules()``; layers that store nothing are left out.
         ops: one row a tensor that an op stores with backward quantization, in the order of the forward pass.
+        note: why nothing is stored at all; "" where something is.
     """
 
     rows: tuple[LayerMemory, ...]
     ops: tuple[OpMemory, ...] = ()
+    note: str = ""
 
     @property
     def saved_bytes(self) -> int:
@@ -85,8 +89,13 @@ class MemoryReport:
         """Return the table by layer, and the one by op."""
         total = LayerMemory("total", "", self.plain_bytes, self.saved_bytes)
         table = text_table(
-            ("layer", "kind", "plain", "stored", "ratio"), [*map(_cells, self.rows)], _cells(total), numbers=3
+            ("layer", "kind", "plain", "stored", "ratio"),
+            [*map(_cells, self.rows)],
+            _cells(total),
+            numbers=3,
+            notes=[row.note for row in self.rows],
         )
+        table = f"{table}\n\n{self.note}" if self.note else table
         return f"{table}\n\n{self._by_op(())}" if self.ops else table
 
     def explain(self) -> str:
@@ -105,15 +114,15 @@ class MemoryReport:
         return text_table((*names, "tensors", "decoded", "stored"), cells, numbers=3)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one line a layer: layer, kind, plain_bytes, saved_bytes.
+        """Write one line a layer: layer, kind, plain_bytes, saved_bytes, note.
 
         Args:
             path: file to write.
         """
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(("layer", "kind", "plain_bytes", "saved_bytes"))
-            writer.writerows((row.layer, row.kind, row.plain_bytes, row.saved_bytes) for row in self.rows)
+            writer.writerow(("layer", "kind", "plain_bytes", "saved_bytes", "note"))
+            writer.writerows((row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note) for row in self.rows)
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
         """Draw plain against stored bytes, a pair of bars a layer.

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
 from brevact.quantizers import MixingQuantizer
+from brevact.quantizers.brief import brief
 
 _KINDS = ("constant", "linear", "cosine", "step")
 #: Those between start and end are rounded to so many decimals: a run then has few settings, equal from step to step.
@@ -62,8 +64,7 @@ class MixSchedule:
         steps: int = 1,
         stairs: int = 4,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+        check_model(model, "MixSchedule(model, kind)", kind)
         self._model = model
         start = self._holders()[0][1].quantizer.probability if start is None else start
         self._plan = _checked({"kind": kind, "start": start, "end": end, "steps": steps, "stairs": stairs})
@@ -106,13 +107,15 @@ class MixSchedule:
             TypeError: ``state`` is no mapping.
         """
         if not isinstance(state, Mapping):
-            raise TypeError(f"state: got {state!r} of type {type(state).__name__}; accepted is what state_dict() gave")
+            raise TypeError(
+                f"state: got {brief(state)} of type {type(state).__name__}; accepted is what state_dict() gave"
+            )
         if set(state) != {*self._plan, "done"}:
             expected = ", ".join(sorted({*self._plan, "done"}))
             raise ValueError(f"state has the keys {', '.join(sorted(map(str, state)))}; expected are {expected}")
         plan, done = _checked({name: state[name] for name in self._plan}), state["done"]
         if isinstance(done, bool) or not isinstance(done, int) or done < 0:
-            raise ValueError(f"done={done!r}; accepted is an integer of at least 0")
+            raise ValueError(f"done={brief(done)}; accepted is an integer of at least 0")
         self._plan, self._done = plan, done
         self._apply()
 
@@ -150,13 +153,13 @@ class MixSchedule:
 def _checked(plan: dict[str, Any]) -> dict[str, Any]:
     """The plan of a schedule, or a ValueError that names what is out of range."""
     if plan["kind"] not in _KINDS:
-        raise ValueError(f"kind={plan['kind']!r}; accepted are {', '.join(_KINDS)}")
+        raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")
     for name in ("steps", "stairs"):
         number = plan[name]
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r}; accepted is an integer of at least 1")
+            raise ValueError(f"{name}={brief(number)}; accepted is an integer of at least 1")
     for name in ("start", "end"):
         probability = plan[name]
         if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
-            raise ValueError(f"{name}={probability!r}; accepted is a number from 0 to 1")
+            raise ValueError(f"{name}={brief(probability)}; accepted is a number from 0 to 1")
     return {**plan, "start": float(plan["start"]), "end": float(plan["end"])}

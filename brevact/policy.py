@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.tracing import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
@@ -109,8 +110,7 @@ def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Mod
         ValueError: a rule matches nothing, or nothing that the rules before it leave; the model, or a part of it,
             already has a policy.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+    check_model(model, "quantize_backward(model, policy)", policy)
     if any(has_region(module, POLICY) for module in model.modules()):
         raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
     for module, assignment in _assignments(model, policy, overrides).items():
@@ -132,15 +132,19 @@ def restore_backward(model: nn.Module) -> nn.Module:
         TypeError: ``model`` is no module.
         ValueError: there is no policy to remove.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+    check_model(model)
     if not any([detach_region(module, POLICY) for module in model.modules()]):
         raise ValueError("model has no backward policy; brevact.quantize_backward(model, ...) gives it one")
     return model
 
 
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
-    if source is None and not overrides:
+    if source is None:
+        if overrides:
+            raise TypeError(
+                f"{', '.join(overrides)}: source=None keeps full precision and has no settings; leave them out, or pass a "
+                "quantizer: backward_quant(StochBackward2bit, bucket_size=128)"
+            )
         return None
     return backward_settings_from(source, **overrides)
 
@@ -157,6 +161,6 @@ def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> di
             return assignments(model, policy.rules, optional=True)
         check_rules(policy, "policy")
         return assignments(model, policy)
-    settings, source = backward_settings_from(policy, **overrides), source_text(policy, overrides)
+    settings, source = backward_settings_from(policy, None, "policy", **overrides), source_text(policy, overrides)
     every = assignments(model, {"*": settings})
     return {module: Assignment(settings, found.rule, source) for module, found in every.items()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors.proxies import is_quant_proxy
@@ -87,8 +88,7 @@ def backward_policy(model: nn.Module) -> BackwardPolicy:
     Raises:
         TypeError: ``model`` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {model!r} of type {type(model).__name__}; accepted is a torch.nn.Module")
+    check_model(model)
     rows: list[ModulePolicy] = []
     _describe(model, "", ModulePolicy("", "", "", source_text(None), None), rows)
     return BackwardPolicy(tuple(rows))

@@ -12,7 +12,9 @@ from torch import nn
 
 from brevact.autograd import BackwardSettings, has_region
 from brevact.injectors import backward_settings_from
+from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.proxies import is_quant_proxy
+from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
 POLICY = "policy"
@@ -35,7 +37,7 @@ class Policy:
             :func:`brevact.quantize_backward` takes it. Unlike there, a rule may match nothing; all of them may not.
 
     Raises:
-        TypeError: ``rules`` is no mapping.
+        TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
         ValueError: there are no rules.
     """
 
@@ -43,6 +45,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         check_rules(self.rules, "rules")
+        for key, source in self.rules.items():
+            _assignment(key, source)
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,14 @@ def check_rules(rules: Any, argument: str) -> None:
     """Raise for rules that are no mapping, or none at all."""
     if not isinstance(rules, Mapping):
         raise TypeError(
-            f"{argument}={rules!r} of type {type(rules).__name__}; accepted is a mapping from module types, name "
+            f"{argument}={brief(rules)} of type {type(rules).__name__}; accepted is a mapping from module types, name "
             "patterns or functions to backward quantizers"
         )
     if not rules:
         raise ValueError(f'{argument}: got no rules; accepted is at least one, such as {{"*": StochBackward2bit}}')
+    for key in rules:
+        if not (isinstance(key, str) or _are_module_types(key) or _is_function(key)):
+            raise TypeError(f"policy rule {brief(key)} of type {type(key).__name__}: {ACCEPTED_KEYS}{_fix_of_key(key)}")
 
 
 def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = False) -> dict[nn.Module, Assignment]:
@@ -115,7 +122,7 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
     """Return whether a rule matches a module of this name.
 
     Raises:
-        TypeError: ``key`` is no rule, or a function that returns neither True nor False.
+        TypeError: ``key`` is a function that returns neither True nor False.
     """
     if isinstance(key, str):
         return fnmatchcase(name, key) or any(
@@ -123,15 +130,21 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
         )
     if _are_module_types(key):
         return isinstance(module, key)
-    if callable(key) and not isinstance(key, type | nn.Module):
-        found = key(name, module)
-        if not isinstance(found, bool):
-            raise TypeError(
-                f"policy rule {rule_text(key)} returned {found!r} of type {type(found).__name__} for module {name!r}; "
-                "a function of a name and a module returns True or False"
-            )
-        return found
-    raise TypeError(f"policy rule {key!r} of type {type(key).__name__}: {ACCEPTED_KEYS}")
+    found = key(name, module)
+    if not isinstance(found, bool):
+        raise TypeError(
+            f"policy rule {rule_text(key)} returned {brief(found)} of type {type(found).__name__} for module "
+            f"{name!r}; a function of a name and a module returns True or False"
+        )
+    return found
+
+
+def _fix_of_key(key: Any) -> str:
+    if isinstance(key, BackwardInjectorType):
+        return f'; the key says where a quantizer applies, the value which one: {{"*": {key.__name__}}}'
+    if isinstance(key, nn.Module):
+        return "; name the module by its name in model.named_modules()"
+    return ""
 
 
 def rule_text(key: Any) -> str:
@@ -140,20 +153,25 @@ def rule_text(key: Any) -> str:
         return " | ".join(map(rule_text, key))
     if isinstance(key, type):
         return key.__name__
-    return repr(key) if isinstance(key, str) else getattr(key, "__name__", repr(key))
+    return repr(key) if isinstance(key, str) else getattr(key, "__name__", brief(key))
 
 
 def source_text(source: Any, overrides: Mapping[str, Any] | None = None) -> str:
     """Return a backward quantizer, with overrides, as a short text."""
     if source is None:
         return "full precision"
-    text = source.__name__ if isinstance(source, type) else repr(source)
-    return f"{text}({', '.join(f'{name}={value!r}' for name, value in overrides.items())})" if overrides else text
+    source = source.quantizer if isinstance(source, BackwardSettings) else source
+    text = source.__name__ if isinstance(source, type) else type(source).__name__
+    return f"{text}({', '.join(f'{name}={brief(value)}' for name, value in overrides.items())})" if overrides else text
 
 
 def _assignment(key: Any, source: Any) -> Assignment:
-    settings = None if source is None else backward_settings_from(source)
+    settings = None if source is None else backward_settings_from(source, None, f"policy rule {rule_text(key)}")
     return Assignment(settings, rule_text(key), source_text(source))
+
+
+def _is_function(key: Any) -> bool:
+    return callable(key) and not isinstance(key, type | nn.Module)
 
 
 def _are_module_types(key: Any) -> bool:

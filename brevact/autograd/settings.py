@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from brevact.quantizers import read, spell
+from brevact.quantizers.brief import brief
 
 
 class SaveMode(str, enum.Enum):
@@ -87,31 +88,31 @@ class BackwardSettings:
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
             raise TypeError(
-                f"quantizer={self.quantizer!r} is no activation quantizer (quantize(x, seed) and is_stochastic); pass "
-                "one such as brevact.quantizer(StochBackward2bit)"
+                f"quantizer={brief(self.quantizer)} is no activation quantizer (quantize(x, seed) and is_stochastic); "
+                "pass one such as brevact.quantizer(StochBackward2bit)"
             )
         try:
             hash(self.quantizer)
         except TypeError:
             raise TypeError(
-                f"quantizer={self.quantizer!r} has no hash; equal quantizers share what they packed, so one must be "
-                "immutable and hashable: @dataclass(frozen=True)"
+                f"quantizer={brief(self.quantizer)} has no hash; equal quantizers share what they packed, so "
+                "one must be immutable and hashable: @dataclass(frozen=True)"
             ) from None
         try:
             object.__setattr__(self, "save_mode", SaveMode(self.save_mode))
         except ValueError:
             accepted = ", ".join(f"SaveMode.{mode.name}" for mode in SaveMode)
-            raise ValueError(f"save_mode={self.save_mode!r} is unknown; accepted: {accepted}") from None
+            raise ValueError(f"save_mode={brief(self.save_mode)} is unknown; accepted: {accepted}") from None
         if isinstance(self.min_numel, bool) or not isinstance(self.min_numel, int) or self.min_numel < 0:
             raise ValueError(
-                f"min_numel={self.min_numel!r} must be an integer of at least 0 (0 packs every tensor; "
+                f"min_numel={brief(self.min_numel)} must be an integer of at least 0 (0 packs every tensor; "
                 f"the default is {DEFAULT_MIN_NUMEL})"
             )
         width = self.residual_bit_width
         if isinstance(width, bool) or not isinstance(width, int) or not (2 <= width <= 8 or width == 32):
             raise ValueError(
-                f"residual_bit_width={width!r} must be an integer from 2 to 8, or 32 to store the input of a forward "
-                f"quantizer as it is; the default is {DEFAULT_RESIDUAL_BIT_WIDTH}"
+                f"residual_bit_width={brief(width)} must be an integer from 2 to 8, or 32 to store the input of a "
+                f"forward quantizer as it is; the default is {DEFAULT_RESIDUAL_BIT_WIDTH}"
             )
         object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
         object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))

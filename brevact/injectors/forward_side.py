@@ -9,14 +9,15 @@ from brevitas.inject import ExtendedInjector, Injector
 from brevitas.quant import NoneActQuant
 from torch import nn
 
+from brevact.injectors.class_protocol import written_values
 from brevact.injectors.injector_type import (
     FORWARD_PREFIX,
     FROM_LAYER,
     BackwardInjectorType,
     act_impl_arguments,
-    written_values,
 )
 from brevact.private_names.of_brevitas import ActQuantProxyFromInjector, ActQuantProxyFromInjectorBase
+from brevact.quantizers.brief import brief
 
 
 class PlainActivation(nn.Module):
@@ -66,12 +67,12 @@ def forward_injector_of(injector: BackwardInjectorType) -> type:
         if prefixed:
             name, value = next(iter(prefixed.items()))
             raise ValueError(
-                f"{name}={value!r} sets a forward quantizer, but there is none: pass forward_quant= as well"
+                f"{name}={brief(value)} sets a forward quantizer, but there is none: pass forward_quant= as well"
             )
         return NoForwardQuant.let(**overrides)
     if not _is_forward_act_quantizer(quant):
         raise TypeError(
-            f"forward_quant={quant!r} is no forward activation quantizer; accepted: an injector class such as "
+            f"forward_quant={brief(quant)} is no forward activation quantizer; accepted: an injector class such as "
             "brevitas.quant.Uint8ActPerTensorFloat, or None"
         )
     return quant.let(**overrides)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from brevact.injectors.class_protocol import STRUCTURE, InjectorType, written_values
+from brevact.quantizers.brief import brief
 
 #: What is asked of a backward quantizer from outside: by a region, by a Brevitas layer, by the slot's proxy.
 ASKED_FOR = ("backward_settings", "proxy_class", "forward_quant", "act_impl")
@@ -62,6 +63,15 @@ def known_names(injector: type) -> set[str]:
     return known
 
 
+def derived(solver: type) -> Iterator[type]:
+    """Yield a class of injectors and every class derived from it that exists."""
+    classes = [solver]
+    while classes:
+        injector = classes.pop()
+        yield injector
+        classes.extend(type.__subclasses__(injector))
+
+
 def act_impl_arguments(injector: type) -> list[str]:
     """Return the constructor arguments of the activation that a Brevitas layer put into its slot (``min_val``, ...)."""
     return list(_dependencies_of(injector.__dependencies__.get("act_impl")))
@@ -99,7 +109,7 @@ def _check_structure(injector: type, written: dict[str, Any]) -> None:
         given = written.get(name)
         plain = isinstance(given, (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset))
         if plain or (given is None and name in written and name != "act_impl"):
-            raise TypeError(f"{name}={given!r} of {injector.__name__}; accepted: {kinds}; leave it out")
+            raise TypeError(f"{name}={brief(given)} of {injector.__name__}; accepted: {kinds}; leave it out")
 
 
 def _refuse_annotations(class_name: str, namespace: dict[str, Any]) -> None:
@@ -121,4 +131,6 @@ def unknown_setting(name: str, given: Any, owner: str, accepted: Iterable[str]) 
     forward = (
         f"; settings of a forward quantizer take the prefix {FORWARD_PREFIX}" if "forward_quant" in accepted else ""
     )
-    return TypeError(f"{name}={given!r} is not a setting of {owner}; {hint}Accepted: {', '.join(accepted)}{forward}")
+    return TypeError(
+        f"{name}={brief(given)} is not a setting of {owner}; {hint}Accepted: {', '.join(accepted)}{forward}"
+    )

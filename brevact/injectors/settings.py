@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+import brevitas.quant
 from brevitas.inject import ExtendedInjector, Injector
 from dependencies.exceptions import DependencyError
-from torch import nn
+from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.brevitas_source import group_dim_of, is_act_quantizer, quantizes_parameters
-from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, unknown_setting, written_values
+from brevact.injectors.class_protocol import Fragment, written_values
+from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
+from brevact.quantizers.brief import brief
 
 ACCEPTED = (
     "a backward quantizer (StochBackward2bit, NearestBackward4bit, ..., or a class derived from one), "
@@ -29,7 +34,9 @@ _FROM_BREVITAS = ("act_impl", "passthrough_act", "proxy_class", "proxy_module", 
 _OF_GROUPS = ("group_size", "group_dim")
 
 
-def backward_settings_from(source: Any, layer: nn.Module | None = None, /, **overrides: Any) -> BackwardSettings:
+def backward_settings_from(
+    source: Any, layer: nn.Module | None = None, argument: str = "source", /, **overrides: Any
+) -> BackwardSettings:
     """Resolve a backward quantizer, with overrides, into the settings of a region.
 
     >>> from brevact.injectors import StochBackward2bit
@@ -41,6 +48,7 @@ def backward_settings_from(source: Any, layer: nn.Module | None = None, /, **ove
             an activation quantizer object; ``BackwardSettings``; or the proxy in the slot of another layer
             (``layer.act_quant``), whose settings are taken.
         layer: the layer that the quantizer is for, if it is for one: groups lie along its channels or features.
+        argument: what an error calls ``source``.
         **overrides: settings that replace those of ``source``: ``bit_width``, ``bucket_size``, ``save_mode``, ...
 
     Returns:
@@ -56,7 +64,7 @@ def backward_settings_from(source: Any, layer: nn.Module | None = None, /, **ove
         return resolve(injector)
     if is_act_quantizer(source):
         return _settings_of_brevitas(source, layer, overrides)
-    settings = _built_settings(source)
+    settings = _built_settings(source, argument)
     return _replaced(settings, overrides) if overrides else settings
 
 
@@ -71,8 +79,8 @@ def resolve(injector: BackwardInjectorType) -> BackwardSettings:
         ) from error
     if not isinstance(settings, BackwardSettings):
         raise TypeError(
-            f"backward_settings={settings!r} of {injector.__name__} is no brevact.autograd.BackwardSettings; leave it "
-            "out, and state quantizer, save_mode and min_numel, from which the solver makes it"
+            f"backward_settings={brief(settings)} of {injector.__name__} is no brevact.autograd.BackwardSettings; "
+            "leave it out, and state quantizer, save_mode and min_numel, from which the solver makes it"
         )
     return settings
 
@@ -82,7 +90,7 @@ def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
         if not name.startswith(FORWARD_PREFIX) or (name == "forward_quant" and value is None):
             continue
         raise ValueError(
-            f"{name}={value!r} quantizes the forward pass, which only a slot of Brevitas' own does (act_quant= of "
+            f"{name}={brief(value)} quantizes the forward pass, which only a slot of Brevitas' own does (act_quant= of "
             "brevitas.nn.QuantReLU, input_quant= of brevitas.nn.QuantConv2d); here only the backward pass is "
             "quantized: leave it out"
         )
@@ -101,7 +109,7 @@ def _settings_of_brevitas(source: type, layer: nn.Module | None, overrides: dict
     width = quantizer.format.codes.bit_width
     if own.get("bit_width", width) != width:
         raise ValueError(
-            f"bit_width={own['bit_width']!r} of {source.__name__} does not fit exponent_bit_width and "
+            f"bit_width={brief(own['bit_width'])} of {source.__name__} does not fit exponent_bit_width and "
             f"mantissa_bit_width, which make codes of {width} bits; state all three"
         )
     of_region = {name: getattr(source, name) for name in _OF_REGION if name in source}
@@ -110,7 +118,7 @@ def _settings_of_brevitas(source: type, layer: nn.Module | None, overrides: dict
     )
 
 
-def _built_settings(source: Any) -> BackwardSettings:
+def _built_settings(source: Any, argument: str) -> BackwardSettings:
     if isinstance(source, BackwardSettings):
         return source
     if not inspect.isclass(source) and callable(getattr(source, "quantize", None)):
@@ -119,20 +127,49 @@ def _built_settings(source: Any) -> BackwardSettings:
         settings = getattr(getattr(source, "backward_quant", source), "settings", None)
         if isinstance(settings, BackwardSettings):
             return settings
-    raise TypeError(f"{_description(source)}; accepted: {ACCEPTED}")
+    raise TypeError(f"{argument}: got {_description(source)}; {_fix(source)}accepted: {ACCEPTED}")
 
 
 def _description(source: Any) -> str:
     if inspect.isclass(source) and issubclass(source, (Injector, ExtendedInjector)):
         if quantizes_parameters(source):
             return (
-                f"{source.__name__} quantizes a weight or a bias, and no activations; put it into weight_quant= or "
-                "bias_quant= of a Brevitas layer"
+                f"{source.__name__}, which quantizes a weight or a bias, and no activations; put it into weight_quant= "
+                "or bias_quant= of a Brevitas layer"
             )
         if "proxy_class" in source:
-            return f"{source.__name__} quantizes no activations by itself"
-        return f"{source.__name__} is a fragment and lacks the solver: inherit from BackwardQuantSolver last"
-    return f"{source!r} (of type {type(source).__name__}) is no backward quantizer"
+            return f"{source.__name__}, which quantizes no activations by itself"
+        return f"{source.__name__}, which is a fragment and lacks the solver: inherit from BackwardQuantSolver last"
+    return f"{brief(source)} of type {type(source).__name__}, which is no backward quantizer"
+
+
+def _fix(source: Any) -> str:
+    """Return what to write instead, for what is passed by mistake."""
+    if isinstance(source, str):
+        return _fix_of_name(source)
+    if isinstance(source, Tensor):
+        return "a tensor goes to the quantizer: brevact.quantizer(StochBackward2bit).quantize(x); "
+    if isinstance(source, nn.Module):
+        return "a model goes first, its quantizer second: brevact.quantize_backward(model, StochBackward2bit); "
+    if inspect.isclass(source) and issubclass(source, nn.Module):
+        return f"a type of modules is the key of a rule: {{{source.__name__}: StochBackward2bit}}; "
+    if inspect.isclass(source) and callable(getattr(source, "quantize", None)):
+        return f"make a quantizer of this class first: {source.__name__}(); "
+    if isinstance(source, Mapping | list | tuple):
+        return 'rules are a mapping, for brevact.quantize_backward alone: {"head": None, "*": StochBackward2bit}; '
+    if source is None:
+        return "full precision is what a model has without a policy: brevact.restore_backward(model); "
+    if type(source) is int and source in range(1, 9):
+        return f"for {source} bits: StochBackward{source:d}bit; "
+    return ""
+
+
+def _fix_of_name(name: str) -> str:
+    if is_act_quantizer(getattr(brevitas.quant, name, None)):
+        return f"pass the class itself, without quotes: brevitas.quant.{name}; "
+    leaves = {leaf.__name__ for leaf in derived(Fragment) if isinstance(leaf, BackwardInjectorType)}
+    nearest = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1)
+    return f"pass the class itself, without quotes: {nearest[0]}; " if nearest else ""
 
 
 def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> BackwardSettings:
@@ -146,8 +183,8 @@ def _replaced(settings: BackwardSettings, overrides: dict[str, Any]) -> Backward
         if name not in of_settings | of_quantizer:
             if not dataclasses.is_dataclass(quantizer):
                 raise TypeError(
-                    f"{name}={value!r} cannot change a {type(quantizer).__name__}, which is no dataclass; accepted "
-                    f"beside it: {', '.join(sorted(of_settings))}; build the quantizer with this setting"
+                    f"{name}={brief(value)} cannot change a {type(quantizer).__name__}, which is no dataclass; "
+                    f"accepted beside it: {', '.join(sorted(of_settings))}; build the quantizer with this setting"
                 )
             raise unknown_setting(name, value, type(quantizer).__name__, of_settings | of_quantizer)
     changed = {name: value for name, value in overrides.items() if name in of_quantizer}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import nn
 
 from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver, backward_settings_from
-from brevact.injectors.injector_type import BackwardInjectorType, known_names
+from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
 from brevact.private_names.of_brevitas import ActQuantSolver
+from brevact.quantizers.brief import brief
 
 ACT_PREFIX = "act_"
 #: Keywords that Brevitas' mixins take although the layers do not name them.
@@ -89,8 +90,8 @@ def _check_keywords(cls: type[BackwardSlot], names: list[str], kwargs: dict[str,
         nearest = difflib.get_close_matches(name, candidates, n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise TypeError(
-            f"{name}={value!r} is not an argument of {cls.__name__}; {hint}Accepted: {', '.join(names)}, act_quant, "
-            f"and settings of a quantizer with the prefix of its slot: {', '.join((ACT_PREFIX, *prefixes))}"
+            f"{name}={brief(value)} is not an argument of {cls.__name__}; {hint}Accepted: {', '.join(names)}, "
+            f"act_quant, and settings of a quantizer with the prefix of its slot: {', '.join((ACT_PREFIX, *prefixes))}"
         )
 
 
@@ -98,26 +99,17 @@ def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides:
     """Raise for a name that is a setting of no backward quantizer, such as ``act_qaunt``, beside ``act_quant=None``."""
     if not overrides:
         return
-    settings = {ACT_PREFIX + name for injector in _derived(BackwardQuantSolver) for name in known_names(injector)}
-    settings |= {ACT_PREFIX + name for injector in _derived(ActQuantSolver) for name in injector.__dependencies__}
+    settings = {ACT_PREFIX + name for injector in derived(BackwardQuantSolver) for name in known_names(injector)}
+    settings |= {ACT_PREFIX + name for injector in derived(ActQuantSolver) for name in injector.__dependencies__}
     for name, value in overrides.items():
         if name in settings:
             continue
         nearest = difflib.get_close_matches(name, ["act_quant", *names, *sorted(settings)], n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise TypeError(
-            f"{name}={value!r} is not an argument of {cls.__name__}; {hint}Accepted: "
+            f"{name}={brief(value)} is not an argument of {cls.__name__}; {hint}Accepted: "
             f"{', '.join([*names, 'act_quant'])}, and settings of a backward quantizer with the prefix {ACT_PREFIX}"
         )
-
-
-def _derived(solver: type) -> Iterator[type]:
-    """Yield every class of quantizers with this solver that exists."""
-    classes = [solver]
-    while classes:
-        injector = classes.pop()
-        yield injector
-        classes.extend(type.__subclasses__(injector))
 
 
 def _proxy(source: Any, layer: nn.Module, overrides: dict[str, Any]) -> BackwardQuantProxy:
@@ -125,9 +117,9 @@ def _proxy(source: Any, layer: nn.Module, overrides: dict[str, Any]) -> Backward
         if overrides:
             name, value = next(iter(overrides.items()))
             raise ValueError(
-                f"{name}={value!r} cannot change act_quant, which is shared with another layer; pass the injector "
+                f"{name}={brief(value)} cannot change act_quant, which is shared with another layer; pass the injector "
                 "class with this setting instead"
             )
         return source
     settings = {name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()}
-    return BackwardQuantProxy(backward_settings_from(source, layer, **settings))
+    return BackwardQuantProxy(backward_settings_from(source, layer, "act_quant", **settings))

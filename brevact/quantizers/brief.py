@@ -12,7 +12,7 @@ _LONGEST = 80
 
 
 class _Brief(reprlib.Repr):
-    """Cuts what is long; tensors and modules by their kind, wherever they are nested."""
+    """Cuts what is long; tensors, modules and classes by their kind, wherever they are nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +25,8 @@ class _Brief(reprlib.Repr):
             return f"<{str(x.dtype).removeprefix('torch.')} {type(x).__name__} of shape {tuple(x.shape)}>"
         if isinstance(x, nn.Module):
             return f"<{type(x).__name__} module>"
+        if isinstance(x, type):
+            return f"<class {x.__name__}>"
         if type(x) is torch.Size:
             return str(tuple(x))
         return super().repr1(x, level)

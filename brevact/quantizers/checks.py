@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from brevact.quantizers.brief import brief
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of the tensors that are quantized."""
 
@@ -38,7 +40,7 @@ def check_input(x: Tensor) -> None:
 def check_int(name: str, value: object) -> None:
     """Raise a TypeError for what is no int."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}; accepted is an int")
+        raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is an int")
 
 
 def member_of(name: str, enum: type[E], value: object) -> E:
@@ -47,4 +49,4 @@ def member_of(name: str, enum: type[E], value: object) -> E:
         return enum(value)
     except ValueError:
         accepted = ", ".join(f"{enum.__name__}.{member.name}" for member in enum)
-        raise ValueError(f"{name}: got {value!r}; accepted are {accepted}") from None
+        raise ValueError(f"{name}: got {brief(value)}; accepted are {accepted}") from None

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from brevact.quantizers import dispatch
+from brevact.quantizers.brief import brief
 from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.tracing import is_traced
@@ -144,9 +145,9 @@ def mask_multiply(
 
 def _check_widths(bit_width: int, block_size: int) -> None:
     if isinstance(bit_width, bool) or not isinstance(bit_width, int) or not 1 <= bit_width <= 32:
-        raise ValueError(f"bit_width: got {bit_width!r}; accepted is an int from 1 to 32")
+        raise ValueError(f"bit_width: got {brief(bit_width)}; accepted is an int from 1 to 32")
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 8 or block_size % 8:
-        raise ValueError(f"block_size: got {block_size!r}; accepted is a positive multiple of 8")
+        raise ValueError(f"block_size: got {brief(block_size)}; accepted is a positive multiple of 8")
 
 
 def _check_shape(name: str, x: Tensor, layout: Layout) -> None:

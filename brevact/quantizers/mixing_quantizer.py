@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.private_names.of_torch import disable_modes
+from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_input
 from brevact.quantizers.dispatch import refuse_wrapped
 from brevact.quantizers.layout import Layout
@@ -132,6 +133,6 @@ class MixingQuantizer(ABC):
 def check_probability(name: str, value: object) -> None:
     """Raise a TypeError for what is no number, and a ValueError for one outside of 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}; accepted is a number from 0 to 1")
+        raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is a number from 0 to 1")
     if not 0 <= value <= 1:
-        raise ValueError(f"{name}: got {value!r}; accepted is a number from 0 to 1")
+        raise ValueError(f"{name}: got {brief(value)}; accepted is a number from 0 to 1")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from brevact.private_names.of_torch import len_dispatch_stack
 from brevact.quantizers import grid_dispatch
+from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
 from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry
 from brevact.quantizers.grid import Grid
@@ -163,7 +164,7 @@ class NormalizedQuantizer(GridQuantizer):
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
         check_int("channel_dim", self.channel_dim)
         if not isinstance(self.quantize_forward, bool):
-            raise TypeError(f"quantize_forward: got {self.quantize_forward!r}; accepted are True and False")
+            raise TypeError(f"quantize_forward: got {brief(self.quantize_forward)}; accepted are True and False")
         if self.quantize_forward and self.is_stochastic:
             raise ValueError(
                 "quantize_forward=True with rounding='stochastic': forward passes would be random in eval mode too,"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from brevact.quantizers.brief import brief
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.spelling import spell
 from brevact.quantizers.tracing import is_traced
@@ -209,12 +210,17 @@ class PackedActivation:
 
     Raises:
         ValueError: If `buffer` has another dtype, shape or stride.
+        TypeError: If `spec` is no `PackedSpec`, or `buffer` no tensor.
     """
 
     __slots__ = ("buffer", "spec")
 
     def __init__(self, spec: PackedSpec[Any], buffer: Tensor) -> None:
+        if type(spec) is not PackedSpec:
+            raise TypeError(f"spec: got {brief(spec)}; accepted is a PackedSpec: PackedSpec.of(quantizer, layout)")
         if type(buffer) is Tensor or not is_traced(buffer):
+            if not isinstance(buffer, Tensor):
+                raise TypeError(f"buffer: got {brief(buffer)}; accepted is a torch.uint8 tensor, as quantize made it")
             if buffer.dtype is not torch.uint8 or buffer.shape != spec.shape or not buffer.is_contiguous():
                 raise ValueError(
                     f"buffer: got a {buffer.dtype} tensor of shape {tuple(buffer.shape)} and stride {buffer.stride()}; "
@@ -339,6 +345,8 @@ class PackedActivation:
 
     def _check(self, name: str, tensor: Tensor, dtype: object = None) -> None:
         layout, device = self.spec.layout, self.buffer.device
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {brief(tensor)}; accepted is a tensor of shape {layout.shape} on {device}")
         if tensor.shape != layout.shape:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; the packed activation has {layout.shape}")
         if tensor.device != device:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from brevact.quantizers.brief import brief
+
 ROUNDS = 7
 """Philox rounds of the stochastic quantizers: the fewest that pass BigCrush (Random123)."""
 
@@ -50,7 +52,9 @@ def seed_value(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
             )
         return seed
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed: got {seed!r}; accepted are an int, a 0-d torch.int64 tensor, or None; pass int(seed)")
+        raise TypeError(
+            f"seed: got {brief(seed)}; accepted are an int, a 0-d torch.int64 tensor, or None; pass int(seed)"
+        )
     return (seed + 2**63) % 2**64 - 2**63
 
 

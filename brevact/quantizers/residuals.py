@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from brevact.quantizers.brief import brief
 from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry
 from brevact.quantizers.grid import Grid
 from brevact.quantizers.grid_quantizer import GridQuantizer
@@ -45,9 +46,9 @@ class ResidualQuantizer(GridQuantizer):
     def __post_init__(self) -> None:
         """Check the fields."""
         if isinstance(self.bit_width, bool) or not isinstance(self.bit_width, int) or not 2 <= self.bit_width <= 8:
-            raise ValueError(f"bit_width: got {self.bit_width!r}; accepted is an int from 2 to 8")
+            raise ValueError(f"bit_width: got {brief(self.bit_width)}; accepted is an int from 2 to 8")
         if not self.low < self.high:
-            raise ValueError(f"low: got {self.low!r} with high={self.high!r}; it must be less than high")
+            raise ValueError(f"low: got {brief(self.low)} with high={brief(self.high)}; it must be less than high")
 
     @property
     def is_stochastic(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import grid_dispatch
+from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
 from brevact.quantizers.geometry import Geometry, block_size_for
 from brevact.quantizers.grid import SMALLEST_GAP, Grid
@@ -54,7 +55,7 @@ class SignMagnitudeLevels(GridQuantizer):
             if self.bucket < 1:
                 raise ValueError(f"bucket: got {self.bucket}; accepted is a positive int, or None for the whole tensor")
         if not isinstance(self.use_max, bool):
-            raise TypeError(f"use_max: got {self.use_max!r}; accepted are True (maximum) and False (L2 norm)")
+            raise TypeError(f"use_max: got {brief(self.use_max)}; accepted are True (maximum) and False (L2 norm)")
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
         if self.scale_dtype not in _SCALE_DTYPES:
             accepted = " and ".join(map(str, _SCALE_DTYPES))

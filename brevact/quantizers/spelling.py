@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from brevact.quantizers.brief import brief
+
 _CLASS, _DTYPE, _ENUM, _TUPLE = "class", "dtype", "enum", "tuple"
 
 
@@ -74,9 +76,9 @@ def _place(kind: type, value: Any) -> str:
 
 def _refusal(value: Any) -> TypeError:
     return TypeError(
-        f"got {value!r} of type {type(value).__name__}; what a compiled graph holds of a quantizer is its class and "
-        "fields: accepted are dataclasses defined at the top level of a module, with fields that are numbers, strings, "
-        "None, enums, torch.dtype, tuples or such dataclasses"
+        f"got {brief(value)} of type {type(value).__name__}; what a compiled graph holds of a quantizer is its class "
+        "and fields: accepted are dataclasses defined at the top level of a module, with fields that are numbers, "
+        "strings, None, enums, torch.dtype, tuples or such dataclasses"
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import grid_dispatch
+from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
 from brevact.quantizers.geometry import Geometry, block_size_for
 from brevact.quantizers.grid import Grid
@@ -85,7 +86,7 @@ class WeibullQuantizer(GridQuantizer):
                 )
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
         if not isinstance(self.keep_zeros, bool):
-            raise TypeError(f"keep_zeros: got {self.keep_zeros!r}; accepted are True and False")
+            raise TypeError(f"keep_zeros: got {brief(self.keep_zeros)}; accepted are True and False")
 
     @property
     def is_stochastic(self) -> bool:

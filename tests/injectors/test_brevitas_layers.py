@@ -358,7 +358,7 @@ def test_weight_quantizers_are_refused_everywhere():
         lambda: brevact.backward_quant(Int8WeightPerTensorFloat),
         lambda: brevact.quantizer(Int8WeightPerTensorFloat),
     ):
-        with pytest.raises(TypeError, match="Int8WeightPerTensorFloat quantizes a weight or a bias"):
+        with pytest.raises(TypeError, match="Int8WeightPerTensorFloat, which quantizes a weight or a bias"):
             use()
 
 

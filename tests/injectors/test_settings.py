@@ -1,4 +1,5 @@
 import pytest
+import torch
 from brevitas.quant import Int8WeightPerTensorFloat, Int16Bias, Uint8ActPerTensorFloat
 from brevitas.quant.scaled_int import TruncTo8bit
 from torch import nn
@@ -70,14 +71,23 @@ def test_backward_settings_from_refuses_settings_of_another_type():
     ("source", "message"),
     [
         (Int8WeightPerTensorFloat, r"quantizes a weight or a bias.*put it into weight_quant= or bias_quant="),
-        (Int16Bias, "Int16Bias quantizes a weight or a bias"),
-        (TruncTo8bit, "TruncTo8bit quantizes no activations by itself"),
+        (Int16Bias, "Int16Bias, which quantizes a weight or a bias"),
+        (TruncTo8bit, "TruncTo8bit, which quantizes no activations by itself"),
         (StochasticRounding, "fragment and lacks the solver: inherit from BackwardQuantSolver last"),
-        (UniformQuantizer, "is no backward quantizer"),
-        ("StochBackward2bit", "of type str"),
-        (2, "of type int"),
-        (None, "of type NoneType"),
-        (nn.ReLU(), "of type ReLU"),
+        (UniformQuantizer, r"is no backward quantizer; make a quantizer of this class first: UniformQuantizer\(\);"),
+        ("StochBackward2bit", r"of type str.*pass the class itself, without quotes: StochBackward2bit;"),
+        ("brevact.StochBackwrd4bit", r"pass the class itself, without quotes: StochBackward4bit;"),
+        ("Int8ActPerTensorFloat", r"pass the class itself, without quotes: brevitas\.quant\.Int8ActPerTensorFloat;"),
+        ("2", "got '2' of type str, which is no backward quantizer; accepted"),
+        (2, "of type int.*for 2 bits: StochBackward2bit;"),
+        (True, "got True of type bool, which is no backward quantizer; accepted"),
+        (float("nan"), "got nan of type float"),
+        (None, r"of type NoneType.*restore_backward\(model\);"),
+        (nn.ReLU(), r"got <ReLU module> of type ReLU.*quantize_backward\(model, StochBackward2bit\);"),
+        (nn.BatchNorm2d, r"got <class BatchNorm2d>.*key of a rule: \{BatchNorm2d: StochBackward2bit\};"),
+        (torch.rand(3), r"got <float32 Tensor of shape \(3,\)>.*quantizer\(StochBackward2bit\)\.quantize\(x\);"),
+        ({"*": StochBackward2bit}, r"rules are a mapping, for brevact\.quantize_backward alone"),
+        ([("*", StochBackward2bit)], r"rules are a mapping, for brevact\.quantize_backward alone"),
     ],
 )
 def test_backward_settings_from_refuses_what_is_no_backward_quantizer(source, message):

@@ -92,7 +92,7 @@ def test_shared_proxy_cannot_be_changed():
 @pytest.mark.parametrize(
     ("act_quant", "message"),
     [
-        (Int8WeightPerTensorFloat, "Int8WeightPerTensorFloat quantizes a weight or a bias"),
+        (Int8WeightPerTensorFloat, "Int8WeightPerTensorFloat, which quantizes a weight or a bias"),
         (StochasticRounding, "is a fragment"),
         ("StochBackward2bit", "of type str"),
         (nn.ReLU(), "of type ReLU"),
