@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from brevact.arguments import check_model
 from brevact.autograd import attach_region, has_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.recording import recording
+from brevact.batches import arguments_of, tensors_of, without_surroundings
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
 
@@ -28,33 +30,77 @@ def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
 
     Runs a copy of the model on the batch twice, as it is and with its backward quantizers switched off, and adds up
     the storages that autograd keeps, without parameters and buffers. Model, gradients and random generators stay
-    untouched. An input that is stored as it is counts; the caller holds it anyway. What a checkpointed function will
-    compute again does not.
+    untouched. An input that is stored as it is counts by its own bytes, also where it is a slice of a larger tensor;
+    the caller holds it anyway. What a checkpointed function will compute again does not count.
+
+    >>> import torch, brevact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+    >>> model = brevact.quantize_backward(model, brevact.NearestBackward4bit)
+    >>> report = brevact.memory_report(model, torch.randn(64, 64))
+    >>> report.plain_bytes, report.saved_bytes  # of the input and of the ReLU's output
+    (32768, 2608)
 
     Args:
         model: module, with or without backward quantization; measured in training mode.
-        batch: what the model is called with: a tensor, a tuple or list of positional arguments, or a mapping of
-            keyword arguments.
+        batch: what the model is called with, targets left out: a tensor, a tuple or list of positional arguments, or
+            a mapping of keyword arguments.
 
     Returns:
         The report: a row a layer, and how each op stored its tensors.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module; ``batch`` is a data loader, or no arguments that the model takes.
         ValueError: ``model`` cannot be copied.
     """
     check_model(model, "memory_report(model, batch)", batch)
-    saved = _measure(model, batch)
+    arguments = without_surroundings(arguments_of(model, batch))
+    saved = _measure(model, arguments)
     with regions_disabled():
-        plain = _measure(model, batch)
-    plain_bytes, saved_bytes = _by_layer(plain), _by_layer(saved)
+        plain = _measure(model, arguments)
+    plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     rows = tuple(
-        LayerMemory(name, kind, plain_bytes[name], saved_bytes[name])
+        LayerMemory(name, kind, plain_bytes[name], saved_bytes[name], "" if plain_bytes[name] else plain.note_on(name))
         for name, kind in kinds.items()
         if plain_bytes[name] or saved_bytes[name]
     )
-    return MemoryReport(rows, tuple(saved))
+    note = "" if rows else _why_nothing(model, arguments, plain.has_graph)
+    return MemoryReport(rows, tuple(saved.ops), note)
+
+
+@dataclass
+class _Measured:
+    """What one forward pass stores.
+
+    Args:
+        ops: a row a tensor.
+        shared: for each layer, the others that had stored a tensor of it before.
+        has_graph: whether its output has gradients to give.
+    """
+
+    ops: list[OpMemory] = field(default_factory=list)
+    shared: dict[str, list[str]] = field(default_factory=dict)
+    has_graph: bool = False
+
+    def note_on(self, layer: str) -> str:
+        """Return why a layer stores no bytes in this pass."""
+        others = [other or "(model)" for other in self.shared.get(layer, ())]
+        if not others:
+            return "plain stores nothing here"
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        return f"plain stores the tensor of {others[0]}{more}, which counts there"
+
+
+def _why_nothing(model: nn.Module, arguments: Any, has_graph: bool) -> str:
+    """Return why a model stores nothing for backward at all."""
+    count = sum(1 for _ in model.parameters())
+    trains = [x for x in (*model.parameters(), *tensors_of(arguments)) if x.requires_grad]
+    if not trains:
+        of_model = f"none of the {count} parameters requires a gradient" if count else "the model has no parameters"
+        return f"Nothing is stored for backward: {of_model}, and no input requires one."
+    if not has_graph:
+        return "Nothing is stored for backward: the output requires no gradient (torch.no_grad or detach in the model)."
+    return "Nothing is stored for backward: no op of the model keeps anything but weights."
 
 
 def _by_layer(ops: list[OpMemory]) -> Counter[str]:
@@ -64,35 +110,36 @@ def _by_layer(ops: list[OpMemory]) -> Counter[str]:
     return found
 
 
-def _measure(model: nn.Module, batch: Any) -> list[OpMemory]:
+def _measure(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> _Measured:
     """Return what each op of a copy of the model keeps for backward."""
     model = _copy(model)
     if not model.training:
         model.train()
     weights = {x.untyped_storage()._cdata: x for x in (*model.parameters(), *model.buffers())}
-    held: dict[int, Tensor] = {}
-    ops: list[OpMemory] = []
+    held: dict[int, tuple[Tensor, str]] = {}
+    found = _Measured()
 
     def pack(x: Tensor) -> Tensor:
         x = x if x.grad_fn is None else x.detach()
         storage = x.untyped_storage()
         if storage._cdata not in weights:
             stored = recorder.stored(x)
-            size = 0 if storage._cdata in held else storage.nbytes()
-            held[storage._cdata] = x
-            ops.append(OpMemory(running[-1], recorder.op, stored.how, stored.why, stored.tensor_bytes, size))
+            layer, size = running[-1], 0 if storage._cdata in held else storage.nbytes()
+            _, owner = held.setdefault(storage._cdata, (x, layer))
+            others = found.shared.setdefault(layer, [])
+            if owner != layer and owner not in others:
+                others.append(owner)
+            found.ops.append(OpMemory(layer, recorder.op, stored.how, stored.why, stored.tensor_bytes, size))
         return x
 
     devices = {x.device for x in weights.values() if x.device.type == "cuda"}
     with _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
         with torch.inference_mode(False), torch.enable_grad(), recording() as recorder, region(None):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                if isinstance(batch, Mapping):
-                    output = model(**batch)
-                else:
-                    output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    del output
-    return ops
+                args, kwargs = arguments
+                output = model(*args, **kwargs)
+    found.has_graph = any(x.requires_grad for x in tensors_of(output))
+    return found
 
 
 def _copy(model: nn.Module) -> nn.Module:

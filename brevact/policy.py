@@ -142,8 +142,8 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     if source is None:
         if overrides:
             raise TypeError(
-                f"{', '.join(overrides)}: source=None keeps full precision and has no settings; leave them out, or pass a "
-                "quantizer: backward_quant(StochBackward2bit, bucket_size=128)"
+                f"{', '.join(overrides)}: source=None keeps full precision and has no settings; leave them out, or "
+                "pass a quantizer: backward_quant(StochBackward2bit, bucket_size=128)"
             )
         return None
     return backward_settings_from(source, **overrides)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], total: Sequence[str] | None = None,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    total: Sequence[str] | None = None,
     *,
     numbers: int = 0,
     notes: Sequence[str] = (),

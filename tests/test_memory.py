@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import csv
 
+import brevitas.nn as qnn
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import brevact
 from brevact import NearestBackward2bit, StochBackward2bit
@@ -217,3 +219,116 @@ def test_memory_report_measures_a_graph_module_with_its_policy():
     model = brevact.quantize_backward(torch.fx.symbolic_trace(Gated()), StochBackward2bit)
     found = brevact.memory_report(model, images)
     assert (found.plain_bytes, found.saved_bytes) == (expected.plain_bytes, expected.saved_bytes)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layer(x) * scale
+
+
+IMAGES = torch.zeros(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (network(), (IMAGES, torch.zeros(2).long()), r"too many positional.*pass the inputs alone: .*batch\[0\]"),
+        (network(), [IMAGES, torch.zeros(2).long()], r"Sequential\.forward\(input\).* A list holds"),
+        (TwoInputs(), {"y": torch.zeros(2)}, r"\{'y': <float32 Tensor of shape \(2,\)>\} does not fit TwoInputs\.forw"),
+        (TwoInputs(), (), r"missing a required argument: 'x'"),
+        (TwoInputs(), DataLoader(TensorDataset(torch.zeros(8, 64))), r"DataLoader; .*inputs, targets = next\(iter\(lo"),
+        (TwoInputs(), iter([torch.zeros(2, 64)]), r"list_iterator; .*inputs, targets = next\(iter\(loader\)\)"),
+        (TwoInputs(), TensorDataset(torch.zeros(8, 64)), r"TensorDataset; .*DataLoader\(dataset, 32\)"),
+        (TwoInputs(), None, r"got None of type NoneType; .*pass \(\)"),
+        (TwoInputs(), torch.zeros(2, 64).numpy(), r"of type ndarray; .*torch\.as_tensor\(batch\)"),
+        (TwoInputs(), "text", r"got 'text' of type str; accepted is what the model is called with"),
+        (TwoInputs(), 3, r"got 3 of type int"),
+        (TwoInputs(), float("nan"), r"got nan of type float"),
+        (TwoInputs(), True, r"got True of type bool"),
+        (TwoInputs(), network(), r"got <Sequential module> of type Sequential"),
+        (torch.zeros(2, 64), TwoInputs(), r"model: got <float32 Tensor.*swapped: write memory_report\(model, batch\)"),
+        (TwoInputs, torch.zeros(2, 64), r"model: got <class TwoInputs>.*make one of this class first: TwoInputs\("),
+        (None, torch.zeros(2, 64), r"model: got None of type NoneType; accepted is a torch\.nn\.Module"),
+    ],
+)
+def test_what_is_no_batch_of_the_model_is_refused(model, batch, message):
+    with pytest.raises(TypeError, match=message):
+        brevact.memory_report(model, batch)
+
+
+def test_a_tuple_that_is_one_argument_stays_one():
+    packed = nn.utils.rnn.pack_sequence([torch.randn(5, 16), torch.randn(3, 16)])
+    assert brevact.memory_report(nn.LSTM(16, 16), packed).plain_bytes > 0
+    quantized = qnn.QuantIdentity(return_quant_tensor=True)(torch.randn(8, 64))
+    assert isinstance(quantized, tuple)
+    assert brevact.memory_report(qnn.QuantLinear(64, 64), quantized).plain_bytes > 0
+
+
+def test_a_slice_of_a_larger_tensor_counts_its_own_bytes():
+    data, size = torch.randn(1000, 64), 10 * 64 * 4
+    for batch in (data[:10].clone(), data[:10], (data[:10],), {"x": data[:10]}, [data[5:25:2]]):
+        assert brevact.memory_report(TwoInputs(), batch).plain_bytes == size
+    assert brevact.memory_report(TwoInputs(), torch.randn(10, 100)[:, :64]).plain_bytes == size
+    assert brevact.memory_report(TwoInputs(), torch.randn(1, 64).expand(10, 64)).plain_bytes == 64 * 4  # one row
+    model = brevact.quantize_backward(TwoInputs(), StochBackward2bit)  # too few elements: stored as they are
+    assert brevact.memory_report(model, data[:10]).saved_bytes == size
+
+
+def test_one_slice_that_is_passed_twice_counts_once():
+    class Both(TwoInputs):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layer(x) + self.layer(y)
+
+    half = torch.randn(20, 64)[:10]
+    assert brevact.memory_report(Both(), (half, half)).plain_bytes == 10 * 64 * 4
+
+
+def test_a_slice_that_requires_gradients_still_does():
+    half = torch.randn(20, 64)[:10].requires_grad_()
+    row = brevact.memory_report(nn.Sigmoid(), half).rows[0]
+    assert row.plain_bytes == 10 * 64 * 4
+
+
+def test_a_row_without_plain_bytes_says_why():
+    model = brevact.quantize_backward(network(), StochBackward2bit)
+    report = brevact.memory_report(model, torch.randn(8, 3, 32, 32))
+    notes = {row.layer: row.note for row in report.rows}
+    assert notes == {"0": "", "1": "", "2": "", "3": "plain stores the tensor of 2, which counts there", "4": ""}
+    assert [row.layer for row in report.rows if row.plain_bytes == 0] == ["3"]
+    (line,) = [line for line in str(report).splitlines() if line.startswith("3 ")]
+    assert line.endswith("plain stores the tensor of 2, which counts there")
+
+
+class Detach(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (network().requires_grad_(False), "none of the 6 parameters requires a gradient, and no input requires one"),
+        (nn.Sequential(Shift(), Detach()), "the output requires no gradient"),
+        (nn.ReLU(), "the model has no parameters, and no input requires one"),
+        (nn.Sequential(Shift(), nn.Flatten()), "no op of the model keeps anything but weights"),
+    ],
+)
+def test_a_model_that_stores_nothing_says_so(model, message, tmp_path):
+    report = brevact.memory_report(brevact.quantize_backward(model, StochBackward2bit), torch.randn(8, 3, 32, 32))
+    assert (report.saved_bytes, report.plain_bytes, report.rows) == (0, 0, ())
+    assert message in report.note and report.note in str(report)
+    report.to_csv(tmp_path / "memory.csv")
+    report.plot(tmp_path / "memory.png")

@@ -1,0 +1,117 @@
+"""What a model is called with: checked, and each tensor in a storage of its own size."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, Dataset
+
+from brevact.quantizers.brief import brief
+
+_ACCEPTED = (
+    "accepted is what the model is called with: a tensor, a tuple or list of positional arguments, or a mapping of "
+    "keyword arguments"
+)
+
+
+def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments that a batch stands for.
+
+    Args:
+        model: module that is called with them.
+        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+
+    Raises:
+        TypeError: ``batch`` is no batch, or has arguments that ``model.forward`` does not take.
+    """
+    _refuse_no_batch(batch)
+    if isinstance(batch, Mapping):
+        args, kwargs = (), dict(batch)
+    elif isinstance(batch, tuple | list) and not _is_one_argument(batch):
+        args, kwargs = tuple(batch), {}
+    else:
+        args, kwargs = (batch,), {}
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # of a compiled function
+        return args, kwargs
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(_refusal(model, signature, batch, args, error)) from None
+    return args, kwargs
+
+
+def _is_one_argument(batch: tuple | list) -> bool:
+    """Whether a tuple is one value: a packed sequence, a Brevitas QuantTensor."""
+    return isinstance(batch, PackedSequence) or hasattr(type(batch), "__torch_function__")
+
+
+def _refuse_no_batch(batch: Any) -> None:
+    fix = ""
+    if isinstance(batch, DataLoader | Iterator):
+        fix = (
+            "; pass one batch, without its targets: inputs, targets = next(iter(loader)); memory_report(model, inputs)"
+        )
+    elif isinstance(batch, Dataset):
+        fix = "; pass one batch, such as the inputs of next(iter(torch.utils.data.DataLoader(dataset, 32)))"
+    elif batch is None:
+        fix = "; for a model without arguments, pass ()"
+    elif type(batch).__module__ == "numpy":
+        fix = "; pass torch.as_tensor(batch)"
+    elif not isinstance(batch, str | bytes | bool | int | float | nn.Module | type):
+        return
+    raise TypeError(f"batch: got {brief(batch)} of type {type(batch).__name__}; {_ACCEPTED}{fix}")
+
+
+def _refusal(model: nn.Module, signature: inspect.Signature, batch: Any, args: tuple, error: TypeError) -> str:
+    text = (
+        f"batch: {brief(batch)} does not fit {type(model).__name__}.forward({', '.join(signature.parameters)}): {error}"
+    )
+    if len(args) > 1:
+        return (
+            f"{text}. A {type(batch).__name__} holds positional arguments; of (inputs, targets), pass the inputs "
+            "alone: memory_report(model, batch[0])"
+        )
+    return f"{text}; {_ACCEPTED}"
+
+
+def without_surroundings(arguments: Any, copies: dict[int, Tensor] | None = None) -> Any:
+    """Return arguments in which tensors that lie in a larger storage, as slices do, are copies of their own size.
+
+    Args:
+        arguments: tensors, and tuples, lists and dictionaries of arguments.
+        copies: those made so far, by the identity of their originals.
+    """
+    copies = {} if copies is None else copies
+    if type(arguments) is Tensor and arguments.layout is torch.strided and not arguments.is_nested:
+        if arguments.untyped_storage().nbytes() <= arguments.nbytes:
+            return arguments
+        if id(arguments) not in copies:
+            copies[id(arguments)] = arguments.detach().clone().requires_grad_(arguments.requires_grad)
+        return copies[id(arguments)]
+    if type(arguments) in (tuple, list):
+        return type(arguments)(without_surroundings(x, copies) for x in arguments)
+    if type(arguments) is dict:
+        return {name: without_surroundings(x, copies) for name, x in arguments.items()}
+    return arguments
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value: nested in tuples, lists and mappings, or in the fields of a dataclass."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for x in value.values():
+            yield from tensors_of(x)
+    elif isinstance(value, tuple | list):
+        for x in value:
+            yield from tensors_of(x)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_of(getattr(value, name))
