@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ _ACCEPTED = (
     "accepted is what the model is called with: a tensor, a tuple or list of positional arguments, or a mapping of "
     "keyword arguments"
 )
+
+_INPUTS_ALONE = "of (inputs, targets), pass the inputs alone: memory_report(model, batch[0])"
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -74,11 +77,31 @@ def _refusal(model: nn.Module, signature: inspect.Signature, batch: Any, args: t
         f"batch: {brief(batch)} does not fit {type(model).__name__}.forward({', '.join(signature.parameters)}): {error}"
     )
     if len(args) > 1:
-        return (
-            f"{text}. A {type(batch).__name__} holds positional arguments; of (inputs, targets), pass the inputs "
-            "alone: memory_report(model, batch[0])"
-        )
+        return f"{text}. A {type(batch).__name__} holds positional arguments; {_INPUTS_ALONE}"
     return f"{text}; {_ACCEPTED}"
+
+
+@contextmanager
+def explained(batch: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[None]:
+    """Where a model fails on a tuple or list, say that it was called with several arguments.
+
+    Args:
+        batch: as the user passed it.
+        arguments: what it stands for.
+
+    Raises:
+        TypeError: the model raised an error, which is the cause.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        if len(arguments[0]) < 2 or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise TypeError(
+            f"batch: the model was called with {len(arguments[0])} positional arguments, {brief(batch)}, and raised "
+            f"{type(error).__name__}: {error}. Of{_INPUTS_ALONE[2:]}, or name the arguments: "
+            '{"input_ids": ids, "labels": labels}'
+        ) from error
 
 
 def without_surroundings(arguments: Any, copies: dict[int, Tensor] | None = None) -> Any:

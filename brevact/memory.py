@@ -18,7 +18,7 @@ from brevact.arguments import check_model
 from brevact.autograd import attach_region, has_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.recording import recording
-from brevact.batches import arguments_of, tensors_of, without_surroundings
+from brevact.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
 
@@ -54,7 +54,8 @@ def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
     """
     check_model(model, "memory_report(model, batch)", batch)
     arguments = without_surroundings(arguments_of(model, batch))
-    saved = _measure(model, arguments)
+    with explained(batch, arguments):
+        saved = _measure(model, arguments)
     with regions_disabled():
         plain = _measure(model, arguments)
     plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)

@@ -91,6 +91,11 @@ def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Mod
     each module anew; they are copied and pickled with the model, and are not part of its ``state_dict``: a layer's
     ``act_quant=`` keeps them there.
 
+    What builds a new model out of this one drops the hooks, silently: ``torch.fx`` and Brevitas' passes over graphs
+    (``brevitas.graph.quantize.preprocess_for_quantize``). Call it first, and this function on its result;
+    :func:`backward_policy` shows what applies. A checkpoint of the ``state_dict`` (Lightning, ``save_pretrained``) has
+    no policy either.
+
     A model that has run compiled keeps its graphs, whatever changes here: call ``torch.compiler.reset()`` then.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+from typing import Any
 
 import brevitas.nn as qnn
 import pytest
@@ -258,6 +259,23 @@ IMAGES = torch.zeros(2, 3, 8, 8)
 def test_what_is_no_batch_of_the_model_is_refused(model, batch, message):
     with pytest.raises(TypeError, match=message):
         brevact.memory_report(model, batch)
+
+
+def test_targets_that_a_model_takes_for_something_else_are_explained():
+    batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)
+    message = (
+        r"called with 2 positional arguments, \(<float32.*AttributeError: .*'get_seq.*Of \(inputs, targets\)"
+    )
+
+    class Cached(TwoInputs):
+        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+            return self.layer(x)[cache.get_seq_length() :]
+
+    with pytest.raises(TypeError, match=message) as caught:
+        brevact.memory_report(Cached(), batch)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    with pytest.raises(AttributeError, match="get_seq_length"):  # one argument: the model's own error
+        brevact.memory_report(Cached(), batch[0])
 
 
 def test_a_tuple_that_is_one_argument_stays_one():
