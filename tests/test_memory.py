@@ -263,9 +263,7 @@ def test_what_is_no_batch_of_the_model_is_refused(model, batch, message):
 
 def test_targets_that_a_model_takes_for_something_else_are_explained():
     batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)
-    message = (
-        r"called with 2 positional arguments, \(<float32.*AttributeError: .*'get_seq.*Of \(inputs, targets\)"
-    )
+    message = r"called with 2 positional arguments, \(<float32.*AttributeError: .*'get_seq.*Of \(inputs, targets\)"
 
     class Cached(TwoInputs):
         def forward(self, x: Tensor, cache: Any = None) -> Tensor:

@@ -88,8 +88,8 @@ class BackwardSettings:
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
             raise TypeError(
-                f"quantizer={brief(self.quantizer)} is no activation quantizer (quantize(x, seed) and is_stochastic); "
-                "pass one such as brevact.quantizer(StochBackward2bit)"
+                f"quantizer={brief(self.quantizer)} is no activation quantizer; accepted is an object with "
+                "quantize(x, seed) and is_stochastic, such as brevact.quantizer(StochBackward2bit)"
             )
         try:
             hash(self.quantizer)

@@ -21,7 +21,8 @@ def check_input(x: Tensor) -> None:
     accepted = f"accepted are strided tensors of {', '.join(map(str, DTYPES))}"
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"x: got a {type(x).__name__}; {accepted}; pass torch.as_tensor(x), or the .value of a QuantTensor"
+            f"x: got {brief(x)} of type {type(x).__name__}; {accepted}; pass torch.as_tensor(x), or the .value of a "
+            "QuantTensor"
         )
     if x.is_nested:
         raise TypeError(f"x: got a nested tensor; {accepted}; quantize each of its x.unbind()")

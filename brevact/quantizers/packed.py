@@ -348,7 +348,9 @@ class PackedActivation:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {brief(tensor)}; accepted is a tensor of shape {layout.shape} on {device}")
         if tensor.shape != layout.shape:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}; the packed activation has {layout.shape}")
+            raise ValueError(
+                f"{name}: got shape {tuple(tensor.shape)}; accepted is {layout.shape}, that of what is packed"
+            )
         if tensor.device != device:
             raise ValueError(f"{name}: got a tensor on {tensor.device}; the packed activation is on {device}; move it")
         if dtype is not None and tensor.dtype != dtype:

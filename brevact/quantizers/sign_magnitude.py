@@ -60,7 +60,8 @@ class SignMagnitudeLevels(GridQuantizer):
         if self.scale_dtype not in _SCALE_DTYPES:
             accepted = " and ".join(map(str, _SCALE_DTYPES))
             raise ValueError(
-                f"scale_dtype: got {self.scale_dtype}; accepted are {accepted} (torch.float16 overflows at 65504)"
+                f"scale_dtype: got {brief(self.scale_dtype)}; accepted are {accepted} "
+                "(torch.float16 overflows at 65504)"
             )
 
     @property

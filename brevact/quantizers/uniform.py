@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import dispatch
+from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import DTYPES, check_input, check_int, member_of
 from brevact.quantizers.geometry import Geometry, block_size_for
 from brevact.quantizers.layout import Layout
@@ -100,8 +101,8 @@ class UniformQuantizer:
         for name in ("scale_dtype", "minimum_dtype"):
             if getattr(self, name) not in _METADATA_DTYPES:
                 raise ValueError(
-                    f"{name}: got {getattr(self, name)}; accepted are torch.bfloat16 and torch.float32 (torch.float16 "
-                    "overflows at 65504)"
+                    f"{name}: got {brief(getattr(self, name))}; accepted are torch.bfloat16 and torch.float32 "
+                    "(torch.float16 overflows at 65504)"
                 )
 
     def __hash__(self) -> int:

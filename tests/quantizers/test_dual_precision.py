@@ -47,7 +47,7 @@ def test_dual_precision_quantizer_names_what_is_wrong(settings, error, message):
 
 
 def test_quantize_refuses_other_inputs():
-    for x, message in ((torch.zeros(4, dtype=torch.int32), "got a torch.int32 tensor"), ([0.0], "got a list")):
+    for x, message in ((torch.zeros(4, dtype=torch.int32), "got a torch.int32 tensor"), ([0.0], "of type list")):
         with pytest.raises(TypeError, match=message):
             DualPrecisionQuantizer().quantize(x)
     with pytest.raises(TypeError, match=r"a tensor of a torch\.func transform"):

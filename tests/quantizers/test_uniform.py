@@ -79,9 +79,9 @@ class _Wrapper(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: [1.0, 2.0], "x: got a list; accepted are strided tensors of torch.float32"),
-        (lambda: np.ones(4, dtype=np.float32), "x: got a ndarray; .*pass torch.as_tensor"),
-        (lambda: 1.0, "x: got a float;"),
+        (lambda: [1.0, 2.0], "x: got \\[1.0, 2.0\\] of type list; accepted are strided tensors of torch.float32"),
+        (lambda: np.ones(4, dtype=np.float32), "x: got array.* of type ndarray; .*pass torch.as_tensor"),
+        (lambda: 1.0, "x: got 1.0 of type float;"),
         (lambda: torch.ones(4).to_sparse(), "x: got a torch.float32 tensor of layout torch.sparse_coo"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor"),
         (lambda: _Wrapper(torch.ones(4)), "x: got a _Wrapper, which gives no access to its storage"),

@@ -1,0 +1,196 @@
+"""Every wrong argument of every public function: the error names argument, value and what is accepted.
+
+A table has, for each argument, what it takes; each of `WRONG` that it does not take must be refused, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import brevact
+import brevact.nn as bnn
+from brevact import (
+    BackwardSettings,
+    DualPrecisionBackward2bit,
+    L4Backward,
+    MixSchedule,
+    Policy,
+    SignMagnitudeBackward,
+    StochBackward2bit,
+    StochBackward2bit4bitMix,
+    UniformQuantizer,
+    WeibullBackward2bit,
+    backward_policy,
+    backward_quant,
+    memory_report,
+    quantize_backward,
+    quantizer,
+    restore_backward,
+)
+from brevact.quantizers.brief import brief
+
+WRONG = {
+    "None": None,
+    "string": "text",
+    "bool": True,
+    "zero": 0,
+    "negative": -1,
+    "large": 10**6,
+    "float": 1.5,
+    "nan": float("nan"),
+    "list": [1, 2],
+    "tensor": torch.zeros(4, 8),
+    "integers": torch.zeros(4, dtype=torch.int64),
+    "module": nn.ReLU(),
+    "module type": nn.ReLU,
+    "quantizer": StochBackward2bit,
+    "object": object(),
+}
+COUNTS = ("zero", "large")
+SOURCES = ("None", "quantizer")
+RULES = ("string", "module type", "list")  # a list has no hash
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+
+def mixing() -> nn.Module:
+    return quantize_backward(model(), StochBackward2bit4bitMix)
+
+
+PACKED = UniformQuantizer().quantize(torch.zeros(4, 8), seed=0)
+#: Call, argument, and what of `WRONG` the argument takes.
+ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
+    "quantize_backward model": (lambda x: quantize_backward(x, StochBackward2bit), "model", ("module",)),
+    "quantize_backward policy": (lambda x: quantize_backward(model(), x), "policy", ("quantizer",)),
+    "quantize_backward rule": (lambda x: quantize_backward(model(), {x: StochBackward2bit}), "policy rule", RULES),
+    "quantize_backward value": (
+        lambda x: quantize_backward(model(), {"*": x}),
+        "policy rule '*'",
+        ("None", "quantizer"),
+    ),
+    "restore_backward model": (restore_backward, "model", ("module",)),
+    "backward_policy model": (backward_policy, "model", ("module",)),
+    "backward_quant source": (backward_quant, "source", SOURCES),
+    "quantizer source": (quantizer, "source", ("quantizer",)),
+    "memory_report model": (lambda x: memory_report(x, torch.zeros(4, 8)), "model", ("module",)),
+    "memory_report batch": (lambda x: memory_report(model(), x), "batch", ("tensor", "integers", "list", "object")),
+    "MixSchedule model": (lambda x: MixSchedule(x), "model", ("module",)),
+    "MixSchedule kind": (lambda x: MixSchedule(mixing(), x), "kind", ()),
+    "MixSchedule start": (lambda x: MixSchedule(mixing(), start=x), "start", ("None", "zero")),
+    "MixSchedule end": (lambda x: MixSchedule(mixing(), end=x), "end", ("zero",)),
+    "MixSchedule steps": (lambda x: MixSchedule(mixing(), steps=x), "steps", ("large",)),
+    "MixSchedule stairs": (lambda x: MixSchedule(mixing(), stairs=x), "stairs", ("large",)),
+    "MixSchedule state": (lambda x: MixSchedule(mixing()).load_state_dict(x), "state", ()),
+    "Policy rules": (Policy, "rules", ()),
+    "Policy value": (lambda x: Policy({"*": x}), "policy rule '*'", SOURCES),
+    "BackwardSettings quantizer": (BackwardSettings, "quantizer", ()),
+    "BackwardSettings save_mode": (lambda x: BackwardSettings(UniformQuantizer(), save_mode=x), "save_mode", ()),
+    "BackwardSettings min_numel": (lambda x: BackwardSettings(UniformQuantizer(), min_numel=x), "min_numel", COUNTS),
+    "residual_bit_width": (
+        lambda x: BackwardSettings(UniformQuantizer(), residual_bit_width=x),
+        "residual_bit_width",
+        (),
+    ),
+    "act_quant": (lambda x: bnn.ReLU(act_quant=x), "act_quant", SOURCES),
+    "quantize x": (UniformQuantizer().quantize, "x", ("tensor",)),
+    "quantize seed": (
+        lambda x: UniformQuantizer().quantize(torch.zeros(8), x),
+        "seed",
+        ("None", "zero", "negative", "large"),
+    ),
+    "PackedActivation spec": (lambda x: brevact.PackedActivation(x, PACKED.buffer), "spec", ()),
+    "PackedActivation buffer": (lambda x: brevact.PackedActivation(PACKED.spec, x), "buffer", ()),
+    "dequantize out": (PACKED.dequantize, "out", ("None", "tensor")),
+    "dequantize_multiply other": (PACKED.dequantize_multiply, "other", ("tensor",)),
+}
+SETTINGS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "bit_width": (StochBackward2bit, ()),
+    "bucket_size": (StochBackward2bit, ("None", "large")),
+    "channel_dim": (StochBackward2bit, ("zero", "negative", "large")),
+    "rounding": (StochBackward2bit, ()),
+    "granularity": (StochBackward2bit, ()),
+    "scale_dtype": (StochBackward2bit, ()),
+    "minimum_dtype": (StochBackward2bit, ()),
+    "min_numel": (StochBackward2bit, COUNTS),
+    "save_mode": (StochBackward2bit, ()),
+    "forward_quant": (StochBackward2bit, ("None",)),
+    "mix_bit_width": (StochBackward2bit4bitMix, ()),
+    "mix_prob": (StochBackward2bit4bitMix, ("zero",)),
+    "format": (L4Backward, ()),
+    "quantize_forward": (L4Backward, ("bool",)),
+    "block": (DualPrecisionBackward2bit, ("large",)),
+    "keep_zeros": (WeibullBackward2bit, ("bool",)),
+    "base_levels": (SignMagnitudeBackward, ()),
+    "bucket": (SignMagnitudeBackward, ("None", "large")),
+    "use_max": (SignMagnitudeBackward, ("bool",)),
+    "mix_levels_prob": (SignMagnitudeBackward, ("zero",)),
+}
+CASES = [
+    pytest.param(call, argument, value, id=f"{name}={label}")
+    for name, (call, argument, takes) in ARGUMENTS.items()
+    for label, value in WRONG.items()
+    if label not in takes
+] + [
+    pytest.param(lambda x, source=source, name=name: quantizer(source, **{name: x}), name, value, id=f"{name}={label}")
+    for name, (source, takes) in SETTINGS.items()
+    for label, value in WRONG.items()
+    if label not in takes
+]
+
+
+@pytest.mark.parametrize(("call", "argument", "value"), CASES)
+def test_wrong_arguments_are_named_with_what_is_accepted(call, argument, value):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(value)
+    message = str(caught.value)
+    assert argument in message, message
+    # An injector makes an object of a class, and a quantizer of its own of an injector.
+    shown = value.__name__ if isinstance(value, type) else brief(value)
+    if isinstance(value, torch.Tensor):
+        assert "ensor" in message or f"got shape {tuple(value.shape)}" in message, message
+    else:
+        assert shown in message, message
+    assert any(words in message for words in ("accepted", "must be", "leave it out")), message
+    assert "\n" not in message and len(message) < 700, message
+
+
+def test_every_public_function_is_in_the_table():
+    leaves = {name for name in brevact.__all__ if name.endswith(("Backward", "bit", "Mix"))}
+    # Returned by functions, or constants and enums.
+    others = {"CONV_NET", "TRANSFORMER", "BackwardPolicy", "MemoryReport", "SaveMode", "Rounding", "Granularity"}
+    others |= {"NormalizedFormat"} | {name for name in brevact.__all__ if name.endswith("Quantizer")}  # by SETTINGS
+    covered = {name.split()[0] for name in ARGUMENTS}
+    assert set(brevact.__all__) - leaves - others <= covered
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: quantize_backward(StochBackward2bit, model()),
+        lambda: memory_report(torch.zeros(4, 8), model()),
+        lambda: MixSchedule("linear", mixing()),
+    ],
+)
+def test_swapped_arguments_are_recognised(call):
+    with pytest.raises(TypeError, match="the arguments are swapped: write"):
+        call()
+
+
+def test_a_swapped_rule_is_recognised():
+    with pytest.raises(TypeError, match=r"the key says where .* the value which one: \{\"\*\": StochBackward2bit\}"):
+        quantize_backward(model(), {StochBackward2bit: "0"})
+
+
+def test_a_large_model_is_shown_in_short():
+    large = nn.Sequential(*[nn.Linear(8, 8) for _ in range(300)])
+    for call in (quantizer, backward_quant, lambda x: quantizer(StochBackward2bit, bucket_size=x), BackwardSettings):
+        with pytest.raises(TypeError, match="<Sequential module>") as caught:
+            call(large)
+        assert len(str(caught.value)) < 700
