@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 
 
-def memory_report(model: nn.Module, batch: Any) -> MemoryReport:
+def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any]) -> MemoryReport:
     """Measure what one training forward pass of a model stores for backward, each storage once.
 
     Runs a copy of the model on the batch twice, as it is and with its backward quantizers switched off, and adds up

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,10 +12,14 @@ from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.tracing import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
+from brevact.injectors.settings import BackwardQuantizer
+from brevact.quantizers import ActivationQuantizer
 from brevact.rules import POLICY, Assignment, Policy, assignments, check_rules, source_text
 
+M = TypeVar("M", bound=nn.Module)
 
-def quantizer(source: Any, **overrides: Any) -> Any:
+
+def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantizer:
     """Return a backward quantizer by itself, for tests, notebooks and other frameworks' code.
 
     >>> import torch, brevact
@@ -39,7 +43,7 @@ def quantizer(source: Any, **overrides: Any) -> Any:
     return backward_settings_from(source, **overrides).quantizer
 
 
-def backward_quant(source: Any, **overrides: Any) -> Any:
+def backward_quant(source: BackwardQuantizer | None, **overrides: Any) -> region:
     """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
 
     >>> import torch, brevact
@@ -66,7 +70,8 @@ def backward_quant(source: Any, **overrides: Any) -> Any:
         ValueError: a value is out of range.
     """
     if torch.compiler.is_dynamo_compiling():
-        return TracingMode(_text_of(source, tuple(overrides.items())))
+        mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # what Dynamo knows of a region
+        return mode
     return region(settings_of_block(_settings(source, overrides)))
 
 
@@ -75,7 +80,9 @@ def _text_of(source: Any, overrides: tuple[tuple[str, Any], ...]) -> str | None:
     return text_of(_settings(source, dict(overrides)))
 
 
-def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Module:
+def quantize_backward(
+    model: M, policy: BackwardQuantizer | Mapping[Any, BackwardQuantizer | None] | Policy, **overrides: Any
+) -> M:
     """Let a whole model store packed activations for backward, in place.
 
     No module is replaced: forward hooks let each module run in a region while it trains, so that weights, dtype,
@@ -124,7 +131,7 @@ def quantize_backward(model: nn.Module, policy: Any, **overrides: Any) -> nn.Mod
     return model
 
 
-def restore_backward(model: nn.Module) -> nn.Module:
+def restore_backward(model: M) -> M:
     """Undo :func:`quantize_backward`: the model stores what it stored before. Layers with ``act_quant=`` keep theirs.
 
     Args:

@@ -14,6 +14,7 @@ from brevact.autograd import BackwardSettings, has_region
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.proxies import is_quant_proxy
+from brevact.injectors.settings import BackwardQuantizer
 from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
@@ -41,7 +42,7 @@ class Policy:
         ValueError: there are no rules.
     """
 
-    rules: Mapping[Any, Any]
+    rules: Mapping[Any, BackwardQuantizer | None]
 
     def __post_init__(self) -> None:
         check_rules(self.rules, "rules")

@@ -7,7 +7,7 @@ import difflib
 import enum
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import brevitas.quant
 from brevitas.inject import ExtendedInjector, Injector
@@ -19,8 +19,11 @@ from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.brevitas_source import group_dim_of, is_act_quantizer, quantizes_parameters
 from brevact.injectors.class_protocol import Fragment, written_values
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
+from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
 
+#: What stands for a backward quantizer; a module is the proxy in another layer's slot.
+BackwardQuantizer: TypeAlias = type[ExtendedInjector] | ActivationQuantizer | BackwardSettings | nn.Module
 ACCEPTED = (
     "a backward quantizer (StochBackward2bit, NearestBackward4bit, ..., or a class derived from one), "
     "an activation quantizer of Brevitas (brevitas.quant.Int8ActPerTensorFloat, ...), "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
 from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver, backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
+from brevact.injectors.settings import BackwardQuantizer
 from brevact.private_names.of_brevitas import ActQuantSolver
 from brevact.quantizers.brief import brief
 
@@ -32,6 +33,10 @@ class BackwardSlot:
     """
 
     act_quant: BackwardQuantProxy | None
+    if TYPE_CHECKING:  # the keyword that each class has beside the arguments of its base class
+
+        def __init__(self, *args: Any, act_quant: BackwardQuantizer | None = None, **kwargs: Any) -> None: ...
+
     #: Prefixes of keywords that the Brevitas layer hands on to layers inside it.
     inner_prefixes: ClassVar[tuple[str, ...]] = ()
 
