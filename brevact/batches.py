@@ -33,6 +33,8 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
         TypeError: ``batch`` is no batch, or has arguments that ``model.forward`` does not take.
     """
     _refuse_no_batch(batch)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     if isinstance(batch, Mapping):
         args, kwargs = (), dict(batch)
     elif isinstance(batch, tuple | list) and not _is_one_argument(batch):

@@ -58,7 +58,7 @@ class BackwardPolicy:
         for row in self.rows:
             parent = above.get(row.module.rpartition(".")[0]) if row.module else None
             differs = parent is None or shown[parent].settings != row.settings
-            above[row.module] = row.module if differs else parent
+            above[row.module] = row.module if differs or parent is None else parent
             if differs:
                 shown[row.module] = row
             counts[above[row.module]] = counts.get(above[row.module], 0) + 1

@@ -47,15 +47,18 @@ def is_head(name: str, module: nn.Module) -> bool:
 def policies(model: nn.Sequential) -> nn.Sequential:
     """Every kind of policy; the model keeps its type."""
     ablation = StochBackward2bit.let(save_mode=SaveMode.QUANTIZE_ON_BACKWARD)
-    brevact.quantize_backward(model, StochBackward2bit)
-    brevact.quantize_backward(model, ablation, bucket_size=64)
-    brevact.quantize_backward(model, Int8ActPerTensorFloat)
-    brevact.quantize_backward(model, UniformQuantizer(bit_width=3))
-    brevact.quantize_backward(model, brevact.BackwardSettings(UniformQuantizer(), min_numel=0))
+    brevact.restore_backward(brevact.quantize_backward(model, StochBackward2bit))
+    brevact.restore_backward(brevact.quantize_backward(model, ablation, bucket_size=64))
+    brevact.restore_backward(brevact.quantize_backward(model, Int8ActPerTensorFloat))
+    brevact.restore_backward(brevact.quantize_backward(model, UniformQuantizer(bit_width=3)))
+    brevact.restore_backward(
+        brevact.quantize_backward(model, brevact.BackwardSettings(UniformQuantizer(), min_numel=0))
+    )
     brevact.quantize_backward(model, {"head": None, nn.BatchNorm2d: L4Backward, "*": StochBackward2bit4bitMix})
-    brevact.quantize_backward(model, {(nn.LayerNorm, nn.RMSNorm): MyBackward, is_head: None})
-    brevact.quantize_backward(model, brevact.CONV_NET)
-    brevact.quantize_backward(model, brevact.Policy({nn.Linear: StochBackward2bit}))
+    brevact.restore_backward(model)
+    brevact.restore_backward(brevact.quantize_backward(model, {(nn.LayerNorm, nn.RMSNorm): MyBackward, is_head: None}))
+    brevact.restore_backward(brevact.quantize_backward(model, brevact.CONV_NET))
+    brevact.restore_backward(brevact.quantize_backward(model, brevact.Policy({nn.Linear: StochBackward2bit})))
     rules = {"0": None, (nn.LayerNorm, nn.RMSNorm): L4Backward, is_head: None, nn.Linear: MyBackward, "*": ablation}
     brevact.quantize_backward(model, rules)
     policy: brevact.BackwardPolicy = brevact.backward_policy(model)
@@ -81,8 +84,8 @@ def regions(net: nn.Module, x: Tensor) -> Tensor:
 def memory(model: nn.Module, batch: Tensor, folder: Path) -> float:
     """A report."""
     report: brevact.MemoryReport = brevact.memory_report(model, batch)
-    brevact.memory_report(model, (batch, batch))
-    brevact.memory_report(model, {"x": batch})
+    brevact.memory_report(model, (batch,))
+    brevact.memory_report(model, {"input": batch})
     print(report, report.explain())
     report.plot(folder / "memory.png", max_layers=20)
     report.to_csv(folder / "memory.csv")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from brevitas.inject import ExtendedInjector, Injector
 from dependencies.exceptions import DependencyError
 from torch import nn
 
+from brevact.injectors.class_protocol import InjectorClass, is_injector
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import (
     LAYERS,
@@ -44,7 +44,7 @@ def group_dim_of(module: nn.Module | None) -> int:
     return 1 if isinstance(module, _OVER_CHANNELS) else -1
 
 
-def with_group_dim(injector: type, group_dim: int) -> type:
+def with_group_dim(injector: InjectorClass, group_dim: int) -> InjectorClass:
     """Return an injector of groups with the dimension that they lie along, unless it states its own."""
     rule = SolveActScalingShape.__dependencies__["group_dim"]
     if "group_size" in injector and injector.__dependencies__.get("group_dim") is rule:
@@ -52,7 +52,7 @@ def with_group_dim(injector: type, group_dim: int) -> type:
     return injector
 
 
-def build_tensor_quant(injector: type) -> tuple[nn.Module, frozenset[str]]:
+def build_tensor_quant(injector: InjectorClass) -> tuple[nn.Module, frozenset[str]]:
     """Build Brevitas' modules.
 
     Args:
@@ -99,9 +99,7 @@ class _Asked(dict[str, Any]):
 
 
 def _has_proxy(source: Any, kinds: type | tuple[type, ...]) -> bool:
-    if not inspect.isclass(source) or not issubclass(source, (Injector, ExtendedInjector)):
-        return False
-    if "proxy_class" not in source:
+    if not is_injector(source) or "proxy_class" not in source:
         return False
     refuse_without(LAYERS)
     return inspect.isclass(source.proxy_class) and issubclass(source.proxy_class, kinds)

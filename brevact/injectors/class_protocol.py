@@ -11,15 +11,21 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from brevitas.inject import ExtendedInjector, value
+from brevitas.inject import ExtendedInjector, Injector, value
 from dependencies.exceptions import DependencyError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-BrevitasInjectorType = type(ExtendedInjector)
+    BrevitasInjectorType = type  # brevitas has no types
+else:
+    BrevitasInjectorType = type(ExtendedInjector)
+_stock: Any = type(ExtendedInjector)
+
+#: A class of injectors, for type checkers: its attributes are what it resolves.
+InjectorClass: TypeAlias = Any
 #: Not settings that a user chooses: what a layer or the solver fills in.
 STRUCTURE = ("act_impl", "backward_settings", "passthrough_act", "proxy_class", "quantizer")
 _OF_LAYERS = ("act_impl", "passthrough_act", "proxy_class")
@@ -42,7 +48,7 @@ def _raise_attribute_errors(resolve: Callable[[type, str], Any]) -> Callable[[ty
     return __getattr__
 
 
-BrevitasInjectorType.__getattr__ = _raise_attribute_errors(BrevitasInjectorType.__getattr__)
+_stock.__getattr__ = _raise_attribute_errors(_stock.__getattr__)
 
 
 class _Answer(property):
@@ -64,7 +70,7 @@ class InjectorType(BrevitasInjectorType):
     def __getattr__(cls, name: str) -> Any:
         if name not in cls.__dependencies__:
             raise AttributeError(_unknown(cls, name), name=name, obj=cls)
-        return super().__getattr__(name)
+        return _stock.__getattr__(cls, name)
 
     def __setattr__(cls, name: str, given: Any) -> None:
         raise InjectorAttributeError(
@@ -132,7 +138,7 @@ class Fragment(ExtendedInjector, metaclass=InjectorType):
         def let(cls, **settings: Any) -> type[Self]: ...
 
 
-def _let(cls: type, **settings: Any) -> type:
+def _let(cls: InjectorClass, **settings: Any) -> InjectorClass:
     """Return a quantizer that differs in some settings, of the same name and docstring.
 
     >>> from brevact import StochBackward2bit
@@ -149,11 +155,17 @@ def _let(cls: type, **settings: Any) -> type:
     return type(cls.__name__, (cls,), settings)
 
 
-_let.__name__, _let.__qualname__, _let.__objclass__ = "let", "Fragment.let", Fragment  # where `help` puts it
+_let.__name__, _let.__qualname__ = "let", "Fragment.let"
+_let.__dict__["__objclass__"] = Fragment  # where `help` puts it
 type.__setattr__(Fragment, "let", classmethod(_let))  # in the class body Brevitas refuses the name
 
 
-def _unknown(cls: type, name: str) -> str:
+def is_injector(source: Any) -> bool:
+    """Whether this is a class of injectors, of brevact, of Brevitas or of the library below it."""
+    return inspect.isclass(source) and issubclass(source, (Injector, ExtendedInjector))
+
+
+def _unknown(cls: InjectorClass, name: str) -> str:
     text = f"{cls.__name__} has no attribute {name!r}"
     if name.startswith("_"):
         return text
@@ -181,7 +193,7 @@ def _is_made_by_let(cls: type) -> bool:
     )
 
 
-def added_values(injector: type) -> dict[str, Any]:
+def added_values(injector: InjectorClass) -> dict[str, Any]:
     """Return what an injector states beside what its bases do, as it was written."""
     inherited: dict[str, tuple] = {}
     for base in reversed(injector.__bases__):
@@ -213,7 +225,7 @@ def written_value(spec: tuple) -> Any:
     return getattr(attribute, field)
 
 
-def written_values(injector: type) -> Iterator[tuple[str, Any]]:
+def written_values(injector: InjectorClass) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of an injector, inherited ones included, as they were written."""
     for name, spec in injector.__dependencies__.items():
         if not name.startswith("__"):

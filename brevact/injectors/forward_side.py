@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from brevitas.inject import ExtendedInjector, Injector
 from brevitas.quant import NoneActQuant
 from torch import nn
 
-from brevact.injectors.class_protocol import written_values
+from brevact.injectors.class_protocol import InjectorClass, is_injector, written_values
 from brevact.injectors.injector_type import (
     FORWARD_PREFIX,
     FROM_LAYER,
@@ -55,7 +54,7 @@ class NoForwardQuant(NoneActQuant):
     max_val = 1.0
 
 
-def forward_injector_of(injector: BackwardInjectorType) -> type:
+def forward_injector_of(injector: BackwardInjectorType) -> InjectorClass:
     """Return the forward side of a slot: ``forward_quant`` or no quantizer, with the keywords meant for it."""
     written = dict(written_values(injector))
     quant = written.pop("forward_quant")
@@ -79,6 +78,6 @@ def forward_injector_of(injector: BackwardInjectorType) -> type:
 
 
 def _is_forward_act_quantizer(quant: Any) -> bool:
-    if not inspect.isclass(quant) or not issubclass(quant, (Injector, ExtendedInjector)) or "proxy_class" not in quant:
+    if not is_injector(quant) or "proxy_class" not in quant:
         return False
     return inspect.isclass(quant.proxy_class) and issubclass(quant.proxy_class, ActQuantProxyFromInjectorBase)

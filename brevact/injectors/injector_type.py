@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from brevact.injectors.class_protocol import STRUCTURE, InjectorType, written_values
+from brevact.injectors.class_protocol import STRUCTURE, InjectorClass, InjectorType, written_values
 from brevact.quantizers.brief import brief
 
 #: What is asked of a backward quantizer from outside: by a region, by a Brevitas layer, by the slot's proxy.
@@ -51,7 +51,7 @@ class BackwardInjectorType(InjectorType):
         return known_names(cls) - set(STRUCTURE)
 
 
-def known_names(injector: type) -> set[str]:
+def known_names(injector: InjectorClass) -> set[str]:
     """Return the names that resolving a backward quantizer asks for, directly or through other values."""
     known: set[str] = set()
     open_names = list(ASKED_FOR)
@@ -63,7 +63,7 @@ def known_names(injector: type) -> set[str]:
     return known
 
 
-def derived(solver: type) -> Iterator[type]:
+def derived(solver: InjectorClass) -> Iterator[InjectorClass]:
     """Yield a class of injectors and every class derived from it that exists."""
     classes = [solver]
     while classes:
@@ -72,7 +72,7 @@ def derived(solver: type) -> Iterator[type]:
         classes.extend(type.__subclasses__(injector))
 
 
-def act_impl_arguments(injector: type) -> list[str]:
+def act_impl_arguments(injector: InjectorClass) -> list[str]:
     """Return the constructor arguments of the activation that a Brevitas layer put into its slot (``min_val``, ...)."""
     return list(_dependencies_of(injector.__dependencies__.get("act_impl")))
 
@@ -86,7 +86,7 @@ def _dependencies_of(spec: tuple | None) -> Iterator[str]:
         yield from (symbol for kind, symbol in attribute.dependency.__expression__ if kind == ".")
 
 
-def _check_names(injector: type, written: dict[str, Any]) -> None:
+def _check_names(injector: InjectorClass, written: dict[str, Any]) -> None:
     known = known_names(injector)
     from_layer = all(name in written for name in FROM_LAYER)
     for name, given in written.items():
@@ -98,7 +98,7 @@ def _check_names(injector: type, written: dict[str, Any]) -> None:
         raise unknown_setting(name, given, injector.__name__, accepted)
 
 
-def _check_structure(injector: type, written: dict[str, Any]) -> None:
+def _check_structure(injector: InjectorClass, written: dict[str, Any]) -> None:
     """Raise for values that Brevitas would call or build a layer from, and that are no such thing."""
     accepted = {
         "proxy_class": "a class or function of (layer, injector), as BackwardQuantSolver has it",

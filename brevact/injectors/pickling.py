@@ -12,11 +12,11 @@ import operator
 import sys
 from typing import Any
 
-from brevact.injectors.class_protocol import BrevitasInjectorType, InjectorType, added_values
+from brevact.injectors.class_protocol import BrevitasInjectorType, InjectorClass, InjectorType, added_values
 from brevact.injectors.injector_type import BackwardInjectorType
 
 
-def reduce_injector(injector: type) -> str | tuple:
+def reduce_injector(injector: InjectorClass) -> str | tuple:
     """Return an injector's import name, or its bases and what it adds to them (``copyreg`` protocol).
 
     What it adds is set after the class exists, because it may hold the layer that holds the injector.
@@ -26,7 +26,7 @@ def reduce_injector(injector: type) -> str | tuple:
     return _rebuild, (injector.__name__, injector.__bases__), added_values(injector), None, None, _add
 
 
-def _is_importable(injector: type) -> bool:
+def _is_importable(injector: InjectorClass) -> bool:
     try:
         return operator.attrgetter(injector.__qualname__)(sys.modules[injector.__module__]) is injector
     except Exception:  # no such module or name; or an injector's attribute, which resolves and may raise anything
@@ -37,8 +37,8 @@ def _rebuild(name: str, bases: tuple[type, ...]) -> type:
     return type(name, bases, {})
 
 
-def _add(injector: type, added: dict[str, Any]) -> None:
-    donor = type(injector.__name__, injector.__bases__, dict(added))
+def _add(injector: InjectorClass, added: dict[str, Any]) -> None:
+    donor: InjectorClass = type(injector.__name__, injector.__bases__, dict(added))
     injector.__dependencies__.update(donor.__dependencies__)
 
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import brevitas.quant
-from brevitas.inject import ExtendedInjector, Injector
+from brevitas.inject import ExtendedInjector
 from dependencies.exceptions import DependencyError
 from torch import Tensor, nn
 
 from brevact.autograd import BackwardSettings
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.brevitas_source import group_dim_of, is_act_quantizer, quantizes_parameters
-from brevact.injectors.class_protocol import Fragment, written_values
+from brevact.injectors.class_protocol import Fragment, InjectorClass, is_injector, written_values
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType, derived, unknown_setting
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
@@ -99,7 +99,9 @@ def _refuse_forward_quant(injector: BackwardInjectorType) -> None:
         )
 
 
-def _settings_of_brevitas(source: type, layer: nn.Module | None, overrides: dict[str, Any]) -> BackwardSettings:
+def _settings_of_brevitas(
+    source: InjectorClass, layer: nn.Module | None, overrides: dict[str, Any]
+) -> BackwardSettings:
     """Build a quantizer from an activation injector of Brevitas; a name that it does not ask for raises."""
     own = {name: value for name, value in overrides.items() if name not in _OF_REGION}
     quantizer = BrevitasQuantizer(source.let(**own) if own else source, group_dim=group_dim_of(layer))
@@ -134,7 +136,7 @@ def _built_settings(source: Any, argument: str) -> BackwardSettings:
 
 
 def _description(source: Any) -> str:
-    if inspect.isclass(source) and issubclass(source, (Injector, ExtendedInjector)):
+    if is_injector(source):
         if quantizes_parameters(source):
             return (
                 f"{source.__name__}, which quantizes a weight or a bias, and no activations; put it into weight_quant= "

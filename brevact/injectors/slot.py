@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from typing import Any
 
 from brevitas.nn import QuantIdentity, QuantMultiheadAttention
 from torch import Tensor, nn
@@ -89,7 +90,7 @@ def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Mod
     return proxy
 
 
-def _add_tracked_module(proxy: nn.Module, layer: nn.Module) -> None:
+def _add_tracked_module(proxy: Any, layer: nn.Module) -> None:
     type(proxy).add_tracked_module(proxy, layer)
     proxy.backward_quant.add_tracked_module(layer)
 

@@ -10,7 +10,7 @@ Each class is the Brevitas class of the same name in everything else: arguments,
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import brevitas.nn as qnn
 from brevitas.quant_tensor import QuantTensor
@@ -81,7 +81,7 @@ class QuantMultiheadAttention(BackwardSlot, qnn.QuantMultiheadAttention):
 class _PicklableCells:
     """Leaves out of pickles the cells that Brevitas compiles on first use and makes anew when they are missing."""
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self: Any) -> dict[str, Any]:
         for layer in self.modules():
             if isinstance(layer, QuantRecurrentLayerMixin):
                 layer._fast_cell = None

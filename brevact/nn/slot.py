@@ -43,8 +43,9 @@ class BackwardSlot:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if BackwardSlot in cls.__bases__:
-            base = cls.__bases__[cls.__bases__.index(BackwardSlot) + 1]
-            cls.__init__ = _with_slot(cls, cls.__dict__.get("__init__", base.__init__))
+            base: Any = cls.__bases__[cls.__bases__.index(BackwardSlot) + 1]
+            initialize = cls.__dict__.get("__init__", base.__init__)
+            cls.__init__ = _with_slot(cls, initialize)  # type: ignore[method-assign]
 
 
 def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Callable[..., None]:
@@ -54,7 +55,7 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
     names = [parameter.name for parameter in named]
     takes_any_keyword = len(named) < len(parameters) and initialize is not cls.__dict__.get("__init__")
 
-    def __init__(self: nn.Module, *args: Any, act_quant: Any = None, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, act_quant: Any = None, **kwargs: Any) -> None:
         overrides = {
             name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX) and name not in names
         }
@@ -70,7 +71,7 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
     kind = inspect.Parameter
     itself = kind("self", kind.POSITIONAL_OR_KEYWORD)
     slot, rest = kind("act_quant", kind.KEYWORD_ONLY, default=None), kind("kwargs", kind.VAR_KEYWORD)
-    __init__.__signature__ = inspect.Signature([itself, *named, slot, rest])
+    __init__.__signature__ = inspect.Signature([itself, *named, slot, rest])  # type: ignore[attr-defined]
     __init__.__qualname__ = f"{cls.__qualname__}.__init__"
     __init__.__module__ = cls.__module__
     return __init__

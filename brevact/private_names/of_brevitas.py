@@ -13,7 +13,7 @@ BACKWARD = "a quantizer of Brevitas as a backward quantizer"
 #: Off where one of its names is missing: regions then store what Brevitas' own ops store.
 FORWARD = "storing the integers that Brevitas' forward quantizers compute"
 
-_NAMES = {
+_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "brevitas.nn.mixin.base": {LAYERS: ("QuantRecurrentLayerMixin",)},
     "brevitas.proxy.parameter_quant": {
         LAYERS: ("BiasQuantProxyFromInjectorBase", "WeightQuantProxyFromInjectorBase"),
