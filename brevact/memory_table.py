@@ -6,6 +6,7 @@ import csv
 import os
 from dataclasses import dataclass
 
+from brevact.quantizers.checks import check_int
 from brevact.tables import text_table
 
 _MIB = 2**20
@@ -59,6 +60,11 @@ class MemoryReport:
 
     ``print(report)`` gives a text table by layer, and how the ops stored their tensors; ``print(report.explain())``
     shows the latter for each layer. A storage that several ops keep counts once, for the first of them.
+
+    >>> import torch, brevact
+    >>> report = brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(32, 64))
+    >>> report.plain_bytes, report.rows[0].kind, report.ops[0].why
+    (8192, 'Linear', 'no quantizer applies')
 
     Args:
         rows: one row a layer, in the order of ``model.named_modules()``; layers that store nothing are left out.
@@ -129,11 +135,16 @@ class MemoryReport:
 
         Args:
             path: image file to write; its ending chooses the format.
-            max_layers: layers to show; the smaller ones are summed up in one pair of bars.
+            max_layers: layers to show, at least 1; the smaller ones are summed up in one pair of bars.
 
         Raises:
             ImportError: matplotlib is not installed.
+            TypeError: ``max_layers`` is no int.
+            ValueError: ``max_layers`` is less than 1.
         """
+        check_int("max_layers", max_layers)
+        if max_layers < 1:
+            raise ValueError(f"max_layers: got {max_layers}; accepted is an int of at least 1")
         try:
             from matplotlib.figure import Figure
         except ImportError as error:

@@ -134,6 +134,11 @@ def quantize_backward(
 def restore_backward(model: M) -> M:
     """Undo :func:`quantize_backward`: the model stores what it stored before. Layers with ``act_quant=`` keep theirs.
 
+    >>> import torch.nn as nn, brevact
+    >>> model = brevact.quantize_backward(nn.Linear(8, 8), brevact.StochBackward2bit)
+    >>> brevact.backward_policy(brevact.restore_backward(model)).rows[0].source
+    'full precision'
+
     Args:
         model: module that ``quantize_backward`` changed.
 

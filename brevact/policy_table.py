@@ -44,6 +44,13 @@ class BackwardPolicy:
 
     ``print(policy)`` shows a tree: a module has a line if something else applies to it than to its parent.
 
+    >>> import torch.nn as nn, brevact
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), brevact.StochBackward2bit)
+    >>> print(brevact.backward_policy(model))
+    module   kind        modules  rule  backward quantizer
+    ------------------------------------------------------------------------------------
+    (model)  Sequential  3        '*'   StochBackward2bit: UniformQuantizer, bit_width=2
+
     Args:
         rows: what applies to each module, in the order of ``model.named_modules()``.
     """

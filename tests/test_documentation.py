@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import brevact
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -24,3 +27,17 @@ def test_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_readme_has_snippets():
     assert sum("README" in case.id for case in SNIPPETS) >= 4
+
+
+@pytest.mark.parametrize("name", brevact.__all__)
+def test_public_names_have_a_docstring_and_an_example(name):
+    """The examples run with the suite (``--doctest-modules``); a variant of a quantizer may name the one it is of."""
+    found = getattr(brevact, name)
+    documentation = inspect.getdoc(found) or ""
+    variant = re.search(r"levels of `\w+`|`\w+` (that|in|with)", documentation)
+    assert ">>>" in documentation or variant, name
+    if inspect.isfunction(found):
+        missing = [
+            parameter for parameter in inspect.signature(found).parameters if f"{parameter}: " not in documentation
+        ]
+        assert not missing and "Returns:" in documentation and "Raises:" in documentation

@@ -64,6 +64,7 @@ def mixing() -> nn.Module:
     return quantize_backward(model(), StochBackward2bit4bitMix)
 
 
+NO_REPORT = brevact.MemoryReport(())
 PACKED = UniformQuantizer().quantize(torch.zeros(4, 8), seed=0)
 #: Call, argument, and what of `WRONG` the argument takes.
 ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
@@ -81,6 +82,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
     "quantizer source": (quantizer, "source", ("quantizer",)),
     "memory_report model": (lambda x: memory_report(x, torch.zeros(4, 8)), "model", ("module",)),
     "memory_report batch": (lambda x: memory_report(model(), x), "batch", ("tensor", "integers", "list", "object")),
+    "MemoryReport max_layers": (lambda x: NO_REPORT.plot("unused.png", max_layers=x), "max_layers", ("large",)),
     "MixSchedule model": (lambda x: MixSchedule(x), "model", ("module",)),
     "MixSchedule kind": (lambda x: MixSchedule(mixing(), x), "kind", ()),
     "MixSchedule start": (lambda x: MixSchedule(mixing(), start=x), "start", ("None", "zero")),
@@ -164,7 +166,7 @@ def test_wrong_arguments_are_named_with_what_is_accepted(call, argument, value):
 def test_every_public_function_is_in_the_table():
     leaves = {name for name in brevact.__all__ if name.endswith(("Backward", "bit", "Mix"))}
     # Returned by functions, or constants and enums.
-    others = {"CONV_NET", "TRANSFORMER", "BackwardPolicy", "MemoryReport", "SaveMode", "Rounding", "Granularity"}
+    others = {"CONV_NET", "TRANSFORMER", "BackwardPolicy", "SaveMode", "Rounding", "Granularity"}
     others |= {"NormalizedFormat"} | {name for name in brevact.__all__ if name.endswith("Quantizer")}  # by SETTINGS
     covered = {name.split()[0] for name in ARGUMENTS}
     assert set(brevact.__all__) - leaves - others <= covered

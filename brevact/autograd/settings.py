@@ -24,6 +24,9 @@ class SaveMode(str, enum.Enum):
     separates the effect of the noise from everything else.
 
     Source: J. Li, master's thesis, Heidelberg University, 2025, section 4.2.4.
+
+    >>> SaveMode("quantize_on_backward")
+    <SaveMode.QUANTIZE_ON_BACKWARD: 'quantize_on_backward'>
     """
 
     SAVE_QUANTIZED = "save_quantized"
@@ -52,6 +55,11 @@ def _has_text(quantizer: Any) -> bool:
 @dataclass(frozen=True)
 class BackwardSettings:
     """How a region stores what its ops need for backward.
+
+    >>> from brevact.quantizers import UniformQuantizer
+    >>> settings = BackwardSettings(UniformQuantizer(bit_width=4), min_numel=0)
+    >>> settings.save_mode, settings.min_numel
+    (<SaveMode.SAVE_QUANTIZED: 'save_quantized'>, 0)
 
     Args:
         quantizer: activation quantizer (``quantize(x, seed)`` giving a ``PackedActivation``).

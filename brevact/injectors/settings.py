@@ -152,6 +152,8 @@ def _fix(source: Any) -> str:
     """Return what to write instead, for what is passed by mistake."""
     if isinstance(source, str):
         return _fix_of_name(source)
+    if inspect.isfunction(source):
+        return "a function is decorated by a region: @brevact.backward_quant(StochBackward2bit); "
     if isinstance(source, Tensor):
         return "a tensor goes to the quantizer: brevact.quantizer(StochBackward2bit).quantize(x); "
     if isinstance(source, nn.Module):

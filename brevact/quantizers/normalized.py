@@ -30,6 +30,9 @@ class NormalizedFormat(str, Enum):
     """Levels for values of mean 0 and variance 1; the letter is the scale, the number the width.
 
     Source: B. Graham, arXiv:1702.08231, table 1.
+
+    >>> NormalizedQuantizer(format="L4").format
+    <NormalizedFormat.L4: 'L4'>
     """
 
     L2 = "L2"

@@ -21,7 +21,11 @@ _METADATA_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Rounding(str, Enum):
-    """How a position between two levels becomes a code."""
+    """How a position between two levels becomes a code.
+
+    >>> UniformQuantizer(rounding="nearest").rounding
+    <Rounding.NEAREST: 'nearest'>
+    """
 
     NEAREST = "nearest"
     """The closer level, half to even: smallest error, biased."""
@@ -30,7 +34,12 @@ class Rounding(str, Enum):
 
 
 class Granularity(str, Enum):
-    """Which elements share a scale and a minimum."""
+    """Which elements share a scale and a minimum.
+
+    >>> x = torch.arange(24.0).reshape(2, 3, 4)
+    >>> UniformQuantizer(granularity=Granularity.CHANNEL, channel_dim=1).quantize(x).scale.shape
+    torch.Size([3])
+    """
 
     BUCKET = "bucket"
     """Runs of `bucket_size` consecutive elements in memory order."""
