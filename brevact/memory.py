@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,8 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
     Runs a copy of the model on the batch twice, as it is and with its backward quantizers switched off, and adds up
     the storages that autograd keeps, without parameters and buffers. Model, gradients and random generators stay
     untouched. An input that is stored as it is counts by its own bytes, also where it is a slice of a larger tensor;
-    the caller holds it anyway. What a checkpointed function will compute again does not count.
+    the caller holds it anyway. What a checkpointed function will compute again does not count. What ``torch.compile``
+    made is measured as it runs without the compiler.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -134,7 +137,7 @@ def _measure(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]
         return x
 
     devices = {x.device for x in weights.values() if x.device.type == "cuda"}
-    with _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
+    with _uncompiled(), _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
         with torch.inference_mode(False), torch.enable_grad(), recording() as recorder, region(None):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 args, kwargs = arguments
@@ -153,12 +156,23 @@ def _copy(model: nn.Module) -> nn.Module:
             f"model: {type(model).__name__} cannot be copied ({error}). The legacy weight_norm and spectral_norm keep "
             "a computed tensor: use those of torch.nn.utils.parametrizations, or measure before the first forward pass"
         ) from error
+    except (TypeError, pickle.PicklingError) as error:
+        raise ValueError(
+            f"model: {type(model).__name__} cannot be copied ({error}), because it holds what is no part of a model: a "
+            "lock, a file, a process group; measure the module that it wraps (model.module), or take that out first"
+        ) from error
     modules = dict(copied.named_modules())
     for name, module in model.named_modules():
         for hook in regions_of(module):
             if name in modules and not has_region(modules[name], hook.origin):  # a torch.fx.GraphModule drops hooks
                 attach_region(modules[name], hook.settings, hook.origin, label=hook.label)
     return copied
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """A context in which compiled modules and functions run as they are written: no hook sees inside a graph."""
+    is_there = "torch._dynamo" in sys.modules  # without it nothing is compiled, and importing it takes seconds
+    return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
 
 
 @contextmanager

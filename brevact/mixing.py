@@ -112,7 +112,7 @@ class MixSchedule:
             )
         if set(state) != {*self._plan, "done"}:
             expected = ", ".join(sorted({*self._plan, "done"}))
-            raise ValueError(f"state has the keys {', '.join(sorted(map(str, state)))}; expected are {expected}")
+            raise ValueError(f"state: got the keys {brief(sorted(map(str, state)))}; accepted are {expected}")
         plan, done = _checked({name: state[name] for name in self._plan}), state["done"]
         if isinstance(done, bool) or not isinstance(done, int) or done < 0:
             raise ValueError(f"done={brief(done)}; accepted is an integer of at least 0")

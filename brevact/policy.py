@@ -14,6 +14,7 @@ from brevact.autograd.tracing import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.settings import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer
+from brevact.quantizers.brief import brief
 from brevact.rules import POLICY, Assignment, Policy, assignments, check_rules, source_text
 
 M = TypeVar("M", bound=nn.Module)
@@ -127,7 +128,15 @@ def quantize_backward(
         raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
     for module, assignment in _assignments(model, policy, overrides).items():
         settings = settings_of_module(assignment.settings, module)
-        attach_region(module, settings, POLICY, label=(assignment.rule, assignment.source))
+        try:
+            attach_region(module, settings, POLICY, label=(assignment.rule, assignment.source))
+        except RuntimeError as error:  # of torch.jit
+            for changed in model.modules():
+                detach_region(changed, POLICY)
+            raise TypeError(
+                f"model: {brief(module)} takes no forward hooks ({error}); accepted are modules that are not scripted: "
+                "quantize before torch.jit.script, or call the model in a region, with brevact.backward_quant(...)"
+            ) from error
     return model
 
 
