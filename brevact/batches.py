@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset
 
 from brevact.quantizers.brief import brief
@@ -54,7 +53,7 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
 
 def _is_one_argument(batch: tuple | list) -> bool:
     """Whether a tuple is one value: a packed sequence, a Brevitas QuantTensor."""
-    return isinstance(batch, PackedSequence) or hasattr(type(batch), "__torch_function__")
+    return isinstance(batch, nn.utils.rnn.PackedSequence) or hasattr(type(batch), "__torch_function__")
 
 
 def _refuse_no_batch(batch: Any) -> None:
