@@ -73,6 +73,18 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks", R
 
 # --- torch.compile
 
+_exports = find("torch.compiler._is_exporting_flag", COMPILING, fallback=None) is not None
+
+
+def is_exporting() -> bool:
+    """Return whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it.
+
+    Norms that go on with rounded values do so there, too. In code that Dynamo traces, `torch.compiler.is_exporting` of
+    torch 2.8 is true without an export as well.
+    """
+    return torch.compiler._is_exporting_flag if _exports else torch.compiler.is_exporting()
+
+
 skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=lambda code: None)
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
 #: What Dynamo would compile functions called here with: not None between the graphs of a compiled model.
