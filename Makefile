@@ -1,5 +1,7 @@
 # make demo     train a small EfficientNetV2 twice, full precision and 2-bit backward, and compare (two minutes); results in runs/demo
-# make test     the whole test suite
+# make test     the test suite
+# make test-all the test suite, then the full crosses, of which it runs a part
+# make test-versions  the test suite in new environments, with the oldest and the newest torch that are supported
 # make lint     ruff (rules and format) and mypy
 # make picture  refresh docs/demo.png from a new demo run
 # Each target first sets up .venv; only Python >= 3.10, git and make are needed. PYTHON=python3.12 picks an interpreter.
@@ -11,7 +13,7 @@ RUN := $(VENV)/bin/python
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test lint
+.PHONY: help demo picture test test-exhaustive test-all test-versions lint
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -25,6 +27,14 @@ picture: demo
 
 test: $(READY)
 	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
+
+test-exhaustive: $(READY)
+	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
+
+test-all: test test-exhaustive
+
+test-versions: $(READY)
+	$(RUN) -m nox
 
 lint: $(READY)
 	$(RUN) -m ruff check .

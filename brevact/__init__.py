@@ -82,6 +82,8 @@ from brevact.quantizers import (
 )
 from brevact.rules import Policy
 
+__version__ = "0.1.0"  # the only place: pyproject.toml reads it here
+
 __all__ = [
     "CONV_NET",
     "TRANSFORMER",
@@ -158,6 +160,7 @@ __all__ = [
     "WeibullBackward3bit",
     "WeibullBackward4bit",
     "WeibullQuantizer",
+    "__version__",
     "backward_policy",
     "backward_quant",
     "memory_report",
