@@ -57,6 +57,7 @@ class Identity:
     """Stores a tensor's own memory. For tensors that nothing overwrites: no copy is made."""
 
     is_stochastic = False
+    is_lossless = True  # norms let it have their input, not a copy that they have normalized
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
         """Take the memory of `x`, which must be dense."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from brevact.autograd import recording
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask, keep_small
+from brevact.autograd.normalizing import NormInput
 from brevact.autograd.storages import versions_of
 from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.private_names.of_torch import current_graph_task, pop_hooks, push_hooks, top_hooks
@@ -40,7 +41,8 @@ class _Stored:
 
     __slots__ = ("decoder", "handles", "unpack", "versions")
 
-    def __init__(self, kept: Kept, outer: tuple[Callable, Callable] | None) -> None:
+    def fill(self, kept: Kept, outer: tuple[Callable, Callable] | None) -> None:
+        """Store what keeps the tensor, or hand it to hooks around the region."""
         tensors, self.decoder = kept
         if outer is None:
             self.handles, self.unpack = tensors, None
@@ -99,6 +101,8 @@ class SavedTensorHooks:
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
         # Input and weight of torch's own layer that runs in place of a Function.
         self.layer: tuple[Tensor, Tensor | None] | None = None
+        # The input of torch's own norm, kept once its statistics are there.
+        self.waiting: list[tuple[_Stored, Tensor]] | None = None
 
     def __enter__(self) -> None:
         parent = self._region.parent
@@ -141,12 +145,22 @@ class SavedTensorHooks:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
+    def keep_waiting(self, norm: NormInput) -> None:
+        """Keep the input of torch's own norm, which has run."""
+        with self.suspended:
+            for stored, x in self.waiting or ():
+                stored.fill(self._region.keep(x, norm=norm), self._outer)
+
     def _pack(self, x: Tensor) -> _Stored | tuple[Tensor, int]:
         layer = self.layer
         if layer is not None and x is layer[1]:
             kept = self._region.keep_weight(x)
         elif layer is not None and x.shape != layer[0].shape:
             kept = keep_as_it_is(x)  # statistics
+        elif self.waiting is not None:
+            stored = _Stored()
+            self.waiting.append((stored, x.detach()))
+            return stored
         else:  # a layer's input, or a copy of it in another order of memory
             with self.suspended:  # a quantizer may use autograd, too
                 kept = self._keep(x) if layer is None or x is not layer[0] else self._region.keep(x)
@@ -157,7 +171,9 @@ class SavedTensorHooks:
             if self._outer is None:
                 return x, x._version
             kept = (x,), AS_IT_IS
-        return _Stored(kept, self._outer)
+        stored = _Stored()
+        stored.fill(kept, self._outer)
+        return stored
 
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""

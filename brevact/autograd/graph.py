@@ -23,6 +23,7 @@ from brevact.autograd.functions import HANDLERS, run_counterpart
 from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
 from brevact.autograd.functions.kinds import PRODUCTS
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
+from brevact.autograd.normalizing import NormInput
 from brevact.autograd.provenance import comes_from_layer, tensors_in
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
@@ -153,19 +154,20 @@ class _TracedRegion:
     def apply(self, function: Any, *args: Any) -> Any:
         return function.apply(self, *args)
 
-    def keep(self, x: Tensor, *, share: bool = True) -> Kept:
-        if x.numel() < self.settings.min_numel:
-            return keep_as_it_is(x)
-        if self.settings.is_exact:
-            return keep_as_it_is(x)
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Kept:
+        if x.numel() < self.settings.min_numel or self.settings.is_exact:
+            return keep_as_it_is(x) if norm is None else norm.unpacked(keep_as_it_is(x))
         quantizer = self.settings.quantizer
+        if norm is not None and self.settings.is_lossless:
+            return norm.unpacked(self.keep(x, share=share))
+        of = "" if norm is None else f" {norm.key}"
         if self.settings.draws_size:
-            quantizer = self._once("quantizer", x, share, lambda: self._sized(x))
-        key = self._once("seed", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
-        return pack(x.detach(), quantizer, self.settings.save_mode, key)
+            quantizer = self._once(f"quantizer{of}", x, share, lambda: self._sized(x))
+        key = self._once(f"seed{of}", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
+        return pack(x.detach(), quantizer, self.settings.save_mode, key, norm)
 
-    def keep_normalized(self, z: Tensor) -> Kept:
-        return _TracedRegion(self.settings.of_normalized, []).keep(z, share=False)
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Kept:
+        return _TracedRegion(self.settings.of_normalized, []).keep(x, norm=norm)
 
     def keep_activation(self, x: Tensor) -> Kept:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.

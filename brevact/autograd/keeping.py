@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import lossless, recording
+from brevact.autograd.normalizing import NormInput
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.sharing import SharedPacks
+from brevact.autograd.sharing import SharedPacks, Slot
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -70,12 +71,6 @@ class _Packed:
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return recording.PACKED, _bytes_of(self._spec.layout)
-
-    def decode_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Decode with one more dimension: a compiler that saw the same op in backward would keep its result instead."""
-        layout = self._spec.layout
-        longer = Layout.of_sizes((*layout.shape, 1), (*layout.stride, 1), layout.dtype)
-        return PackedActivation(PackedSpec.of(self._spec.quantizer, longer), tensors[0]).dequantize().squeeze(-1)
 
 
 class _PackedOnBackward(NamedTuple):
@@ -147,6 +142,7 @@ def keep_packed(
     share: bool = True,
     repeats: bool = False,
     place: int = 0,
+    norm: NormInput | None = None,
 ) -> Kept:
     """Keep ``x`` as the region's settings say.
 
@@ -158,19 +154,18 @@ def keep_packed(
         repeats: whether a checkpoint wants tensors of the same sizes again when it recomputes them: random sizes then
             follow from the number of elements alone.
         place: how many tensors the region has kept before, for quantizers that collect statistics of each.
+        norm: where ``x`` is the input of a norm: its normalized values are packed, and its statistics kept beside.
 
     Returns:
         What is known to give ``x`` back without a loss, the output of a forward quantizer; otherwise the packed
         tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
     """
-    if x.numel() < settings.min_numel:
-        return keep_small(x)
-    known = lossless.find(x) if share and lossless.known else None
+    known = _keep_unpacked(x, settings, share)
     if known is not None:
-        return noted(known)
-    if settings.is_exact:
-        return keep_as_it_is(x, recording.EXACT_POLICY)
-    slot = _shared.slot(x, (settings.key, repeats)) if share else None
+        return known if norm is None else _with_statistics(known, norm)
+    if norm is not None and settings.is_lossless:
+        return _with_statistics(keep_packed(x, settings, seeds, share, repeats, place), norm)
+    slot = _slot(x, settings, repeats, norm) if share else None
     found = None if slot is None else slot.found
     if found is None:
         quantizer = settings.quantizer
@@ -180,25 +175,53 @@ def keep_packed(
         if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
             x = x.detach()
         if settings.observes:
-            quantizer = quantizer.observed(x, place)
-        found = pack(x, quantizer, settings.save_mode, seeds.next(x.device) if quantizer.is_stochastic else 0)
+            quantizer = quantizer.observed(x if norm is None else norm.normalize(x), place)
+        seed = seeds.next(x.device) if quantizer.is_stochastic else 0
+        found = pack(x, quantizer, settings.save_mode, seed, norm)
         if slot is not None:
             slot.fill(*found)
     if recording.recorders:
         recording.note(found, recording.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else "")
+        _note_statistics(found)
     return found
 
 
-def decode_early(kept: Kept) -> Tensor:
-    """Decode in the forward pass what is kept for backward."""
+def _with_statistics(kept: Kept, norm: NormInput) -> Kept:
+    """Keep the statistics of a norm beside its input, which is kept without a loss."""
+    kept = norm.unpacked(kept)
+    if recording.recorders:
+        _note_statistics(kept)
+    return kept
+
+
+def _note_statistics(kept: Kept) -> None:
+    """Tell the recorder which of the kept tensors are statistics of a norm."""
     tensors, decoder = kept
-    if isinstance(decoder, _Packed) and is_traced(tensors[0]):
-        return decoder.decode_in_graph(tensors)
-    return decoder.decode(tensors)
+    for statistic in tensors[len(tensors) - getattr(decoder, "statistics", 0) :]:
+        keep_as_it_is(statistic)
 
 
-def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor) -> Kept:
-    """Keep ``x`` packed, or to be packed with this seed when backward starts."""
+def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool) -> Kept | None:
+    """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
+    if x.numel() < settings.min_numel:
+        return keep_small(x)
+    known = lossless.find(x) if share and lossless.known else None
+    if known is not None:
+        return noted(known)
+    return keep_as_it_is(x, recording.EXACT_POLICY) if settings.is_exact else None
+
+
+def _slot(x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Slot | None:
+    """Return the place of what ops share: that of ``x``, or that of its normalized values."""
+    if norm is None:
+        return _shared.slot(x, (settings.key, repeats))
+    return None if norm.key is None else _shared.slot(x, (settings.key, repeats, norm.key))
+
+
+def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Kept:
+    """Keep ``x``, or its normalized values, packed, or to be packed with this seed when backward starts."""
+    if norm is not None:
+        return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)
     if save_mode is SaveMode.SAVE_QUANTIZED:
         packed = quantize(quantizer, x if x.is_contiguous() else _without_gaps(x), seed)
         return (packed.buffer,), _Packed(packed.spec)

@@ -27,6 +27,7 @@ from brevact.autograd.following import FOLLOWED, follow
 from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds, run_counterpart
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
+from brevact.autograd.normalizing import NormInput
 from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
@@ -208,6 +209,27 @@ class Region:
                 return False
         return True
 
+    def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Run torch's own norm as :meth:`run_torch` does; of its input the hooks keep the normalized values.
+
+        Args:
+            norm: what runs it (``norm.forward``) and knows of its statistics.
+            input: its input.
+            weight: one number a channel, or None.
+            bias: as well.
+
+        Returns:
+            The output.
+        """
+        hooks = self.hooks
+        try:
+            hooks.layer, hooks.waiting = (input, weight), []
+            out, mean, spread = norm.forward(input, weight, bias)
+            hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, whole=True))
+            return out
+        finally:
+            hooks.layer = hooks.waiting = None
+
     def run_torch(self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
         """Run torch's own layer, whose gradient is that of a Function of ours, and let hooks keep its input.
 
@@ -231,16 +253,16 @@ class Region:
         self.state.note(result, weight=True)
         return result
 
-    def keep(self, x: Tensor, *, share: bool = True) -> Kept:
-        """Keep a floating-point activation for backward as the settings say."""
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Kept:
+        """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes."""
         settings = self.settings
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         place = next(self.places) if settings.observes else 0
-        return keep_packed(x, settings, self.seeds, share, repeats, place)
+        return keep_packed(x, settings, self.seeds, share, repeats, place, norm)
 
-    def keep_normalized(self, z: Tensor) -> Kept:
-        """Keep the normalized input of a norm, for quantizers that have a form for it."""
-        return keep_packed(z, self.settings.of_normalized, self.seeds, False)
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Kept:
+        """Keep the input of a norm by a quantizer that has a form for normalized values."""
+        return keep_packed(x, self.settings.of_normalized, self.seeds, norm=norm)
 
     def keep_activation(self, x: Tensor) -> Kept:
         """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.

@@ -93,6 +93,9 @@ class BackwardSettings:
     is_exact: bool = field(init=False, repr=False, compare=False)
     """Whether activations are stored as they are, and only what is exact is packed: masks, codes of the forward."""
 
+    is_lossless: bool = field(init=False, repr=False, compare=False)
+    """Whether the quantizer gives back what it took, so that norms let it have their input, not what they normalize."""
+
     def __post_init__(self) -> None:
         if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
             raise TypeError(
@@ -123,6 +126,7 @@ class BackwardSettings:
                 f"forward quantizer as it is; the default is {DEFAULT_RESIDUAL_BIT_WIDTH}"
             )
         object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
+        object.__setattr__(self, "is_lossless", bool(getattr(self.quantizer, "is_lossless", False)))
         object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))
         rounds = getattr(self.quantizer, "of_normalized", None) is not None
         rounds = rounds and getattr(self.quantizer, "quantize_forward", False)

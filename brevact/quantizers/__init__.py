@@ -8,6 +8,7 @@ from brevact.quantizers.layout import Layout
 from brevact.quantizers.mixed import MixedQuantizer
 from brevact.quantizers.mixing_quantizer import MixingQuantizer
 from brevact.quantizers.normalized import NormalizedFormat, NormalizedQuantizer
+from brevact.quantizers.normalizing import denormalize, normalize, quantize_normalized
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.residuals import ResidualQuantizer
@@ -36,12 +37,15 @@ __all__ = [
     "SignMagnitudeQuantizer",
     "UniformQuantizer",
     "WeibullQuantizer",
+    "denormalize",
     "draw_seed",
     "is_traced",
     "mask_multiply",
+    "normalize",
     "pack_codes",
     "pack_mask",
     "quantize",
+    "quantize_normalized",
     "read",
     "spell",
     "unpack_codes",

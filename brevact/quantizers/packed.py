@@ -20,7 +20,8 @@ class ActivationQuantizer(Protocol):
     """What a region asks of a quantizer, whatever its format; `UniformQuantizer` is one.
 
     It is immutable and hashable, a frozen dataclass for example: quantizers that are equal share what they packed, and
-    specs are cached by quantizer and layout. `quantize` returns a `PackedActivation`, whose
+    specs are cached by quantizer and layout. Norms let it quantize what they have normalized, unless it has a true
+    attribute `is_lossless`: then their input itself. `quantize` returns a `PackedActivation`, whose
     `buffer` is what autograd keeps and whose `spec` (a `Decoder`, often the quantizer itself, and the layout) is what
     `dequantize` and `dequantize_multiply` decode it with.
     """

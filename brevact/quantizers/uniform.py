@@ -126,6 +126,11 @@ class UniformQuantizer:
         """What is pickled and copied: hashes do not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding gives back what was quantized."""
+        return self.bit_width == 32
+
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """What is stored for a tensor, known before quantizing.
 
@@ -135,7 +140,7 @@ class UniformQuantizer:
         Returns:
             Codes, minimum and scale; at 32 bits the elements' bytes as codes alone.
         """
-        if self.bit_width == 32:
+        if self.is_lossless:
             return (Part("codes", torch.uint8, layout.numel * layout.dtype.itemsize),)
         geometry = self.geometry(layout)
         return (
@@ -162,7 +167,7 @@ class UniformQuantizer:
         if type(x) is not Tensor or x.is_nested or x.dtype not in DTYPES or x.layout is not torch.strided:
             check_input(x)
         spec = PackedSpec.of(self, Layout.of(x))
-        if self.bit_width == 32:
+        if self.is_lossless:
             flat = spec.layout.flatten(x.detach()).clone(memory_format=torch.contiguous_format)
             return PackedActivation(spec, flat.view(torch.uint8))
         return PackedActivation(spec, dispatch.quantize_uniform(x, spec, seed))
@@ -189,7 +194,7 @@ class UniformQuantizer:
             spec: Their spec.
             target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
         """
-        if self.bit_width == 32:
+        if self.is_lossless:
             target.as_strided((spec.layout.numel,), (1,)).copy_(buffer.view(spec.layout.dtype))
         else:
             dispatch.dequantize_uniform(buffer, spec, target)
@@ -205,7 +210,7 @@ class UniformQuantizer:
             other: Factor of the layout's dtype, dense in the layout's memory order.
             target: Tensor of the layout's dtype, dense in that order; may be `other`.
         """
-        if self.bit_width == 32:
+        if self.is_lossless:
             flat = (spec.layout.numel,), (1,)
             torch.mul(buffer.view(spec.layout.dtype), other.as_strided(*flat), out=target.as_strided(*flat))
         else:

@@ -9,10 +9,11 @@ from torch.nn import functional as F
 
 from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.autograd.regions import Region
-from brevact.quantizers import Rounding
+from brevact.quantizers import Rounding, denormalize, normalize
 from tests.autograd.measuring import settings, watch_saved
 
 NEAREST = settings(rounding=Rounding.NEAREST)
+EPS = torch.finfo(torch.float32).eps
 aten = torch.ops.aten
 
 
@@ -23,10 +24,6 @@ def gradients(layer: nn.Module, x: Tensor, chosen, grad_out: Tensor) -> tuple[Te
     return torch.autograd.grad(out, [leaf, *layer.parameters()], grad_out)
 
 
-def decoded(x: Tensor) -> Tensor:
-    return NEAREST.quantizer.quantize(x).dequantize()
-
-
 def test_statistics_of_many_channels_are_not_packed():
     """Of 5000 channels each statistic is large enough, by the settings that users have."""
     x, grad_out = torch.randn(4, 5000, 2), torch.randn(4, 5000, 2)
@@ -35,8 +32,11 @@ def test_statistics_of_many_channels_are_not_packed():
     chosen = settings(rounding=Rounding.NEAREST, min_numel=4096)
     found = gradients(norm, x, chosen, grad_out)
     _, mean, invstd = torch.native_batch_norm(x, norm.weight, norm.bias, None, None, True, 0.1, norm.eps)
+    statistics = mean[:, None], invstd[:, None]
+    packed = NEAREST.quantizer.quantize(normalize(x, *statistics))
+    decoded = denormalize(packed, *statistics, torch.float32)
     expected = aten.native_batch_norm_backward(
-        grad_out, decoded(x), norm.weight, None, None, mean, invstd, True, norm.eps, [True] * 3
+        grad_out, decoded, norm.weight, None, None, mean, invstd, True, norm.eps, [True] * 3
     )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -84,7 +84,10 @@ def test_what_is_packed_and_the_gradients_are_those_of_a_function(name, memory_f
         codes = [tensor for tensor in saved.tensors if tensor.dtype is torch.uint8]
         assert len(codes) == (mode is SaveMode.SAVE_QUANTIZED)
         found.append((*grads, *codes))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for a, b in zip(*found, strict=True):
+        # Torch's batch norm reads x^ sigma + mean, the Function x^ sigma: roundings of sums of hundreds.
+        atol = 64 * EPS * b.abs().max().item() if "norm" in name and b.is_floating_point() else 0
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
 def test_a_second_derivative_is_torchs_where_nothing_is_packed():
@@ -131,7 +134,9 @@ def test_features_made_in_inference_mode_train_what_follows(layer):
     grad_out = torch.randn(out.shape)
     found = torch.autograd.grad(out, list(layer.parameters()), grad_out)
     _, *expected = gradients(layer, x.clone(), NEAREST, grad_out)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for a, b in zip(found, expected, strict=True):
+        atol = 64 * EPS * b.abs().max().item() if isinstance(layer, nn.BatchNorm2d) else 0  # as above
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("op", [nn.Conv2d(4, 5, 3), nn.BatchNorm2d(4), torch.cosh])
@@ -168,5 +173,6 @@ def test_an_input_that_is_its_own_weight_is_kept_for_both():
         out = F.conv2d(y, y, padding=1)
     geometry = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
     by_input = aten.convolution_backward(grad_out, x, x, None, *geometry, [True, False, False])[0]
-    by_weight = aten.convolution_backward(grad_out, decoded(x), x, None, *geometry, [False, True, False])[1]
+    decoded = NEAREST.quantizer.quantize(x).dequantize()
+    by_weight = aten.convolution_backward(grad_out, decoded, x, None, *geometry, [False, True, False])[1]
     assert torch.equal(torch.autograd.grad(out, x, grad_out)[0], by_input + by_weight)

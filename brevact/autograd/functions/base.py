@@ -12,6 +12,7 @@ from torch import Tensor
 
 from brevact.autograd import recording
 from brevact.autograd.keeping import Decoder, Kept, keep_as_it_is
+from brevact.autograd.normalizing import WithStatistics
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import is_traced
 
@@ -28,7 +29,7 @@ class Loaded(NamedTuple):
     """A kept tensor on its way back: decoded when it is asked for."""
 
     tensors: tuple[Tensor, ...]
-    decoder: Decoder
+    decoder: Any
 
     def decode(self) -> Tensor:
         return self.decoder.decode(self.tensors)
@@ -36,6 +37,10 @@ class Loaded(NamedTuple):
     def multiply(self, grad: Tensor) -> Tensor:
         """Return the product with ``grad``; packed codes are decoded and multiplied in one pass."""
         return self.decoder.multiply(self.tensors, grad)
+
+    def with_statistics(self) -> WithStatistics:
+        """Return the input of a norm, or that less its means, and the statistics that belong to it."""
+        return self.decoder.with_statistics(self.tensors)
 
 
 def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, save
-from brevact.autograd.keeping import Kept
+from brevact.autograd.functions.rows import dims_of_rows, keep_by_rows
+from brevact.autograd.keeping import Kept, keep_as_it_is
 from brevact.autograd.storages import storage_address
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ class _Multiply(Saving):
     @staticmethod
     def forward(ctx: Any, region: Region, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[2:4]
-        kept_b = region.keep_activation(b) if needs_a else None
-        kept_a = region.keep_activation(a) if needs_b else None
+        kept_b = _keep(region, b, a) if needs_a else None
+        kept_a = _keep(region, a, b) if needs_b else None
         if inplace:
             kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
         save(ctx, kept_b, kept_a)
@@ -43,6 +44,16 @@ class _Multiply(Saving):
             for kept, shape, other, dtype in zip(load(ctx), ctx.shapes, ctx.shapes[::-1], ctx.dtypes, strict=True)
         ]
         return None, None, *grads, None
+
+
+def _keep(region: Region, x: Tensor, other: Tensor) -> Kept:
+    """Keep a factor; those of a norm that is written out by rows, and the rows' inverse deviations as they are."""
+    if dims_of_rows(other, x):
+        return keep_as_it_is(x)
+    dims = dims_of_rows(x, other)
+    if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
+        return keep_by_rows(region, x, dims)
+    return region.keep_activation(x)
 
 
 def _unaliased(kept: Kept | None, overwritten: Tensor) -> Kept | None:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.norms import Frozen, Norm, along_channels, sum_of_channels
-from brevact.autograd.keeping import Kept, decode_early
+from brevact.autograd.keeping import Kept
+from brevact.autograd.normalizing import NormInput, normalized_early
 from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 
 if TYPE_CHECKING:
@@ -37,12 +38,11 @@ def reacts(region: Region, input: Any, weight: Tensor | None, bias: Tensor | Non
 
 def apply(region: Region, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Run a norm that a region :func:`reacts` to."""
-    if not (norm.has_mean and region.settings.quantizes_forward):
+    rounds = norm.has_mean and region.settings.quantizes_forward
+    if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
         return region.apply(_Frozen if isinstance(norm, Frozen) else _Norm, norm, input, weight, bias)
-    if torch.is_grad_enabled() and requires_grad(input, weight, bias):
-        return region.apply(_FrozenRounded if isinstance(norm, Frozen) else _Norm, norm, input, weight, bias)
-    run = _run_frozen if isinstance(norm, Frozen) else _run_normalized
-    return run(region, norm, *_to_autocast(norm, input, weight, bias))[0]
+    run = _run_frozen if isinstance(norm, Frozen) else _run_levels
+    return run(region, norm, input, *_to_autocast(norm, input, weight, bias))[0]
 
 
 class _Norm(Saving):
@@ -54,32 +54,27 @@ class _Norm(Saving):
     ) -> Tensor:
         reads_x = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         x, w, b = _to_autocast(norm, input, weight, bias)
-        ctx.norm, ctx.is_normalized = norm, _stores_normalized(region, norm, x, reads_x)
-        if ctx.is_normalized:
-            out, kept, invstd = _run_normalized(region, norm, x, w, b)
-            mean, ctx.dtypes = None, (invstd.dtype, invstd.dtype)
+        ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
+        if norm.has_mean and region.settings.of_normalized is not None:
+            out, kept = _run_levels(region, norm, input, x, w, b)
         else:
             out, mean, invstd = norm.forward(x, w, b)
-            kept = region.keep(input) if reads_x else None
-            ctx.dtypes = x.dtype, None if w is None else w.dtype
-        save(ctx, kept if reads_x else None, exact=(weight, mean, invstd) if reads_x else (None, None, None))
+            kept = region.keep(input, norm=NormInput(norm, mean, invstd, x.dtype)) if reads_x else None
+        save(ctx, kept if reads_x else None, exact=(weight,) if reads_x else (None,))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, mean, invstd = load(ctx)
+        kept, weight = load(ctx)
         norm, mask = ctx.norm, list(ctx.needs_input_grad[2:5])
         grad_input = grad_weight = None
         if kept is not None:
             dtype, weight_dtype = ctx.dtypes
-            x = kept.decode()
+            x, mean, invstd = kept.with_statistics()
             x = x if x.dtype is dtype else x.to(dtype)
             w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
             wanted = [*mask[:2], mask[2] and w is not None]  # ATen gives no bias its gradient without a weight
-            if ctx.is_normalized:
-                grads = norm.backward_of_normalized(grad.to(dtype), x, invstd, w, wanted)
-            else:
-                grads = norm.backward(grad, x, mean, invstd, w, wanted)
+            grads = norm.backward(grad, x, mean, invstd, w, wanted)
             if wanted == mask:
                 return None, None, *grads
             grad_input, grad_weight, _ = grads
@@ -94,38 +89,29 @@ class _Frozen(Saving):
         ctx: Any, region: Region, norm: Frozen, input: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         x, w, b = _to_autocast(norm, input, weight, bias)
-        kept = region.keep(input) if ctx.needs_input_grad[3] else None
-        out, mean, var = norm.forward(x, w, b)
-        save(ctx, kept, exact=(weight, mean, var))
+        kept = mark = None
+        if region.settings.quantizes_forward:
+            out, kept, var, mark = _run_frozen(region, norm, input, x, w, b)
+        else:
+            out, mean, var = norm.forward(x, w, b)
+            if ctx.needs_input_grad[3]:
+                kept = region.keep(input, norm=NormInput(norm, mean, var, x.dtype))
+        if ctx.needs_input_grad[3]:
+            save(ctx, kept, exact=(weight, None, mark))
+        else:
+            save(ctx, None, exact=(weight, var, None))
         ctx.norm, ctx.dtype = norm, x.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, mean, var = load(ctx)
+        kept, weight, var, mark = load(ctx)
         mask = list(ctx.needs_input_grad[2:5])
         if kept is None:
-            return None, None, *_frozen_backward(grad, weight, torch.rsqrt(var + ctx.norm.eps), mask)
-        return None, None, *ctx.norm.backward(grad, kept.decode().to(ctx.dtype), mean, var, weight, mask)
-
-
-class _FrozenRounded(Saving):
-    """A norm whose statistics are constants and whose affine step reads rounded values."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: Region, norm: Frozen, input: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
-        out, kept, invstd, mark = _run_frozen(region, norm, *_to_autocast(norm, input, weight, bias))
-        save(ctx, kept if ctx.needs_input_grad[3] else None, exact=(weight, invstd, mark))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, weight, invstd, mark = load(ctx)
-        grads = _frozen_backward(grad, weight, invstd, list(ctx.needs_input_grad[2:5]))
-        grad_weight = None if kept is None else sum_of_channels(kept.multiply(grad)).add(mark)
-        return None, None, grads[0], grad_weight, grads[2]
+            return None, None, *_frozen_backward(grad, weight, ctx.norm.inverse(var), mask)
+        x, mean, var = kept.with_statistics()
+        grad_input, grad_weight, grad_bias = ctx.norm.backward(grad, x.to(ctx.dtype), mean, var, weight, mask)
+        return None, None, grad_input, grad_weight if mark is None else grad_weight + mark, grad_bias
 
 
 def _frozen_backward(
@@ -135,54 +121,40 @@ def _frozen_backward(
     grad_input = grad_bias = None
     if mask[0]:
         factor = invstd if weight is None else weight * invstd
-        grad_input = grad * along_channels(factor.to(grad.dtype), grad)
+        grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
     if mask[2]:
         grad_bias = sum_of_channels(grad)
     return grad_input, None, grad_bias
 
 
-def _stores_normalized(region: Region, norm: Norm, x: Tensor, reads_x: bool) -> bool:
-    """Whether N(x) is stored in place of x, or its rounded values are what the forward pass reads."""
-    settings = region.settings.of_normalized if norm.has_mean else None
-    if settings is None:
-        return False
-    return region.settings.quantizes_forward or (reads_x and x.numel() >= settings.min_numel)
-
-
-def _run_normalized(
-    region: Region, norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Kept, Tensor]:
-    """Output, what keeps N(x), and invstd, NaN for groups whose statistics are no finite numbers."""
+def _run_levels(
+    region: Region, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Kept]:
+    """Output, and what keeps the normalized input; its invstd is NaN where the statistics are no finite numbers."""
     out, mean, invstd = norm.forward(x, weight, bias)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    mean = mean.to(dtype)
     invstd = mean * 0 + invstd
-    z = torch.sub(x, norm.align(mean, x)).mul_(norm.align(invstd, x))
-    kept = region.keep_normalized(z)
+    kept = region.keep_levels(input, NormInput(norm, mean, invstd, x.dtype))
     if region.settings.quantizes_forward:
-        _write_affine(out, norm, kept, norm.align(invstd - invstd, x), weight, bias)
-    return out, kept, invstd
+        _write_affine(out, norm, kept, norm.align(invstd - invstd, x.shape), weight, bias)
+    return out, kept
 
 
 def _run_frozen(
-    region: Region, norm: Frozen, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Region, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Kept, Tensor, Tensor]:
-    """Output, what keeps N(x), invstd, and a zero a channel, NaN where the channel holds a value that is not finite."""
+    """Output, what keeps N(x), variances, and a zero a channel: NaN where it holds a value that is not finite."""
     out, mean, var = norm.forward(x, weight, bias)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    mean, invstd = mean.to(dtype), torch.rsqrt(var.to(dtype) + norm.eps)
-    z = torch.sub(x, along_channels(mean, x)).mul_(along_channels(invstd, x))
-    kept = region.keep_normalized(z)
-    mark = z * 0
+    kept = region.keep_levels(input, NormInput(norm, mean, var, x.dtype))
+    mark = x * 0
     _write_affine(out, norm, kept, mark, weight, bias)
-    return out, kept, invstd, sum_of_channels(mark)
+    return out, kept, var, sum_of_channels(mark)
 
 
 def _write_affine(
     out: Tensor, norm: Norm, kept: Kept, mark: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Overwrite ``out`` with weight * N^ + bias, N^ being what is kept; ``mark`` is 0, or NaN where N(x) was none."""
-    levels = decode_early(kept).add_(mark)
+    levels = normalized_early(kept) + mark
     if weight is not None:
         levels.mul_(norm.align_weight(weight, levels))
     if bias is not None:

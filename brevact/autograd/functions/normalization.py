@@ -52,13 +52,13 @@ def _torch_batch_norm(
     if not reacts(region, input, weight, bias):
         return NotImplemented
     running = running_mean, running_var
-    has_gradient = training and requires_grad(input, weight)
-    if has_gradient and region.settings.of_normalized is None and region.runs_torch(input, *running):
-        return region.run_torch(torch.batch_norm, input, weight, bias, *running, True, momentum, eps, cudnn_enabled)
-    if training:
-        norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
-    else:
+    if not training:
         norm = Frozen(torch.batch_norm, *running, momentum, eps, cudnn_enabled)
+        return apply(region, norm, input, weight, bias)
+    norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
+    has_levels = region.settings.of_normalized is not None
+    if requires_grad(input, weight) and not has_levels and region.runs_torch(input, *running):
+        return region.run_torch_norm(norm, input, weight, bias)
     return apply(region, norm, input, weight, bias)
 
 

@@ -6,7 +6,7 @@ N(x) = (x - mean) * invstd, with one mean and one invstd for each group of eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -44,36 +44,32 @@ class Norm:
         """Return the gradients of input, weight and bias that the mask asks for, by ATen's formula."""
         raise NotImplementedError
 
-    def backward_of_normalized(
-        self, grad: Tensor, z: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
-        """Return the gradients where z = N(x) is what is known: dx = invstd * (gradient of z, as if z were x).
+    def inverse(self, spread: Tensor) -> Tensor:
+        """Return the inverse deviations, in float32 or more, of what :meth:`forward` gives in their place."""
+        return spread.to(torch.promote_types(spread.dtype, torch.float32))
 
-        ATen's formula for an input of mean 0 and deviation 1. A group whose invstd is no finite number gets a mean that
-        is NaN, and with it gradients that are.
-        """
-        grads = self.backward(grad, z, invstd * 0, torch.ones_like(invstd), weight, mask)
-        if grads[0] is not None:
-            grads[0].mul_(self.align(invstd, z))
-        return grads
-
-    def align(self, statistic: Tensor, x: Tensor) -> Tensor:
-        """Shape one number a group so that it broadcasts over ``x``."""
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape one number a group so that it broadcasts over a tensor of this shape."""
         raise NotImplementedError
+
+    @property
+    def key(self) -> Hashable | None:
+        """Equal for norms that normalize a tensor to the same values; None for those with statistics of their own."""
+        return None
 
     def align_weight(self, weight: Tensor, x: Tensor) -> Tensor:
         """Shape a weight or a bias so that it broadcasts over ``x``."""
-        return along_channels(weight, x)
+        return along_channels(weight, x.shape)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         """Return the sum of g for each entry of the bias."""
         return sum_of_channels(grad)
 
 
-def along_channels(x: Tensor, like: Tensor) -> Tensor:
-    """Shape (C,) or (N * C,) numbers so that they broadcast over an (N, C, ...) tensor."""
-    samples = 1 if x.numel() == like.shape[1] else like.shape[0]
-    return x.reshape(samples, like.shape[1], *[1] * (like.dim() - 2))
+def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Shape (C,) or (N * C,) numbers so that they broadcast over an (N, C, ...) tensor of this shape."""
+    samples = 1 if x.numel() == shape[1] else shape[0]
+    return x.reshape(samples, shape[1], *[1] * (len(shape) - 2))
 
 
 def sum_of_channels(x: Tensor) -> Tensor:
@@ -104,14 +100,12 @@ class BatchNorm(Norm):
     ) -> Gradients:
         return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
 
-    def backward_of_normalized(
-        self, grad: Tensor, z: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
-        factor = invstd if weight is None else weight * invstd  # dx is linear in the weight
-        return self.backward(grad, z, invstd * 0, torch.ones_like(invstd), factor, mask)
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return along_channels(statistic, shape)
 
-    def align(self, statistic: Tensor, x: Tensor) -> Tensor:
-        return along_channels(statistic, x)
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.eps
 
 
 @dataclass(eq=False)
@@ -137,14 +131,6 @@ class InstanceNorm(BatchNorm):
     ) -> Gradients:
         weight = _spread(weight, x)
         return self._of_samples(super().backward(_as_one(grad), _as_one(x), mean, invstd, weight, mask), x)
-
-    def backward_of_normalized(
-        self, grad: Tensor, z: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
-    ) -> Gradients:
-        weight = _spread(weight, z)
-        factor = invstd if weight is None else weight * invstd
-        grads = super().backward(_as_one(grad), _as_one(z), invstd * 0, torch.ones_like(invstd), factor, mask)
-        return self._of_samples(grads, z)
 
     def _of_samples(self, grads: Gradients, x: Tensor) -> Gradients:
         """Shape the gradients of the one batch as those of the samples, whose weights are the same."""
@@ -181,6 +167,12 @@ class Frozen(Norm):
     def name(self) -> str:
         return self.function.__name__
 
+    def inverse(self, spread: Tensor) -> Tensor:
+        return torch.rsqrt(super().inverse(spread) + self.eps)
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return along_channels(statistic, shape)
+
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, means and variances."""
         rest = False, self.momentum, self.eps, self.cudnn_enabled
@@ -212,8 +204,12 @@ class LayerNorm(Norm):
         # Of the bias ATen reads the dtype: the weight's.
         return _layer_norm_backward(grad, x, self.normalized_shape, mean, invstd, weight, weight, mask)
 
-    def align(self, statistic: Tensor, x: Tensor) -> Tensor:
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
         return statistic
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.normalized_shape, self.eps
 
     def align_weight(self, weight: Tensor, x: Tensor) -> Tensor:
         return weight
@@ -245,9 +241,13 @@ class GroupNorm(Norm):
         grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
         return _group_norm_backward(grad, x, mean, invstd, _dense(weight), *self._sizes(x), mask)
 
-    def align(self, statistic: Tensor, x: Tensor) -> Tensor:
-        n, c = x.shape[:2]
-        return along_channels(statistic[:, :, None].expand(n, self.groups, c // self.groups).reshape(n * c), x)
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        n, c = shape[:2]
+        return along_channels(statistic[:, :, None].expand(n, self.groups, c // self.groups).reshape(n * c), shape)
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.groups, self.eps
 
 
 def _dense(weight: Tensor | None) -> Tensor | None:
@@ -293,6 +293,13 @@ class RMSNorm(Norm):
             mean = (grad_input * normalized).mean(self._dims, keepdim=True)
             grad_input = grad_input.addcmul(normalized, mean, value=-1).mul_(invstd)
         return grad_input, grad_weight, None
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return statistic
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.normalized_shape, self.eps
 
     @property
     def _dims(self) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Powers with a constant exponent above 2: the quantized derivative is stored, so that the gradient stays unbiased.
 
-y = x^p, dL/dx = g * p x^(p-1) with the stored derivative. A square saves x itself, which other ops share;
-powers below 1 have a derivative without bound and stay exact.
+y = x^p, dL/dx = g * p x^(p-1) with the stored derivative. A square saves x itself, by its rows; powers below 1 have a derivative without bound and stay exact.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.functions.rows import are_rows, keep_by_rows
+from brevact.quantizers import is_traced
 
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
@@ -30,13 +31,39 @@ class _Power(Saving):
         return None, None, kept.multiply(grad), None
 
 
+class _Square(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Region, square: Callable, input: Tensor, *exponent: float) -> Tensor:
+        save(ctx, keep_by_rows(region, input, (-1,)))
+        return square(input, *exponent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        return None, None, kept.multiply(grad).mul_(2.0), *(None for _ in ctx.needs_input_grad[3:])
+
+
+def _square(region: Region, func: Callable, input: Any, *exponent: float) -> Any:
+    """Keep what is squared by its rows: their mean may be a variance. Small tensors are torch's."""
+    if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
+        return NotImplemented
+    if (input.is_leaf and not is_traced(input)) or not are_rows(input, (-1,)):
+        return NotImplemented
+    return region.apply(_Square, func, input, *exponent)
+
+
 def _pow(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 2 or isinstance(args[1], bool) or not isinstance(args[1], int | float):
         return NotImplemented
     input, exponent = args
+    if exponent == 2:
+        return _square(region, func, input, exponent)
     if not (exponent > 2 and region.packs_input(input) and input.requires_grad):
         return NotImplemented
     return region.apply(_Power, torch.pow, input, exponent)
 
 
-HANDLERS = dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow)
+HANDLERS = {
+    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
+    **dict.fromkeys((torch.square, Tensor.square), _square),
+}

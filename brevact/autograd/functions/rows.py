@@ -1,0 +1,82 @@
+"""Norms that are written out: their input is kept by rows of one scale.
+
+``x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)``, as Llama and its like compute an RMS norm: the square and
+the product both save x, and both gradients multiply its error by powers of a row's inverse deviation. Rows are divided
+by their own root mean square before they are packed, which takes two more bytes a row, once for both ops.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeping import Kept
+from brevact.autograd.normalizing import NormInput
+
+if TYPE_CHECKING:
+    from brevact.autograd.regions import Region
+
+#: Elements of the shortest rows that a scale of their own is worth.
+SHORTEST_ROW = 64
+#: Nodes whose results are inverse deviations.
+_INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
+
+
+class RowScale(NamedTuple):
+    """Rows of elements along dimensions, counted from the last, with the inverse of their root mean square."""
+
+    dims: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        return "rows", self.dims
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return statistic
+
+    def inverse(self, spread: Tensor) -> Tensor:
+        return spread.float()
+
+
+def keep_by_rows(region: Region, x: Tensor, dims: tuple[int, ...]) -> Kept:
+    """Keep an activation whose rows may differ in scale.
+
+    Args:
+        region: the region that runs.
+        x: the activation.
+        dims: dimensions of a row, counted from the last.
+
+    Returns:
+        What keeps it; with a bfloat16 number a row where it is packed.
+    """
+    length = math.prod(x.shape[dim] for dim in dims)
+    norm = torch.linalg.vector_norm(x.detach(), dim=dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    inverse = math.sqrt(length) / norm.clamp(min=1e-30)
+    inverse = torch.where(norm.isfinite(), inverse, 1.0)  # of a row that is not finite, the others go on as they are
+    return region.keep(x, norm=NormInput(RowScale(dims), None, inverse.bfloat16(), x.dtype, whole=True))
+
+
+def are_rows(x: Tensor, dims: tuple[int, ...]) -> bool:
+    """Return whether rows along these dimensions are long enough for scales of their own."""
+    return x.dim() > 0 and math.prod(x.shape[dim] for dim in dims) >= SHORTEST_ROW
+
+
+def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
+    """Dimensions of the rows of ``x`` that a factor multiplies, if it is an inverse deviation for each row.
+
+    Args:
+        x: an activation.
+        factor: what it is multiplied by.
+
+    Returns:
+        Dimensions, counted from the last; none for any other factor.
+    """
+    node = factor.grad_fn
+    if node is None or factor.dim() != x.dim() or not node.name().startswith(_INVERSES):
+        return ()
+    dims = tuple(dim for dim in range(-x.dim(), 0) if factor.shape[dim] == 1 and x.shape[dim] > 1)
+    is_factor = all(factor.shape[dim] == x.shape[dim] for dim in range(-x.dim(), 0) if dim not in dims)
+    return dims if dims and is_factor and are_rows(x, dims) else ()

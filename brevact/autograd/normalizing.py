@@ -1,0 +1,206 @@
+"""How the input of a norm is kept: its normalized values x^ = (x - mean) * invstd, packed.
+
+A bucket may lie in several rows or channels whose scales differ by orders of magnitude; the gradient multiplies the
+error of an element by its own group's 1/sigma. Normalized values have one scale everywhere. Of the statistics, which
+the gradient needs, the inverse deviations are kept beside the codes; means only where torch's own op asks for x itself.
+What is known without a loss, or too small to pack, is kept as other ops keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import recording
+from brevact.quantizers import (
+    Layout,
+    PackedActivation,
+    PackedSpec,
+    denormalize,
+    is_traced,
+    normalize,
+    quantize_normalized,
+)
+
+#: Input of a norm, or the input less its means, and the means and statistics that belong to it.
+WithStatistics = tuple[Tensor, Tensor | None, Tensor]
+
+
+class Statistics(Protocol):
+    """What is asked of a norm: how its statistics belong to the elements of its input."""
+
+    @property
+    def key(self) -> Hashable | None:
+        """Equal for norms that normalize a tensor to the same values; None for those with statistics of their own."""
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape one number a group so that it broadcasts over a tensor of this shape."""
+
+    def inverse(self, spread: Tensor) -> Tensor:
+        """Return the inverse deviations, of the numbers that the norm keeps for them."""
+
+
+class NormInput(NamedTuple):
+    """The input of a norm that is about to be kept.
+
+    Args:
+        norm: the norm.
+        mean: one number a group; None for norms without means.
+        spread: what the norm keeps of the deviations, one number a group.
+        dtype: in which the input is read in backward.
+        whole: whether x is asked for; otherwise x less its means is as good.
+    """
+
+    norm: Statistics
+    mean: Tensor | None
+    spread: Tensor
+    dtype: torch.dtype
+    whole: bool = False
+
+    @property
+    def key(self) -> Hashable | None:
+        """Key under which what is packed may be shared."""
+        return None if self.norm.key is None else (self.norm.key, self.dtype, self.whole)
+
+    @property
+    def statistics(self) -> tuple[Tensor, ...]:
+        """Mean, if there is one, and spread."""
+        return (self.spread,) if self.mean is None else (self.mean, self.spread)
+
+    def aligned(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Mean and inverse deviations, shaped to broadcast over the input."""
+        mean = None if self.mean is None else self.norm.align(self.mean, x.shape)
+        return mean, self.norm.align(self.norm.inverse(self.spread), x.shape)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return the normalized input."""
+        return normalize(x, *self.aligned(x))
+
+    def unpacked(self, kept: tuple[tuple[Tensor, ...], Any]) -> tuple[tuple[Tensor, ...], Any]:
+        """Keep the statistics beside an input that is kept without a loss, unless torch's own op keeps them."""
+        tensors, decoder = kept
+        if self.whole:
+            return kept
+        return (*tensors, *self.statistics), _Unpacked(decoder, len(self.statistics))
+
+    def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        """Keep the input packed."""
+        packed = quantize_normalized(quantizer, x, *self.aligned(x), seed)
+        statistics = self.statistics if self.whole else (self.spread,)
+        return (packed.buffer, *statistics), _Packed(self.norm, packed.spec, self.dtype, len(statistics))
+
+    def pack_later(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        """Keep the input at full precision, to be packed when backward starts."""
+        seeds = (seed,) if isinstance(seed, Tensor) else ()
+        decoder = _PackedOnBackward(
+            self.norm, quantizer, None if seeds else seed, self.dtype, self.whole, len(self.statistics)
+        )
+        return (x, *seeds, *self.statistics), decoder
+
+
+class _Reading:
+    """Decoder of the input of a norm; the last of its tensors are statistics, so many."""
+
+    __slots__ = ("statistics",)
+    statistics: int
+
+    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+        raise NotImplementedError
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.with_statistics(tensors)[0]
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad * self.decode(tensors)
+
+
+class _Unpacked(_Reading):
+    """Of an input that is kept without a loss; the tensors are what keeps it, and the statistics."""
+
+    __slots__ = ("_decoder",)
+
+    def __init__(self, decoder: Any, statistics: int) -> None:
+        self._decoder, self.statistics = decoder, statistics
+
+    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+        mean = tensors[-2] if self.statistics == 2 else None
+        return self._decoder.decode(tensors[: -self.statistics]), mean, tensors[-1]
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self._decoder.described(tensors[: -self.statistics])
+
+
+class _Packed(_Reading):
+    """Of packed normalized values; the tensors are codes, the means if x itself is asked for, and the spread."""
+
+    __slots__ = ("_dtype", "_norm", "_spec")
+
+    def __init__(self, norm: Statistics, spec: PackedSpec[Any], dtype: torch.dtype, statistics: int) -> None:
+        self._norm, self._spec, self._dtype, self.statistics = norm, spec, dtype, statistics
+
+    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+        packed = PackedActivation(self._spec, tensors[0])
+        return _read(self._norm, packed, tensors[1] if self.statistics == 2 else None, tensors[-1], self._dtype)
+
+    def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the normalized values."""
+        return PackedActivation(self._spec, tensors[0]).dequantize()
+
+    def normalized_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return them by one more dimension: a compiler that saw the same op in backward would keep its result."""
+        layout = self._spec.layout
+        longer = Layout.of_sizes((*layout.shape, 1), (*layout.stride, 1), layout.dtype)
+        return PackedActivation(PackedSpec.of(self._spec.quantizer, longer), tensors[0]).dequantize().squeeze(-1)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return recording.PACKED, self._spec.layout.numel * self._dtype.itemsize
+
+
+class _PackedOnBackward(_Reading):
+    """Of an input at full precision; the tensors are the input, the seed if it is one, and the statistics."""
+
+    __slots__ = ("_dtype", "_norm", "_quantizer", "_seed", "_whole")
+
+    def __init__(
+        self, norm: Statistics, quantizer: Any, seed: Any, dtype: torch.dtype, whole: bool, statistics: int
+    ) -> None:
+        self._norm, self._quantizer, self._seed = norm, quantizer, seed
+        self._dtype, self._whole, self.statistics = dtype, whole, statistics
+
+    def _pack(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor]:
+        seed = tensors[1] if self._seed is None else self._seed
+        mean = tensors[-2] if self.statistics == 2 else None
+        source = NormInput(self._norm, mean, tensors[-1], self._dtype)
+        return quantize_normalized(self._quantizer, tensors[0], *source.aligned(tensors[0]), seed), mean, tensors[-1]
+
+    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+        packed, mean, spread = self._pack(tensors)
+        return _read(self._norm, packed, mean if self._whole else None, spread, self._dtype)
+
+    def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the normalized values."""
+        return self._pack(tensors)[0].dequantize()
+
+    normalized_in_graph = normalized
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return recording.FULL_PRECISION, tensors[0].nbytes
+
+
+def _read(
+    norm: Statistics, packed: PackedActivation, mean: Tensor | None, spread: Tensor, dtype: torch.dtype
+) -> WithStatistics:
+    shape = packed.layout.shape
+    invstd = norm.align(norm.inverse(spread), shape)
+    shift = None if mean is None else norm.align(mean, shape)
+    x = denormalize(packed, shift, invstd, dtype)
+    return x, None if mean is not None else torch.zeros_like(spread), spread
+
+
+def normalized_early(kept: tuple[tuple[Tensor, ...], Any]) -> Tensor:
+    """Decode in the forward pass the normalized values that are kept for backward, for the caller to overwrite."""
+    tensors, decoder = kept
+    return (decoder.normalized_in_graph if is_traced(tensors[0]) else decoder.normalized)(tensors)
