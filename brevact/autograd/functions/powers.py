@@ -1,6 +1,7 @@
 """Powers with a constant exponent above 2: the quantized derivative is stored, so that the gradient stays unbiased.
 
-y = x^p, dL/dx = g * p x^(p-1) with the stored derivative. A square saves x itself, by its rows; powers below 1 have a derivative without bound and stay exact.
+y = x^p, dL/dx = g * p x^(p-1) with the stored derivative. A square saves x itself, by its rows;
+powers below 1 have a derivative without bound and stay exact.
 """
 
 from __future__ import annotations

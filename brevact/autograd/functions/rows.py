@@ -53,7 +53,9 @@ def keep_by_rows(region: Region, x: Tensor, dims: tuple[int, ...]) -> Kept:
         What keeps it; with a bfloat16 number a row where it is packed.
     """
     length = math.prod(x.shape[dim] for dim in dims)
-    norm = torch.linalg.vector_norm(x.detach(), dim=dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(
+        x.detach(), dim=dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
+    )
     inverse = math.sqrt(length) / norm.clamp(min=1e-30)
     inverse = torch.where(norm.isfinite(), inverse, 1.0)  # of a row that is not finite, the others go on as they are
     return region.keep(x, norm=NormInput(RowScale(dims), None, inverse.bfloat16(), x.dtype, whole=True))
