@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product
+from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, emit, emit_product
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
@@ -34,6 +34,7 @@ from brevact.cpu_kernels.memory import (
     u8_at,
     u32_scratch,
 )
+from brevact.cpu_kernels.normalize import denormalize
 from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words
 
 LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
@@ -149,7 +150,7 @@ def emit_rows(values, other, target, first, count, table):
 
 
 @kernel
-def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, stop):
+def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, start, stop):
     """Decode blocks start to stop, and multiply.
 
     Args:
@@ -159,6 +160,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, sto
         other: Address of the factor, 0 for none.
         target: Address of the result.
         table_at: Address of the table.
+        norm_at: Address of the words that undo a normalization, see `normalize`; 0 for none.
         start: First block.
         stop: One past the last block.
     """
@@ -166,7 +168,8 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, sto
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner = load(table, INNER)
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
-    limit = np.float32(LIMITS[kind])
+    limit = np.float32(LIMITS[FLOAT32] if norm_at else LIMITS[kind])
+    last_limit = np.float32(LIMITS[FLOAT16]) if kind == FLOAT16 else np.float32(np.inf)
     scratch, wide = f32_scratch(block), u32_scratch(block)
     low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):
@@ -194,5 +197,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, start, sto
                 for e in range(8 * columns):
                     store(values, e, np.float32(np.int32(load(wide, e))))
             _decode_segments(values, first, count, scale, minimum, limit, table)
+        if norm_at:
+            denormalize(values, first, count, norm_at, last_limit)
         if not direct:
             emit_rows(values, other, target, first, count, table)

@@ -90,7 +90,7 @@ class GridRows:
 
 
 def quantize_uniform(
-    source: int, codes: int, scale: int, minimum: int, seed: int, plan: UniformPlan, threads: int
+    source: int, codes: int, scale: int, minimum: int, seed: int, plan: UniformPlan, threads: int, norm: int = 0
 ) -> None:
     """Quantize a dense tensor.
 
@@ -102,10 +102,11 @@ def quantize_uniform(
         seed: Key of the random bits, a signed 64-bit integer; unused for nearest.
         plan: The tensor's plan.
         threads: Most threads to use.
+        norm: Address of the words of a normalization (`normalize`), for plans that are fused; 0 for none.
     """
     if not plan.fused:
         _calibrate(source, scale, minimum, plan, threads)
-    arguments = (source, codes, scale, minimum, seed, plan.address)
+    arguments = (source, codes, scale, minimum, seed, plan.address, norm)
     share(quantize_blocks, arguments, plan.blocks, plan.block_size, threads)
 
 
@@ -219,7 +220,7 @@ def dequantize_grid(
 
 
 def dequantize_uniform(
-    codes: int, scale: int, minimum: int, other: int, target: int, plan: UniformPlan, threads: int
+    codes: int, scale: int, minimum: int, other: int, target: int, plan: UniformPlan, threads: int, norm: int = 0
 ) -> None:
     """Decode into a dense tensor, and multiply.
 
@@ -231,8 +232,9 @@ def dequantize_uniform(
         target: Address of the result, written; may be `other`.
         plan: The tensor's plan.
         threads: Most threads to use.
+        norm: Address of the words that undo a normalization (`normalize`); 0 for none.
     """
-    arguments = (codes, scale, minimum, other, target, plan.address)
+    arguments = (codes, scale, minimum, other, target, plan.address, norm)
     share(dequantize_blocks, arguments, plan.blocks, plan.block_size, threads)
 
 

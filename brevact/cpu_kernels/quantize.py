@@ -40,6 +40,7 @@ from brevact.cpu_kernels.memory import (
     u8_at,
     u32_scratch,
 )
+from brevact.cpu_kernels.normalize import normalize
 from brevact.cpu_kernels.philox import column_words
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
 
@@ -193,7 +194,7 @@ def round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
 
 
 @kernel
-def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
+def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, start, stop):
     """Quantize blocks start to stop. Groups that are not inside blocks must have been calibrated.
 
     Args:
@@ -203,6 +204,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
         minimum: Address of the minima.
         seed: Key of the random bits.
         table_at: Address of the table.
+        norm_at: Address of the words of a normalization, see `normalize`; 0 for none.
         start: First block.
         stop: One past the last block.
     """
@@ -220,7 +222,10 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, start, stop):
         first = index * block
         count = min(block, numel - first)
         columns = (count + 7) // 8
-        x = stage_rows(source, first, count, scratch, table)
+        x = stage_rows(source, first, count, steps if norm_at else scratch, table)
+        if norm_at:  # from one memory to another, or LLVM would not vectorize it
+            normalize(x, first, count, norm_at, scratch)
+            x = scratch
         if fused:
             e = 0
             while e < count:

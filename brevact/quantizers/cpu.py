@@ -6,8 +6,9 @@ where Numba works.
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from brevact.quantizers.cpu_kinds import KINDS
 
 if TYPE_CHECKING:
     from brevact.quantizers.blocks import MapBlocks
+    from brevact.quantizers.normalizing import Groups
     from brevact.quantizers.packed import PackedSpec
     from brevact.quantizers.uniform import UniformQuantizer
 
@@ -46,7 +48,9 @@ def takes(*tensors: Tensor) -> bool:
     return True
 
 
-def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor, buffer: Tensor) -> None:
+def quantize_uniform(
+    x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor, buffer: Tensor, norm: Groups | None = None
+) -> None:
     """See `dispatch.quantize_uniform`.
 
     Args:
@@ -54,6 +58,7 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
         spec: Spec of a `UniformQuantizer`.
         seed: Signed 64-bit int or 0-d int64 tensor.
         buffer: Receives the bytes, made by `spec.empty`.
+        norm: Statistics to normalize by on the way, for plans that :func:`can_normalize`.
     """
     if not spec.layout.is_dense or x.is_neg():
         x = spec.layout.flatten(x.detach())
@@ -61,11 +66,38 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
     _, minimum, scale = spec.offsets
     plan = spec.cpu_plan or _keep_plan(spec)
     threads = torch.get_num_threads()
-    cpu_kernels.quantize_uniform(x.data_ptr(), codes, codes + scale, codes + minimum, int(seed), plan, threads)
+    words = _words_of(norm)
+    address = 0 if words is None else ctypes.addressof(words)
+    pointers = x.data_ptr(), codes, codes + scale, codes + minimum
+    cpu_kernels.quantize_uniform(*pointers, int(seed), plan, threads, address)
+
+
+def can_normalize(spec: PackedSpec[UniformQuantizer]) -> bool:
+    """Whether tensors of a spec can be normalized as they are quantized: in one pass over them.
+
+    Args:
+        spec: Spec of a `UniformQuantizer`.
+
+    Returns:
+        True where groups lie in blocks.
+    """
+    return (spec.cpu_plan or _keep_plan(spec)).fused
+
+
+def _words_of(norm: Groups | None) -> Any:
+    """Words of a normalization, as kernels read them."""
+    if norm is None:
+        return None
+    mean = 0 if norm.mean is None else norm.mean.data_ptr()
+    return (ctypes.c_int64 * 6)(mean, norm.scale.data_ptr(), *norm.place)
 
 
 def dequantize_uniform(
-    buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor | None, target: Tensor
+    buffer: Tensor,
+    spec: PackedSpec[UniformQuantizer],
+    other: Tensor | None,
+    target: Tensor,
+    norm: Groups | None = None,
 ) -> None:
     """See `dispatch.dequantize_uniform` and `dispatch.dequantize_multiply_uniform`.
 
@@ -74,13 +106,17 @@ def dequantize_uniform(
         spec: Spec of a `UniformQuantizer`.
         other: Dense factor, or None.
         target: Dense result; may be `other`.
+        norm: Means and deviations to undo a normalization by.
     """
     codes = buffer.data_ptr()
     _, minimum, scale = spec.offsets
     factor = 0 if other is None else other.data_ptr()
     plan = spec.cpu_plan or _keep_plan(spec)
     threads = torch.get_num_threads()
-    cpu_kernels.dequantize_uniform(codes, codes + scale, codes + minimum, factor, target.data_ptr(), plan, threads)
+    words = _words_of(norm)
+    address = 0 if words is None else ctypes.addressof(words)
+    pointers = codes, codes + scale, codes + minimum, factor, target.data_ptr()
+    cpu_kernels.dequantize_uniform(*pointers, plan, threads, address)
 
 
 def random_words(count: int, seed: int | Tensor) -> Tensor:

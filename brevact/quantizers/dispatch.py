@@ -18,6 +18,7 @@ from brevact.quantizers.layout import Layout
 from brevact.quantizers.philox import seed_value
 
 if TYPE_CHECKING:
+    from brevact.quantizers.normalizing import Groups
     from brevact.quantizers.packed import PackedSpec
     from brevact.quantizers.uniform import UniformQuantizer
 
@@ -92,6 +93,50 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
             raw = values.contiguous().view(torch.uint8)
             buffer[start : start + raw.numel()] = raw
         return buffer
+
+
+def quantize_normalized(
+    x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor | None, norm: Groups
+) -> Tensor | None:
+    """Normalize and quantize a tensor in one pass; see `normalizing.quantize_normalized`.
+
+    Args:
+        x: Tensor of the spec's layout, which is dense; no float64.
+        spec: Spec of a `UniformQuantizer`.
+        seed: Seed of stochastic rounding, None to draw one; ignored for nearest.
+        norm: Statistics of the tensor's groups.
+
+    Returns:
+        The bytes, as the spec arranges them; None where no kernel does it in one pass.
+    """
+    kernels = kernels_for(x, norm.scale)
+    if kernels is None or not kernels.can_normalize(spec):
+        return None
+    buffer = spec.empty(x)
+    if not kernels.takes(buffer):
+        return None
+    key = seed_value(seed, x.device) if spec.quantizer.is_stochastic else 0
+    kernels.quantize_uniform(x, spec, key, buffer, norm)
+    return buffer
+
+
+def dequantize_normalized(buffer: Tensor, spec: PackedSpec[UniformQuantizer], target: Tensor, norm: Groups) -> bool:
+    """Decode and undo a normalization in one pass; see `normalizing.denormalize`.
+
+    Args:
+        buffer: Bytes of the spec.
+        spec: Spec of a `UniformQuantizer`, of the dtype of the target.
+        target: Tensor whose memory holds the elements densely in memory order; no float64.
+        norm: Means and deviations of the tensor's groups.
+
+    Returns:
+        Whether there is a kernel that did.
+    """
+    kernels = kernels_for(target, buffer, norm.scale)
+    if kernels is None:
+        return False
+    kernels.dequantize_uniform(buffer, spec, None, target, norm)
+    return True
 
 
 def dequantize_uniform(buffer: Tensor, spec: PackedSpec[UniformQuantizer], target: Tensor) -> None:

@@ -6,12 +6,16 @@ several of them has the same step for all. The statistics are the norm's own, wh
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from brevact.quantizers.packed import PackedActivation, quantize
+from brevact.quantizers import dispatch
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedActivation, PackedSpec, quantize
+from brevact.quantizers.uniform import UniformQuantizer
 
 
 def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:
@@ -40,6 +44,9 @@ def quantize_normalized(
 ) -> PackedActivation:
     """Quantize a normalized input; the bytes are those of `quantizer.quantize(normalize(x, mean, invstd), seed)`.
 
+    The uniform quantizer's kernels normalize what they load, where its groups are buckets that lie in blocks; other
+    formats read a copy that is normalized beforehand.
+
     Args:
         quantizer: Any activation quantizer.
         x: Floating-point tensor of any shape and strides.
@@ -50,6 +57,14 @@ def quantize_normalized(
     Returns:
         The packed normalized values.
     """
+    if type(quantizer) is UniformQuantizer and type(x) is Tensor and x.dtype in _FUSED and not x.is_neg():
+        layout = Layout.of(x)
+        norm = _groups(layout, mean, invstd)
+        if norm is not None:
+            buffer = dispatch.quantize_normalized(x, PackedSpec.of(quantizer, layout), seed, norm)
+            if buffer is not None:
+                values = Layout.of_sizes(layout.shape, layout.stride, torch.float32)
+                return PackedActivation(PackedSpec.of(quantizer, values), buffer)
     return quantize(quantizer, normalize(x, mean, invstd), seed)
 
 
@@ -68,9 +83,17 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
     Returns:
         Tensor of the normalized one's shape and strides. NaN where the inverse deviation is.
     """
+    layout, buffer = packed.layout, packed.buffer
+    sigma = invstd.to(layout.dtype).reciprocal()
+    if type(packed.quantizer) is UniformQuantizer and type(buffer) is Tensor and dtype in _FUSED:
+        norm = _groups(layout, mean, sigma)
+        if norm is not None:
+            wanted = Layout.of_sizes(layout.shape, layout.stride, dtype)
+            x = wanted.empty(buffer.device)
+            if dispatch.dequantize_normalized(buffer, PackedSpec.of(packed.quantizer, wanted), x, norm):
+                return x
     z = packed.dequantize()
-    sigma = _distinct(invstd, z).to(z.dtype).reciprocal()
-    x = _distinct(z, z).mul_(sigma)
+    x = _distinct(z, z).mul_(_distinct(sigma, z))
     if mean is not None:
         x.add_(_distinct(mean, z).to(z.dtype))
     if dtype is torch.float16:
@@ -78,6 +101,77 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
         x.clamp_(-limit, limit)
     x = x.to(dtype)
     return x if x.shape == z.shape else x.expand(z.shape)
+
+
+#: Types that kernels normalize on the way; of float64 the law is in float64.
+_FUSED = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
+class Place(NamedTuple):
+    """Where the statistics of an element are: at e // outer * row + e % inner // run, for element e in memory order."""
+
+    outer: int
+    row: int
+    inner: int
+    run: int
+
+
+class Groups(NamedTuple):
+    """Statistics of the groups of a tensor, for kernels.
+
+    Args:
+        mean: (M,) float32 means, in the memory order of the tensor; None for 0.
+        scale: (M,) float32 factors.
+        place: Which is whose.
+    """
+
+    mean: Tensor | None
+    scale: Tensor
+    place: Place
+
+
+def _groups(layout: Layout, mean: Tensor | None, scale: Tensor) -> Groups | None:
+    """Statistics of the elements of a dense tensor, if their order is one that kernels know."""
+    if not layout.is_dense or layout.numel == 0 or scale.dtype is torch.float64:
+        return None
+    found = _place_of(layout, tuple(scale.shape))
+    if found is None:
+        return None
+    place, order = found
+    return Groups(None if mean is None else _in_order(mean, layout, order), _in_order(scale, layout, order), place)
+
+
+def _in_order(statistic: Tensor, layout: Layout, order: tuple[int, ...] | None) -> Tensor:
+    """The distinct numbers of a statistic in a tensor's memory order."""
+    if order is not None:
+        statistic = statistic[tuple(slice(None) if dim in layout.dims else slice(1) for dim in range(len(order)))]
+        statistic = statistic.permute(order)
+    return statistic.float().contiguous().view(-1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None] | None:
+    """Place of the statistics of a shape that broadcasts, and the order of their dimensions if they have to be moved.
+
+    In memory order, dimensions are of groups, then of elements of one, then of groups and of elements once more, any of
+    these missing. Other orders have no place.
+    """
+    if len(shape) != len(layout.shape):
+        return None
+    sizes, position = [1, 1, 1, 1], 0
+    for dim, size in zip(layout.dims, layout.sizes, strict=True):
+        if (position % 2 == 0) != (shape[dim] > 1):
+            position += 1
+        if position > 3:
+            return None
+        sizes[position] *= size
+    _, elements, row, run = sizes
+    order = (*layout.dims, *(dim for dim in range(len(shape)) if dim not in layout.dims))
+    is_in_order = order == tuple(range(len(shape))) or [dim for dim in order if shape[dim] > 1] == [
+        dim for dim in range(len(shape)) if shape[dim] > 1
+    ]
+    is_whole = all(dim in layout.dims for dim in range(len(shape)) if shape[dim] > 1)
+    return Place(elements * row * run, row, row * run, run), None if is_in_order and is_whole else order
 
 
 def _distinct(part: Tensor, x: Tensor) -> Tensor:

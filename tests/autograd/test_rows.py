@@ -42,8 +42,8 @@ def test_rows_have_an_error_of_their_own_scale(spelling, dtype):
     expected, _ = gradient(SPELLINGS[spelling], x, None, grad)
     found, saved = gradient(SPELLINGS[spelling], x, settings(bit_width=8, bucket_size=512), grad)
     error = (found - expected).double().norm(dim=1) / expected.double().norm(dim=1)
-    # A step is the range, some 8 deviations, in 255. dx = r (g - x^ mean(g x^)): two factors x^ with an error of half a
-    # step (uniform: a third of a step in the square root of its mean square) beside g of deviation 1, and the type's own.
+    # A step is the range, some 8 deviations, in 255. dx = r (g - x^ mean(g x^)) has two factors x^ of deviation 1, each
+    # with an error of less than a step, beside g of deviation 1; and roundings of the type.
     assert error.max() < 2 * 8 / 255 + 8 * torch.finfo(dtype).eps
     packed = {t.data_ptr() for t in saved if t.dtype is torch.uint8}
     assert len(packed) == 1  # the square and the product share it

@@ -40,7 +40,7 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
         scale.data_ptr() - 4 * first_block,
         minimum.data_ptr() - 4 * first_block,
     )
-    quantize_blocks(x.data_ptr() - 4 * first, *pointers, seed, plan.address, first_block, first_block + 1)
+    quantize_blocks(x.data_ptr() - 4 * first, *pointers, seed, plan.address, 0, first_block, first_block + 1)
 
     m, s = calibrate(x, quantizer.geometry(Layout.of(x)), torch.float32, torch.float32)
     steps = ((x - m) * (torch.ones_like(s) / s)).clamp(0, 2**bit_width - 1)
@@ -50,7 +50,7 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
     assert torch.equal(codes, pack(q, bit_width, BLOCK))
 
     y = torch.full((BLOCK,), float("nan"))
-    dequantize_blocks(*pointers, 0, y.data_ptr() - 4 * first, plan.address, first_block, first_block + 1)
+    dequantize_blocks(*pointers, 0, y.data_ptr() - 4 * first, plan.address, 0, first_block, first_block + 1)
     assert torch.equal(y, m + s * q)
 
 
