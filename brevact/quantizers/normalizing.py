@@ -15,6 +15,8 @@ from torch import Tensor
 from brevact.quantizers import dispatch
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, quantize
+from brevact.quantizers.spelling import spell
+from brevact.quantizers.tracing import is_traced
 from brevact.quantizers.uniform import UniformQuantizer
 
 
@@ -57,14 +59,20 @@ def quantize_normalized(
     Returns:
         The packed normalized values.
     """
-    if type(quantizer) is UniformQuantizer and type(x) is Tensor and x.dtype in _FUSED and not x.is_neg():
-        layout = Layout.of(x)
+    layout = Layout.of(x)
+    if type(quantizer) is not UniformQuantizer or x.dtype not in _FUSED or not layout.is_dense or x.is_neg():
+        return quantize(quantizer, normalize(x, mean, invstd), seed)
+    values = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
+    if is_traced(x):
+        key = seed if isinstance(seed, Tensor) else None
+        buffer = torch.ops.brevact.quantize_normalized(x, mean, invstd, key, spell(quantizer), x.stride())
+        return PackedActivation(values, buffer)
+    if type(x) is Tensor:
         norm = _groups(layout, mean, invstd)
         if norm is not None:
             buffer = dispatch.quantize_normalized(x, PackedSpec.of(quantizer, layout), seed, norm)
             if buffer is not None:
-                values = Layout.of_sizes(layout.shape, layout.stride, torch.float32)
-                return PackedActivation(PackedSpec.of(quantizer, values), buffer)
+                return PackedActivation(values, buffer)
     return quantize(quantizer, normalize(x, mean, invstd), seed)
 
 
@@ -84,8 +92,11 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
         Tensor of the normalized one's shape and strides. NaN where the inverse deviation is.
     """
     layout, buffer = packed.layout, packed.buffer
+    is_uniform = type(packed.quantizer) is UniformQuantizer and layout.dtype is torch.float32 and dtype in _FUSED
+    if is_uniform and is_traced(buffer):
+        return torch.ops.brevact.denormalize(buffer, mean, invstd, *packed.spec.spelled[:3], dtype)
     sigma = invstd.to(layout.dtype).reciprocal()
-    if type(packed.quantizer) is UniformQuantizer and type(buffer) is Tensor and dtype in _FUSED:
+    if is_uniform and type(buffer) is Tensor:
         norm = _groups(layout, mean, sigma)
         if norm is not None:
             wanted = Layout.of_sizes(layout.shape, layout.stride, dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.quantizers import codes
+from brevact.quantizers import codes, normalizing
 from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout, layout_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
@@ -98,6 +98,38 @@ def dequantize_multiply(
 ) -> Tensor:
     """See `PackedActivation.dequantize_multiply`."""
     return PackedActivation(_spec(quantizer, size, stride, dtype), packed).dequantize_multiply(other)
+
+
+@_op(
+    "quantize_normalized(Tensor x, Tensor? mean, Tensor invstd, Tensor? seed, str quantizer, SymInt[] stride) -> Tensor",
+    fake=lambda x, mean, invstd, seed, quantizer, stride: _fake_quantize(x, seed, quantizer, stride),
+)
+def quantize_normalized(
+    x: Tensor, mean: Tensor | None, invstd: Tensor, seed: Tensor | None, quantizer: str, stride: Sequence[int]
+) -> Tensor:
+    """The buffer of `normalizing.quantize_normalized`."""
+    return normalizing.quantize_normalized(read(quantizer), _as_traced(x, stride), mean, invstd, seed).buffer
+
+
+@_op(
+    "denormalize(Tensor packed, Tensor? mean, Tensor invstd, str quantizer, SymInt[] size, SymInt[] stride, "
+    "ScalarType dtype) -> Tensor",
+    fake=lambda packed, mean, invstd, quantizer, size, stride, dtype: _like(
+        Layout.of_sizes(size, stride, dtype), packed
+    ),
+)
+def denormalize(
+    packed: Tensor,
+    mean: Tensor | None,
+    invstd: Tensor,
+    quantizer: str,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """See `normalizing.denormalize`."""
+    values = PackedActivation(_spec(quantizer, size, stride, torch.float32), packed)
+    return normalizing.denormalize(values, mean, invstd, dtype)
 
 
 @_op(
