@@ -72,16 +72,30 @@ def quantize_uniform(
     cpu_kernels.quantize_uniform(*pointers, int(seed), plan, threads, address)
 
 
-def can_normalize(spec: PackedSpec[UniformQuantizer]) -> bool:
+def can_normalize(spec: PackedSpec[UniformQuantizer], norm: Groups) -> bool:
     """Whether tensors of a spec can be normalized as they are quantized: in one pass over them.
 
     Args:
         spec: Spec of a `UniformQuantizer`.
+        norm: Statistics of the tensor's groups.
 
     Returns:
-        True where groups lie in blocks.
+        True where buckets lie in blocks.
     """
-    return (spec.cpu_plan or _keep_plan(spec)).fused
+    return bool((spec.cpu_plan or _keep_plan(spec)).fused)
+
+
+def can_denormalize(spec: PackedSpec[UniformQuantizer], norm: Groups) -> bool:
+    """Whether a normalization can be undone while tensors of a spec are decoded.
+
+    Args:
+        spec: Spec of a `UniformQuantizer`.
+        norm: Statistics of the tensor's groups.
+
+    Returns:
+        True.
+    """
+    return True
 
 
 def _words_of(norm: Groups | None) -> Any:

@@ -110,7 +110,7 @@ def quantize_normalized(
         The bytes, as the spec arranges them; None where no kernel does it in one pass.
     """
     kernels = kernels_for(x, norm.scale)
-    if kernels is None or not kernels.can_normalize(spec):
+    if kernels is None or not kernels.can_normalize(spec, norm):
         return None
     buffer = spec.empty(x)
     if not kernels.takes(buffer):
@@ -133,7 +133,7 @@ def dequantize_normalized(buffer: Tensor, spec: PackedSpec[UniformQuantizer], ta
         Whether there is a kernel that did.
     """
     kernels = kernels_for(target, buffer, norm.scale)
-    if kernels is None:
+    if kernels is None or not kernels.can_denormalize(spec, norm):
         return False
     kernels.dequantize_uniform(buffer, spec, None, target, norm)
     return True

@@ -18,6 +18,7 @@ from brevact.quantizers.gpu_grids import dequantize_grid, moments, quantize_grid
 
 if TYPE_CHECKING:
     from brevact.quantizers.blocks import MapBlocks
+    from brevact.quantizers.normalizing import Groups
     from brevact.quantizers.packed import PackedSpec
     from brevact.quantizers.uniform import UniformQuantizer
 
@@ -48,7 +49,9 @@ def takes(*tensors: Tensor) -> bool:
     return True
 
 
-def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor, buffer: Tensor) -> None:
+def quantize_uniform(
+    x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | Tensor, buffer: Tensor, norm: Groups | None = None
+) -> None:
     """See `dispatch.quantize_uniform`. The kernel reads the seed from device memory.
 
     Args:
@@ -56,6 +59,7 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
         spec: Spec of a `UniformQuantizer`.
         seed: Signed 64-bit int or 0-d int64 tensor.
         buffer: Receives the bytes, made by `spec.empty`.
+        norm: Statistics to normalize by on the way, for plans that :func:`can_normalize`.
     """
     x = x.detach()
     if not spec.layout.is_dense or x.is_neg():
@@ -65,12 +69,55 @@ def quantize_uniform(x: Tensor, spec: PackedSpec[UniformQuantizer], seed: int | 
     key = None
     if plan.stochastic:
         key = seed.to(x.device) if isinstance(seed, Tensor) else x.new_full((), seed, dtype=torch.int64)
-    for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, key, plan):
+    for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, key, plan, normalization_of(norm)):
         launch.run()
 
 
+def can_normalize(spec: PackedSpec[UniformQuantizer], norm: Groups) -> bool:
+    """Whether tensors of a spec can be normalized as they are quantized: in one pass over them.
+
+    Args:
+        spec: Spec of a `UniformQuantizer`.
+        norm: Statistics of the tensor's groups.
+
+    Returns:
+        True where programs hold whole groups.
+    """
+    return plan_of(spec).one_pass and can_denormalize(spec, norm)
+
+
+def can_denormalize(spec: PackedSpec[UniformQuantizer], norm: Groups) -> bool:
+    """Whether a normalization can be undone while tensors of a spec are decoded.
+
+    Args:
+        spec: Spec of a `UniformQuantizer`.
+        norm: Statistics of the tensor's groups.
+
+    Returns:
+        True where the kernels' integers reach.
+    """
+    normalization = normalization_of(norm)
+    return normalization is not None and normalization.fits(spec.layout.numel)
+
+
+def normalization_of(norm: Groups | None) -> triton_kernels.Normalization | None:
+    """Statistics as the kernels take them.
+
+    Args:
+        norm: Statistics of a tensor's groups, or None.
+
+    Returns:
+        The same, or None.
+    """
+    return None if norm is None else triton_kernels.Normalization(norm.mean, norm.scale, *norm.place)
+
+
 def dequantize_uniform(
-    buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor | None, target: Tensor
+    buffer: Tensor,
+    spec: PackedSpec[UniformQuantizer],
+    other: Tensor | None,
+    target: Tensor,
+    norm: Groups | None = None,
 ) -> None:
     """See `dispatch.dequantize_uniform` and `dispatch.dequantize_multiply_uniform`.
 
@@ -79,9 +126,11 @@ def dequantize_uniform(
         spec: Spec of a `UniformQuantizer`.
         other: Dense factor, or None.
         target: Dense result; may be `other`.
+        norm: Means and deviations to undo a normalization by.
     """
     codes, minimum, scale = spec.split(buffer)
-    triton_kernels.dequantize_uniform(codes, scale, minimum, other, target, plan_of(spec)).run()
+    plan, normalization = plan_of(spec), normalization_of(norm)
+    triton_kernels.dequantize_uniform(codes, scale, minimum, other, target, plan, normalization).run()
 
 
 def can_pack(codes: Tensor, bit_width: int, block_size: int) -> bool:

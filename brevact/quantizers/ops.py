@@ -101,7 +101,8 @@ def dequantize_multiply(
 
 
 @_op(
-    "quantize_normalized(Tensor x, Tensor? mean, Tensor invstd, Tensor? seed, str quantizer, SymInt[] stride) -> Tensor",
+    "quantize_normalized(Tensor x, Tensor? mean, Tensor invstd, Tensor? seed, str quantizer, SymInt[] stride) "
+    "-> Tensor",
     fake=lambda x, mean, invstd, seed, quantizer, stride: _fake_quantize(x, seed, quantizer, stride),
 )
 def quantize_normalized(

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, widen
 from brevact.triton_kernels.groups import group_of, is_flagged
+from brevact.triton_kernels.normalize import denormalize_elements
 from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
 
 
@@ -21,11 +22,14 @@ def load_grid(scale_ptr, minimum_ptr, valid, BIT_WIDTH: tl.constexpr):
 @triton.jit
 def dequantize_tile(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, groups, largest,
-    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    mean_ptr, factor_ptr, outer, places, span, run,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
 
-    The last code of a flagged group stands for NaN. ALIGNED: a row of a whole block's plane lies in one group.
+    The last code of a flagged group stands for NaN. ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, values are
+    given back as they were before `normalize_elements`.
     """
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
@@ -41,7 +45,16 @@ def dequantize_tile(
         q = unpack_code(packed, i, BIT_WIDTH)
         y = base + step * float_of_code(q, BIT_WIDTH)
         y = maximum(minimum(y, largest), -largest)
-        y = cast(tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y), target_ptr.dtype.element_ty)
+        y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+        if PLACE:
+            places_of = offset
+            if RAGGED or PLACE < 8:
+                places_of += column
+            y = denormalize_elements(
+                y, mean_ptr, factor_ptr, outer, places, span, run, first, places_of, valid,
+                target_ptr.dtype.element_ty, PLACE,
+            )  # fmt: skip
+        y = cast(y, target_ptr.dtype.element_ty)
         pointers = first + (offset + column)
         if other_ptr is not None:
             factor = widen(tl.load(other_ptr + pointers, mask=valid))
@@ -49,22 +62,28 @@ def dequantize_tile(
         tl.store(target_ptr + pointers, y, mask=valid)
 
 
-@triton.jit(do_not_specialize=["numel", "inner", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
+@triton.jit(
+    do_not_specialize=["numel", "inner", "groups"],
+    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
+)
 def dequantize_kernel(
     codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, numel, inner, groups, largest,
+    mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
-    INNER: tl.constexpr, ALIGNED: tl.constexpr,
+    INNER: tl.constexpr, ALIGNED: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Decode: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
     if ROWS > 0:
         first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
         dequantize_tile(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, rows,
-            inner, groups, largest, BIT_WIDTH, BLOCK, INNER, ALIGNED, RAGGED=False,
+            inner, groups, largest,
+            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED=False,
         )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
     if count > 0:
         dequantize_tile(
             codes_ptr, scale_ptr, minimum_ptr, other_ptr, target_ptr, first, row, column, stride, count,
-            inner, groups, largest, BIT_WIDTH, BLOCK, INNER, ALIGNED, RAGGED=True,
+            inner, groups, largest,
+            mean_ptr, factor_ptr, outer, places, span, run, BIT_WIDTH, BLOCK, INNER, ALIGNED, PLACE, RAGGED=True,
         )  # fmt: skip

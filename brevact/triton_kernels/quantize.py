@@ -13,6 +13,7 @@ from brevact.triton_kernels.groups import (
     is_flagged,
     store_metadata,
 )
+from brevact.triton_kernels.normalize import normalize_elements, normalize_planes
 from brevact.triton_kernels.philox import column_words, element_bits
 from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
 
@@ -75,8 +76,9 @@ def _finite_range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GRO
 
 @triton.jit
 def quantize_whole_blocks(
-    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, rows,
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, rows,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PLACE: tl.constexpr,
 ):  # fmt: skip
     """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
 
@@ -86,6 +88,12 @@ def quantize_whole_blocks(
         scale_ptr: Scales, written.
         minimum_ptr: Minima, written.
         seed_ptr: Seed, int64.
+        mean_ptr: Statistics of a normalization and what follows, see `Normalization`; unused for PLACE = 0.
+        factor_ptr: Its factors.
+        outer: Elements of a row.
+        places: Groups of a row.
+        span: Elements of all groups that lie behind each other.
+        run: Elements of one of these.
         first: First element of the tile (int64), a multiple of BLOCK, and of INNER.
         rows: Blocks of the tile that exist; where groups are longer than blocks, whole groups.
         BIT_WIDTH: Bits a code.
@@ -93,6 +101,7 @@ def quantize_whole_blocks(
         INNER: Elements of a group, at most ROWS * BLOCK.
         BLOCK: Elements of a block.
         ROWS: Blocks of a tile.
+        PLACE: See `Normalization.place`.
     """
     W: tl.constexpr = BLOCK // 8
     if INNER >= W:
@@ -104,6 +113,11 @@ def quantize_whole_blocks(
     GROUPS: tl.constexpr = ROWS * W // LANES  # in PLANES planes
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, W)[None, :]
     planes = load_planes(x_ptr + first, row, column, W, rows, BLOCK, RAGGED=False)
+    if PLACE:
+        planes = normalize_planes(
+            planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, W, rows,
+            BLOCK, PLACE, RAGGED=False,
+        )  # fmt: skip
     words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
     q_row, q_column = tl.arange(0, GROUPS) * LANES // W, tl.arange(0, GROUPS) * LANES % W  # a group's first element
     codes = ()
@@ -127,9 +141,9 @@ def quantize_whole_blocks(
 
 @triton.jit
 def quantize_ragged_block(
-    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, count,
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, count,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
-    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr,
+    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Range, round and pack one block of whole groups, of any size. The second read of x comes from the cache.
 
@@ -139,6 +153,12 @@ def quantize_ragged_block(
         scale_ptr: Scales, written.
         minimum_ptr: Minima, written.
         seed_ptr: Seed, int64.
+        mean_ptr: Statistics of a normalization and what follows, see `Normalization`; unused for PLACE = 0.
+        factor_ptr: Its factors.
+        outer: Elements of a row.
+        places: Groups of a row.
+        span: Elements of all groups that lie behind each other.
+        run: Elements of one of these.
         first: First element of the block (int64).
         count: Elements of the block (int32), at most BLOCK.
         BIT_WIDTH: Bits a code.
@@ -148,11 +168,14 @@ def quantize_ragged_block(
         GROUPS_2: BLOCK // INNER rounded up to a power of two.
         INNER_2: INNER rounded up to a power of two.
         COLUMNS_2: BLOCK // 8 rounded up to a power of two.
+        PLACE: See `Normalization.place`.
     """
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane
     valid = (lane < INNER) & (element < count)
     x_GI = widen(tl.load(x_ptr + first + element, mask=valid))
+    if PLACE:
+        x_GI = normalize_elements(x_GI, mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
     low_GI, high_GI = finite_keys(x_GI, valid)
     missing_GI = valid & ~is_finite(x_GI)
     base_G, scale_G, inverse_G = calibrate(
@@ -165,6 +188,11 @@ def quantize_ragged_block(
     row, index = tl.zeros((1, 1), tl.int32), tl.arange(0, COLUMNS_2)
     column, columns = index[None, :], (count + 7) // 8
     planes = load_planes(x_ptr + first, row, column, columns, count, BLOCK, RAGGED=True)
+    if PLACE:
+        planes = normalize_planes(
+            planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, columns, count,
+            BLOCK, PLACE, RAGGED=True,
+        )  # fmt: skip
     words = seed_words(first, row, column, seed_ptr, BLOCK, STOCHASTIC)
     codes = ()
     for i in tl.static_range(8):
@@ -176,25 +204,33 @@ def quantize_ragged_block(
     store_codes(out_ptr, codes, row, column, columns, count, BLOCK, BIT_WIDTH, RAGGED=True)
 
 
-@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr"])
+@triton.jit(
+    do_not_specialize=["numel"],
+    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr", "mean_ptr", "factor_ptr"],
+)
 def quantize_kernel(
-    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel,
+    x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel, mean_ptr, factor_ptr, outer, places, span, run,
     BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr,
+    GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize in one pass: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
+    """Quantize in one pass: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size.
+
+    With a PLACE, elements are normalized as they are loaded.
+    """
     if ROWS > 0:
         first, _, _, _, rows = whole_blocks(numel, BLOCK, ROWS)
         quantize_whole_blocks(
-            x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, rows,
-            BIT_WIDTH, STOCHASTIC, INNER, BLOCK, ROWS,
+            x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
+            mean_ptr, factor_ptr, outer, places, span, run, first, rows,
+            BIT_WIDTH, STOCHASTIC, INNER, BLOCK, ROWS, PLACE,
         )  # fmt: skip
     if INNER <= BLOCK:  # longer groups come in whole blocks
         first, _, _, _, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
         if count > 0:
             quantize_ragged_block(
-                x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, count,
-                BIT_WIDTH, STOCHASTIC, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2,
+                x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
+                mean_ptr, factor_ptr, outer, places, span, run, first, count,
+                BIT_WIDTH, STOCHASTIC, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, PLACE,
             )  # fmt: skip
 
 

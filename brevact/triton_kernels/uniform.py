@@ -11,6 +11,7 @@ from triton import next_power_of_2
 
 from brevact.triton_kernels.dequantize import dequantize_kernel
 from brevact.triton_kernels.launch import Launch, group_tiling, tiling
+from brevact.triton_kernels.normalize import NO_ARGUMENTS, Normalization
 from brevact.triton_kernels.quantize import quantize_calibrated_kernel, quantize_kernel
 from brevact.triton_kernels.ranges import calibrate_kernel, join_ranges_kernel, ranges_kernel
 
@@ -74,7 +75,13 @@ def _is_power_of_2(n: int) -> bool:
 
 
 def quantize_uniform(
-    x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, seed: Tensor | None, plan: UniformPlan
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    seed: Tensor | None,
+    plan: UniformPlan,
+    norm: Normalization | None = None,
 ) -> Iterator[Launch]:
     """Quantize a dense tensor.
 
@@ -85,6 +92,7 @@ def quantize_uniform(
         minimum: (G,) bfloat16 or float32 minima, written.
         seed: 0-d int64 tensor for stochastic rounding, else None.
         plan: The tensor's plan.
+        norm: Statistics to normalize by on the way, for plans of one pass.
 
     Yields:
         Kernels to launch, in order.
@@ -99,8 +107,9 @@ def quantize_uniform(
             "GROUPS_2": next_power_of_2(max(plan.block_size // plan.inner, 1)),
             "INNER_2": next_power_of_2(plan.inner),
             "COLUMNS_2": tiles.columns,
+            "PLACE": 0 if norm is None else norm.place(plan.numel, plan.block_size // 8),
         }
-        arguments = (x, codes, scale, minimum, seed, plan.numel)
+        arguments = (x, codes, scale, minimum, seed, plan.numel, *(NO_ARGUMENTS if norm is None else norm.arguments))
         yield Launch(quantize_kernel, (tiles.programs,), arguments, rounding | constants, tiles.threads)
         return
     inverse = x.new_empty(plan.groups, dtype=torch.float32)
@@ -132,7 +141,13 @@ def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, plan:
 
 
 def dequantize_uniform(
-    codes: Tensor, scale: Tensor, minimum: Tensor, other: Tensor | None, target: Tensor, plan: UniformPlan
+    codes: Tensor,
+    scale: Tensor,
+    minimum: Tensor,
+    other: Tensor | None,
+    target: Tensor,
+    plan: UniformPlan,
+    norm: Normalization | None = None,
 ) -> Launch:
     """Decode into a dense tensor, and multiply.
 
@@ -143,6 +158,7 @@ def dequantize_uniform(
         other: Dense factor of the type of `target`, or None.
         target: float32, bfloat16 or float16 tensor, dense in memory order, written; may be `other`.
         plan: The tensor's plan.
+        norm: Means and deviations to undo a normalization by.
 
     Returns:
         The kernel to launch.
@@ -155,7 +171,9 @@ def dequantize_uniform(
         "COLUMNS_2": tiles.columns,
         "INNER": plan.known_inner,
         "ALIGNED": plan.rows_in_groups,
+        "PLACE": 0 if norm is None else norm.place(plan.numel, plan.block_size // 8),
     }
-    largest = torch.finfo(target.dtype).max
+    largest = torch.finfo(target.dtype if norm is None else torch.float32).max
     arguments = (codes, scale, minimum, other, target, plan.numel, plan.run, plan.groups, largest)
+    arguments += NO_ARGUMENTS if norm is None else norm.arguments
     return Launch(dequantize_kernel, (tiles.programs,), arguments, constants, tiles.threads)

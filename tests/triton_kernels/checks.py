@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from brevact import triton_kernels
-from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, gpu, grid_reference, reference
+from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, gpu, grid_reference, normalizing, reference
 from brevact.quantizers.geometry import Geometry, packed_bytes
 from brevact.quantizers.gpu_grids import grid_plan_of
 from brevact.quantizers.grid import Grid
@@ -49,6 +49,42 @@ def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, mu
         values = values * target.cpu()
     triton_kernels.dequantize_uniform(codes, scale, minimum, target if multiply else None, target, plan).run()
     assert_same_values(target, values)
+
+
+def check_normalized(
+    quantizer: UniformQuantizer, x: Tensor, mean: Tensor | None, invstd: Tensor, device: torch.device | str = "cpu"
+) -> None:
+    """Normalize and quantize, and decode and undo it, in one pass each, equal the law in two.
+
+    Args:
+        quantizer: A uniform quantizer of buckets.
+        x: Tensor, on the CPU.
+        mean: Means that broadcast, or None.
+        invstd: Inverse deviations that broadcast.
+        device: Where the kernels run.
+    """
+    layout = Layout.of(x)
+    law = quantizer.quantize(normalizing.normalize(x, mean, invstd), SEED)
+    spec = PackedSpec.of(quantizer, layout)
+    plan = gpu.plan_of(spec)
+    there = [None if part is None else part.to(device) for part in (mean, invstd, invstd.reciprocal())]
+    key = torch.tensor(SEED, device=device) if quantizer.is_stochastic else None
+    parts = codes, minimum, scale = [filled(part.numel, part.dtype, device) for part in spec.parts]
+    norm = gpu.normalization_of(normalizing._groups(layout, there[0], there[1]))
+    assert plan.one_pass and norm.fits(layout.numel)
+    flat = layout.flatten(x).to(device)
+    for launch in triton_kernels.quantize_uniform(flat, codes, scale, minimum, key, plan, norm):
+        launch.run()
+    for part, want in zip(parts, law.tensors, strict=True):
+        assert torch.equal(part.cpu().view(torch.uint8), want.view(torch.uint8)), (quantizer, layout)
+    for shift in {there[0], None}:
+        target = filled(layout.numel, x.dtype, device)
+        norm = gpu.normalization_of(normalizing._groups(layout, shift, there[2]))
+        triton_kernels.dequantize_uniform(codes, scale, minimum, None, target, plan, norm).run()
+        values = law.dequantize() * invstd.reciprocal()
+        values = values if shift is None else values + mean
+        values = values.clamp(-65504, 65504) if x.dtype is torch.float16 else values
+        assert_same_values(target, layout.flatten(values.to(x.dtype).as_strided(layout.shape, values.stride())))
 
 
 def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:

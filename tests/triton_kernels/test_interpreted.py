@@ -17,6 +17,7 @@ MODULES = (
     "interpreted_bit_widths.py",
     "interpreted_pooling.py",
     "interpreted_grids.py",
+    "interpreted_normalize.py",
 )
 
 

@@ -1,0 +1,133 @@
+"""Normalization on the way: what a norm makes of the elements before they are quantized, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from brevact.triton_kernels.floats import maximum, minimum, widen
+from brevact.triton_kernels.tiles import element_mask
+
+_PLAIN, _ROWS, _INNER, _ALIGNED = 4, 1, 2, 8
+LARGEST_RUN = 1 << 30
+"""Elements of a row, and of a run of groups inside of it, that 32-bit places reach."""
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Statistics of groups, and which is whose: that of element e is e // outer * row + e % inner // run.
+
+    Args:
+        mean: (M,) float32 means; None for 0.
+        factor: (M,) float32 factors.
+        outer: Elements of a row.
+        row: Groups of a row.
+        inner: Elements of all groups of a row that lie behind each other.
+        run: Elements of one of these.
+    """
+
+    mean: Tensor | None
+    factor: Tensor
+    outer: int
+    row: int
+    inner: int
+    run: int
+
+    def fits(self, numel: int) -> bool:
+        """Whether the places of a tensor of so many elements are within reach."""
+        return self.inner <= LARGEST_RUN and (self.outer >= numel or self.outer <= LARGEST_RUN)
+
+    @property
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """Arguments of the kernels."""
+        return self.mean, self.factor, self.outer, self.row, self.inner, self.run
+
+    def place(self, numel: int, columns: int) -> int:
+        """What the kernels are compiled for.
+
+        Args:
+            numel: Elements of the tensor.
+            columns: Columns of a packing block.
+
+        Returns:
+            A sum of flags: more than one row, groups inside of a row, and a row of a whole block's plane in one group.
+        """
+        rows, inner = self.outer < numel, self.inner > 1
+        aligned = not (rows and self.outer % columns) and not (inner and self.run % columns)
+        return _PLAIN + _ROWS * rows + _INNER * inner + _ALIGNED * aligned
+
+
+NO_ARGUMENTS = (None, None, 0, 0, 0, 0)
+"""Arguments of kernels that normalize nothing; their place is 0."""
+
+
+@triton.jit
+def load_statistics(
+    mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE: tl.constexpr
+):  # fmt: skip
+    """Means (0 for none) and factors of elements first (int64) + offset (int32)."""
+    group = offset * 0
+    if PLACE % 2 == 1:
+        start = first // outer * places
+        group += ((first % outer).to(tl.int32) + offset) // outer * places
+    else:
+        start = first * 0
+    if PLACE // 2 % 2 == 1:
+        group += ((first % span).to(tl.int32) + offset) % span // run
+    factor = tl.load(factor_ptr + start + group, mask=valid, other=0.0)
+    mean = 0.0
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + start + group, mask=valid, other=0.0)
+    return mean, factor
+
+
+@triton.jit
+def normalize_elements(
+    x, mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE: tl.constexpr
+):  # fmt: skip
+    """(x - mean) * factor, as `normalizing.normalize` defines it; x is float32."""
+    mean, factor = load_statistics(
+        mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE
+    )  # fmt: skip
+    if mean_ptr is not None:
+        x = x - mean
+    return x * factor
+
+
+@triton.jit
+def normalize_planes(
+    planes, mean_ptr, factor_ptr, outer, places, span, run, first, row, column, stride, limit,
+    BLOCK: tl.constexpr, PLACE: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """The planes of a tile in float32, normalized."""
+    normalized = ()
+    for i in tl.static_range(8):
+        offset = row * BLOCK + i * stride
+        if RAGGED or PLACE < 8:
+            offset += column
+        valid = element_mask(i, row, column, stride, limit, RAGGED)
+        normalized += (
+            normalize_elements(
+                widen(planes[i]), mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE
+            ),
+        )  # fmt: skip
+    return normalized
+
+
+@triton.jit
+def denormalize_elements(
+    z, mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, dtype: tl.constexpr, PLACE: tl.constexpr
+):  # fmt: skip
+    """z * factor + mean, as `normalizing.denormalize` defines it, in float32 and within the range of the type."""
+    mean, factor = load_statistics(
+        mean_ptr, factor_ptr, outer, places, span, run, first, offset, valid, PLACE
+    )  # fmt: skip
+    x = z * factor
+    if mean_ptr is not None:
+        x = x + mean
+    if dtype == tl.float16:
+        x = maximum(minimum(x, 65504.0), -65504.0)
+    return x
