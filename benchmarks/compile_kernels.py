@@ -43,7 +43,13 @@ TARGETS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 GRID_OPERATIONS = ("grid_nearest", "grid_stochastic", "grid_dequantize", "grid_moments")
-OPERATIONS = ("nearest", "stochastic", "dequantize", "dequantize_multiply", "masks", "codes", *GRID_OPERATIONS)
+NORM_OPERATIONS = ("normalize", "denormalize")
+OPERATIONS = (
+    *("nearest", "stochastic", "dequantize", "dequantize_multiply"),
+    *NORM_OPERATIONS,
+    *("masks", "codes"),
+    *GRID_OPERATIONS,
+)
 BUCKETS = ("512", "64", "16", "100", "4096", "8192", "tensor", "channel", "channels_last", "huge")
 """Bucket sizes, other granularities, and "huge": the default bucket size in a tensor of 2^31 elements."""
 ALIGNED_RUN = 16  # elements: a multiple lets Triton see that the runs of groups are aligned
@@ -140,6 +146,8 @@ def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         yield from _code_launches(variant.bit_width)
     elif variant.operation in GRID_OPERATIONS:
         yield from _grid_launches(variant)
+    elif variant.operation in NORM_OPERATIONS:
+        yield from _norm_launches(variant)
     else:
         yield from _uniform_launches(variant)
 
@@ -178,6 +186,28 @@ def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         in_runs = constants.get("INNER_TILE", 1) > 1 and plan.inner % ALIGNED_RUN == 0
         in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
         yield launch, 8 * in_tiles or int(in_runs), 0
+
+
+def _norm_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
+    """A layer norm's rows, a batch norm's channels of maps, and channels that lie behind each other."""
+    if not variant.bucket.isdigit():
+        return
+    quantizer, x = _subject(variant)
+    spec = PackedSpec.of(quantizer, Layout.of(x))
+    plan, (codes, minimum, scale) = plan_of(spec), spec.split(spec.empty(x))
+    if not plan.one_pass:
+        return
+    for outer, row, inner, run in ((1024, 1, 1, 1), (x.numel(), 64, 1 << 18, 1 << 12), (x.numel(), 64, 64, 1)):
+        statistics = _meta(x.numel() // outer * row, torch.float32)
+        if variant.operation == "denormalize":
+            norm = triton_kernels.Normalization(None, statistics, outer, row, inner, run)
+            launch = triton_kernels.dequantize_uniform(codes, scale, minimum, None, x, plan, norm)
+            yield launch, 0, 8 * (launch.constants["ROWS"] > 0)
+        else:
+            norm = triton_kernels.Normalization(statistics, statistics, outer, row, inner, run)
+            seed = _meta((), torch.int64)
+            for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, seed, plan, norm):
+                yield launch, 8 * (launch.constants["ROWS"] > 0), 0
 
 
 def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
