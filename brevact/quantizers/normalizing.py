@@ -89,13 +89,14 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
         dtype: Data type of the result.
 
     Returns:
-        Tensor of the normalized one's shape and strides. NaN where the inverse deviation is.
+        Tensor of the normalized one's shape and strides. NaN where the inverse deviation is; a deviation that is
+        infinite, of elements that are 0 as soon as they are normalized, counts as 0.
     """
     layout, buffer = packed.layout, packed.buffer
     is_uniform = type(packed.quantizer) is UniformQuantizer and layout.dtype is torch.float32 and dtype in _FUSED
     if is_uniform and is_traced(buffer):
         return torch.ops.brevact.denormalize(buffer, mean, invstd, *packed.spec.spelled[:3], dtype)
-    sigma = invstd.to(layout.dtype).reciprocal()
+    sigma = invstd.to(layout.dtype).reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)
     if is_uniform and type(buffer) is Tensor:
         norm = _groups(layout, mean, sigma)
         if norm is not None:

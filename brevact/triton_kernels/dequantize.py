@@ -28,8 +28,8 @@ def dequantize_tile(
 ):  # fmt: skip
     """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
 
-    The last code of a flagged group stands for NaN. ALIGNED: a row of a whole block's plane lies in one group. With a PLACE, values are
-    given back as they were before `normalize_elements`.
+    The last code of a flagged group stands for NaN. ALIGNED: a row of a whole block's plane lies in one group. With a
+    PLACE, values are given back as they were before `normalize_elements`.
     """
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)

@@ -174,6 +174,24 @@ def test_codes_and_one_number_a_group_are_stored(case, name):
     assert invstd.untyped_storage().nbytes() == 4 * invstd.numel()
 
 
+@pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
+@pytest.mark.parametrize("save_mode", list(SaveMode))
+def test_groups_of_other_scales_do_not_add_their_noise(case, save_mode):
+    """Scales of neighbouring groups differ by four orders of magnitude, within buckets."""
+    module = case.module()
+    for x in layouts(case.shape):
+        _, invstd = case.statistics(module, x)
+        scale = 10.0 ** (torch.arange(invstd.numel()) % 5 - 2.0)
+        x = (case.split(x.double() - 1) * scale.view(invstd.shape)).reshape(x.shape).float()
+        _, expected, _ = run(copy.deepcopy(module), x, None)
+        _, grads, _ = run(module, x, settings(bit_width=8, bucket_size=512, save_mode=save_mode))
+        found, reference = (
+            torch.linalg.vector_norm(case.split(part), dim=case.dims) for part in (grads[0] - expected[0], expected[0])
+        )
+        error = found / reference
+        assert error.max() < 2 * 8 / 255  # as above
+
+
 def test_small_inputs_are_kept_as_they_are():
     norm, x = nn.LayerNorm(16), torch.randn(8, 16)
     _, expected, _ = run(norm, x, None)
@@ -267,6 +285,23 @@ def test_groups_with_nan_have_nan_gradients_as_in_torch(case, value, forwards):
     for grad, reference in zip(grads, expected, strict=True):
         assert torch.equal(grad.isnan(), reference.isnan())
     assert grads[0].isnan().any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
+def test_groups_beside_one_that_is_not_finite_have_their_gradients(case, value):
+    """Of the group itself all is NaN, of the others nothing is, though they share buckets."""
+    module, x, chosen = case.module(), torch.randn(case.shape), settings(bit_width=8, bucket_size=512)
+    x[(0,) * x.dim()] = value
+    _, expected, _ = run(copy.deepcopy(module), x, None)
+    _, grads, _ = run(module, x, chosen)
+    for grad, reference in zip(grads, expected, strict=True):
+        assert torch.equal(grad.isfinite(), reference.isfinite())
+    finite = expected[0].isfinite()
+    assert finite.any() and not finite.all()
+    # A step is some 8 deviations in 255; the gradient is linear and quadratic in x^.
+    error = (grads[0] - expected[0])[finite].norm() / expected[0][finite].norm()
+    assert error < 2 * 8 / 255
 
 
 @pytest.mark.parametrize("make", [nn.BatchNorm2d, nn.InstanceNorm2d])

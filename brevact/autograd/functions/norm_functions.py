@@ -1,15 +1,15 @@
-"""Norms: the input is stored packed; the statistics, one or two numbers a group, as they are.
+"""Norms: their normalized input x^ = (x - mean) * invstd is stored packed, and the inverse deviations as they are.
 
-The backward pass is PyTorch's own formula on the decoded input. It reads the normalized input twice, so that one
-packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a feature map.
-Source: ActNN, arXiv:2104.14129, appendix B.2. Batch norm by the statistics of the batch is torch's own op, where it can
-be, as convolutions are.
+The backward pass is PyTorch's own formula on x^ / invstd, the input less its means, which it reads as well as the
+input. It reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a
+feature map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: what is quantized is normalized, so that groups of
+other scales in one bucket do not add their noise to each other's gradients. Batch norm by the statistics of the batch
+is torch's own op, where it can be, as convolutions are; it is given x^ / invstd + mean.
 
-A quantizer with ``of_normalized`` stores N(x) = (x - mean) * invstd instead, on a fixed grid; of a group invstd alone
-is stored, which the gradient needs anyway. Where a group held NaN or an infinity invstd is NaN, and so are the
-gradients. With ``quantize_forward`` the affine step reads the stored values N^ in place of N(x), and the gradient
-passes straight through: out = weight * N^ + bias.
-Source: Graham, arXiv:1702.08231, sections 1.3 to 1.5.
+A quantizer with ``of_normalized`` stores x^ on a fixed grid. Where a group held NaN or an infinity its invstd is NaN,
+and so are the gradients. With ``quantize_forward`` the affine step reads the stored values in place of x^, and the
+gradient passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXiv:1702.08231, sections 1.3 to
+1.5.
 """
 
 from __future__ import annotations
