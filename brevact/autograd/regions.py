@@ -175,8 +175,13 @@ class Region:
             self.state.note(result, weight=weight)
 
     def packs_for(self, saver: FrameType) -> bool:
-        """Return whether what autograd saves below a frame is packed: not by a graph that was compiled beforehand."""
-        return is_alive(saver) and not tracing.is_compiled_graph(saver)
+        """Return whether what autograd saves below a frame is packed.
+
+        Not by a graph that was compiled beforehand, nor by a function of torch's that decomposes matrices.
+        """
+        if not is_alive(saver) or tracing.is_compiled_graph(saver):
+            return False
+        return not (_is_in_algorithm(saver) or _is_in_algorithm(saver.f_back))  # behind `Function.apply`
 
     #: Whether a tensor is one that a Function of ours can pack.
     is_activation = staticmethod(is_activation)
@@ -321,7 +326,8 @@ class _EagerMode(tracing.RegionMode):
                 check_rounding()
             with region.hooks.suspended:
                 return func(*args, **kwargs)
-        handler = HANDLERS.get(func)
+        is_inside = _is_in_algorithm(sys._getframe(1))
+        handler = None if is_inside else HANDLERS.get(func)
         if handler is not None:
             if active.calls and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
@@ -331,7 +337,7 @@ class _EagerMode(tracing.RegionMode):
                     follow(func, args, kwargs, result)
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
-        if makes_weight or (not region.settings.is_exact and kinds.is_exact(region, func, args)):
+        if makes_weight or (not region.settings.is_exact and (is_inside or kinds.is_exact(region, func, args))):
             if recording.recorders:
                 recording.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
             with region.hooks.suspended:
@@ -346,6 +352,11 @@ class _EagerMode(tracing.RegionMode):
         if func in FOLLOWED:
             follow(func, args, kwargs, result)
         return result
+
+
+def _is_in_algorithm(caller: FrameType | None) -> bool:
+    """Whether a frame runs one of the functions that torch composes of matrix products and decompositions."""
+    return caller is not None and caller.f_globals.get("__name__") in kinds.ALGORITHMS
 
 
 def _call_norm_aside(region: Region, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -25,7 +25,7 @@ class Op(NamedTuple):
     @property
     def is_quadratic(self) -> bool:
         """Whether its gradient is quadratic in what is stored, so that it has a bias of the order of the variance."""
-        return ("_norm" in self.name and "frozen" not in self.name) or self.name.startswith("softm")
+        return ("_norm" in self.name and "frozen" not in self.name) or self.name.startswith(("softm", "normalize"))
 
 
 class Scaled(nn.Module):
@@ -156,6 +156,24 @@ PACKED = [
     Op("softsign", nn.Softsign),
     Op("tanhshrink", nn.Tanhshrink),
     Op("sin", lambda: torch.sin),
+    Op("sinh", lambda: Tensor.sinh),
+    Op("cosh", lambda: torch.cosh),
+    Op("asinh", lambda: torch.arcsinh),
+    Op("erfc", lambda: torch.erfc),
+    Op("norm of vectors", lambda: lambda x: x.norm(dim=-1), (60, 40)),
+    Op("norm of maps", lambda: lambda x: torch.norm(x, p=2, dim=(2, 3), keepdim=True)),
+    Op("norm of all", lambda: torch.linalg.vector_norm),
+    Op("norm of matrices", lambda: torch.linalg.matrix_norm),
+    Op("norm of linalg", lambda: lambda x: torch.linalg.norm(x, dim=1, keepdim=True), (4, 40, 20)),
+    Op("std", lambda: lambda x: x.std((0, 2, 3))),
+    Op("std of all", lambda: lambda x: torch.std(x, False)),
+    Op("std with correction", lambda: lambda x: torch.std(x, -1, correction=3, keepdim=True), (60, 40)),
+    Op("std_mean", lambda: lambda x: torch.stack(torch.std_mean(x, (2, 3)))),
+    Op("cosine_similarity", lambda: lambda x: F.cosine_similarity(x, x.roll(1, 0), dim=-1), (60, 40)),
+    Op("cosine_similarity of pairs", lambda: lambda x: F.cosine_similarity(x[:, None], x[None, :9], dim=-1), (30, 40)),
+    Op("pairwise_distance", lambda: lambda x: F.pairwise_distance(x, x[:1] * 0.5), (60, 40)),
+    Op("dist", lambda: lambda x: torch.dist(x, x.flip(0))),
+    Op("normalize", lambda: lambda x: F.normalize(x, dim=1), (60, 40)),
     Op("atan", lambda: torch.atan),
     Op("erf", lambda: torch.erf),
     Op("glu", lambda: nn.GLU(1)),
@@ -200,6 +218,8 @@ EXACT = [
     Op("leaky_relu", lambda: nn.LeakyReLU(0.2), stored="exact"),
     Op("rrelu frozen", lambda: nn.RReLU().eval(), stored="exact"),
     Op("abs", lambda: torch.abs, stored="exact"),
+    Op("nansum", lambda: lambda x: x.nansum(1), stored="exact"),
+    Op("nanmean", lambda: torch.nanmean, stored="exact"),
     Op("threshold", lambda: nn.Threshold(0.3, -1.0), stored="exact"),
     Op("clamp", lambda: lambda x: x.clamp(-0.5, 0.7), stored="exact"),
     Op("clamp min", lambda: lambda x: torch.clamp(x, min=0.1), stored="exact"),
@@ -257,6 +277,8 @@ FALLBACK = [
 INPLACE = [
     Op("relu_", lambda: nn.ReLU(True), stored="exact"),
     Op("relu_ method", lambda: Tensor.relu_, stored="exact"),
+    Op("abs_", lambda: torch.abs_, stored="exact"),
+    Op("absolute_", lambda: Tensor.absolute_, stored="exact"),
     Op("leaky_relu_", lambda: nn.LeakyReLU(0.1, True), stored="exact"),
     Op("hardtanh_", lambda: nn.Hardtanh(inplace=True), stored="exact"),
     Op("clamp_", lambda: lambda x: x.clamp_(-0.5, 0.7), stored="exact"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,12 +64,17 @@ EXACT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "gather": (lambda x: torch.gather(x, 3, INDEX), INDEX.nbytes),
     "gather method": (lambda x: x.gather(-1, INDEX), INDEX.nbytes),
     "take_along_dim": (lambda x: torch.take_along_dim(x, INDEX, dim=3), INDEX.nbytes),
+    "take_along_dim from the end": (lambda x: x.take_along_dim(INDEX - 12, -1), INDEX.nbytes),
     "take": (lambda x: x.take(INDEX), INDEX.nbytes),
+    "take from the end": (lambda x: x.take(INDEX - 12), INDEX.nbytes),
     "index_select": (lambda x: x.index_select(3, INDEX[0, 0, 0]), 0),
     "index": (lambda x: x[..., INDEX[0, 0]], INDEX[0, 0].nbytes),
     "scatter number": (lambda x: x.scatter(3, INDEX, 0.5), INDEX.nbytes),
     "scatter": (lambda x: torch.zeros(MAP).scatter(3, PLACES, x), PLACES.nbytes),
     "scatter_add": (lambda x: torch.zeros(MAP).scatter_add(3, INDEX, x[..., :5]), INDEX.nbytes),
+    "nansum": (torch.nansum, MASK.numel() // 8),
+    "nansum of dimensions": (lambda x: x.nansum((0, -1), True), MASK.numel() // 8),
+    "nanmean": (lambda x: x.nanmean(1), MASK.numel() // 8),
     "max of a dimension": (lambda x: x.max(1).values, 3 * 12 * 12 * 8),
     "min of a dimension": (lambda x: torch.min(x, dim=1, keepdim=True)[0], 3 * 12 * 12 * 8),
     "topk": (lambda x: x.topk(3)[0], 3 * 4 * 12 * 3 * 8),
@@ -76,6 +82,14 @@ EXACT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "median of a dimension": (lambda x: x.median(1)[0], 3 * 12 * 12 * 8),
     "nearest grid_sample": (lambda x: F.grid_sample(x, OTHER[:, :2].permute(0, 2, 3, 1).tanh(), "nearest"), 3456),
     "grid_sample": (lambda x: F.grid_sample(x, OTHER[:, :2].permute(0, 2, 3, 1).tanh()), 3456),
+    "grid_sampler_2d": (
+        lambda x: torch.grid_sampler_2d(x, OTHER[:, :2].permute(0, 2, 3, 1).tanh(), 0, 1, True),
+        3456,
+    ),
+    "grid_sampler_3d": (
+        lambda x: torch.grid_sampler_3d(x[None], OTHER[:, :3].permute(0, 2, 3, 1)[None].tanh(), 0, 1, False),
+        5184,
+    ),
     "grid_sample 3-d": (
         lambda x: F.grid_sample(x[None], OTHER[:, :3].permute(0, 2, 3, 1)[None].tanh(), padding_mode="border"),
         5184,
@@ -85,6 +99,33 @@ EXACT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "aminmax": lambda x: torch.stack(torch.aminmax(x, dim=1)),
     "median": torch.median,
+    "index_select by another type": lambda x: x.index_select(-1, INDEX[0, 0, 0].int()),
+    "index from the end": lambda x: x[:, INDEX[0, 0, 0] % 4 - 4],
+    "index with uint8": lambda x: x[MASK.byte()],
+    "index_put from the end": lambda x: x.index_put((INDEX[0, 0, 0] % 3 - 3,), x[0]),
+    "segment maxima": lambda x: torch.segment_reduce(x.flatten(), "max", lengths=torch.full((432,), 4), unsafe=True),
+    "segment products": lambda x: torch.segment_reduce(x.flatten(), "prod", lengths=torch.full((432,), 4), unsafe=True),
+    "copysign": lambda x: torch.copysign(x, OTHER),
+    "fmod": lambda x: torch.fmod(OTHER, x),
+    "remainder": lambda x: x.detach().remainder(x),
+    "%": lambda x: OTHER % x,
+    "%=": lambda x: OTHER.clone().__imod__(x),
+    "division rounded": lambda x: torch.div(OTHER, x, rounding_mode="floor") + x,
+    "other names": lambda x: x.clamp(-0.9, 0.9).arctanh(),
+    "other names in place": lambda x: x.clamp(-0.9, 0.9).arccos_(),
+    "an operator by itself": lambda x: torch.ops.aten.log(x.abs() + 0.01),
+    "an overload of it": lambda x: torch.ops.aten.log.default(x.abs() + 0.01),
+    "lu_factor_ex": lambda x: torch.linalg.lu_factor_ex(x)[0],
+    "matrix_power": lambda x: torch.linalg.matrix_power(x, -2),
+    "condition number": lambda x: torch.linalg.cond(x),
+    "tensorinv": lambda x: torch.linalg.tensorinv(x[0, 0], ind=1),
+    "tensorsolve": lambda x: torch.linalg.tensorsolve(x[0, 0], OTHER[0, 0, 0]),
+    "householder_product": lambda x: torch.linalg.householder_product(x, OTHER[..., 0].expand(3, 4, 12)),
+    "ormqr": lambda x: torch.ormqr(x, OTHER[..., 0], OTHER),
+    "svd_lowrank": lambda x: seeded(torch.svd_lowrank, x[0, 0], 3)[1],
+    "pca_lowrank": lambda x: seeded(torch.pca_lowrank, x[0, 0], 3)[1],
+    "lobpcg": lambda x: torch.lobpcg(x[0, 0] @ x[0, 0].mT + torch.eye(12), 2, X=OTHER[0, 0, :, :2])[0],
+    "dropout2d of three dimensions": lambda x: seeded(F.dropout2d, x[0], 0.5),
     "clamp by tensors": lambda x: torch.clamp(x, OTHER - 0.5, OTHER + 0.5),
     "scatter_reduce": lambda x: x.scatter_reduce(3, INDEX, x[..., :5] * 2, "amax"),
     "lp_pool": lambda x: F.lp_pool2d(x, 2, 2),
@@ -97,6 +138,11 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
     "eigenvalues": lambda x: torch.linalg.eigvalsh(x + x.mT),
     "rrelu with a generator": lambda x: torch.rrelu(x, 0.1, 0.3, True, generator=torch.Generator().manual_seed(0)),
 }
+
+
+def seeded(function: Callable[..., Any], *args: Any) -> Any:
+    torch.manual_seed(0)
+    return function(*args)
 
 
 def run(function: Callable[..., Tensor], inputs: list[Tensor], bit_width: int | None, weights=()):
@@ -135,6 +181,7 @@ def test_masks_indices_and_grids_are_all_that_is_stored(function, nbytes):
     assert saved.nbytes == nbytes or (saved.holds(INDEX) and nbytes <= INDEX.nbytes)
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8", "ignore:dropout2d")
 @pytest.mark.parametrize("function", CHOICES.values(), ids=CHOICES)
 def test_ops_that_compare_what_they_save_are_exact(function):
     assert_exact(function, torch.randn(MAP))
@@ -333,3 +380,52 @@ def test_padding_of_half_precision_under_autocast_has_its_gradient(mode, dtype):
             return F.pad(x, (1, 2, 0, 1), mode)
 
     assert_exact(pad, torch.randn(MAP).to(dtype))
+
+
+@pytest.mark.parametrize("function", [torch.nansum, torch.nanmean, lambda x: x.nansum(1), lambda x: torch.nanmean(x, 0)])
+def test_sums_that_skip_nan_have_torchs_gradient(function):
+    x = torch.randn(40, 30)
+    x[3, 4], x[17] = float("nan"), float("nan")
+    assert_exact(lambda x: function(x).nan_to_num(), x)
+
+
+def test_norms_do_not_lend_the_rounding_of_long_vectors_to_short_ones():
+    # The rows' lengths are powers of ten, and a bucket holds rows of all of them.
+    x = torch.randn(64, 32) * torch.logspace(-6, 2, 64)[:, None]
+    for function in (lambda x: x.norm(dim=1), lambda x: x.std(1), lambda x: F.normalize(x), lambda x: x.norm(dim=0)):
+        (expected,), (grad,) = (run(function, [x], bits)[1] for bits in (None, 8))
+        assert (grad - expected).norm() < 0.02 * expected.norm()  # half a step of 8 bits, of vectors within 5 deviations
+
+
+def test_zero_vectors_have_torchs_gradient():
+    x = torch.randn(64, 32)
+    x[::3] = 0
+    y = torch.randn(64, 32)
+    for function in (
+        lambda x: x.norm(dim=1),
+        lambda x: torch.linalg.vector_norm(x, dim=1),
+        lambda x: x.std(1),
+        lambda x: F.normalize(x, eps=0.1),
+        lambda x: F.cosine_similarity(x, y, dim=1, eps=0.1),
+        lambda x: torch.dist(x, x.detach()),
+    ):
+        (expected,), (grad,) = (run(function, [x], bits)[1] for bits in (None, 32))
+        torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.norm(p=1, dim=1),
+        lambda x: x.norm(float("inf")),
+        lambda x: x.view(-1, 3).norm(dim=1),
+        lambda x: torch.linalg.norm(x, 2),
+        lambda x: torch.linalg.vector_norm(x, 3, dim=1),
+        lambda x: F.normalize(x, p=1),
+        lambda x: F.pairwise_distance(x, x.flip(0), p=1),
+        lambda x: x.view(-1, 3).std(1),
+        lambda x: torch.cdist(x, x.flip(0)),
+    ],
+)
+def test_norms_that_choose_and_norms_of_few_elements_are_exact(function):
+    assert_exact(function, torch.randn(24, 36))

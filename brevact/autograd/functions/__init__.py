@@ -30,6 +30,7 @@ from brevact.autograd.functions import (
     rectifiers,
     selections,
     smooth,
+    vector_norms,
 )
 
 if TYPE_CHECKING:
@@ -57,12 +58,15 @@ HANDLERS: dict[Callable, Callable] = {
     **lookups.HANDLERS,
     **selections.HANDLERS,
     **losses.HANDLERS,
+    **vector_norms.HANDLERS,
 }
 
 REARRANGED: frozenset[Callable] = frozenset().union(
     *(
         module.HANDLERS
-        for module in (normalization, smooth, products, attention, multi_head, powers, probabilities, losses)
+        for module in (
+            *(normalization, smooth, products, attention, multi_head, powers, probabilities, losses, vector_norms),
+        )
     )
 )
 

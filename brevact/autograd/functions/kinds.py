@@ -1,13 +1,8 @@
 """Torch functions that the fallback must not treat alike, where they have no counterpart for their arguments.
 
-*Exact*: their gradients are singular or exponential in what they save (1/x for a logarithm, exp(y) for a log-softmax,
-1/norm), or choose by it (which element is the largest, which ones lie within bounds): a rounding error of a fraction of
-the range would not be noise on the gradient but a different gradient. Many are losses and reductions at the end of a
-model, where little is stored. Log-softmax, cross-entropy, maxima and norms have counterparts, which store something
-else that is harmless; what those do not take (targets that train, small tensors) is exact. So are attention and norms
-whose counterparts do not know the arguments: the saved log-sum of scores no longer belongs to packed queries and keys,
-saved statistics no longer to a packed input. And so are recurrent layers on a GPU whose weights cuDNN copies into one
-flat tensor, which nobody could tell from an activation.
+*Exact*: those outside the closed table of :mod:`~brevact.autograd.functions.harmless`, and some of its neighbours by
+their arguments: a division by an activation (1/b^2), powers other than squares, and recurrent layers on a GPU whose
+weights cuDNN copies into one flat tensor, which nobody could tell from an activation.
 
 *Layers*: what they return is an activation, even if only a weight went in.
 """
@@ -19,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import is_activation
+from brevact.autograd.functions.harmless import HARMLESS, everywhere
 from brevact.autograd.provenance import is_parameter, tensors_in
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import is_any_autocast_enabled
@@ -30,76 +27,23 @@ if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
 
-def _everywhere(*names: str) -> tuple[Callable, ...]:
-    """The functions and methods of these names, in place ones too, wherever torch has them."""
-    homes = (torch, Tensor, F, torch.special, torch.linalg)
-    found = (getattr(home, name + suffix, None) for name in names for suffix in ("", "_") for home in homes)
-    return tuple(function for function in found if callable(function))
-
-
-_LOSSES = (
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.cosine_embedding_loss,
-    F.cross_entropy,
-    F.ctc_loss,
-    F.gaussian_nll_loss,
-    F.hinge_embedding_loss,
-    F.huber_loss,
-    F.kl_div,
-    F.l1_loss,
-    F.margin_ranking_loss,
-    F.mse_loss,
-    F.multi_margin_loss,
-    F.multilabel_margin_loss,
-    F.multilabel_soft_margin_loss,
-    F.nll_loss,
-    F.poisson_nll_loss,
-    F.smooth_l1_loss,
-    F.soft_margin_loss,
-    F.triplet_margin_loss,
-    F.triplet_margin_with_distance_loss,
-    *_everywhere("linear_cross_entropy"),
-)
-_SINGULAR = _everywhere(
-    *(
-        "log_softmax",
-        "logsumexp",
-        "logcumsumexp",
-        "logaddexp",
-        "logaddexp2",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "logit",
-        "xlogy",
-        "xlog1py",
-    ),
-    *("sqrt", "rsqrt", "reciprocal", "prod", "cumprod", "float_power", "std", "std_mean", "norm", "vector_norm"),
-    *("matrix_norm", "renorm", "normalize", "cosine_similarity", "pairwise_distance", "cdist", "pdist", "digamma"),
-    *("lgamma", "erfinv", "acos", "asin", "atan2", "acosh", "atanh", "tan", "inv", "inverse", "solve", "lstsq", "pinv"),
-    *("det", "slogdet", "logdet", "cholesky", "cholesky_solve", "qr", "svd", "eigh", "eig", "solve_triangular"),
-    *("eigvals", "eigvalsh", "svdvals", "inv_ex", "cholesky_ex", "cholesky_inverse", "solve_ex", "lu", "lu_solve"),
-    *("entr", "erfcx", "i1", "i1e", "log_ndtr", "multigammaln", "mvlgamma", "ndtri", "polygamma"),
-    *("triangular_solve", "lu_factor", "matrix_exp", "hypot", "dist", "addcdiv", "lp_pool1d", "lp_pool2d", "lp_pool3d"),
-)
-_CHOICES = _everywhere(
-    *("max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "maximum", "minimum", "fmax", "fmin"),
-    *("clamp", "clip", "clamp_min", "clamp_max", "scatter_reduce", "index_reduce", "grid_sample", "grid_sampler"),
-    *("nan_to_num", "rrelu", "rnn_relu", "rnn_relu_cell"),
-)
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-_NORMS = _everywhere(
+_NORMS = everywhere(
     *("layer_norm", "group_norm", "instance_norm", "rms_norm", "batch_norm", "native_layer_norm"),
     "local_response_norm",
 )
-_EXACT = frozenset((*_LOSSES, *_SINGULAR, *_CHOICES, *_ATTENTION, *_NORMS))
 
-_RECURRENT = frozenset(_everywhere("lstm", "gru", "rnn_tanh"))
-_DIVISIONS = frozenset((*_everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__))
+_RECURRENT = frozenset(everywhere("lstm", "gru", "rnn_tanh"))
+_DIVISIONS = frozenset((*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__))
 _RECIPROCALS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))
-_POWERS = frozenset((*_everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
+_POWERS = frozenset((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
+
+#: Operators of other libraries that read their input at points which they save.
+_EXACT_OPERATORS = frozenset(("torchvision::deform_conv2d",))
+
+#: Modules of torch whose functions are one op to their caller and many to a region: what they save is like what the
+#: decompositions save that they end in.
+ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
 
 #: Ask for what a tensor is, not for its values.
 _UNSEEN = frozenset(
@@ -119,7 +63,7 @@ ASIDE = frozenset((*_UNSEEN, *UNCOUNTED, *_COUNTING, Tensor.__getitem__))
 #: Matrix products, whose factors may be weights or activations.
 PRODUCTS = frozenset(
     (
-        *_everywhere("matmul", "mm", "bmm", "mv", "dot", "addmm", "addbmm", "baddbmm", "addmv"),
+        *everywhere("matmul", "mm", "bmm", "mv", "dot", "addmm", "addbmm", "baddbmm", "addmv"),
         *(torch.einsum, Tensor.__matmul__, Tensor.__rmatmul__),
     )
 )
@@ -127,8 +71,8 @@ _GETITEM = Tensor.__getitem__
 _VIEWING = frozenset((int, slice, type(None), type(Ellipsis)))
 LAYERS = frozenset(
     (
-        *_everywhere("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        *_everywhere("linear", "bilinear", "embedding", "embedding_bag"),
+        *everywhere("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *everywhere("linear", "bilinear", "embedding", "embedding_bag"),
         *_NORMS,
         *_ATTENTION,
     )
@@ -149,15 +93,35 @@ def _makes_view(index: Any) -> bool:
 
 def is_exact(region: Region, func: Callable, args: tuple) -> bool:
     """Return whether what ``func`` saves must stay as it is."""
-    if func in _EXACT:
-        return True
+    if func in HARMLESS:
+        return False
     if func in _RECURRENT:
         return _copies_weights(args)
     if func in _DIVISIONS or func in _RECIPROCALS:
         denominator = args[0] if func in _RECIPROCALS else args[1] if len(args) > 1 else None
         return _is_large_activation(region, denominator)
-    # x^2 saves a factor of its gradient, 2x; every other power is singular or steeper in what it saves.
-    return func in _POWERS and not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
+    if func in _POWERS:
+        # x^2 saves a factor of its gradient, 2x; every other power is singular or steeper in what it saves.
+        return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return _is_exact_operator(region, func, args)
+    return _is_of_torch(func)
+
+
+def _is_exact_operator(region: Region, func: OpOverload | OpOverloadPacket, args: tuple) -> bool:
+    """The same for an operator of ``torch.ops``: torch's own is the function of its name, others are not torch's."""
+    packet = func.overloadpacket if isinstance(func, OpOverload) else func
+    namespace, _, name = packet._qualified_op_name.partition("::")
+    if namespace != "aten":
+        return packet._qualified_op_name in _EXACT_OPERATORS
+    function = getattr(torch, name, None) or getattr(Tensor, name, None) or getattr(torch._C._nn, name, None)
+    return not callable(function) or is_exact(region, function, args)
+
+
+def _is_of_torch(func: Callable) -> bool:
+    """Whether a function is one of torch's: the methods that are compiled say no module."""
+    module = getattr(func, "__module__", None)
+    return not isinstance(module, str) or module.partition(".")[0] == "torch"
 
 
 def _copies_weights(args: tuple) -> bool:

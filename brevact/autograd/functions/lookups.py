@@ -64,10 +64,17 @@ def _gather(region: Region, func: Callable, input: Tensor, dim: int, index: Tens
 def _take_along_dim(region: Region, func: Callable, input: Tensor, indices: Tensor, dim: int | None = None) -> Any:
     if dim is None or not _looks_up(region, input, indices) or input.dim() != indices.dim():
         return NotImplemented
+    if not -input.dim() <= dim < input.dim():
+        return NotImplemented  # torch explains what is wrong
     others = [d for d in range(input.dim()) if d != dim % input.dim()]
     if any(input.shape[d] != indices.shape[d] for d in others):
         return NotImplemented  # they broadcast
-    return _gather(region, lambda x, d, i: func(x, i, d), input, dim, indices)
+    length = input.shape[dim]
+
+    def scatter(zeros: Tensor, i: Tensor, grad: Tensor) -> Tensor:
+        return zeros.scatter_add_(dim, torch.where(i < 0, i + length, i), grad)  # negative ones count from the end
+
+    return region.apply(_Lookup, lambda x, i: func(x, i, dim), scatter, input, indices)
 
 
 def _take(region: Region, func: Callable, input: Tensor, index: Tensor) -> Any:
@@ -181,5 +188,5 @@ HANDLERS = {
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
     **dict.fromkeys((F.pad, nn_pad), _pad),  # the second one is what Dynamo sees of the first
     F.grid_sample: _grid_sample,
-    torch.grid_sampler: _grid_sampler,
+    **dict.fromkeys((torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d), _grid_sampler),
 }

@@ -96,25 +96,31 @@ def _rrelu(
 
 class _Absolute(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, func: Callable, input: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Region, func: Callable, inplace: bool, input: Tensor) -> Tensor:
         save(ctx, keep_mask(input > 0), keep_mask(input < 0))
+        if inplace:
+            ctx.mark_dirty(input)
         return func(input)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         above, below = load(ctx)
         sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
-        return None, None, sign.mul_(grad)
+        return None, None, None, sign.mul_(grad)
 
 
-def _absolute(region: Region, func: Callable, input: Tensor) -> Any:
-    if not region.packs_input(input) or not input.requires_grad:
-        return NotImplemented
-    return region.apply(_Absolute, func, input)
+def _absolute(inplace: bool) -> Callable:
+    def handle(region: Region, func: Callable, input: Tensor) -> Any:
+        if not region.packs_input(input) or not input.requires_grad:
+            return NotImplemented
+        return region.apply(_Absolute, func, inplace, input)
+
+    return handle
 
 
 HANDLERS = {
     **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
     **dict.fromkeys((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu),
-    **dict.fromkeys((torch.abs, torch.absolute, Tensor.abs, Tensor.absolute, Tensor.__abs__), _absolute),
+    **dict.fromkeys((torch.abs, torch.absolute, Tensor.abs, Tensor.absolute, Tensor.__abs__), _absolute(False)),
+    **dict.fromkeys((torch.abs_, Tensor.abs_, Tensor.absolute_), _absolute(True)),
 }

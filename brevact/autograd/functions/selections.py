@@ -1,8 +1,9 @@
-"""Maxima and minima: which elements were chosen is stored in exact masks.
+"""Maxima, minima and sums that skip NaN: which elements were chosen is stored in exact masks.
 
 What torch saves are the elements themselves, which its backward pass compares again: packed ones would differ from what
 was chosen. amax, amin and max() share the gradient evenly among equal elements; maximum and minimum give each of two
-equal elements a half. The maximum along one dimension stores indices, as torch does.
+equal elements a half. The maximum along one dimension stores indices, as torch does. nansum and nanmean store which
+elements are numbers.
 """
 
 from __future__ import annotations
@@ -93,6 +94,44 @@ def _extreme(region: Region, func: Callable, input: Tensor, dim: Any = (), keepd
     return region.apply(_Extreme, lambda x: func(x, dim, keepdim), dims, False, input)
 
 
+class _OfNumbers(Saving):
+    """The sum or the mean of the elements that are not NaN: one bit an element."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dims: list[int], divides: bool, input: Tensor
+    ) -> Tensor:
+        save(ctx, keep_mask(input.isnan().logical_not_()))
+        ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
+        ctx.dims, ctx.divides, ctx.dtype = dims, divides, input.dtype
+        return call(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        mask, grad = kept.decode(), grad.reshape(ctx.sizes)
+        if ctx.divides:
+            grad = grad / mask.sum(ctx.dims, keepdim=True)
+        return None, None, None, None, grad.to(ctx.dtype) * mask
+
+
+def _of_numbers(divides: bool) -> Callable:
+    """Make the handler of ``nansum`` or ``nanmean``."""
+
+    def handle(
+        region: Region, func: Callable, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
+    ) -> Any:
+        if kwargs.pop("out", None) is not None or not (region.packs_input(input) and input.requires_grad):
+            return NotImplemented
+        if input.dim() == 0 or input.numel() == 0:
+            return NotImplemented
+        dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+        dims = [d % input.dim() for d in dims] or list(range(input.dim()))
+        return region.apply(_OfNumbers, lambda x: func(x, dim, keepdim, **kwargs), dims, divides, input)
+
+    return handle
+
+
 def _either(rule: _Rule) -> Callable:
     def handle(region: Region, func: Callable, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
         if kwargs or not (region.is_activation(input) and region.is_activation(other)):
@@ -120,9 +159,12 @@ def _whole_or_either(rule: _Rule) -> Callable:
     return handle
 
 
+_NANSUM, _NANMEAN = _of_numbers(False), _of_numbers(True)
 _MAXIMUM, _MINIMUM = _Rule(torch.ge), _Rule(torch.le)
 HANDLERS = {
     **dict.fromkeys((torch.amax, torch.amin, Tensor.amax, Tensor.amin), _extreme),
+    **dict.fromkeys((torch.nansum, Tensor.nansum), _NANSUM),
+    **dict.fromkeys((torch.nanmean, Tensor.nanmean), _NANMEAN),
     **dict.fromkeys((torch.max, Tensor.max), _whole_or_either(_MAXIMUM)),
     **dict.fromkeys((torch.min, Tensor.min), _whole_or_either(_MINIMUM)),
     **dict.fromkeys((torch.maximum, Tensor.maximum), _either(_MAXIMUM)),

@@ -112,6 +112,22 @@ def _erf(input: Tensor) -> tuple[Derivative, bool]:
     return lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)), False
 
 
+def _erfc(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)), False
+
+
+def _asinh(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: (x.square() + 1).rsqrt(), False
+
+
+def _sinh(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.cosh(), False
+
+
+def _cosh(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.sinh(), False
+
+
 class _GLU(Saving):
     """a sigmoid(b) of the halves (a, b): sigmoid(b) and a sigmoid'(b) are stored."""
 
@@ -170,6 +186,10 @@ _RULES = {
     _cos: (torch.cos, Tensor.cos),
     _atan: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
     _erf: (torch.erf, torch.special.erf, Tensor.erf),
+    _erfc: (torch.erfc, torch.special.erfc, Tensor.erfc),
+    _asinh: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
+    _sinh: (torch.sinh, Tensor.sinh),
+    _cosh: (torch.cosh, Tensor.cosh),
 }
 _INPLACE_RULES = {
     _sigmoid: (torch.sigmoid_, Tensor.sigmoid_),

@@ -1,0 +1,244 @@
+"""Torch's own database of operators, as calls that run plain and inside a region.
+
+``op_db`` has an ``OpInfo`` for each op: its function, method and in-place variant, its other names, and sample inputs,
+good ones and wrong ones. Its samples are small. They are run as they are with ``min_numel=0``, which packs each tensor,
+results and statistics too, and again larger, at the default ``min_numel``, where the op still takes them: with the sizes
+that the database calls S, M and L raised, and with each tensor of the shape of the first one tiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from brevact.autograd import BackwardSettings, region
+from brevact.autograd.settings import DEFAULT_MIN_NUMEL
+
+try:
+    from torch.testing._internal import common_methods_invocations as database
+    from torch.testing._internal.opinfo import core
+
+    OPS = [op for op in database.op_db if op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")]
+except ImportError as error:  # torch's private names move, and its tests need `expecttest`
+    MISSING: str | None = f"torch's operator database cannot be imported: {error}"
+    OPS = []
+else:
+    MISSING = None
+
+#: (S, M, L) with which a tensor of three dimensions, one of two, and one of one dimension, has 4096 elements or more.
+_LARGER = ({"S": 17, "M": 18, "L": 20}, {"S": 66, "M": 67, "L": 68}, {"S": 4100, "M": 4100, "L": 4100})
+#: A sample with more elements than this is no use: the ops of linear algebra take seconds for it.
+_MOST_NUMEL = 2**15
+#: What goes in beside the first tensor, and the first one: variables, activations, weights.
+KINDS = ("leaf", "activation", "parameter", "parameters beside an activation")
+
+
+class Variant(NamedTuple):
+    """One way to call an op."""
+
+    name: str
+    call: Callable[..., Any]
+    is_inplace: bool = False
+
+
+class Sample(NamedTuple):
+    """Arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    process: Callable[[Any], Any] = lambda out: out
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Floating-point tensors among the arguments."""
+        leaves = tree_flatten((self.args, self.kwargs))[0]
+        return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a tensor is packed at the default settings."""
+        return any(x.numel() >= DEFAULT_MIN_NUMEL for x in self.tensors)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no element is infinite or NaN."""
+        return all(bool(x.isfinite().all()) for x in self.tensors if x.layout is torch.strided)
+
+
+class Outcome(NamedTuple):
+    """Outputs, and gradients of a weighted sum of those that have one."""
+
+    outputs: list[Tensor]
+    grads: list[Tensor | None]
+
+
+def variants(op: Any) -> list[Variant]:
+    """Return the function, the method, the operator and the in-place variants of an op, under each of its names."""
+    found: dict[Any, Variant] = {}
+    for name, alias in ((op.name, op), *((alias.name, alias) for alias in op.aliases)):
+        if isinstance(alias, type(op)):
+            forms = (alias.op, alias.method_variant), (alias.inplace_variant, alias.inplace_operator_variant)
+            operator = alias.operator_variant
+        else:
+            forms, operator = ((alias.op, alias.method_variant), (alias.inplace_variant,)), None
+        for form in (*forms[0], operator):
+            if callable(form):
+                found.setdefault(form, Variant(f"{name} as {getattr(form, '__qualname__', form)}", form))
+        for form in forms[1]:
+            if callable(form):
+                found.setdefault(form, Variant(f"{name} in place as {getattr(form, '__qualname__', form)}", form, True))
+    return list(found.values())
+
+
+def samples(op: Any) -> Iterator[Sample]:
+    """Yield the sample inputs of torch."""
+    for x in _quietly(lambda: list(op.sample_inputs("cpu", torch.float32, requires_grad=True))):
+        yield Sample((x.input, *x.args), x.kwargs, x.output_process_fn_grad)
+
+
+def larger_samples(op: Any, most: int = 4) -> Iterator[Sample]:
+    """Yield sample inputs with a tensor that is packed at the default settings."""
+    count = 0
+    for sizes in _LARGER:
+        with _sizes(sizes):
+            try:
+                found = _quietly(lambda: list(_large(op.sample_inputs("cpu", torch.float32, requires_grad=True), most)))
+            except Exception:  # a sample function that has other sizes fixed
+                continue
+        yield from found
+        count += len(found)
+        if count >= most:
+            return
+    for sample in samples(op):
+        larger = _tiled(sample)
+        if larger is not None:
+            yield larger
+            count += 1
+            if count >= most:
+                return
+
+
+def _large(found: Iterator[Any], most: int) -> Iterator[Sample]:
+    count = 0
+    for i, x in enumerate(found):
+        sample = Sample((x.input, *x.args), x.kwargs, x.output_process_fn_grad)
+        numel = sum(tensor.numel() for tensor in sample.tensors)
+        if sample.is_large and numel <= _MOST_NUMEL:
+            yield sample
+            count += 1
+        if numel > 4 * _MOST_NUMEL or count >= most or i >= 64:
+            return
+
+
+def _tiled(sample: Sample) -> Sample | None:
+    """Return a sample with the tensors of the first one's shape repeated along their first dimension."""
+    first = sample.args[0]
+    if not isinstance(first, Tensor) or first.dim() == 0 or first.numel() == 0 or first.layout is not torch.strided:
+        return None
+    times = -(-DEFAULT_MIN_NUMEL // first.numel())
+
+    def tile(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.shape != first.shape:
+            return x
+        return x.detach().repeat(times, *(1 for _ in x.shape[1:])).requires_grad_(x.requires_grad)
+
+    return Sample(*tree_map(tile, (sample.args, sample.kwargs)), sample.process)
+
+
+@contextmanager
+def _sizes(sizes: dict[str, int]) -> Iterator[None]:
+    """Give the database's sample functions other sizes."""
+    names = ("linalg", "special", "signal", "fft", "_masked", "sparse", "nested")
+    modules = [database, core]
+    modules += [importlib.import_module(f"torch.testing._internal.opinfo.definitions.{name}") for name in names]
+    with contextmanager_stack(
+        mock.patch.object(module, name, size)
+        for module in modules
+        for name, size in sizes.items()
+        if isinstance(getattr(module, name, None), int)
+    ):
+        yield
+
+
+@contextmanager
+def contextmanager_stack(contexts: Iterator[Any]) -> Iterator[None]:
+    """Enter all of some contexts."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _quietly(make: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        return make()
+
+
+def run(
+    variant: Variant, sample: Sample, kind: str, settings: BackwardSettings | None, seed: int = 0, plain: bool = False
+) -> Outcome:
+    """Call an op inside a region, or plain, and differentiate a weighted sum of its results."""
+    leaves: list[Tensor] = []
+
+    def enter(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if not (x.is_floating_point() and x.requires_grad):
+            return x.detach().clone() if x.layout is torch.strided else x.detach()
+        leaf = x.detach().clone().requires_grad_()
+        leaves.append(leaf)
+        if kind == "leaf" and not variant.is_inplace:
+            return leaf
+        if kind == "parameter" or (kind.startswith("parameters beside") and len(leaves) > 1):
+            leaves[-1] = nn.Parameter(x.detach().clone())
+            return leaves[-1] if not variant.is_inplace else leaves[-1].clone()
+        return leaf.clone()
+
+    args, kwargs = tree_map(enter, (sample.args, sample.kwargs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        if plain:
+            out = variant.call(*args, **kwargs)
+        else:
+            with region(settings):
+                out = variant.call(*args, **kwargs)
+        out = sample.process(out)
+        outputs = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+        loss = _loss(outputs)
+        grads: list[Tensor | None] = []
+        if loss is not None:
+            grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+    return Outcome([_dense(x.detach()) for x in outputs], [None if x is None else _dense(x) for x in grads])
+
+
+def _loss(outputs: list[Tensor]) -> Tensor | None:
+    """A weighted sum of the results, the weights of both signs and of one scale."""
+    terms = []
+    for x in outputs:
+        if x.requires_grad:
+            y = _dense(x)
+            y = torch.view_as_real(y) if y.is_complex() else y
+            generator = torch.Generator().manual_seed(y.numel())
+            weights = torch.rand(y.shape, generator=generator, dtype=torch.float64) + 0.5
+            weights *= torch.randint(0, 2, y.shape, generator=generator) * 2 - 1
+            terms.append((y * weights.to(y.dtype)).sum())
+    return None if not terms else sum(terms[1:], terms[0])
+
+
+def _dense(x: Tensor) -> Tensor:
+    if x.is_nested:
+        return torch.cat([part.flatten() for part in x.unbind()])
+    return x if x.layout is torch.strided else x.to_dense()
