@@ -2,16 +2,17 @@
 
 ``op_db`` has an ``OpInfo`` for each op: its function, method and in-place variant, its other names, and sample inputs,
 good ones and wrong ones. Its samples are small. They are run as they are with ``min_numel=0``, which packs each tensor,
-results and statistics too, and again larger, at the default ``min_numel``, where the op still takes them: with the sizes
-that the database calls S, M and L raised, and with each tensor of the shape of the first one tiled.
+results and statistics too, and again larger, at the default ``min_numel``, where the op still takes them: with the
+sizes that the database calls S, M and L raised, and with each tensor of the shape of the first one tiled.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -80,6 +81,11 @@ class Outcome(NamedTuple):
     grads: list[Tensor | None]
 
 
+def name_of(op: Any) -> str:
+    """Name of an op of the database."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
 def variants(op: Any) -> list[Variant]:
     """Return the function, the method, the operator and the in-place variants of an op, under each of its names."""
     found: dict[Any, Variant] = {}
@@ -98,44 +104,41 @@ def variants(op: Any) -> list[Variant]:
     return list(found.values())
 
 
-def samples(op: Any) -> Iterator[Sample]:
-    """Yield the sample inputs of torch."""
-    for x in _quietly(lambda: list(op.sample_inputs("cpu", torch.float32, requires_grad=True))):
-        yield Sample((x.input, *x.args), x.kwargs, x.output_process_fn_grad)
+def samples(op: Any, most: int | None = None) -> list[Sample]:
+    """Return the sample inputs of torch, the first ``most`` of them."""
+
+    def make() -> list[Sample]:
+        found = op.sample_inputs("cpu", torch.float32, requires_grad=True)
+        return [Sample((x.input, *x.args), x.kwargs, x.output_process_fn_grad) for x in itertools.islice(found, most)]
+
+    return _quietly(make)
 
 
-def larger_samples(op: Any, most: int = 4) -> Iterator[Sample]:
-    """Yield sample inputs with a tensor that is packed at the default settings."""
-    count = 0
+def larger_samples(op: Any, most: int = 4) -> list[Sample]:
+    """Return sample inputs with a tensor that is packed at the default settings."""
+    found: list[Sample] = []
     for sizes in _LARGER:
         with _sizes(sizes):
             try:
-                found = _quietly(lambda: list(_large(op.sample_inputs("cpu", torch.float32, requires_grad=True), most)))
-            except Exception:  # a sample function that has other sizes fixed
+                found += _quietly(lambda: _large(op.sample_inputs("cpu", torch.float32, requires_grad=True), most))
+            except Exception:  # a sample function that has other sizes fixed; the sample is made larger below
                 continue
-        yield from found
-        count += len(found)
-        if count >= most:
-            return
-    for sample in samples(op):
-        larger = _tiled(sample)
-        if larger is not None:
-            yield larger
-            count += 1
-            if count >= most:
-                return
+        if len(found) >= most:
+            return found[:most]
+    tiled = (_tiled(sample) for sample in samples(op))
+    return [*found, *itertools.islice((x for x in tiled if x is not None), most - len(found))]
 
 
-def _large(found: Iterator[Any], most: int) -> Iterator[Sample]:
-    count = 0
-    for i, x in enumerate(found):
+def _large(found: Iterator[Any], most: int) -> list[Sample]:
+    large: list[Sample] = []
+    for x in itertools.islice(found, 64):
         sample = Sample((x.input, *x.args), x.kwargs, x.output_process_fn_grad)
         numel = sum(tensor.numel() for tensor in sample.tensors)
         if sample.is_large and numel <= _MOST_NUMEL:
-            yield sample
-            count += 1
-        if numel > 4 * _MOST_NUMEL or count >= most or i >= 64:
-            return
+            large.append(sample)
+        if numel > 4 * _MOST_NUMEL or len(large) >= most:
+            break
+    return large
 
 
 def _tiled(sample: Sample) -> Sample | None:
@@ -159,23 +162,11 @@ def _sizes(sizes: dict[str, int]) -> Iterator[None]:
     names = ("linalg", "special", "signal", "fft", "_masked", "sparse", "nested")
     modules = [database, core]
     modules += [importlib.import_module(f"torch.testing._internal.opinfo.definitions.{name}") for name in names]
-    with contextmanager_stack(
-        mock.patch.object(module, name, size)
-        for module in modules
-        for name, size in sizes.items()
-        if isinstance(getattr(module, name, None), int)
-    ):
-        yield
-
-
-@contextmanager
-def contextmanager_stack(contexts: Iterator[Any]) -> Iterator[None]:
-    """Enter all of some contexts."""
-    from contextlib import ExitStack
-
     with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+        for module in modules:
+            for name, size in sizes.items():
+                if isinstance(getattr(module, name, None), int):
+                    stack.enter_context(mock.patch.object(module, name, size))
         yield
 
 

@@ -35,7 +35,7 @@ def everywhere(*names: str) -> tuple[Callable, ...]:
 
 
 #: They store sizes, indices and masks, or nothing: their gradient is the same whatever the elements are.
-_OF_PLACES = everywhere(
+OF_PLACES = everywhere(
     *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "sum", "mean", "cumsum", "trace", "diff"),
     *("sum_to_size", "deg2rad", "rad2deg", "floor", "ceil", "round", "trunc", "fix", "frac", "sign", "heaviside"),
     *("clone", "contiguous", "detach", "copy", "to", "type", "type_as", "float", "double", "half", "bfloat16"),
@@ -75,4 +75,4 @@ _BOUNDED = everywhere(
     *("softmax", "softmin", "gumbel_softmax", "sigmoid", "expit", "tanh", "rnn_tanh_cell", "lstm_cell", "gru_cell"),
 )
 
-HARMLESS: frozenset[Callable] = frozenset((*_OF_PLACES, *_LINEAR, *_BOUNDED))
+HARMLESS: frozenset[Callable] = frozenset((*OF_PLACES, *_LINEAR, *_BOUNDED))

@@ -37,6 +37,8 @@ _RECURRENT = frozenset(everywhere("lstm", "gru", "rnn_tanh"))
 _DIVISIONS = frozenset((*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__))
 _RECIPROCALS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))
 _POWERS = frozenset((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__))
+#: Functions whose arguments say whether what they save is exact.
+CONDITIONAL = _RECURRENT | _DIVISIONS | _RECIPROCALS | _POWERS
 
 #: Operators of other libraries that read their input at points which they save.
 _EXACT_OPERATORS = frozenset(("torchvision::deform_conv2d",))
@@ -105,7 +107,7 @@ def is_exact(region: Region, func: Callable, args: tuple) -> bool:
         return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
     if isinstance(func, OpOverload | OpOverloadPacket):
         return _is_exact_operator(region, func, args)
-    return _is_of_torch(func)
+    return is_of_torch(func)
 
 
 def _is_exact_operator(region: Region, func: OpOverload | OpOverloadPacket, args: tuple) -> bool:
@@ -118,8 +120,8 @@ def _is_exact_operator(region: Region, func: OpOverload | OpOverloadPacket, args
     return not callable(function) or is_exact(region, function, args)
 
 
-def _is_of_torch(func: Callable) -> bool:
-    """Whether a function is one of torch's: the methods that are compiled say no module."""
+def is_of_torch(func: Callable) -> bool:
+    """Return whether a function is one of torch's: the methods that are compiled say no module."""
     module = getattr(func, "__module__", None)
     return not isinstance(module, str) or module.partition(".")[0] == "torch"
 

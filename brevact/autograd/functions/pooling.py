@@ -151,8 +151,11 @@ def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
 
 
 def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...]:
+    """Sizes of the result; none where torch explains what is wrong."""
     sizes = (output_size,) * dims if isinstance(output_size, int) or output_size is None else tuple(output_size)
     sizes = sizes * dims if len(sizes) == 1 else sizes
+    if len(sizes) != dims:
+        return ()
     return tuple(n if size is None else size for size, n in zip(sizes, input.shape[-dims:], strict=True))
 
 
@@ -166,9 +169,10 @@ def _adaptive_max_pool_handler(dims: int, returns_index: bool | None) -> Callabl
     def handle(region: Region, func: Callable, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
         if not _can_pool(region, input, dims):
             return NotImplemented
-        size = (1,) * (rank - dims) + _adaptive_size(output_size, input, dims)
-        if 0 in size:
+        size = _adaptive_size(output_size, input, dims)
+        if not size or min(size) <= 0:
             return NotImplemented
+        size = (1,) * (rank - dims) + size
         x = input.unsqueeze(-2) if rank != dims else input
         windows = _adaptive_windows(x.shape[-rank:], size)
         out, index = region.apply(_MaxPool, lambda x: pool(x, size), pool_backward, lambda out: windows, x)
