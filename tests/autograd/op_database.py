@@ -79,6 +79,8 @@ class Outcome(NamedTuple):
 
     outputs: list[Tensor]
     grads: list[Tensor | None]
+    scale: float
+    """Norm of the weights of that sum: what reaches the op in backward."""
 
 
 def name_of(op: Any) -> str:
@@ -143,8 +145,8 @@ def _large(found: Iterator[Any], most: int) -> list[Sample]:
 
 def _tiled(sample: Sample) -> Sample | None:
     """Return a sample with the tensors of the first one's shape repeated along their first dimension."""
-    first = sample.args[0]
-    if not isinstance(first, Tensor) or first.dim() == 0 or first.numel() == 0 or first.layout is not torch.strided:
+    first = next((x for x in sample.tensors if x.dim() and x.numel()), None)
+    if first is None or first.layout is not torch.strided:
         return None
     times = -(-DEFAULT_MIN_NUMEL // first.numel())
 
@@ -208,11 +210,12 @@ def run(
                 out = variant.call(*args, **kwargs)
         out = sample.process(out)
         outputs = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
+        scale = sum(x.numel() for x in outputs if x.requires_grad) ** 0.5  # the weights are 1 on average
         loss = _loss(outputs)
         grads: list[Tensor | None] = []
         if loss is not None:
             grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    return Outcome([_dense(x.detach()) for x in outputs], [None if x is None else _dense(x) for x in grads])
+    return Outcome([_dense(x.detach()) for x in outputs], [None if x is None else _dense(x) for x in grads], scale)
 
 
 def _loss(outputs: list[Tensor]) -> Tensor | None:
@@ -221,7 +224,7 @@ def _loss(outputs: list[Tensor]) -> Tensor | None:
     for x in outputs:
         if x.requires_grad:
             y = _dense(x)
-            y = torch.view_as_real(y) if y.is_complex() else y
+            y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
             generator = torch.Generator().manual_seed(y.numel())
             weights = torch.rand(y.shape, generator=generator, dtype=torch.float64) + 0.5
             weights *= torch.randint(0, 2, y.shape, generator=generator) * 2 - 1

@@ -43,6 +43,8 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 WITH_NON_FINITE = False
 #: Relative error of a gradient whose tensors are stored at 8 bits, of one draw or of the mean over some.
 MOST_ERROR, DRAWS = 0.1, 64
+#: Norm of a gradient, relative to what reaches the op, that is no more than what rounding leaves of a difference.
+VANISHING = 1e-5
 
 #: Counterparts that store masks and indices; grid sampling stores its input packed, for the gradient of the grid.
 EXACT_COUNTERPARTS = {
@@ -57,7 +59,23 @@ EXACT_COUNTERPARTS = {
 DIVISIONS = {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.div_}
 
 #: Laws that ops cannot keep, with the reason.
-LIMITS: dict[str, tuple[set[str], str]] = {}
+LIMITS: dict[str, tuple[set[str], str]] = {
+    "linalg.lstsq": ({"forward"}, "LAPACK's gelsy gives other last bits in each call, plain too"),
+    "linalg.lstsq.grad_oriented": ({"forward"}, "LAPACK's gelsy gives other last bits in each call, plain too"),
+    "nn.functional.scaled_dot_product_attention": (
+        {"8 bits"},
+        "the samples' scores are in the hundreds: the gradient is what is left of 1 - p, exponential in the scores",
+    ),
+    "nn.functional.multi_head_attention_forward": (
+        {"8 bits"},
+        "the samples' scores are in the hundreds: the gradient is what is left of 1 - p, exponential in the scores",
+    ),
+    **{name: ({"large"}, "its sparse samples have one size") for name in ("sparse.sampled_addmm", "sparse.mm.reduce")},
+}
+#: Ops that once lost a gradient at the default settings.
+SHOWN = {"abs", "nansum", "copysign", "fmod", "remainder", "linalg.lu_factor_ex", "std", "norm", "take_along_dim"}
+#: What the rows of which every element is masked do to ops that fill them with -inf inside, which reaches a bucket.
+OF_MASKED_ROWS = {name: {"8 bits", "2 bits"} for name in ("masked.softmax", "masked.softmin", "masked.log_softmax")}
 
 by_name = {"ids": name_of}
 
@@ -106,10 +124,13 @@ def finite_pairs(outcome: Outcome, plain: Outcome) -> list[tuple[Tensor, Tensor]
     return pairs
 
 
-def error_of(grad: Tensor, expected: Tensor) -> float:
-    """Error relative to the norm of what is expected."""
-    error = (grad - expected).norm()
-    return 0.0 if error == 0 else float(error / expected.norm())
+def error_of(grad: Tensor, expected: Tensor, scale: float) -> float:
+    """Error relative to the norm of what is expected, or to that of what reached the op if the gradient vanishes.
+
+    A norm of two elements has no gradient but what rounding leaves of a difference; of that, 10 % is nothing.
+    """
+    error, norm = float((grad - expected).norm()), float(expected.norm())
+    return error / (norm if norm > VANISHING * scale else scale) if error else 0.0
 
 
 def errs_on_average(call: Callable[[int], Outcome], plain: Callable[[int], Outcome], expected: Outcome) -> bool:
@@ -119,19 +140,22 @@ def errs_on_average(call: Callable[[int], Outcome], plain: Callable[[int], Outco
     drawn = [finite_pairs(call(seed), expected) for seed in range(DRAWS)]
     for i, (_, reference) in enumerate(drawn[0]):
         values = torch.stack([pairs[i][0] for pairs in drawn])
-        error = (values.mean(0) - reference).norm()
-        if error > MOST_ERROR * reference.norm() and error > 5 * values.std(0).norm() / DRAWS**0.5:
-            return True
+        mean = values.mean(0)
+        if error_of(mean, reference, expected.scale) > MOST_ERROR:
+            if float((mean - reference).norm()) > 5 * float(values.std(0).norm()) / DRAWS**0.5:
+                return True
     return False
 
 
-def broken_laws(variant: Variant, sample: Sample, kind: str, is_large: bool) -> list[str]:
-    """Return what one call does that it must not; nothing where torch itself refuses the call."""
+def broken_laws(variant: Variant, sample: Sample, kind: str, is_large: bool) -> list[str] | None:
+    """Return what one call does that it must not; None where torch itself refuses the call, or gives no gradient."""
     try:
         with Watch() as watch:
             plain = run(variant, sample, kind, None, plain=True)
     except Exception:  # in place of a tensor that does not fit, say
-        return []
+        return None
+    if not plain.grads:
+        return None
     broken = []
 
     def in_region(quantizer: Any, seed: int = 0) -> Outcome:
@@ -143,7 +167,7 @@ def broken_laws(variant: Variant, sample: Sample, kind: str, is_large: bool) -> 
             broken.append("forward")
     if not all(are_same(a, b) for a, b in zip(lossless.grads, plain.grads, strict=True)):
         broken.append("lossless")
-    if any(error_of(*pair) > MOST_ERROR for pair in finite_pairs(eight, plain)) and errs_on_average(
+    if any(error_of(*pair, plain.scale) > MOST_ERROR for pair in finite_pairs(eight, plain)) and errs_on_average(
         lambda seed: in_region(StochBackward8bit, seed),
         lambda seed: run(variant, sample, kind, None, seed, plain=True),
         plain,
@@ -163,23 +187,34 @@ def broken_laws(variant: Variant, sample: Sample, kind: str, is_large: bool) -> 
 
 
 def check(op: Any, some: list[Variant], found: list[Sample], all_kinds: tuple[str, ...], is_large: bool) -> None:
-    """Check each variant with each sample and each kind of inputs."""
-    allowed: set[str] = LIMITS.get(name_of(op), (set(), ""))[0]
+    """Check each variant with each sample and each kind of inputs, and that something was checked."""
+    name = name_of(op)
+    allowed: set[str] = LIMITS.get(name, (set(), ""))[0] | (
+        set() if WITH_NON_FINITE else OF_MASKED_ROWS.get(name, set())
+    )
     broken: dict[str, list[str]] = {}
+    count = 0
     for variant in some:
         for i, sample in enumerate(found):
-            if sample.is_finite or WITH_NON_FINITE:
-                for kind in all_kinds:
-                    if not (variant.is_inplace and kind == "leaf"):
-                        laws = [law for law in broken_laws(variant, sample, kind, is_large) if law not in allowed]
-                        if laws:
-                            broken.setdefault(f"{variant.name} of {kind}", []).append(f"{i}: {', '.join(laws)}")
+            for kind in all_kinds if sample.is_finite or WITH_NON_FINITE else ():
+                laws = None if variant.is_inplace and kind == "leaf" else broken_laws(variant, sample, kind, is_large)
+                count += laws is not None
+                unkept = [law for law in laws or () if law not in allowed]
+                if unkept:
+                    broken.setdefault(f"{variant.name} of {kind}", []).append(f"{i}: {', '.join(unkept)}")
     assert not broken
+    assert count > 0 or "runs" in allowed or (is_large and "large" in allowed)
 
 
 @pytest.mark.parametrize("op", OPS, **by_name)
 def test_a_sample_of_each_op_keeps_the_laws(op):
-    check(op, variants(op)[:1], samples(op, most=2), ("activation",), is_large=False)
+    found = sorted(samples(op, most=6), key=lambda sample: sum(x.numel() for x in sample.tensors))
+    check(op, variants(op)[:1], found[-1:], ("activation",), is_large=False)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in SHOWN], **by_name)
+def test_large_samples_of_some_ops_keep_the_laws(op):
+    check(op, variants(op), larger_samples(op, most=1), ("activation",), is_large=True)
 
 
 @pytest.mark.exhaustive
@@ -231,7 +266,7 @@ FALLIBLE = [op for op in OPS if op.error_inputs_func is not None]
 
 @pytest.mark.parametrize("op", FALLIBLE, **by_name)
 def test_wrong_arguments_get_torchs_own_error(op):
-    check_errors(op, most=2)
+    check_errors(op, most=1)
 
 
 @pytest.mark.exhaustive
