@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from brevact.autograd import BackwardSettings, region
 from brevact.autograd.settings import DEFAULT_MIN_NUMEL
+from tests.autograd.database_laws import Outcome, dense, loss_of
 
 try:
     from torch.testing._internal import common_methods_invocations as database
@@ -68,20 +69,6 @@ class Sample(NamedTuple):
         """Whether a tensor is packed at the default settings."""
         return any(x.numel() >= DEFAULT_MIN_NUMEL for x in self.tensors)
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether no element is infinite or NaN."""
-        return all(bool(x.isfinite().all()) for x in self.tensors if x.layout is torch.strided)
-
-
-class Outcome(NamedTuple):
-    """Outputs, and gradients of a weighted sum of those that have one."""
-
-    outputs: list[Tensor]
-    grads: list[Tensor | None]
-    scale: float
-    """Norm of the weights of that sum: what reaches the op in backward."""
-
 
 def name_of(op: Any) -> str:
     """Name of an op of the database."""
@@ -122,13 +109,24 @@ def larger_samples(op: Any, most: int = 4) -> list[Sample]:
     for sizes in _LARGER:
         with _sizes(sizes):
             try:
-                found += _quietly(lambda: _large(op.sample_inputs("cpu", torch.float32, requires_grad=True), most))
+                large = _quietly(lambda: _large(op.sample_inputs("cpu", torch.float32, requires_grad=True), most))
             except Exception:  # a sample function that has other sizes fixed; the sample is made larger below
                 continue
+        found += [sample for sample in large if _is_accepted(op, sample)]
         if len(found) >= most:
             return found[:most]
     tiled = (_tiled(sample) for sample in samples(op))
-    return [*found, *itertools.islice((x for x in tiled if x is not None), most - len(found))]
+    accepted = (x for x in tiled if x is not None and _is_accepted(op, x))
+    return [*found, *itertools.islice(accepted, most - len(found))]
+
+
+def _is_accepted(op: Any, sample: Sample) -> bool:
+    """Whether torch takes a sample that was made larger, gives it gradients, and a result that is not huge."""
+    try:
+        outcome = run(variants(op)[0], sample, "activation", None)
+    except Exception:
+        return False
+    return bool(outcome.grads) and sum(x.numel() for x in outcome.outputs) <= 8 * _MOST_NUMEL
 
 
 def _large(found: Iterator[Any], most: int) -> list[Sample]:
@@ -179,9 +177,7 @@ def _quietly(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def run(
-    variant: Variant, sample: Sample, kind: str, settings: BackwardSettings | None, seed: int = 0, plain: bool = False
-) -> Outcome:
+def run(variant: Variant, sample: Sample, kind: str, settings: BackwardSettings | None, seed: int = 0) -> Outcome:
     """Call an op inside a region, or plain, and differentiate a weighted sum of its results."""
     leaves: list[Tensor] = []
 
@@ -203,7 +199,7 @@ def run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
-        if plain:
+        if settings is None:
             out = variant.call(*args, **kwargs)
         else:
             with region(settings):
@@ -211,28 +207,8 @@ def run(
         out = sample.process(out)
         outputs = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor)]
         scale = sum(x.numel() for x in outputs if x.requires_grad) ** 0.5  # the weights are 1 on average
-        loss = _loss(outputs)
+        loss = loss_of(outputs)
         grads: list[Tensor | None] = []
         if loss is not None:
             grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    return Outcome([_dense(x.detach()) for x in outputs], [None if x is None else _dense(x) for x in grads], scale)
-
-
-def _loss(outputs: list[Tensor]) -> Tensor | None:
-    """A weighted sum of the results, the weights of both signs and of one scale."""
-    terms = []
-    for x in outputs:
-        if x.requires_grad:
-            y = _dense(x)
-            y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
-            generator = torch.Generator().manual_seed(y.numel())
-            weights = torch.rand(y.shape, generator=generator, dtype=torch.float64) + 0.5
-            weights *= torch.randint(0, 2, y.shape, generator=generator) * 2 - 1
-            terms.append((y * weights.to(y.dtype)).sum())
-    return None if not terms else sum(terms[1:], terms[0])
-
-
-def _dense(x: Tensor) -> Tensor:
-    if x.is_nested:
-        return torch.cat([part.flatten() for part in x.unbind()])
-    return x if x.layout is torch.strided else x.to_dense()
+    return Outcome([dense(x.detach()) for x in outputs], [None if x is None else dense(x) for x in grads], scale)

@@ -18,16 +18,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-import brevact
-from brevact import BackwardSettings, LosslessBackward, StochBackward2bit, StochBackward8bit
+from brevact import StochBackward2bit
 from brevact.autograd import region
 from brevact.autograd.functions import HANDLERS, dropout, kinds, lookups, piecewise_linear, pooling, selections
 from brevact.autograd.functions.harmless import HARMLESS, OF_PLACES
+from tests.autograd.database_laws import broken_laws, settings_of
 from tests.autograd.op_database import (
     KINDS,
     MISSING,
     OPS,
-    Outcome,
     Sample,
     Variant,
     larger_samples,
@@ -38,13 +37,6 @@ from tests.autograd.op_database import (
 )
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-
-#: Whether samples with infinite or NaN elements are run: one spoils the gradient of the bucket that it lies in.
-WITH_NON_FINITE = False
-#: Relative error of a gradient whose tensors are stored at 8 bits, of one draw or of the mean over some.
-MOST_ERROR, DRAWS = 0.1, 64
-#: Norm of a gradient, relative to what reaches the op, that is no more than what rounding leaves of a difference.
-VANISHING = 1e-5
 
 #: Counterparts that store masks and indices; grid sampling stores its input packed, for the gradient of the grid.
 EXACT_COUNTERPARTS = {
@@ -74,15 +66,7 @@ LIMITS: dict[str, tuple[set[str], str]] = {
 }
 #: Ops that once lost a gradient at the default settings.
 SHOWN = {"abs", "nansum", "copysign", "fmod", "remainder", "linalg.lu_factor_ex", "std", "norm", "take_along_dim"}
-#: What the rows of which every element is masked do to ops that fill them with -inf inside, which reaches a bucket.
-OF_MASKED_ROWS = {name: {"8 bits", "2 bits"} for name in ("masked.softmax", "masked.softmin", "masked.log_softmax")}
-
 by_name = {"ids": name_of}
-
-
-def settings_of(quantizer: Any, is_large: bool) -> BackwardSettings:
-    """The default settings for large samples, those that pack each tensor for small ones."""
-    return BackwardSettings(brevact.quantizer(quantizer), **({} if is_large else {"min_numel": 0}))
 
 
 class Watch(TorchFunctionMode):
@@ -106,98 +90,29 @@ def stores_exactly(func: Callable, args: tuple, packs_all: bool) -> bool:
     return func in OF_PLACES or (func not in HARMLESS and kinds.is_of_torch(func))
 
 
-def are_same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors are bit-equal, NaN equal to NaN."""
-    if a is None or b is None:
-        return a is b
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def finite_pairs(outcome: Outcome, plain: Outcome) -> list[tuple[Tensor, Tensor]]:
-    """Elements of the gradients whose plain value is finite, with those values; no gradient is one of zeros."""
-    pairs = []
-    for grad, expected in zip(outcome.grads, plain.grads, strict=True):
-        if expected is not None:
-            grad = torch.zeros_like(expected) if grad is None else grad
-            where = expected.isfinite()
-            pairs.append((grad[where].double(), expected[where].double()))
-    return pairs
-
-
-def error_of(grad: Tensor, expected: Tensor, scale: float) -> float:
-    """Error relative to the norm of what is expected, or to that of what reached the op if the gradient vanishes.
-
-    A norm of two elements has no gradient but what rounding leaves of a difference; of that, 10 % is nothing.
-    """
-    error, norm = float((grad - expected).norm()), float(expected.norm())
-    return error / (norm if norm > VANISHING * scale else scale) if error else 0.0
-
-
-def errs_on_average(call: Callable[[int], Outcome], plain: Callable[[int], Outcome], expected: Outcome) -> bool:
-    """Whether the mean gradient over some draws errs by more than the bound and more than 5 standard errors."""
-    if not all(are_same(a, b) for a, b in zip(plain(1).outputs, expected.outputs, strict=True)):
-        return True  # the op draws random numbers of its own
-    drawn = [finite_pairs(call(seed), expected) for seed in range(DRAWS)]
-    for i, (_, reference) in enumerate(drawn[0]):
-        values = torch.stack([pairs[i][0] for pairs in drawn])
-        mean = values.mean(0)
-        if error_of(mean, reference, expected.scale) > MOST_ERROR:
-            if float((mean - reference).norm()) > 5 * float(values.std(0).norm()) / DRAWS**0.5:
-                return True
-    return False
-
-
-def broken_laws(variant: Variant, sample: Sample, kind: str, is_large: bool) -> list[str] | None:
-    """Return what one call does that it must not; None where torch itself refuses the call, or gives no gradient."""
+def broken_by(variant: Variant, sample: Sample, kind: str, is_large: bool) -> list[str] | None:
+    """Return the laws that one call breaks; None where torch itself refuses the call, or gives no gradient."""
     try:
         with Watch() as watch:
-            plain = run(variant, sample, kind, None, plain=True)
+            plain = run(variant, sample, kind, None)
     except Exception:  # in place of a tensor that does not fit, say
         return None
     if not plain.grads:
         return None
-    broken = []
-
-    def in_region(quantizer: Any, seed: int = 0) -> Outcome:
-        return run(variant, sample, kind, settings_of(quantizer, is_large), seed)
-
-    lossless, eight, two = (in_region(each) for each in (LosslessBackward, StochBackward8bit, StochBackward2bit))
-    for outcome in (lossless, eight, two):
-        if not all(are_same(a, b) for a, b in zip(outcome.outputs, plain.outputs, strict=True)):
-            broken.append("forward")
-    if not all(are_same(a, b) for a, b in zip(lossless.grads, plain.grads, strict=True)):
-        broken.append("lossless")
-    if any(error_of(*pair, plain.scale) > MOST_ERROR for pair in finite_pairs(eight, plain)) and errs_on_average(
-        lambda seed: in_region(StochBackward8bit, seed),
-        lambda seed: run(variant, sample, kind, None, seed, plain=True),
-        plain,
-    ):
-        broken.append("8 bits")
-    if not all(grad.isfinite().all() for grad, _ in finite_pairs(two, plain)):
-        broken.append("2 bits")
     packs_all = kind == "activation" and not is_large
-    if all(stores_exactly(func, args, packs_all) for func, args in watch.calls):
-        for grad, expected in finite_pairs(two, plain):
-            eps = 8 * torch.finfo(torch.float32).eps
-            if not torch.allclose(
-                grad, expected, rtol=eps, atol=eps * float(expected.abs().max() if len(expected) else 0)
-            ):
-                broken.append("exact")
-    return broken
+    is_exact = all(stores_exactly(func, args, packs_all) for func, args in watch.calls)
+    return broken_laws(lambda settings, seed: run(variant, sample, kind, settings, seed), is_large, is_exact)
 
 
 def check(op: Any, some: list[Variant], found: list[Sample], all_kinds: tuple[str, ...], is_large: bool) -> None:
     """Check each variant with each sample and each kind of inputs, and that something was checked."""
-    name = name_of(op)
-    allowed: set[str] = LIMITS.get(name, (set(), ""))[0] | (
-        set() if WITH_NON_FINITE else OF_MASKED_ROWS.get(name, set())
-    )
+    allowed: set[str] = LIMITS.get(name_of(op), (set(), ""))[0]
     broken: dict[str, list[str]] = {}
     count = 0
     for variant in some:
         for i, sample in enumerate(found):
-            for kind in all_kinds if sample.is_finite or WITH_NON_FINITE else ():
-                laws = None if variant.is_inplace and kind == "leaf" else broken_laws(variant, sample, kind, is_large)
+            for kind in all_kinds:
+                laws = None if variant.is_inplace and kind == "leaf" else broken_by(variant, sample, kind, is_large)
                 count += laws is not None
                 unkept = [law for law in laws or () if law not in allowed]
                 if unkept:
