@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_HOMES = (torch, Tensor, F, torch._C._nn, torch.special, torch.linalg, torch.fft)
+_HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
 
 def everywhere(*names: str) -> tuple[Callable, ...]:

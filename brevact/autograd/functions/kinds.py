@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import is_activation
@@ -41,7 +40,8 @@ _POWERS = frozenset((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor
 CONDITIONAL = _RECURRENT | _DIVISIONS | _RECIPROCALS | _POWERS
 
 #: Operators of other libraries that read their input at points which they save.
-_EXACT_OPERATORS = frozenset(("torchvision::deform_conv2d",))
+_EXACT_OPERATORS = frozenset((("torchvision", "deform_conv2d"),))
+_OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 
 #: Modules of torch whose functions are one op to their caller and many to a region: what they save is like what the
 #: decompositions save that they end in.
@@ -105,18 +105,17 @@ def is_exact(region: Region, func: Callable, args: tuple) -> bool:
     if func in _POWERS:
         # x^2 saves a factor of its gradient, 2x; every other power is singular or steeper in what it saves.
         return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
-    if isinstance(func, OpOverload | OpOverloadPacket):
+    if isinstance(func, _OPERATORS):
         return _is_exact_operator(region, func, args)
     return is_of_torch(func)
 
 
-def _is_exact_operator(region: Region, func: OpOverload | OpOverloadPacket, args: tuple) -> bool:
+def _is_exact_operator(region: Region, func: Callable, args: tuple) -> bool:
     """The same for an operator of ``torch.ops``: torch's own is the function of its name, others are not torch's."""
-    packet = func.overloadpacket if isinstance(func, OpOverload) else func
-    namespace, _, name = packet._qualified_op_name.partition("::")
+    namespace, name = str(func).split(".")[:2]
     if namespace != "aten":
-        return packet._qualified_op_name in _EXACT_OPERATORS
-    function = getattr(torch, name, None) or getattr(Tensor, name, None) or getattr(torch._C._nn, name, None)
+        return (namespace, name) in _EXACT_OPERATORS
+    function = getattr(torch, name, None) or getattr(Tensor, name, None) or getattr(F, name, None)
     return not callable(function) or is_exact(region, function, args)
 
 
