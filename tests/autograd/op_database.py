@@ -37,8 +37,8 @@ else:
 
 #: (S, M, L) with which a tensor of three dimensions, one of two, and one of one dimension, has 4096 elements or more.
 _LARGER = ({"S": 17, "M": 18, "L": 20}, {"S": 66, "M": 67, "L": 68}, {"S": 4100, "M": 4100, "L": 4100})
-#: A sample with more elements than this is no use: the ops of linear algebra take seconds for it.
-_MOST_NUMEL = 2**15
+#: A sample with more elements, or with more in its result, is no use: the ops of linear algebra take seconds for it.
+_MOST_NUMEL, _MOST_RESULTS = 2**15, 2**22
 #: What goes in beside the first tensor, and the first one: variables, activations, weights.
 KINDS = ("leaf", "activation", "parameter", "parameters beside an activation")
 
@@ -126,7 +126,7 @@ def _is_accepted(op: Any, sample: Sample) -> bool:
         outcome = run(variants(op)[0], sample, "activation", None)
     except Exception:
         return False
-    return bool(outcome.grads) and sum(x.numel() for x in outcome.outputs) <= 8 * _MOST_NUMEL
+    return bool(outcome.grads) and sum(x.numel() for x in outcome.outputs) <= _MOST_RESULTS
 
 
 def _large(found: Iterator[Any], most: int) -> list[Sample]:

@@ -55,14 +55,19 @@ LIMITS: dict[str, tuple[set[str], str]] = {
     "linalg.lstsq": ({"forward"}, "LAPACK's gelsy gives other last bits in each call, plain too"),
     "linalg.lstsq.grad_oriented": ({"forward"}, "LAPACK's gelsy gives other last bits in each call, plain too"),
     "nn.functional.scaled_dot_product_attention": (
-        {"8 bits"},
-        "the samples' scores are in the hundreds: the gradient is what is left of 1 - p, exponential in the scores",
+        {"8 bits", "large"},
+        "the samples' scores are in the hundreds: the gradient is what is left of 1 - p, exponential in the scores; "
+        "and their sizes are fixed and belong to one another",
     ),
     "nn.functional.multi_head_attention_forward": (
         {"8 bits"},
         "the samples' scores are in the hundreds: the gradient is what is left of 1 - p, exponential in the scores",
     ),
     **{name: ({"large"}, "its sparse samples have one size") for name in ("sparse.sampled_addmm", "sparse.mm.reduce")},
+    **{
+        name: ({"large"}, "the sizes of its samples are fixed and belong to one another")
+        for name in ("triangular_solve", "broadcast_to", "lu_solve", "tensordot")
+    },
 }
 #: Ops that once lost a gradient at the default settings.
 SHOWN = {"abs", "nansum", "copysign", "fmod", "remainder", "linalg.lu_factor_ex", "std", "norm", "take_along_dim"}
