@@ -2,7 +2,8 @@
 
 Torch's own convolution or batch norm, which a region runs in place of a Function (``Region.run_torch``): its input is
 kept as a Function would keep it, its weight and statistics as they are. Of other ops, floating-point activations are
-packed, boolean tensors take one bit an element, everything else (weights, indices, small tensors) passes through.
+packed, boolean tensors take one bit an element, everything else (weights, indices, small tensors) passes through; of
+ops that make weights of weights nothing is stored that can be computed again.
 PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks that were
 active around the region see each tensor that is really stored.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from torch import Tensor
 from brevact.autograd import recording
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask, keep_small
+from brevact.autograd.lossless import View
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.storages import versions_of
 from brevact.autograd.transforms import NO_TRANSFORMS
+from brevact.autograd.weights_again import Recipe, remember
 from brevact.private_names.of_torch import current_graph_task, pop_hooks, push_hooks, top_hooks
 
 if TYPE_CHECKING:
@@ -103,6 +106,7 @@ class SavedTensorHooks:
         self.layer: tuple[Tensor, Tensor | None] | None = None
         # The input of torch's own norm, kept once its statistics are there.
         self.waiting: list[tuple[_Stored, Tensor]] | None = None
+        self._of_weights: list[tuple[_Stored, Tensor]] | None = None  # while an op makes a weight of weights
 
     def __enter__(self) -> None:
         parent = self._region.parent
@@ -151,7 +155,29 @@ class SavedTensorHooks:
             for stored, x in self.waiting or ():
                 stored.fill(self._region.keep(x, norm=norm), self._outer)
 
+    def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function that makes a weight of weights: of what is computed again nothing is stored.
+
+        What stands for the tensors that torch stores, its result among them, is known when it has run.
+        """
+        collected = self._of_weights = []
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._of_weights = None
+        remember(self._region, func, args, kwargs, result, [x for _, x in collected])
+        for stored, x in collected:
+            kept = self._region.keep_weight(x)
+            if kept[1] is AS_IT_IS and x.grad_fn is not None:
+                kept = (x.detach(),), AS_IT_IS
+            stored.fill(kept, self._outer)
+        return result
+
     def _pack(self, x: Tensor) -> _Stored | tuple[Tensor, int]:
+        if self._of_weights is not None:
+            stored = _Stored()
+            self._of_weights.append((stored, x))
+            return stored
         layer = self.layer
         if layer is not None and x is layer[1]:
             kept = self._region.keep_weight(x)
@@ -207,6 +233,13 @@ class SavedTensorHooks:
         return keep_as_it_is(x, recording.SMALL if x.is_floating_point() else recording.NO_FLOATS)
 
 
+def _is_whole(decoder: Any) -> bool:
+    """Whether a decoded tensor is the one that was stored, so that autograd may differentiate through it."""
+    while isinstance(decoder, View):
+        decoder = decoder.decoder
+    return decoder is AS_IT_IS or isinstance(decoder, Recipe)
+
+
 def sizes_of(x: Tensor) -> tuple[int, ...]:
     """Sizes other than one, in order of size: the same for a transposed or unsqueezed copy."""
     return tuple(sorted(size for size in x.shape if size != 1))
@@ -218,6 +251,6 @@ def _unpack(stored: _Stored | tuple[Tensor, int]) -> Tensor:
         if x._version != version:
             _refuse(x, version)
         return x
-    if _is_grad_enabled() and stored.decoder is not AS_IT_IS and current_graph_task() != -1:
+    if _is_grad_enabled() and not _is_whole(stored.decoder) and current_graph_task() != -1:
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     return stored.tensor()

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.functions import HANDLERS, run_counterpart
 from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
-from brevact.autograd.functions.kinds import PRODUCTS
+from brevact.autograd.functions.kinds import NORMS, PRODUCTS
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.provenance import comes_from_layer, tensors_in
@@ -66,7 +66,7 @@ def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args:
 
 def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func in NAMES:
-        if func not in HANDLERS:
+        if func not in HANDLERS or (func in NORMS and region.are_weights((args, kwargs))):  # of a weight
             result = NotImplemented
         elif not is_inplace(func, args, kwargs):
             result = run_counterpart(HANDLERS[func], region, func, args, kwargs)

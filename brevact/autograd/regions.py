@@ -28,7 +28,7 @@ from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds, run_c
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.provenance import ModelState, is_known_activation, is_weight, tensors_in
+from brevact.autograd.provenance import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
@@ -40,6 +40,14 @@ from brevact.private_names.of_torch import (
     pop_hooks,
     push_hooks,
     top_hooks,
+)
+
+#: What integers beside a tensor are indices for.
+_LOOKUPS = frozenset(
+    getattr(home, name)
+    for home in (torch, Tensor)
+    for name in ("__getitem__", "index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "scatter")
+    if hasattr(home, name)
 )
 
 
@@ -143,10 +151,10 @@ class Region:
         """Return whether ``x`` is a weight of the model that runs in the region."""
         return is_weight(x, self.state)
 
-    def are_weights(self, arguments: Any) -> bool:
-        """Return whether the tensors among nested arguments are weights, apart from masks and single constants.
+    def are_weights(self, arguments: Any, *, looks_up: bool = False) -> bool:
+        """Return whether the tensors among nested arguments are weights, apart from masks, integers and constants.
 
-        Integers beside a weight are indices: rows of a table that trains are activations, as those of an embedding are.
+        Not in a lookup, where integers are indices: rows of a table that trains are activations, as an embedding's are.
         """
         found = trains = indexed = False
         for x in tensors_in(arguments):
@@ -158,12 +166,14 @@ class Region:
                 if x.is_floating_point():
                     return False
                 indexed = True
-        return found and not (indexed and trains)
+        return found and not (looks_up and indexed and trains)
 
     def makes_weight(self, func: Callable, args: tuple, kwargs: dict) -> bool:
         """Return whether a function makes a weight of weights."""
+        if func is torch.eye:  # parametrizations add it; it is of no batch
+            return True
         is_layer = func in kinds.LAYERS or (args and is_known_activation(args[0]))
-        return not is_layer and self.are_weights((args, kwargs))
+        return not is_layer and self.are_weights((args, kwargs), looks_up=func in _LOOKUPS)
 
     def note(self, result: Any, weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
@@ -259,7 +269,13 @@ class Region:
         return result
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Kept:
-        """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes."""
+        """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.
+
+        A view of a parameter, learned queries that several samples share, is none.
+        """
+        if x._is_view() and is_parameter(x._base):
+            kept = keep_as_it_is(x.detach(), recording.WEIGHT)
+            return kept if norm is None else norm.unpacked(kept)
         settings = self.settings
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         place = next(self.places) if settings.observes else 0
@@ -314,7 +330,7 @@ class _EagerMode(tracing.RegionMode):
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
-            if region.rounds_norms and func in FORWARD_QUANTIZED:
+            if region.rounds_norms and func in FORWARD_QUANTIZED and not region.makes_weight(func, args, kwargs):
                 check_rounding()
                 result = _call_norm_aside(region, func, args, kwargs)
             else:
@@ -328,7 +344,7 @@ class _EagerMode(tracing.RegionMode):
                 return func(*args, **kwargs)
         is_inside = _is_in_algorithm(sys._getframe(1))
         handler = None if is_inside else HANDLERS.get(func)
-        if handler is not None:
+        if handler is not None and not (func in kinds.NORMS and region.makes_weight(func, args, kwargs)):
             if active.calls and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
             result = run_counterpart(handler, region, func, args, kwargs)
@@ -340,8 +356,11 @@ class _EagerMode(tracing.RegionMode):
         if makes_weight or (not region.settings.is_exact and (is_inside or kinds.is_exact(region, func, args))):
             if recording.recorders:
                 recording.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
-            with region.hooks.suspended:
-                result = func(*args, **kwargs)
+            if makes_weight:
+                result = region.hooks.make_weight(func, args, kwargs)
+            else:
+                with region.hooks.suspended:
+                    result = func(*args, **kwargs)
         else:
             region.hooks.cast_shapes = _frozen_weight_shapes(region, (args, kwargs))
             try:

@@ -107,6 +107,7 @@ def _is_autocast_enabled_anywhere() -> bool:
 
 
 is_any_autocast_enabled = find("torch._C._is_any_autocast_enabled", REGIONS, fallback=_is_autocast_enabled_anywhere)
+DisableAutocast = find("torch._C._DisableAutocast", REGIONS)
 has_kernel_for_key = find("torch._C._dispatch_has_kernel_for_dispatch_key", "a norm or PReLU in a region")
 
 # --- ops

@@ -103,15 +103,25 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+#: Weights that are made of weights, which are computed again.
+MADE = {"merged lora", "weight_norm", "spectral_norm", "orthogonal", "pruned", "fake-quantized", "transposed"}
+
+
 def stored(model: nn.Module, autocast: bool = False) -> tuple[int, list[int], int]:
-    """How many tensors are packed; sizes of those that are not, of weights; and how many are activations."""
+    """How many tensors are packed; sizes of those that are not, of weights; and how many are activations.
+
+    A weight that several ops keep counts once; what the model holds anyway does not count.
+    """
     x = X.clone().requires_grad_()
     with torch.autocast("cpu", enabled=autocast):
         packed, floats, out = codes(model, x * 1)
     out.float().square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
     activations = [x for x in floats if ROWS in x.shape]
-    return len(packed), sorted(x.numel() for x in floats if ROWS not in x.shape), len(activations)
+    held = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    weights = {x.untyped_storage().data_ptr(): x for x in floats if ROWS not in x.shape}
+    weights = {key: x for key, x in weights.items() if key not in held}
+    return len(packed), sorted(x.numel() for x in weights.values()), len(activations)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -119,13 +129,13 @@ def stored(model: nn.Module, autocast: bool = False) -> tuple[int, list[int], in
 def test_no_weight_is_packed_and_every_activation_is(name, autocast):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), MODULES[name]())
     none, weights, activations = stored(model, autocast)
-    assert none == 0 and sum(numel >= WIDTH**2 for numel in weights) >= 2 and activations >= 2
+    assert none == 0 and activations >= 2 and (name not in MADE or max(weights) >= WIDTH**2)
     packed, kept, left = stored(quantized(model, StochBackward2bit, bucket_size=64), autocast)
     assert (packed, left) == (activations, 0)
-    if name == "fake-quantized":  # computed again from the weight
+    if name in MADE:
         assert sum(kept) < sum(weights)
-    else:
-        assert kept == weights
+    else:  # autocast's copies of parameters are made again
+        assert kept == ([] if autocast else weights)
 
 
 @pytest.mark.parametrize("name", sorted({*MODULES} - {"tied", "spectral_norm"}))  # which are not linear; changes

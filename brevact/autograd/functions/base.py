@@ -101,6 +101,24 @@ class Saving(torch.autograd.Function):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.record = super(torch.autograd.Function, cls).apply
+        if "forward" in vars(cls):
+            cls.forward = staticmethod(_returning_no_views(cls.forward))
+
+
+def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward return tensors by themselves where torch returns views of tensors that nobody else sees.
+
+    Torch refuses in-place changes of views that a Function has made: ``linear`` views the result of a matrix product.
+    """
+
+    @functools.wraps(forward)
+    def wrapped(ctx: Any, *args: Any) -> Any:
+        out = forward(ctx, *args)
+        if type(out) is Tensor and out._is_view() and not any(x is out or x is out._base for x in args):
+            return out.detach()
+        return out
+
+    return wrapped
 
 
 #: Sizes, strides and dtype of a tensor.

@@ -32,6 +32,7 @@ class _Linear(Saving):
         ctx.dtype = w.dtype
         ctx.is_flattened = input.dim() <= 2 or input.is_contiguous()
         ctx.is_transposed = input.dim() == 2 and input.stride() == (1, input.shape[0])
+        ctx.has_rows = weight.stride() == (weight.shape[1], 1)
         return linear(x, w, b)
 
     @staticmethod
@@ -46,7 +47,8 @@ class _Linear(Saving):
             grad_input = product.view(*grad.shape[:-1], w.shape[1])
         if kept is not None:
             x = kept.decode().to(ctx.dtype)
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            x = x.reshape(-1, x.shape[-1])
+            grad_weight = rows.t() @ x if ctx.has_rows else (x.t() @ rows).t()
         if ctx.needs_input_grad[4]:
             grad_bias = rows.sum(0) if ctx.is_flattened else grad.sum(tuple(range(grad.dim() - 1)))
         return None, None, grad_input, grad_weight, grad_bias

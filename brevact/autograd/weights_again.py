@@ -1,0 +1,257 @@
+"""Weights that are made of weights: computed again from the parameters whenever the backward pass asks for them.
+
+Weight standardization, weight norm, spectral norm, orthogonal weights, LoRA products: between a parameter and the layer
+that reads it lie tensors as large as the weight, which torch keeps for the layer and for each op on the way. Inside a
+region each op on the way runs as it is, and keeps the parameter and how it was computed (:class:`Recipe`) in place
+of such a tensor; so does the layer. The gradients are torch's own, of the same values: bit for bit where an op returns
+the same bits for the same input.
+
+What is computed again is what depends on its arguments alone (:data:`PURE`): nothing random, nothing with a state.
+Changes of the parameter between the forward and the backward pass raise, as they do of a weight that torch keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from brevact.autograd import lossless, recording
+from brevact.autograd.storages import storage_address
+from brevact.private_names.of_torch import (
+    DisableAutocast,
+    DisableTorchFunction,
+    TreeSpec,
+    is_any_autocast_enabled,
+    tree_flatten,
+    tree_unflatten,
+)
+
+if TYPE_CHECKING:
+    from brevact.autograd.regions import Region
+
+#: Most ops between the parameters and a tensor that is computed again: each op on the way asks for those before it.
+MOST_STEPS = 16
+
+_NAMES = (
+    *("abs absolute neg negative sign square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan "
+      "sinh cosh asin acos atan asinh acosh atanh tanh sigmoid softplus softsign erf erfc erfinv logit relu relu6 gelu "
+      "silu elu selu celu leaky_relu hardtanh hardsigmoid hardswish mish logsigmoid tanhshrink hardshrink softshrink "
+      "threshold round floor ceil trunc frac clamp clip clamp_min clamp_max positive").split(),
+    *("add sub subtract rsub mul multiply div divide true_divide pow maximum minimum fmax fmin lerp where addcmul "
+      "addcdiv masked_fill copysign hypot atan2 fmod remainder").split(),
+    *("sum mean var std norm vector_norm matrix_norm amax amin max min prod logsumexp softmax log_softmax softmin "
+      "cumsum cumprod norm_except_dim normalize layer_norm group_norm rms_norm median quantile").split(),
+    *("matmul mm bmm mv dot vdot inner outer ger addmm addmv addr baddbmm addbmm einsum tensordot kron chain_matmul "
+      "multi_dot matrix_exp matrix_power householder_product inv inverse solve solve_triangular cholesky det").split(),
+    *("cat concat concatenate stack hstack vstack dstack clone contiguous reshape flatten tile repeat "
+      "repeat_interleave flip roll rot90 pad tril triu diag diag_embed block_diag index_select gather take_along_dim "
+      "zeros_like ones_like full_like new_zeros new_ones new_full interpolate pixel_shuffle pixel_unshuffle").split(),
+    *("to type type_as float double half bfloat16").split(),
+)  # fmt: skip
+_OPERATORS = (*("add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs matmul rmatmul pos mod rmod".split()),)
+_HOMES = (torch, Tensor, F, torch.linalg, torch.special)
+#: Functions that return what their arguments say, and change nothing.
+PURE: frozenset[Callable] = frozenset(
+    (
+        *(getattr(home, name) for name in _NAMES for home in _HOMES if callable(getattr(home, name, None))),
+        *(getattr(Tensor, f"__{name}__") for name in _OPERATORS),
+        *(getattr(torch, name) for name in ("_weight_norm", "_weight_norm_interface") if hasattr(torch, name)),
+        torch.eye,
+    )
+)
+#: Pure without running statistics, their second and third argument.
+_BY_STATISTICS = frozenset((F.batch_norm, F.instance_norm))
+
+
+class _Kept:
+    """Place of a kept tensor in a recipe."""
+
+    __slots__ = ()
+
+
+class _Step:
+    """One op of a recipe.
+
+    Args:
+        compute: the op.
+        leaves: its arguments, a step or the place of a kept tensor for each that is a tensor.
+        spec: structure of the arguments.
+        autocast: device type and dtype of the autocast in which it ran, or None.
+    """
+
+    __slots__ = ("autocast", "compute", "leaves", "spec")
+
+    def __init__(
+        self,
+        compute: Callable[..., Tensor],
+        leaves: tuple[Any, ...],
+        spec: TreeSpec,
+        autocast: tuple[str, torch.dtype] | None,
+    ) -> None:
+        self.compute, self.leaves, self.spec, self.autocast = compute, leaves, spec, autocast
+
+    def run(self, values: dict[Any, Tensor]) -> Tensor:
+        """Compute the result, and put it and those that it needs into ``values``, which holds the kept tensors."""
+        found = values.get(self)
+        if found is None:
+            leaves = [_value(leaf, values) for leaf in self.leaves]
+            args, kwargs = tree_unflatten(leaves, self.spec)
+            with _as_in_forward(self.autocast):
+                found = values[self] = self.compute(*args, **kwargs)
+        return found
+
+
+def _value(leaf: Any, values: dict[Any, Tensor]) -> Any:
+    if type(leaf) is _Step:
+        return leaf.run(values)
+    return values[leaf] if type(leaf) is _Kept else leaf
+
+
+class Recipe(NamedTuple):
+    """Decoder of a weight that is computed again from the kept tensors.
+
+    Args:
+        places: of the kept tensors, in their order.
+        step: the last one.
+        steps: how many there are.
+        nbytes: of the weight.
+    """
+
+    places: tuple[_Kept, ...]
+    step: _Step
+    steps: int
+    nbytes: int
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the weight."""
+        with torch.no_grad(), DisableTorchFunction():
+            return self.step.run(dict(zip(self.places, tensors, strict=True)))
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return its product with ``grad``."""
+        return grad * self.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how it is kept, for a report, and its bytes."""
+        return recording.EXACT, self.nbytes
+
+
+def remember(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]):
+    """Remember how a function has made a weight of weights, if it can be computed again and that saves memory.
+
+    Args:
+        region: the region that runs.
+        func: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned.
+        saved: tensors that autograd stores for it.
+    """
+    if not (
+        region.is_activation(result) and result.numel() >= region.settings.min_numel and _is_pure(func, args, kwargs)
+    ):
+        return
+    recipe = _Writer(region, saved).write(func, args, kwargs, result)
+    if recipe is not None:
+        lossless.register(result, *recipe)
+
+
+def _is_pure(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if func in _BY_STATISTICS:
+        given = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
+        return all(each is None for each in given)
+    return func in PURE and kwargs.get("out") is None and not kwargs.get("inplace", False)
+
+
+class _Writer:
+    """Writes one recipe: collects the tensors that it keeps and the steps that made its arguments."""
+
+    def __init__(self, region: Region, saved: list[Tensor]) -> None:
+        self._least = region.settings.min_numel
+        self._saved = {storage_address(x) for x in saved}
+        self._kept: dict[_Kept, Tensor] = {}
+        self._steps: set[_Step] = set()
+
+    def write(
+        self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Tensor
+    ) -> tuple[tuple[Tensor, ...], Recipe] | None:
+        """Return the kept tensors and the recipe; None for views, long recipes, and what would keep more tensors."""
+        leaves, spec = tree_flatten((args, kwargs))
+        address = storage_address(result)
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            found = None if storage_address(leaf) == address else self._source(leaf)
+            if found is None:
+                return None
+            leaves[index] = found
+        step = _Step(func, tuple(leaves), spec, _autocast_of(result))
+        self._count(step)
+        if len(self._steps) > MOST_STEPS:
+            return None
+        return tuple(self._kept.values()), Recipe(tuple(self._kept), step, len(self._steps), result.nbytes)
+
+    def _count(self, step: _Step) -> None:
+        if step not in self._steps:
+            self._steps.add(step)
+            for leaf in step.leaves:
+                if type(leaf) is _Step:
+                    self._count(leaf)
+
+    def _source(self, x: Tensor) -> _Step | _Kept | None:
+        """Return what stands for an argument."""
+        known = lossless.find(x)
+        if known is not None:
+            return self._known(*known)
+        if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
+            return None
+        if not (isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or storage_address(x) in self._saved):
+            if x.numel() >= self._least:
+                return None
+            x = x.detach().clone()  # torch would not notice a change of it
+        return self._keep(x.detach())
+
+    def _known(self, tensors: tuple[Tensor, ...], decoder: Any) -> _Step:
+        if isinstance(decoder, lossless.View):
+            inner = self._known(tensors, decoder.decoder)
+            return _step_of(torch.as_strided, inner, decoder.shape, decoder.stride, decoder.offset)
+        if isinstance(decoder, Recipe):
+            for place, x in zip(decoder.places, tensors, strict=True):
+                if place not in self._kept:
+                    self._kept[place] = x
+            return decoder.step
+        return _step_of(lambda *kept: decoder.decode(kept), *(self._keep(x) for x in tensors))
+
+    def _keep(self, x: Tensor) -> _Kept:
+        """Return the place of a tensor: what one op reads twice is kept once."""
+        for place, known in self._kept.items():
+            if known.is_set_to(x):
+                return place
+        place = _Kept()
+        self._kept[place] = x
+        return place
+
+
+def _step_of(compute: Callable[..., Tensor], *args: Any) -> _Step:
+    leaves, spec = tree_flatten((args, {}))
+    return _Step(compute, tuple(leaves), spec, None)
+
+
+def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:
+    """Device type and dtype of the autocast that runs, None for none."""
+    kind = x.device.type
+    return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+
+def _as_in_forward(autocast: tuple[str, torch.dtype] | None) -> AbstractContextManager[Any]:
+    """The autocast in which an op ran; none, where a backward pass runs under one."""
+    if autocast is not None:
+        return torch.autocast(autocast[0], autocast[1], cache_enabled=False)
+    if is_any_autocast_enabled():
+        return DisableAutocast()
+    return nullcontext()
