@@ -47,4 +47,5 @@ $(READY): pyproject.toml constraints.txt
 		echo "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,recipes,dev]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt timm torchvision
 	touch $(READY)

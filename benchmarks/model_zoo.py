@@ -217,15 +217,16 @@ CONVOLUTIONAL: dict[str, Callable[[], Subject]] = {
 MODELS = TRANSFORMERS | CONVOLUTIONAL
 
 
-def build(name: str, seed: int = 0) -> Subject:
+def build(name: str, seed: int = 0, builders: dict[str, Callable[[], Subject]] = MODELS) -> Subject:
     """Build a model and a batch from a seed.
 
     Args:
-        name: key of MODELS.
+        name: key of the builders.
         seed: of weights and batch.
+        builders: of models, by name.
     """
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        subject = MODELS[name]()
+        subject = builders[name]()
     subject.model.train()
     return subject

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.functions import HANDLERS, run_counterpart
+from brevact.autograd.functions import HANDLERS, NORMS, run_counterpart
 from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
-from brevact.autograd.functions.kinds import NORMS, PRODUCTS
+from brevact.autograd.functions.kinds import PRODUCTS
 from brevact.autograd.keeping import Kept, keep_as_it_is, pack
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.provenance import comes_from_layer, tensors_in

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from brevact.autograd import lossless, recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, sizes_of
 from brevact.autograd.following import FOLLOWED, follow
-from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, kinds, run_counterpart
+from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, NORMS, kinds, run_counterpart
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
 from brevact.autograd.normalizing import NormInput
@@ -172,7 +172,7 @@ class Region:
         """Return whether a function makes a weight of weights."""
         if func is torch.eye:  # parametrizations add it; it is of no batch
             return True
-        is_layer = func in kinds.LAYERS or (args and is_known_activation(args[0]))
+        is_layer = (func in kinds.LAYERS and func not in NORMS) or (args and is_known_activation(args[0]))
         return not is_layer and self.are_weights((args, kwargs), looks_up=func in _LOOKUPS)
 
     def note(self, result: Any, weight: bool) -> None:
@@ -344,7 +344,7 @@ class _EagerMode(tracing.RegionMode):
                 return func(*args, **kwargs)
         is_inside = _is_in_algorithm(sys._getframe(1))
         handler = None if is_inside else HANDLERS.get(func)
-        if handler is not None and not (func in kinds.NORMS and region.makes_weight(func, args, kwargs)):
+        if handler is not None and not (func in NORMS and region.makes_weight(func, args, kwargs)):
             if active.calls and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
             result = run_counterpart(handler, region, func, args, kwargs)

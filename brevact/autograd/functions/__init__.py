@@ -36,9 +36,11 @@ from brevact.autograd.functions import (
 if TYPE_CHECKING:
     from brevact.autograd.regions import Region
 
-__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "REARRANGED", "run_counterpart"]
+__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "NORMS", "REARRANGED", "run_counterpart"]
 
 FORWARD_QUANTIZED = normalization.FORWARD_QUANTIZED
+#: A norm of a weight (weight standardization) makes a weight of it.
+NORMS = frozenset(normalization.HANDLERS)
 
 HANDLERS: dict[Callable, Callable] = {
     **convolution.HANDLERS,

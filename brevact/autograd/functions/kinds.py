@@ -4,7 +4,7 @@
 their arguments: a division by an activation (1/b^2), powers other than squares, and recurrent layers on a GPU whose
 weights cuDNN copies into one flat tensor, which nobody could tell from an activation.
 
-*Layers*: what they return is an activation, even if only a weight went in. A norm of a weight is a weight.
+*Layers*: what they return is an activation, even if only a weight went in.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
 
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-#: Of a weight, weight standardization: what they return is a weight then.
-NORMS = frozenset(
-    everywhere(
-        *("layer_norm", "group_norm", "instance_norm", "rms_norm", "batch_norm", "native_layer_norm"),
-        "local_response_norm",
-    )
+_NORMS = everywhere(
+    *("layer_norm", "group_norm", "instance_norm", "rms_norm", "batch_norm", "native_layer_norm"),
+    "local_response_norm",
 )
 
 _RECURRENT = frozenset(everywhere("lstm", "gru", "rnn_tanh"))
@@ -78,6 +75,7 @@ LAYERS = frozenset(
     (
         *everywhere("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
         *everywhere("linear", "bilinear", "embedding", "embedding_bag"),
+        *_NORMS,
         *_ATTENTION,
     )
 )

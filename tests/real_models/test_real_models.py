@@ -1,0 +1,63 @@
+"""Models as their libraries ship them: forward, gradients, bytes, and that no weight is packed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import brevact
+from benchmarks.model_zoo import MODELS, Subject, build, loss_of
+from benchmarks.models import gradient, loss_at, quantized, relative_error
+from brevact import BackwardSettings, PackedActivation, StochBackward2bit, StochBackward8bit, UniformQuantizer
+
+IMAGE_MODELS = pytest.importorskip("benchmarks.image_models", reason="needs timm and torchvision").IMAGE_MODELS
+ALL = {**IMAGE_MODELS, **MODELS}
+#: One of each kind that was hard: class tokens, branches that are added, weights made of weights, response norms.
+QUICK = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small", "convnextv2_atto", "shufflenet_v2_x0_5")
+CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in ALL]
+
+
+class Spy(UniformQuantizer):
+    """Keeps a digest of what it is given."""
+
+    seen: ClassVar[list[tuple[tuple[int, ...], int]]] = []
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        if x.numel() and x.min() < x.max():  # a constant may be a dead channel
+            Spy.seen.append((tuple(sorted(x.shape)), hash(x.detach().contiguous().numpy().tobytes())))
+        return super().quantize(x, seed)
+
+
+def packed_at(subject: Subject) -> set[tuple[tuple[int, ...], int]]:
+    """Digests of what is packed in a forward pass."""
+    Spy.seen.clear()
+    torch.manual_seed(0)
+    loss_of(subject)
+    return set(Spy.seen)
+
+
+def other_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of which no input is that of another one: noise on what is measured, other tokens and labels."""
+    return {
+        name: torch.randn_like(x) if x.is_floating_point() else (x + 1) % (int(x.max()) + 1)
+        for name, x in batch.items()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_models_train_as_they_are(name):
+    plain = build(name, builders=ALL)
+    two, eight = quantized(plain, StochBackward2bit), quantized(plain, StochBackward8bit)
+    spied = quantized(plain, BackwardSettings(Spy(bit_width=2)))
+    assert torch.equal(loss_at(two, 0), loss_at(plain, 0))
+    expected = gradient(plain, 0)
+    errors = [relative_error(gradient(subject, 0), expected) for subject in (eight, two)]
+    report = brevact.memory_report(two.model, two.batch)
+    # What does not change with the batch is computed of weights alone.
+    first, second = packed_at(spied), packed_at(Subject(spied.model, other_batch(spied.batch)))
+    assert first and not first & second
+    assert 0.0 < errors[0] < 0.1 and errors[1] < 3.0, errors
+    assert report.ratio >= 8.0, str(report).splitlines()[-40:]
