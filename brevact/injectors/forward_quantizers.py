@@ -4,8 +4,8 @@ Importing this module makes the classes of ``brevitas.core`` that quantize, and 
 region: inside one that packs, they compute by ``brevact.autograd.functions.fake_quantization`` what they compute
 everywhere else by their own ops. No instance changes, so that copies, pickles, loaded state dicts, rebuilt quantizers
 and those of shared proxies are all the same. Scripted ones (``BREVITAS_JIT=1``) and those in traced graphs stay as they
-are, as does what has no fixed integers: learned bit widths, learned rounding, quantizers with a delay; and what
-somebody changed (a subclass with integers of its own) or watches by hooks.
+are, as does what has no fixed integers: learned rounding, quantizers with a delay, learned bit widths, whose ops
+store what they need at full precision; and what somebody changed (a subclass with integers of its own) or watches by hooks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -114,8 +115,10 @@ def _int_quant(
     stock: Callable, quant: IntQuant, scale: Tensor, zero_point: Tensor, bit_width: Tensor, x: Tensor
 ) -> Any:
     out = _quantize(quant, scale, zero_point, scale, zero_point, bit_width, x)
-    if out is NotImplemented and x is _rectified.output:
-        out = stock(quant, scale, zero_point, bit_width, torch.relu(_rectified.input))
+    if out is NotImplemented and (x is _rectified.output or bit_width.requires_grad):
+        with _learning(bit_width):
+            x = torch.relu(_rectified.input) if x is _rectified.output else x
+            out = stock(quant, scale, zero_point, bit_width, x)
     return out
 
 
@@ -129,7 +132,20 @@ def _decoupled_int_quant(
     bit_width: Tensor,
     x: Tensor,
 ) -> Any:
-    return _quantize(quant, scale, zero_point, pre_scale, pre_zero_point, bit_width, x)
+    out = _quantize(quant, scale, zero_point, pre_scale, pre_zero_point, bit_width, x)
+    if out is NotImplemented and bit_width.requires_grad:
+        with _learning(bit_width):
+            out = stock(quant, pre_scale, pre_zero_point, scale, zero_point, bit_width, x)
+    return out
+
+
+def _learning(bit_width: Tensor) -> AbstractContextManager[Any]:
+    """Store as it is what stock ops need for the gradient of a bit width.
+
+    It is a difference of large sums, of the scale's share and that of the bounds: noise in their terms would hide it.
+    """
+    region = packing_region()
+    return nullcontext() if region is None or not bit_width.requires_grad else region.hooks.suspended
 
 
 def _quantize(
