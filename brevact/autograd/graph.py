@@ -12,8 +12,9 @@ ops save is packed once by the compiler, which sees equal ops.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from brevact.private_names.of_torch import (
     EnableTorchFunction,
     FunctionalTensor,
     WeakTensorKeyDictionary,
+    tracing_context,
 )
 from brevact.quantizers import Layout, is_traced, read
 
@@ -177,9 +179,13 @@ class _TracedRegion:
         return keep_as_it_is(x)
 
     def _sized(self, x: Tensor) -> Any:
-        """The quantizer with its size drawn, once for all runs of the graph."""
-        seed = (torch.default_generator.initial_seed() ^ rank_seed()) + next(_draws)
-        return self.settings.quantizer.sized(int(Layout.of(x).numel), seed % 2**63)
+        """The quantizer with its size drawn, once for all runs of the graph.
+
+        By the seed of torch's generator and the tensor's place among those of the graph.
+        """
+        numel = int(Layout.of(x).numel)
+        seed = (torch.default_generator.initial_seed() ^ rank_seed()) + numel * _PLACES + _next_place()
+        return self.settings.quantizer.sized(numel, seed % 2**63)
 
     def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
         """What is drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
@@ -193,4 +199,11 @@ class _TracedRegion:
 
 
 _drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_draws = itertools.count()
+_PLACES = 1 << 20
+_places: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+
+
+def _next_place() -> int:
+    """Count the sizes that were drawn while the graph at hand is traced; 0 outside of a compilation by Dynamo."""
+    context = tracing_context()
+    return 0 if context is None else next(_places.setdefault(context, itertools.count()))

@@ -89,6 +89,8 @@ skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=la
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
 #: What Dynamo would compile functions called here with: not None between the graphs of a compiled model.
 frame_callback = find("torch._C._dynamo.eval_frame.get_eval_frame_callback", COMPILING, placeholder=lambda: None)
+#: What Dynamo knows of the graph that it traces; None outside of a compilation.
+tracing_context = find("torch._guards.TracingContext.try_get", COMPILING)
 FakeTensor = find("torch._subclasses.fake_tensor.FakeTensor", COMPILING)
 FunctionalTensor = find("torch._subclasses.functional_tensor.FunctionalTensor", COMPILING)
 is_functional_tensor = find("torch._is_functional_tensor", COMPILING)
