@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from benchmarks.model_zoo import Subject, WithLoss
-from benchmarks.torchvision_ops import declare_missing_ops
 
-declare_missing_ops()
-
-import timm  # noqa: E402
-import torchvision  # noqa: E402
+# Behind the zoo, which lets them be imported.
+import timm  # isort: skip
+import torchvision  # isort: skip
 
 CLASSES, SIZE, BATCH = 10, 64, 8
 

@@ -1,4 +1,4 @@
-"""Let torchvision and timm be imported where torchvision's compiled ops do not fit the torch that is there.
+"""Let torchvision, timm and transformers be imported where torchvision's compiled ops do not fit the torch that is there.
 
 Torchvision's wheels are compiled for torch's CUDA build; on torch's CPU build `import torchvision` raises, though
 classifiers need none of those ops. Declared without an implementation, they are found, and raise when they are called.
@@ -25,14 +25,10 @@ _library = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def declare_missing_ops() -> None:
-    """Declare the ops that `import torchvision` asks for, unless its compiled library can be loaded.
-
-    Raises:
-        ModuleNotFoundError: torchvision is not installed.
-    """
+    """Declare the ops that `import torchvision` asks for, unless its compiled library can be loaded."""
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
-        raise ModuleNotFoundError("torchvision is not installed; install it by pip install --no-deps torchvision timm")
+        return
     for compiled in Path(found.origin).parent.glob("_C*"):
         try:
             torch.ops.load_library(compiled)

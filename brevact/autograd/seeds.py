@@ -70,6 +70,8 @@ class SeedStream:
         """Return the next seed for a tensor on ``device``."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return draw_anew(device)
+        if device.type == "meta":  # no values, and no generator: codes have sizes alone
+            device = _HOST
         stream = self._streams.get(device)
         if stream is None:
             if self._base is None:

@@ -230,11 +230,15 @@ class _Writer:
     def _keep(self, x: Tensor) -> _Kept:
         """Return the place of a tensor: what one op reads twice is kept once."""
         for place, known in self._kept.items():
-            if known.is_set_to(x):
+            if storage_address(known) == storage_address(x) and _view_of(known) == _view_of(x):
                 return place
         place = _Kept()
         self._kept[place] = x
         return place
+
+
+def _view_of(x: Tensor) -> tuple[Any, ...]:
+    return x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 def _step_of(compute: Callable[..., Tensor], *args: Any) -> _Step:
@@ -245,6 +249,8 @@ def _step_of(compute: Callable[..., Tensor], *args: Any) -> _Step:
 def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:
     """Device type and dtype of the autocast that runs, None for none."""
     kind = x.device.type
+    if not (torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(kind)):
+        return None
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 

@@ -4,8 +4,8 @@ Importing this module makes the classes of ``brevitas.core`` that quantize, and 
 region: inside one that packs, they compute by ``brevact.autograd.functions.fake_quantization`` what they compute
 everywhere else by their own ops. No instance changes, so that copies, pickles, loaded state dicts, rebuilt quantizers
 and those of shared proxies are all the same. Scripted ones (``BREVITAS_JIT=1``) and those in traced graphs stay as they
-are, as does what has no fixed integers: learned rounding, quantizers with a delay, learned bit widths, whose ops
-store what they need at full precision; and what somebody changed (a subclass with integers of its own) or watches by hooks.
+are, as does what has no fixed integers: learned rounding, quantizers with a delay, learned bit widths, whose ops store
+what they need at full precision; and what somebody changed (a subclass with integers of its own) or watches by hooks.
 """
 
 from __future__ import annotations
