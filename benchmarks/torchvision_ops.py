@@ -1,4 +1,4 @@
-"""Let torchvision, timm and transformers be imported where torchvision's compiled ops do not fit the torch that is there.
+"""Let torchvision, timm and transformers be imported where torchvision's compiled ops do not fit the torch at hand.
 
 Torchvision's wheels are compiled for torch's CUDA build; on torch's CPU build `import torchvision` raises, though
 classifiers need none of those ops. Declared without an implementation, they are found, and raise when they are called.
