@@ -197,6 +197,13 @@ def test_ties_and_nan_are_shared_as_torch_shares_them(function):
         assert torch.equal(grad, reference)
 
 
+@pytest.mark.parametrize("bounds", [(-0.5, 0.75), (None, 0.75), (-0.5, None)])
+def test_clamp_gives_torchs_gradient_at_its_bounds(bounds):  # which differs between versions
+    x = torch.tensor([-1.0, -0.5, 0.0, 0.75, 1.0, float("nan"), float("inf")])
+    (expected,), (grad,) = (run(lambda x: x.clamp(*bounds), [x], bit_width)[1] for bit_width in (None, 1))
+    assert torch.equal(grad, expected)
+
+
 @pytest.mark.parametrize("shapes", [((5, 4), (4,)), ((5, 1), (1, 4)), ((), (3,))])
 @pytest.mark.parametrize("function", [torch.maximum, torch.fmin])
 def test_extremes_of_two_tensors_broadcast(function, shapes):

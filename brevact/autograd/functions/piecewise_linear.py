@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import Saving, expanded_one, load, save
+from brevact.autograd.functions.torch_rules import clamp_passes_bounds
 from brevact.autograd.keeping import keep_mask
 
 if TYPE_CHECKING:
@@ -94,9 +95,10 @@ def _clamp(input: Tensor, min: float | None = None, max: float | None = None) ->
         raise TypeError("bounds that are tensors have gradients of their own")
 
     def mask(x: Tensor) -> Tensor:
+        above, below = (torch.ge, torch.le) if clamp_passes_bounds() else (torch.gt, torch.lt)
         if min is None or max is None:
-            return x <= max if min is None else x >= min
-        return (x >= min) & (x <= max)
+            return below(x, max) if min is None else above(x, min)
+        return above(x, min) & below(x, max)
 
     return _Pieces(mask)
 

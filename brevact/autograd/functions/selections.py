@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
+from brevact.autograd.functions.torch_rules import fmax_shares_ties
 from brevact.autograd.keeping import keep_mask
 
 if TYPE_CHECKING:
@@ -57,10 +58,13 @@ class _Either(Saving):
     ) -> Tensor:
         x, y = a.detach(), b.detach()
         is_first = rule.is_first(x, y)
-        if rule.ignores_nan:
-            save(ctx, keep_mask(is_first | y.isnan()))
-        else:
+        if not rule.ignores_nan:
             save(ctx, keep_mask(is_first), keep_mask(rule.is_first(y, x)))
+        elif fmax_shares_ties():
+            is_second = rule.is_first(y, x) | (x.isnan() & ~y.isnan())
+            save(ctx, keep_mask(is_first | y.isnan()), keep_mask(is_second))
+        else:
+            save(ctx, keep_mask(is_first | y.isnan()))
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
         return call(a, b)
 
