@@ -27,7 +27,6 @@ from brevact.private_names.of_torch import (
     function_apply_code,
     function_stack_at,
     get_overridable_functions,
-    is_exporting,
     len_function_stack,
     skip_code,
 )
@@ -50,6 +49,9 @@ def is_compiled_graph(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
 
 
+#: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
+#: on with rounded values do so there, too.
+is_exporting = torch.compiler.is_exporting
 out_of_dynamo = torch.compiler.disable
 
 
@@ -61,7 +63,6 @@ def run_undisturbed(function: Callable[..., Any], *args: Any) -> None:
     function(*args)
 
 
-_ROUNDED = dict.fromkeys(FORWARD_QUANTIZED)  # Dynamo of torch 2.8 looks nothing up in a frozenset of functions
 # Dynamo shows modes the functions of this set alone, where F.hardswish and torch.relu_ are missing.
 get_overridable_functions().update(HANDLERS)
 
@@ -121,7 +122,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
     if name is None:
         return func(*args, **kwargs)
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # rounded norms alone have something to do
-        if func not in _ROUNDED or not _quantizes_forward(mode.spelled):
+        if func not in FORWARD_QUANTIZED or not _quantizes_forward(mode.spelled):
             return func(*args, **kwargs)
     if mode.spelled is None:
         raise TypeError(

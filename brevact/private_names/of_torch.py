@@ -73,18 +73,6 @@ global_backward_hooks = find("torch.nn.modules.module._global_backward_hooks", R
 
 # --- torch.compile
 
-_exports = find("torch.compiler._is_exporting_flag", COMPILING, fallback=None) is not None
-
-
-def is_exporting() -> bool:
-    """Return whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it.
-
-    Norms that go on with rounded values do so there, too. In code that Dynamo traces, `torch.compiler.is_exporting` of
-    torch 2.8 is true without an export as well.
-    """
-    return torch.compiler._is_exporting_flag if _exports else torch.compiler.is_exporting()
-
-
 skip_code = find("torch._dynamo.eval_frame.skip_code", COMPILING, placeholder=lambda code: None)
 get_overridable_functions = find("torch._dynamo.variables.torch.get_overridable_functions", COMPILING, placeholder=set)
 #: What Dynamo would compile functions called here with: not None between the graphs of a compiled model.
@@ -121,7 +109,7 @@ def _softmax_gradient(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -
 
 
 def _rms_norm_in_parts(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Any:
-    """Output and inverse root of the mean square; before torch 2.9 torch computes the norm of ops that save it."""
+    """Output and inverse root of the mean square, without the op that returns both."""
     square = x.to(torch.promote_types(x.dtype, torch.float32)).square()
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     invstd = square.mean(tuple(range(-len(shape), 0)), keepdim=True).add_(eps).rsqrt_()
@@ -129,7 +117,7 @@ def _rms_norm_in_parts(x: Tensor, shape: tuple[int, ...], weight: Tensor | None,
 
 
 softmax_backward = find("torch.ops.aten._softmax_backward_data.default", REGIONS, fallback=_softmax_gradient)
-#: None before torch 2.9; `fused_rms_norm` is then made of other ops.
+#: None where it is missing; `fused_rms_norm` is then made of other ops.
 fused_rms_norm_backward = find("torch.ops.aten._fused_rms_norm_backward.default", REGIONS, fallback=None)
 fused_rms_norm = _rms_norm_in_parts
 if fused_rms_norm_backward is not None:
