@@ -116,8 +116,10 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
         return _call_higher_order(func, args, kwargs)
     if func is Tensor.unflatten:  # Python code that calls super(), which Dynamo does not follow here
         func = torch.unflatten
-    elif func is Tensor.__pow__:  # a Python function, which Dynamo does not find in a table
+    elif func is Tensor.__pow__:  # Python functions of a class, which Dynamo does not find in a table
         func = torch.pow
+    elif func is Tensor.norm:
+        func = torch.norm
     name = NAMES.get(func)
     if name is None:
         return func(*args, **kwargs)
