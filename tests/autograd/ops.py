@@ -170,7 +170,6 @@ PACKED = [
     Op("std with correction", lambda: lambda x: torch.std(x, -1, correction=3, keepdim=True), (60, 40)),
     Op("std_mean", lambda: lambda x: torch.stack(torch.std_mean(x, (2, 3)))),
     Op("cosine_similarity", lambda: lambda x: F.cosine_similarity(x, x.roll(1, 0), dim=-1), (60, 40)),
-    Op("cosine_similarity of pairs", lambda: lambda x: F.cosine_similarity(x[:, None], x[None, :9], dim=-1), (30, 40)),
     Op("pairwise_distance", lambda: lambda x: F.pairwise_distance(x, x[:1] * 0.5), (60, 40)),
     Op("dist", lambda: lambda x: torch.dist(x, x.flip(0))),
     Op("normalize", lambda: lambda x: F.normalize(x, dim=1), (60, 40)),

@@ -440,3 +440,18 @@ def test_zero_vectors_have_torchs_gradient():
 )
 def test_norms_that_choose_and_norms_of_few_elements_are_exact(function):
     assert_exact(function, torch.randn(24, 36))
+
+
+def test_cosine_similarity_of_pairs_packs_each_vector_once():
+    x, y = torch.randn(30, 40), torch.randn(9, 40)
+
+    def pairs(x: Tensor, y: Tensor) -> Tensor:
+        return F.cosine_similarity(x[:, None], y[None], dim=-1)
+
+    _, expected, _ = run(pairs, [x, y], None)
+    torch.testing.assert_close(run(pairs, [x, y], 32)[1], expected)
+    _, grads, saved = run(pairs, [x, y], 8)
+    for grad, reference in zip(grads, expected, strict=True):
+        assert 0 < (grad - reference).norm() < 6 / 255 * reference.norm()
+    small = 4 * (30 + 9 + 30 * 9)  # norms and similarities
+    assert saved.nbytes <= x.numel() + y.numel() + 2 * small
