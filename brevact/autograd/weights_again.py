@@ -249,7 +249,7 @@ def _step_of(compute: Callable[..., Tensor], *args: Any) -> _Step:
 def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:
     """Device type and dtype of the autocast that runs, None for none."""
     kind = x.device.type
-    if not (torch._C._is_any_autocast_enabled() and torch.amp.is_autocast_available(kind)):
+    if not (is_any_autocast_enabled() and torch.amp.is_autocast_available(kind)):
         return None
     return (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
