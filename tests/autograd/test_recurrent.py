@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+import brevact
 from brevact.autograd import BackwardSettings, region
 from brevact.quantizers import Rounding, UniformQuantizer
 from tests.autograd.measuring import Saved, settings, watch_saved
@@ -99,6 +100,24 @@ def test_recurrent_layers_store_codes(make):
         saved.tensors = stored
         sizes.append(saved.nbytes)
     assert sizes[1] < sizes[0] / 4
+
+
+@pytest.mark.parametrize("name", ["gru", "rnn", "lstm", "lstm without onednn", "rnn relu"])
+def test_long_sequences_pack_what_torch_lets_see(name):
+    """As the README says: an LSTM on a CPU hands autograd a workspace, and an RNN with ReLU is exact."""
+    makes = {"gru": nn.GRU, "rnn": nn.RNN, "rnn relu": lambda *sizes: nn.RNN(*sizes, nonlinearity="relu")}
+    layer = makes.get(name, nn.LSTM)(64, 64)
+    model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), layer), brevact.StochBackward2bit)
+    with torch.backends.mkldnn.flags(enabled=name != "lstm without onednn" and torch.backends.mkldnn.is_available()):
+        report = brevact.memory_report(model, torch.randn(32, 64, 64))
+    (row,) = [row for row in report.rows if row.kind in ("GRU", "RNN", "LSTM")]
+    whys = {op.why for op in report.ops if op.saved_bytes > row.saved_bytes / 2}
+    if name == "lstm" and torch.backends.mkldnn.is_available():
+        assert any("workspace" in why for why in whys)
+    elif name == "rnn relu":
+        assert row.saved_bytes == row.plain_bytes
+    else:
+        assert row.plain_bytes > 10 * row.saved_bytes
 
 
 def test_relu_layers_are_exact():
