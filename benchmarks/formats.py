@@ -241,6 +241,11 @@ _PAGE = """
     E |y - E y|^2 / |x|^2, norms over all elements. Times are relative to `clone()` on two cores of an Intel Xeon
     that were busy with other work as well: they are for orientation.
 
+    An element that is not finite decodes to NaN in every format, and its finite neighbours as if it were not there, but
+    that they have a code less in groups that had none to spare: at 2 bits, three levels instead of four. No format
+    takes bytes for that; the flag of a group is the sign of its scale. Quantizers of Brevitas do the same: `help` of
+    `brevact.injectors.BrevitasQuantizer` names the code that each gives up.
+
     ![Bits an element and relative error of every quantizer](formats.png)
 """
 

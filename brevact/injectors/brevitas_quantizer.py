@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from brevact.injectors.brevitas_source import build_tensor_quant, group_dim_of, with_group_dim
 from brevact.injectors.formats import Format, is_kind
-from brevact.injectors.observed import ObservedQuantizer, as_it_is
+from brevact.injectors.observed import ObservedQuantizer, as_it_is, without_missing
 from brevact.injectors.rounding import SeededStochasticRound
 from brevact.injectors.tensor_statistics import State, TensorStatistics
 from brevact.private_names.of_brevitas import StochasticRoundSte
@@ -26,8 +26,13 @@ class BrevitasQuantizer(nn.Module):
     """Activation quantizer that stores what a Brevitas activation injector would let the forward pass use.
 
     Codes take their true width, scales and zero points their exact value; decoding gives Brevitas' dequantized value,
-    but for the sign of an integer zero. Differs: what shares a scale with NaN or an infinity decodes to NaN, and a
-    scale that float16 rounds to zero, by which Brevitas divides, decodes to zero.
+    but for the sign of a zero. Differs: a scale that float16 rounds to zero, by which Brevitas divides, decodes to
+    zero; and what is not finite decodes to NaN, with statistics of the tensor that has zeros in its place. Its code is
+    one that stands for no number: that of NaN or -0 in minifloats, the last one of a narrow range or of three values.
+    Where there is none, what shares a scale with it gives up its first code (its last one where no integer is
+    negative), hence is off by a step more at that end, and of two values their middle is left. The group's scale says
+    so by its sign, at no more bytes; if it is a power of two in a byte, it is rounded up to one of every second (above
+    8 bits, up to every fourth). A scale that has either sign (``SIGNED_MAX``) cannot: all that shares it is NaN.
 
     Statistics follow Brevitas' rules: a scale from runtime statistics is that of the tensor at hand for
     ``collect_stats_steps`` tensors and then the parameter collected from them, running averages move in training only,
@@ -121,7 +126,8 @@ class BrevitasQuantizer(nn.Module):
         _check_group(statistics.format.group, x, self.name)
         try:
             with as_it_is(x.device):
-                scale, zero_point = statistics.observe(x if x.dim() else x.reshape(1), collects=collects)
+                finite = without_missing(x)
+                scale, zero_point = statistics.observe(finite if x.dim() else finite.reshape(1), collects=collects)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

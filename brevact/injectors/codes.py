@@ -19,11 +19,18 @@ class IntegerCodes:
         bit_width: bits a code, 1 to 32.
         minimum: integer that code 0 stands for.
         step: distance of neighbours; 2 for the binary -1 and 1.
+        has_spare: whether the last code stands for no integer (a narrow range, three values in two bits), but for NaN.
     """
 
     bit_width: int
     minimum: int
     step: int = 1
+    has_spare: bool = False
+
+    @property
+    def nan_code(self) -> int:
+        """What stands for NaN: the last code, or the first one where integers are signed, as in a narrow range."""
+        return 0 if self.minimum < 0 and not self.has_spare else 2**self.bit_width - 1
 
     def encode(self, values: Tensor) -> Tensor:
         """Return the codes of integers that are stored as floats; those out of range get the nearest code.
@@ -34,7 +41,7 @@ class IntegerCodes:
         Returns:
             Integer tensor of its shape, uint8 up to 8 bits.
         """
-        largest = self.minimum + self.step * (2**self.bit_width - 1)
+        largest = self.minimum + self.step * (2**self.bit_width - 1 - self.has_spare)
         if self.bit_width <= 8:
             codes = values.to(torch.int16)
         else:  # a bound may lie between the numbers of the type, or be infinity in it
@@ -55,21 +62,38 @@ class IntegerCodes:
             Tensor of its shape.
         """
         wide = torch.int64 if self.bit_width > 30 else torch.int32
-        return codes.to(wide).mul(self.step).add_(self.minimum).to(dtype)
+        values = codes.to(wide).mul(self.step).add_(self.minimum).to(dtype)
+        return values.masked_fill_(codes == self.nan_code, math.nan) if self.has_spare else values
+
+    def without_nan_code(self, codes: Tensor) -> Tensor:
+        """Return codes of which none is that of NaN: its elements get its neighbour."""
+        return codes.clamp_min(1) if self.nan_code == 0 else codes.clamp_max(self.nan_code - 1)
+
+    def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
+        """Return what codes stand for where one of them is NaN; of one bit, the other is the middle of the two.
+
+        Args:
+            codes: integer tensor.
+            values: what they stand for where none is.
+        """
+        if self.bit_width == 1:
+            values = torch.full_like(values, self.minimum + self.step / 2)
+        return values.masked_fill(codes == self.nan_code, math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MinifloatCodes:
     """Minifloats: sign s, exponent field e, mantissa field m of M bits stand for (-1)^s * 2^(e - bias) * (1 + m / 2^M).
 
-    The field e = 0 is that of subnormals, 2^(1 - bias) * m / 2^M. A code is s, e, m from its highest bit down; zeros
-    keep their sign.
+    The field e = 0 is that of subnormals, 2^(1 - bias) * m / 2^M. A code is s, e, m from its highest bit down. Where no
+    mantissa field means NaN, the code of -0 does, as in the FNUZ formats, and zeros lose their sign.
 
     >>> e2m1 = MinifloatCodes(exponent_bit_width=2, mantissa_bit_width=1, exponent_bias=1)
     >>> e2m1.bit_width, [e2m1.decode(torch.tensor([code]), torch.float32).item() for code in (1, 2, 7, 15)]
     (4, [0.5, 1.0, 6.0, -6.0])
 
-    Source: OCP 8-bit floating point specification 1.0; OCP microscaling formats specification 1.0, section 5.3.
+    Source: OCP 8-bit floating point specification 1.0; OCP microscaling formats specification 1.0, section 5.3; 8-bit
+    numerical formats for deep neural networks, arXiv:2206.02915 (NaN as -0).
 
     Args:
         exponent_bit_width: bits of the exponent field, at least 1.
@@ -92,6 +116,25 @@ class MinifloatCodes:
         """Bits a code."""
         return int(self.signed) + self.exponent_bit_width + self.mantissa_bit_width
 
+    @property
+    def has_spare(self) -> bool:
+        """Whether a code stands for NaN in every tensor."""
+        return self.signed or bool(self.nan)
+
+    @property
+    def nan_code(self) -> int:
+        """What stands for NaN; of unsigned ones without a code for it, the largest finite number's."""
+        if self.nan:
+            return self._top + self.nan[0]
+        return (
+            1 << (self.bit_width - 1) if self.signed else self._top + (self.infinity or 2**self.mantissa_bit_width) - 1
+        )
+
+    @property
+    def _top(self) -> int:
+        """The smallest code of the highest exponent field."""
+        return (2**self.exponent_bit_width - 1) << self.mantissa_bit_width
+
     def encode(self, values: Tensor) -> Tensor:
         """Return the codes of minifloats; where a value is none, that of the nearest one.
 
@@ -104,13 +147,13 @@ class MinifloatCodes:
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         magnitudes = values.abs().to(dtype).contiguous()
         codes = torch.bucketize(magnitudes, _boundaries(self, dtype, values.device), out_int32=True)
-        top = (2**self.exponent_bit_width - 1) << self.mantissa_bit_width
         if self.infinity is not None:
-            codes.masked_fill_(magnitudes.isinf(), top + self.infinity)
+            codes.masked_fill_(magnitudes.isinf(), self._top + self.infinity)
         if self.nan:
-            codes.masked_fill_(magnitudes.isnan(), top + self.nan[0])
+            codes.masked_fill_(magnitudes.isnan(), self._top + self.nan[0])
         if self.signed:
-            codes += values.signbit().to(torch.int32) << (self.bit_width - 1)
+            negative = values.signbit() if self.nan else values.signbit().logical_and_(codes > 0)
+            codes += negative.to(torch.int32) << (self.bit_width - 1)
         return codes
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,6 +167,19 @@ class MinifloatCodes:
             Tensor of its shape.
         """
         return _values(self, dtype, codes.device)[codes.to(torch.int32)]
+
+    def without_nan_code(self, codes: Tensor) -> Tensor:
+        """Return codes of which none is that of NaN: its elements get the next smaller number's."""
+        return codes.masked_fill(codes == self.nan_code, self.nan_code - 1)
+
+    def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
+        """Return what codes stand for where one of them is NaN.
+
+        Args:
+            codes: integer tensor.
+            values: what they stand for where none is.
+        """
+        return values.masked_fill(codes == self.nan_code, math.nan)
 
 
 def _magnitudes(codes: MinifloatCodes) -> list[float]:
@@ -144,6 +200,8 @@ def _magnitudes(codes: MinifloatCodes) -> list[float]:
 def _values(codes: MinifloatCodes, dtype: torch.dtype, device: torch.device) -> Tensor:
     magnitudes = _magnitudes(codes)
     signed = [*magnitudes, *(-x for x in magnitudes)] if codes.signed else magnitudes
+    if codes.has_spare:
+        signed[codes.nan_code] = math.nan
     return torch.tensor(signed, dtype=torch.float64, device="cpu").to(device, dtype)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from brevact.injectors.codes import IntegerCodes, MinifloatCodes
-from brevact.injectors.scaled_codes import Bytes, Floats, PowersOfTwo
+from brevact.injectors.stored_scales import Bytes, Floats, PowersOfTwo
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import (
     BACKWARD,
@@ -26,6 +26,7 @@ from brevact.private_names.of_brevitas import (
     PowerOfTwoRestrictValue,
     RescalingIntQuant,
     RuntimeDynamicGroupStatsScaling,
+    SignedAbsMax,
     TernaryQuant,
     ZeroZeroPoint,
     _NoDelay,
@@ -34,7 +35,7 @@ from brevact.private_names.of_brevitas import (
 )
 
 _LARGEST_MINIFLOAT = 16
-_SMALLEST_BOUND = 2.0**-90  # with it, every power of two above it fits a byte, divided by a threshold up to 2^36
+_SMALLEST_SCALE = 2.0**-65  # with it, a byte has room for flags: every fourth power of two, at least
 
 
 class Format(Protocol):
@@ -62,11 +63,12 @@ class _Format:
     ) -> None:
         self.tensor_quant = tensor_quant
         self.group = _group_of(view)
+        self._is_signed = any(is_kind(module, SignedAbsMax) for module in tensor_quant.modules())
         self._smallest = _bound_of_powers(tensor_quant.scaling_impl, scaling_threshold)
 
     def stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Floats, Floats | None]:
         if self._smallest is None or scale.dtype == torch.float64:
-            return Floats(shape=tuple(scale.shape), dtype=scale.dtype), None
+            return Floats(shape=tuple(scale.shape), dtype=scale.dtype, is_signed=self._is_signed), None
         bound, threshold = self._smallest
         smallest = (torch.full((), bound, dtype=scale.dtype, device="cpu") / threshold).item()
         return PowersOfTwo(shape=tuple(scale.shape), dtype=scale.dtype, smallest=smallest), None
@@ -85,7 +87,7 @@ class IntegerFormat(_Format):
         _refuse_delay(int_quant.delay_wrapper)
         narrow = bool(int_quant.narrow_range)
         minimum = -(2 ** (bit_width - 1)) + narrow if int_quant.signed else 0
-        self.codes = IntegerCodes(bit_width=bit_width, minimum=minimum)
+        self.codes = IntegerCodes(bit_width=bit_width, minimum=minimum, has_spare=narrow)
         self._has_zero_point = not is_kind(tensor_quant.zero_point_impl, ZeroZeroPoint)
         shift = getattr(tensor_quant.zero_point_impl, "scale_shift_zero_point", None)
         self._rounds_zero_point = bit_width <= 8 and bool(getattr(shift, "quantize_zero_point", False))
@@ -120,7 +122,7 @@ class TernaryFormat(_Format):
     def __init__(self, tensor_quant: nn.Module) -> None:
         super().__init__(tensor_quant)
         _refuse_delay(tensor_quant.delay_wrapper)
-        self.codes = IntegerCodes(bit_width=2, minimum=-1)
+        self.codes = IntegerCodes(bit_width=2, minimum=-1, has_spare=True)
 
     def observe(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.tensor_quant.scaling_impl(x), None
@@ -273,6 +275,6 @@ def _bound_of_powers(scaling: nn.Module, threshold: Tensor | None) -> tuple[floa
     bound = scaling.scaling_min_val
     threshold = scaling.restrict_clamp_threshold(scaling.restrict_threshold_pre(threshold))
     mantissa, _ = math.frexp(float(threshold))
-    if restricted and free and bound is not None and bound >= _SMALLEST_BOUND and mantissa == 0.5:
+    if restricted and free and mantissa == 0.5 and bound is not None and bound >= _SMALLEST_SCALE * float(threshold):
         return float(bound), float(threshold)
     return None

@@ -50,21 +50,36 @@ class ObservedQuantizer:
         with as_it_is(x.device), _seeded(self.statistics.roundings, seed, x.device):
             if self.scale.numel() > 1 and 0 in x.stride():  # repeats of an element may get different codes
                 x = x.contiguous()
-            values = form.values(x if x.dim() else x.reshape(1), self.scale, zero_point)
-            expected = grouped(x, form.group)
-            if values.shape != expected.shape:
+            missing = grouped(x.isfinite().logical_not_(), form.group)
+            scale, flagged = self._flagged(missing)
+            finite = without_missing(x)
+            values = form.values(finite if x.dim() else finite.reshape(1), scale, zero_point)
+            if values.shape != missing.shape:
                 raise ValueError(
                     f"a scale of shape {tuple(self.scale.shape)} of {self.name} does not fit an activation of shape "
                     f"{tuple(x.shape)}; per_channel_broadcastable_shape= and group_dim= must"
                 )
             if x.dtype == torch.float16:  # in which Brevitas' lower bound of scales is zero
-                values = values.masked_fill(self.scale == 0, 0)
-            scale = _flagged(self.scale, expected)
+                values = values.masked_fill(scale == 0, 0)
             kind, zero_kind = form.stored(scale, zero_point)
             decoder = ScaledCodes(
                 codes=form.codes, dtype=values.dtype, scale=kind, zero_point=zero_kind, group=form.group
             )
-            return decoder.pack(values, scale, zero_point, Layout.of(x))
+            return decoder.pack(values, scale, zero_point, Layout.of(x), missing, flagged)
+
+    def _flagged(self, missing: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scales, and which of them are flagged; None where a code is spare. No waiting for the device."""
+        form = self.statistics.format
+        if form.codes.has_spare:
+            return self.scale, None
+        flagged = _any(missing, self.scale)
+        kind, _ = form.stored(self.scale, self.zero_point)
+        return torch.where(flagged, kind.of_flagged(self.scale), self.scale), flagged
+
+
+def without_missing(x: Tensor) -> Tensor:
+    """The tensor with zeros in place of what is not finite: of no effect on ranges that hold zero."""
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 @contextmanager
@@ -90,15 +105,13 @@ def _seeded(roundings: tuple[nn.Module, ...], seed: int | Tensor | None, device:
             rounding.seed = None
 
 
-def _flagged(scale: Tensor, x: Tensor) -> Tensor:
-    """Scales with NaN where what they scale holds NaN or an infinity; no waiting for the device.
+def _any(missing: Tensor, scale: Tensor) -> Tensor:
+    """Which scales have one that is missing among what they scale.
 
     Args:
-        scale: of a shape that broadcasts against that of ``x``.
-        x: grouped activation.
+        missing: mask of the grouped activation.
+        scale: of a shape that broadcasts against that of ``missing``.
     """
-    lead = x.dim() - scale.dim()
-    dims = [dim for dim in range(x.dim()) if dim < lead or scale.shape[dim - lead] == 1]
-    low, high = (x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)) if dims or not x.dim() else (x, x)
-    finite = (low.isfinite() & high.isfinite()).reshape(scale.shape)
-    return scale.masked_fill(~finite, torch.nan)
+    lead = missing.dim() - scale.dim()
+    dims = [dim for dim in range(missing.dim()) if dim < lead or scale.shape[dim - lead] == 1]
+    return (missing.any(dims, keepdim=True) if dims else missing).reshape(scale.shape)

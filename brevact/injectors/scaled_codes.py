@@ -1,4 +1,4 @@
-"""How codes and scales of a Brevitas quantizer are stored and decoded: pure data, without the quantizer itself."""
+"""How codes of a Brevitas quantizer are stored and decoded: pure data, without the quantizer itself."""
 
 from __future__ import annotations
 
@@ -9,91 +9,9 @@ import torch
 from torch import Tensor
 
 from brevact.injectors.codes import IntegerCodes, MinifloatCodes
+from brevact.injectors.stored_scales import Floats
 from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part, pack_codes, unpack_codes
 from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
-
-_POWER_BIAS = 127
-_NAN_BYTE = 255
-
-
-@dataclass(frozen=True, kw_only=True)
-class Floats:
-    """Scales or zero points in the type that they were computed in.
-
-    Args:
-        shape: their shape, which broadcasts against the (grouped) tensor.
-        dtype: their type.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Type of what is stored."""
-        return self.dtype
-
-    def write(self, values: Tensor) -> Tensor:
-        """Return what is stored."""
-        return values
-
-    def read(self, stored: Tensor) -> Tensor:
-        """Return the values."""
-        return stored
-
-
-@dataclass(frozen=True, kw_only=True)
-class PowersOfTwo(Floats):
-    """Powers of two from 2^-126 to 2^127 in one byte each.
-
-    Byte e stands for 2^(e - 127), byte 255 for NaN, and byte 0 for ``smallest``, the bound that Brevitas puts on
-    scales, which is none.
-
-    Args:
-        smallest: what is no power of two.
-    """
-
-    smallest: float
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Type of what is stored."""
-        return torch.uint8
-
-    def write(self, values: Tensor) -> Tensor:
-        """Return the bytes."""
-        exponents = values.to(torch.float64).log2().round_().clamp_(1 - _POWER_BIAS, _POWER_BIAS).add_(_POWER_BIAS)
-        exponents = exponents.masked_fill_(values <= self.smallest, 0)
-        return exponents.masked_fill_(values.isnan(), _NAN_BYTE).to(torch.uint8)
-
-    def read(self, stored: Tensor) -> Tensor:
-        """Return the values."""
-        values = (stored.to(torch.int32) << 23).view(torch.float32).to(self.dtype)  # a byte is float32's exponent field
-        return values.masked_fill_(stored == 0, self.smallest).masked_fill_(stored == _NAN_BYTE, math.nan)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bytes(Floats):
-    """Integers of at most 8 bits in one byte each.
-
-    Args:
-        minimum: the smallest of them.
-    """
-
-    minimum: int
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Type of what is stored."""
-        return torch.uint8
-
-    def write(self, values: Tensor) -> Tensor:
-        """Return the bytes."""
-        return IntegerCodes(bit_width=8, minimum=self.minimum).encode(values)
-
-    def read(self, stored: Tensor) -> Tensor:
-        """Return the values."""
-        return IntegerCodes(bit_width=8, minimum=self.minimum).decode(stored, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +19,9 @@ class ScaledCodes:
     """Decoder of (code - zero_point) * scale, computed as Brevitas computes it: in the same types and order.
 
     Bytes: codes in the block format of `PackedActivation`, in memory order, without the padding of the last group;
-    then scales and zero points, in the order of their shape. A scale of NaN marks what held NaN or an infinity; all
-    that it scales decodes to NaN.
+    then scales and zero points, in the order of their shape. What is not finite has the code of NaN. Where every code
+    stands for a number, those that share a scale with it give one up, which their flag says: minus the scale, or one of
+    the powers of two that are left over.
 
     Args:
         codes: what the codes stand for.
@@ -126,22 +45,36 @@ class ScaledCodes:
                 found.append(Part(name, kind.stored_dtype, math.prod(kind.shape)))
         return tuple(found)
 
-    def pack(self, values: Tensor, scale: Tensor, zero_point: Tensor | None, layout: Layout) -> PackedActivation:
+    def pack(
+        self,
+        values: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        layout: Layout,
+        missing: Tensor,
+        flagged: Tensor | None,
+    ) -> PackedActivation:
         """Pack code values and what scales them.
 
         Args:
             values: what codes stand for, as Brevitas lays it out: grouped, if there are groups.
-            scale: of shape ``self.scale.shape``.
+            scale: of shape ``self.scale.shape``; those of ``self.scale.of_flagged`` where a group is flagged.
             zero_point: of shape ``self.zero_point.shape``, or None.
             layout: of the activation.
+            missing: mask of what is not finite, in the shape of ``values``.
+            flagged: which groups give up a code, in the shape of ``scale``; None where a code is spare.
 
         Returns:
             The packed activation.
         """
-        codes = in_memory_order(ungrouped(self.codes.encode(values), self.group, layout.shape), layout)
+        codes = self.codes.encode(values)
+        if flagged is not None:
+            codes = torch.where(flagged, self.codes.without_nan_code(codes), codes)
+        codes = codes.masked_fill_(missing, self.codes.nan_code)
+        codes = in_memory_order(ungrouped(codes, self.group, layout.shape), layout)
         spec: PackedSpec[ScaledCodes] = PackedSpec.of(self, layout)
         buffer = spec.empty(codes)
-        stored = [pack_codes(codes, self.codes.bit_width), self.scale.write(scale)]
+        stored = [pack_codes(codes, self.codes.bit_width), self.scale.write(scale, flagged)]
         if self.zero_point is not None and zero_point is not None:
             stored.append(self.zero_point.write(zero_point))
         for part, content in zip(spec.split(buffer), stored, strict=True):
@@ -161,11 +94,16 @@ class ScaledCodes:
             return
         packed, stored_scale, *stored_zero_point = spec.split(buffer)
         codes = layout.restore(unpack_codes(packed, self.codes.bit_width, layout.numel))
-        values = self.codes.decode(grouped(codes, self.group), self.dtype)
+        codes = grouped(codes, self.group)
+        values, scale = self.codes.decode(codes, self.dtype), stored_scale.view(self.scale.shape)
+        if self.codes.has_spare:
+            scale = self.scale.read(scale)
+        else:
+            scale, flagged = self.scale.read_flagged(scale)
+            values = torch.where(flagged, self.codes.decode_flagged(codes, values), values)
         if self.zero_point is not None:
             values = values - self.zero_point.read(stored_zero_point[0]).view(self.zero_point.shape)
-        values = values * self.scale.read(stored_scale).view(self.scale.shape)
-        values = ungrouped(values, self.group, layout.shape)
+        values = ungrouped(values * scale, self.group, layout.shape)
         target.as_strided((layout.numel,), (1,)).copy_(in_memory_order(values, layout))
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[ScaledCodes], other: Tensor, target: Tensor) -> None:

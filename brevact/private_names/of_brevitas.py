@@ -54,10 +54,11 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "brevitas.core.scaling": {FORWARD: ("ConstScaling", "ParameterFromRuntimeStatsScaling", "ParameterScaling")},
     "brevitas.core.scaling.runtime": {BACKWARD: ("RuntimeDynamicGroupStatsScaling",)},
     "brevitas.core.stats.stats_op": {
+        BACKWARD: ("SignedAbsMax",),
         FORWARD: (
             *("AbsAve", "AbsMax", "AbsMaxAve", "AbsMaxL2", "AbsMinMax", "AbsPercentile", "MeanSigmaStd"),
             *("NegativeMinOrZero", "NegativePercentileOrZero", "PercentileInterval", "SignedAbsMax"),
-        )
+        ),
     },
     "brevitas.core.stats.stats_wrapper": {FORWARD: ("_Stats",)},
     "brevitas.core.zero_point": {BACKWARD: ("ZeroZeroPoint",), FORWARD: ("ZeroZeroPoint",)},

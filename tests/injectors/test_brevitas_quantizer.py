@@ -36,6 +36,9 @@ from torch import Tensor, nn
 import brevact
 import brevact.nn as bnn
 from brevact.injectors import BrevitasQuantizer
+from brevact.injectors.codes import MinifloatCodes
+from brevact.injectors.scaled_codes import grouped as grouped_elements
+from brevact.injectors.scaled_codes import ungrouped
 from brevact.quantizers import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -242,35 +245,118 @@ def test_empty_and_scalar_tensors(name):
     assert quantizer.quantize(torch.tensor(0.75)).dequantize().shape == ()
 
 
+NOT_FINITE = [(math.nan,), (math.inf,), (-math.inf,), (math.nan, math.inf, -math.inf)]
+
+
+def with_missing(x: Tensor, values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """These values in place of four elements, two of which share a scale of any kind, and where they are."""
+    places = torch.tensor([1, 2, 777, 1200])
+    x, missing = x.clone(), torch.zeros(x.shape, dtype=torch.bool)
+    x.view(-1)[places] = torch.tensor(values).repeat(4)[:4].to(x.dtype)
+    missing.view(-1)[places] = True
+    return x, missing
+
+
+def of_each(x: Tensor, scales: Tensor, group: tuple[int, int] | None) -> Tensor:
+    """The scale, or what there is one of for each scale, of each element."""
+    groups = grouped_elements(x, group)
+    return ungrouped(scales.expand(groups.shape), group, x.shape)
+
+
+def largest_loss(packed, x: Tensor) -> Tensor:
+    """How much larger than Brevitas' own an error may be: by the step of the code that is given up."""
+    codes, kind = packed.quantizer.codes, packed.quantizer.scale
+    stored = packed.scale.view(kind.shape)
+    scales = kind.read(stored) if codes.has_spare else kind.read_flagged(stored)[0]
+    step = of_each(x, scales.double(), packed.quantizer.group)
+    if codes.has_spare:
+        return torch.zeros_like(step)
+    if codes.bit_width == 1:
+        return step
+    if isinstance(codes, MinifloatCodes):  # those of a number of mantissa bits are as far apart as the largest two
+        largest, next_one = codes.decode(torch.tensor([codes.nan_code, codes.nan_code - 1]), torch.float64)
+        return step * (largest - next_one)
+    return step
+
+
 @everything
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_decodes_to_nan(subject, value):
+@pytest.mark.parametrize(("values", "dtype"), zip(NOT_FINITE, DTYPES, strict=True), ids=str)
+def test_what_is_not_finite_decodes_to_nan_and_spares_the_rest(subject, values, dtype):
+    """The others decode as with zeros in its place, but for the code that is given up; other groups are the same."""
     injector, overrides, *_ = subject
     for held in (False, True):  # statistics of the tensor itself, or a scale that was collected before
-        quantizer = brevact.quantizer(injector, **overrides)
+        quantizers = [brevact.quantizer(injector, **overrides) for _ in range(2)]
         if held:
-            quantizer.quantize(activations())
-            quantizer.eval()
-        x = activations()
-        x[1, 2, 3, 4] = value
-        packed = quantizer.quantize(x)
-        decoded = packed.dequantize()
-        assert decoded[1, 2, 3, 4].isnan()
-        spoiled = decoded.isnan()
-        if "group_size" in injector:
-            assert spoiled.sum() == min(x.shape[-1], packed.quantizer.group[1])
-            assert spoiled[1, 2, 3].any()
-        elif packed.quantizer.scale.shape == (1, 6, 1, 1) and held:
-            assert spoiled[:, 2].all() and spoiled.sum() == x[:, 2].numel()
-        else:
-            assert spoiled.all() or spoiled[:, 2].all()
+            for quantizer in quantizers:
+                quantizer.quantize(activations(dtype))
+                quantizer.eval()
+        x, missing = with_missing(activations(dtype), values)
+        packed, plain = quantizers[0].quantize(x), quantizers[1].quantize(x.masked_fill(missing, 0.0))
+        decoded, expected = packed.dequantize(), plain.dequantize()
+        assert packed.nbytes == plain.nbytes
+        assert decoded[missing].isnan().all()
+        assert torch.equal(decoded[~missing].isfinite(), expected[~missing].isfinite())
+        error, before = ((y.double() - x.double()).abs() for y in (decoded, expected))
+        rounding = torch.finfo(dtype).eps * expected.double().abs()  # of the product with the scale
+        sound = ~missing & expected.isfinite()
+        assert (error <= before + largest_loss(packed, x) + rounding)[sound].all()
+        shape = packed.quantizer.scale.shape
+        groups = of_each(x, torch.arange(math.prod(shape)).view(shape), packed.quantizer.group)
+        untouched = ~torch.isin(groups, groups[missing])
+        assert equal(decoded[untouched], expected[untouched])
+        factor = torch.randn(x.shape).to(dtype)
+        torch.testing.assert_close(packed.dequantize_multiply(factor), decoded * factor, rtol=0, atol=0, equal_nan=True)
 
 
-def test_not_finite_codes_of_a_frozen_scale_are_flagged_without_reading_it():
+@everything
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_tensor_of_nothing_finite_decodes_to_nan(subject, value):
+    injector, overrides, *_ = subject
+    x = torch.full_like(activations(), value)
+    assert brevact.quantizer(injector, **overrides).quantize(x).dequantize().isnan().all()
+
+
+@pytest.mark.parametrize("name", ["thesis", "shifted", "mean square", "batch", "per channel", "shifted per channel"])
+def test_what_is_not_finite_is_no_part_of_statistics(name):
+    injector, overrides, *_ = SUBJECTS[name]
+    spoiled, plain = (brevact.quantizer(injector, **overrides) for _ in range(2))
+    for seed in range(3):
+        x, missing = with_missing(activations(seed=seed), NOT_FINITE[-1])
+        spoiled.quantize(x)
+        plain.quantize(x.masked_fill(missing, 0.0))
+    states = spoiled.state_dict(), plain.state_dict()
+    assert states[0].keys() == states[1].keys() and states[0]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_two_binary_values_beside_what_is_not_finite_are_zero():
     quantizer = brevact.quantizer(SignedBinaryActPerTensorConst)
-    packed = quantizer.quantize(torch.tensor([1.0, -1.0, math.nan]))
-    assert packed.scale.isnan().all()
+    decoded = quantizer.quantize(torch.tensor([1.0, -1.0, math.nan])).dequantize()
+    assert decoded[:2].tolist() == [0.0, 0.0] and decoded[2].isnan()
     assert quantizer.quantize(torch.tensor([1.0, -1.0, 3.0])).dequantize().tolist() == [1.0, -1.0, 1.0]
+
+
+def test_a_scale_of_either_sign_is_nan_beside_what_is_not_finite():
+    quantizer = brevact.quantizer(Int8ActPerTensorFloat, scaling_stats_op="signed_max")
+    x = activations()
+    packed = quantizer.quantize(x)
+    assert ((packed.dequantize() - x).abs() <= packed.scale.abs() / 2 * 1.001).all()
+    assert quantizer.quantize(with_missing(x, (math.nan,))[0]).dequantize().isnan().all()
+
+
+@pytest.mark.parametrize("bit_width", [2, 8, 16, 32])
+def test_flagged_powers_of_two_are_the_next_ones_there_is_a_byte_for(bit_width):
+    kind = brevact.quantizer(MXInt8Act, bit_width=bit_width).quantize(torch.ones(32)).quantizer.scale
+    exponents = torch.arange(-80, 127).clamp_min(kind.lowest - 127)
+    scales = torch.exp2(exponents.double()).float()
+    above = kind.of_flagged(scales)
+    read, flagged = kind.read_flagged(kind.write(above, torch.ones(len(scales), dtype=torch.bool)))
+    assert flagged.all() and torch.equal(read, above)
+    ratio = above.double() / scales.double()
+    assert ((ratio >= 1) & (ratio <= 2 ** (kind.spacing - 1))).all()
+    assert kind.spacing == {2: 2, 8: 2, 16: 3, 32: 4}[bit_width]
+    read, flagged = kind.read_flagged(kind.write(scales))
+    assert not flagged.any() and torch.equal(read, torch.where(scales <= kind.smallest, kind.smallest, scales))
 
 
 @pytest.mark.parametrize("injector", [MXInt8Act, MXFloat8e4m3Act])
@@ -286,11 +372,16 @@ def test_scales_that_are_powers_of_two_take_a_byte(injector, dtype):
     assert not decoded[-4:].any()
 
 
-def test_zeros_decode_to_zero_and_keep_their_sign_in_minifloats():
+def test_zeros_decode_to_zero_and_keep_their_sign_in_minifloats_with_a_code_for_nan():
     x = torch.tensor([0.0, -0.0, 1.0, -1.0])
     for injector, overrides, *_ in (SUBJECTS["int8"], SUBJECTS["e4m3"], SUBJECTS["shifted"], GROUPED["mx e2m1"]):
         assert brevact.quantizer(injector, **overrides).quantize(x).dequantize()[:2].tolist() == [0.0, 0.0]
-    assert brevact.quantizer(Fp8e4m3Act).quantize(x).dequantize().signbit().tolist() == [False, True, False, True]
+    assert brevact.quantizer(Fp8e4m3OCPActPerTensorFloat).quantize(x).dequantize().signbit().tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_statistics_are_collected_and_then_kept():
