@@ -21,12 +21,15 @@ from torch import Tensor, UntypedStorage
 from brevact.autograd import recording
 from brevact.autograd.storages import versions_of
 from brevact.quantizers import Layout, pack_codes, unpack_codes
+from brevact.quantizers.tracing import is_traced
 
 
 class IntegerCodes(NamedTuple):
-    """Decoder of (q - z) * s: q are stored as codes, z and s as they are.
+    """Decoder of (q - z) * s: q are stored as codes, z and s as they are, and which q are NaN.
 
-    Kept tensors are the packed codes, z and s.
+    Kept tensors are the packed codes, z and s. NaN has the last code, if that is spare. If not, a mask of one bit an
+    element follows where an integer is NaN; on devices that would have to be waited for, and in traced graphs, z is
+    NaN instead, and all that is decoded.
 
     Args:
         layout: of q, with its floating-point type.
@@ -34,6 +37,7 @@ class IntegerCodes(NamedTuple):
         minimum: integer that code 0 stands for.
         step: distance of neighbouring integers.
         nbytes: of the tensor.
+        has_spare: whether the last code stands for no integer (a narrow range, three values in two bits).
     """
 
     layout: Layout
@@ -41,23 +45,41 @@ class IntegerCodes(NamedTuple):
     minimum: int
     step: int
     nbytes: int
+    has_spare: bool = False
 
     def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """Return what is kept; a NaN among the integers makes the zero point, and all that is decoded, NaN."""
+        """Return what is kept."""
         codes = self.layout.flatten(q)
         if self.minimum or self.step != 1:
             codes = (codes - self.minimum) / self.step if self.step != 1 else codes - self.minimum
-        poison = q.sum(dtype=torch.float32).mul_(0.0).to(zero_point.dtype)
-        return pack_codes(codes.to(torch.uint8), self.bit_width), zero_point + poison, scale.detach()
+        offset = zero_point.detach().clone()
+        if self.has_spare:
+            codes = codes.nan_to_num(self._last)
+            return pack_codes(codes.to(torch.uint8), self.bit_width), offset, scale.detach()
+        poison = q.sum(dtype=torch.float32).mul_(0.0)
+        if q.device.type == "cpu" and not is_traced(q):
+            mask = (pack_codes(codes.isnan().to(torch.uint8), 1),) if poison.isnan() else ()
+            packed = pack_codes((codes.nan_to_num(0) if mask else codes).to(torch.uint8), self.bit_width)
+            return packed, offset, scale.detach(), *mask
+        return pack_codes(codes.to(torch.uint8), self.bit_width), offset.add_(poison), scale.detach()
+
+    @property
+    def _last(self) -> int:
+        return 2**self.bit_width - 1
 
     def integers(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return q - z."""
-        codes, zero_point, _ = tensors
-        q = unpack_codes(codes, self.bit_width, self.layout.numel).to(self.layout.dtype)
+        packed, zero_point, _, *mask = tensors
+        codes = unpack_codes(packed, self.bit_width, self.layout.numel)
+        q = codes.to(self.layout.dtype)
         if self.step != 1:
             q = q.mul_(self.step)
         if self.minimum:
             q = q.add_(self.minimum)
+        if self.has_spare:
+            q.masked_fill_(codes == self._last, torch.nan)
+        for missing in mask:
+            q.masked_fill_(unpack_codes(missing, 1, self.layout.numel).bool(), torch.nan)
         return self.layout.restore(q) - zero_point
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:

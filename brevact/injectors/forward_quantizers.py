@@ -178,6 +178,7 @@ def _quantize(
         lowest=(-(2 ** (int(width) - 1)) + bool(quant.narrow_range)) if quant.signed else 0,
         bit_width=int(width),
         residual=residual,
+        is_narrow=bool(quant.narrow_range),
         repeats=type(quant.float_to_int_impl) is not StochasticRoundSte,
         clips_gradients=clamp is TensorClamp,
     )

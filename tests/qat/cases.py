@@ -31,6 +31,7 @@ COLLECTED: dict[str, dict[str, Any]] = {
     "uint4": {"act_quant": quant.Uint8ActPerTensorFloat, "bit_width": 4},
     "int8": {"act_quant": quant.Int8ActPerTensorFloat},
     "int2": _INT(bit_width=2),
+    "narrow": _INT(narrow_range=True),
     "power_of_two": {"act_quant": quant.Int8ActPerTensorFixedPoint, "bit_width": 4},
     "maximum": _INT(scaling_stats_op=StatsOp.MAX),
     "per_channel": _INT(**_PER_CHANNEL),

@@ -44,6 +44,7 @@ class Integers:
         lowest: the smallest integer as a number.
         bit_width: bits a code.
         residual: bounds of what rounding takes away, x - round(x).
+        is_narrow: whether the range leaves the last code to NaN.
         repeats: whether rounding the same numbers again gives the same integers.
         clips_gradients: whether the gradient of a clipped element is zero.
     """
@@ -55,6 +56,7 @@ class Integers:
     lowest: int
     bit_width: int
     residual: tuple[float, float]
+    is_narrow: bool = False
     repeats: bool = True
     clips_gradients: bool = True
 
@@ -170,7 +172,9 @@ def _gradients(
 
 
 def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out: Tensor) -> Kept:
-    decoder = lossless.IntegerCodes(Layout.of(q), integers.bit_width, integers.lowest, 1, out.nbytes)
+    decoder = lossless.IntegerCodes(
+        Layout.of(q), integers.bit_width, integers.lowest, 1, out.nbytes, integers.is_narrow
+    )
     tensors = decoder.encode(q, zero_point, scale)
     lossless.register(out, tensors, decoder)
     return tensors, decoder
@@ -251,7 +255,9 @@ class _SignQuantization(Saving):
         q, passes = signs.of(x, scale)
         out = q * scale
         needs_scale = ctx.needs_input_grad[3]
-        decoder = lossless.IntegerCodes(Layout.of(q), signs.bit_width, -1, signs.step, out.nbytes)
+        decoder = lossless.IntegerCodes(
+            Layout.of(q), signs.bit_width, -1, signs.step, out.nbytes, has_spare=signs.has_zero
+        )
         tensors = decoder.encode(q, torch.zeros((), dtype=q.dtype, device=q.device), scale)
         lossless.register(out, tensors, decoder)
         codes = noted((tensors, decoder)) if needs_scale or signs.has_zero else None
