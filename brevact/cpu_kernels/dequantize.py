@@ -93,10 +93,10 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, valu
 
 
 @inlined
-def _decode_each(q, count, group, scale, minimum, top, limit, table):
+def _decode_each(q, count, group, scale, minimum, top, limit, flagged, table):
     """Replace codes by their values, in place, each in a group of its own."""
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
-    if any_flagged(scale, scale_kind, group, count):
+    if flagged and any_flagged(scale, scale_kind, group, count):
         for g in range(count):
             m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
             store(q, g, _decoded(load(q, g), m, s, top, limit))
@@ -107,8 +107,19 @@ def _decode_each(q, count, group, scale, minimum, top, limit, table):
 
 
 @inlined
-def _decode_segments(q, first, count, scale, minimum, limit, table):
-    """Replace the codes of elements first to first + count by their values, in place."""
+def _decode_segments(q, first, count, scale, minimum, limit, flagged, table):
+    """Replace the codes of elements first to first + count by their values, in place.
+
+    Args:
+        q: float32 codes.
+        first: First element.
+        count: Number of elements.
+        scale: Address of the scales.
+        minimum: Address of the minima.
+        limit: Largest finite value of the result's type.
+        flagged: Whether groups of one element each may be flagged.
+        table: The table.
+    """
     inner, groups = load(table, INNER), load(table, GROUPS)
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     top = np.float32((np.int64(1) << load(table, BIT_WIDTH)) - 1)
@@ -117,7 +128,7 @@ def _decode_segments(q, first, count, scale, minimum, limit, table):
         group = (first + e) // inner % groups
         if inner == 1:
             run = min(groups - group, count - e)
-            _decode_each(advance(q, e), run, group, scale, minimum, top, limit, table)
+            _decode_each(advance(q, e), run, group, scale, minimum, top, limit, flagged, table)
         else:
             run = min(inner - (first + e) % inner, count - e)
             m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
@@ -170,6 +181,8 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     limit = np.float32(LIMITS[FLOAT32] if norm_at else LIMITS[kind])
     last_limit = np.float32(LIMITS[FLOAT16]) if kind == FLOAT16 else np.float32(np.inf)
+    groups = load(table, GROUPS)  # looked through once, unless there are more than elements
+    flagged = inner == 1 and (groups > (stop - start) * block or any_flagged(scale, scale_kind, 0, groups))
     scratch, wide = f32_scratch(block), u32_scratch(block)
     low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):
@@ -196,7 +209,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
                 bytes_to_codes(packed, columns, bit_width, wide)
                 for e in range(8 * columns):
                     store(values, e, np.float32(np.int32(load(wide, e))))
-            _decode_segments(values, first, count, scale, minimum, limit, table)
+            _decode_segments(values, first, count, scale, minimum, limit, flagged, table)
         if norm_at:
             denormalize(values, first, count, norm_at, last_limit)
         if not direct:
