@@ -382,3 +382,14 @@ def test_layout_is_shared_and_hashable():
     assert Layout.of(x) is Layout.of(torch.zeros(3, 4))
     assert Layout.of(x) != Layout.of(x.t()) and Layout.of(x) != Layout.of(x.double())
     assert pickle.loads(pickle.dumps(Layout.of(x))) == Layout.of(x)
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 9, 9), (3, 5000)], ids=str)
+@pytest.mark.parametrize("bit_width", [1, 2, 8])
+def test_channels_of_single_elements_find_their_flags(shape: tuple[int, ...], bit_width: int):
+    """Where channels come again in every row, and where there are more of them than a block has elements."""
+    x = torch.randn(shape)
+    x.view(-1)[3], x[0, -1] = float("nan"), float("inf")
+    x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+    packed = UniformQuantizer(bit_width=bit_width, granularity=Granularity.CHANNEL).quantize(x, seed=1)
+    assert torch.equal(packed.dequantize().isnan(), ~x.isfinite())
