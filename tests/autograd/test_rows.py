@@ -79,6 +79,31 @@ def test_rows_without_a_scale(value):
         assert torch.equal(found[3].isfinite(), expected[3].isfinite()) or value == 3e38
 
 
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_an_element_that_is_not_finite_leaves_the_scales_of_rows_as_they_are(spelling, value):
+    x = rows_of_many_scales(40, 96)  # a bucket of 512 lies in six rows
+    x[4, 7] = x[24, 1] = value  # of the largest rows
+    grad = torch.randn(x.shape)
+    expected, _ = gradient(SPELLINGS[spelling], x, None, grad)
+    found, _ = gradient(SPELLINGS[spelling], x, settings(bit_width=8, bucket_size=512), grad)
+    rest = torch.tensor([row not in (4, 24) for row in range(40)])
+    error = (found - expected)[rest].norm(dim=1) / expected[rest].norm(dim=1)
+    assert error.max() < 2 * 8 / 254  # a flagged bucket has a level less
+
+
+def test_finite_neighbours_of_an_infinity_in_a_square():
+    """No norm follows: the gradient of the row's other elements is finite, and of the row's own scale."""
+    x = rows_of_many_scales(40, 96)
+    x[5, 7] = float("inf")  # in one of the smallest rows
+    expected, _ = gradient(torch.square, x, None, torch.ones_like(x))
+    found, _ = gradient(torch.square, x, settings(bit_width=8, bucket_size=512), torch.ones_like(x))
+    finite = expected.isfinite()
+    assert torch.equal(found.isfinite(), finite)
+    difference = (found - expected).masked_fill(~finite, 0.0).norm(dim=1)
+    assert (difference / expected.masked_fill(~finite, 0.0).norm(dim=1)).max() < 8 / 254
+
+
 def test_short_rows_and_other_factors_are_kept_as_before():
     x, gate = torch.randn(64, 63), torch.rand(64, 1, requires_grad=True)
     _, saved = gradient(torch.square, x, settings(), torch.ones_like(x))

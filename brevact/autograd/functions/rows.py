@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Elements of the shortest rows that a scale of their own is worth.
 SHORTEST_ROW = 64
+#: Norms that a row is divided by: their inverses, and those of the inverses, are normal bfloat16 numbers.
+_SMALLEST_NORM, _LARGEST_NORM = 1e-30, torch.finfo(torch.float32).max
 #: Nodes whose results are inverse deviations.
 _INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
 
@@ -53,12 +55,18 @@ def keep_by_rows(region: Region, x: Tensor, dims: tuple[int, ...]) -> Kept:
         What keeps it; with a bfloat16 number a row where it is packed.
     """
     length = math.prod(x.shape[dim] for dim in dims)
-    norm = torch.linalg.vector_norm(
-        x.detach(), dim=dims, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
-    )
-    inverse = math.sqrt(length) / norm.clamp(min=1e-30)
-    inverse = torch.where(norm.isfinite(), inverse, 1.0)  # of a row that is not finite, the others go on as they are
+    inverse = math.sqrt(length) / _finite_norm(x.detach(), dims).clamp(_SMALLEST_NORM, _LARGEST_NORM)
     return region.keep(x, norm=NormInput(RowScale(dims), None, inverse.bfloat16(), x.dtype, whole=True))
+
+
+def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """2-norm of each row's finite elements; the copy without the others is spared where a look is free."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if type(x) is Tensor and x.is_cpu:
+        norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
+        if norm.isfinite().all():
+            return norm
+    return torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0), dim=dims, keepdim=True, dtype=dtype)
 
 
 def are_rows(x: Tensor, dims: tuple[int, ...]) -> bool:
