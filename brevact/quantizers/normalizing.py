@@ -38,6 +38,8 @@ def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:
         z = torch.mul(distinct[0], invstd)
     else:
         z = torch.sub(distinct[0], distinct[1].to(dtype)).mul_(invstd)
+    if Layout.of(z).dims != Layout.of(distinct[0]).dims:  # torch let the strides of the statistics decide
+        z = torch.empty_like(distinct[0], dtype=dtype).copy_(z)
     return z if z.shape == x.shape else z.expand(x.shape)
 
 

@@ -99,6 +99,16 @@ def test_expanded_tensors_store_their_distinct_elements(dims):
     assert ((found - x).abs() <= step / 2 * 1.001 + 4 * eps * (x.abs() + mean.abs())).all()
 
 
+def test_normalized_values_lie_in_the_order_of_the_tensor():
+    """Also where the strides of the statistics along an expanded dimension suggest another one."""
+    x = torch.randn(5, 1, 16).half().permute(2, 1, 0).expand(16, 33, 5)
+    mean, invstd = torch.randn(16, 1, 1).repeat(1, 33, 1), torch.ones(16, 33, 1)
+    assert normalize(x, mean, invstd).stride() == x.stride() == (1, 0, 16)
+    q = UniformQuantizer(bit_width=2, rounding=Rounding.NEAREST, bucket_size=64)
+    fused = quantize_normalized(q, x, mean, invstd, 0)
+    assert torch.equal(fused.buffer, q.quantize(normalize(x, mean, invstd)).buffer)
+
+
 @pytest.mark.parametrize(
     "quantizer",
     [
