@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from brevact.autograd import recording
-from brevact.autograd.storages import versions_of
+from brevact.autograd.storages import storage_address, versions_of
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 from brevact.quantizers.tracing import is_traced
 
@@ -164,7 +164,7 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
 
 def forget(x: Tensor) -> None:
     """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
-    if known:
+    if known and storage_address(x):
         _entries.pop(x.untyped_storage(), None)
 
 
@@ -173,7 +173,7 @@ def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
 
     Not if a scale or a weight that it was computed from has changed since.
     """
-    if not known or x.is_inference():
+    if not known or x.is_inference() or not storage_address(x):
         return None
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():

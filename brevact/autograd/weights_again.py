@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import lossless, recording
+from brevact.autograd.functions.base import is_plain
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
     DisableAutocast,
@@ -208,7 +209,7 @@ class _Writer:
         known = lossless.find(x)
         if known is not None:
             return self._known(*known)
-        if type(x) not in (Tensor, nn.Parameter) or x.is_inference():
+        if not is_plain(x) or x.is_inference():
             return None
         if not (isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or storage_address(x) in self._saved):
             if x.numel() >= self._least:

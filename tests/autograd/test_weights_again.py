@@ -327,6 +327,27 @@ def test_copies_train_as_the_model():
     assert all(map(torch.equal, run(twin)[1], run(layer)[1]))
 
 
+class Propagated(nn.Module):
+    """Embeddings that a sparse adjacency matrix, a buffer, propagates: a weight of weights, one of which is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(OUT, IN))
+        self.register_buffer("adjacency", torch.eye(OUT).roll(1, 0).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = self.embedding.tanh()
+        for multiply in (torch.sparse.mm, torch.mm, torch.matmul):
+            nodes = multiply(self.adjacency.data, nodes).sin()
+        return x @ nodes.t()
+
+
+def test_weights_of_sparse_weights_have_the_gradients_of_torch():
+    found = [run(layer) for layer in pair(Propagated)]
+    assert torch.equal(found[0][0], found[1][0]) and len(found[0][1]) == 2
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
 def test_learned_queries_are_not_packed():
     class Queries(nn.Module):
         def __init__(self) -> None:
