@@ -417,6 +417,17 @@ def test_singular_gradients_are_exact(op):
     torch.testing.assert_close(grads[1], grads[0])
 
 
+def test_vectors_whose_norm_overflows_have_the_gradients_of_torch():
+    """Their cosine is 0 to torch, and so are the gradients."""
+    x = (torch.randn(64, 64) * 1e30).requires_grad_()
+    grads = []
+    for chosen in (None, settings(bit_width=2)):
+        with region(chosen):
+            out = F.cosine_similarity(x * 1, x.roll(1, 0), dim=-1)
+        grads.append(torch.autograd.grad(out.sum(), x)[0])
+    assert grads[0].isfinite().all() and torch.equal(grads[1], grads[0])
+
+
 @pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(64), lambda: nn.GroupNorm(4, 64), lambda: nn.RMSNorm(64)])
 def test_statistics_of_norms_stay_exact(norm):
     torch.manual_seed(0)

@@ -138,7 +138,10 @@ class _CosineSimilarity(Saving):
         pairs = (u, v, norm_x), (v, u, norm_y)
         for (own, other, norm), needed in zip(pairs, ctx.needs_input_grad[4:], strict=True):
             bounded = norm.clamp_min(ctx.eps)
-            along = cosine * _over(own * bounded, norm)
+            lengthened = (
+                (ctx.eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
+            )  # bounded / norm, where that overflows
+            along = cosine * own * lengthened
             grads.append((grad * (other - along) / bounded).sum_to_size(own.shape) if needed else None)
         return None, None, None, None, *grads
 
