@@ -59,6 +59,7 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
         overrides = {
             name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX) and name not in names
         }
+        _check_positions(cls, names, args)
         if act_quant is None:
             _check_unused_settings(cls, names, overrides)
         if takes_any_keyword:
@@ -82,6 +83,16 @@ def _parameters(initialize: Callable[..., None]) -> list[inspect.Parameter]:
     if initialize is nn.Module.__init__:
         return []
     return list(inspect.signature(initialize).parameters.values())[1:]
+
+
+def _check_positions(cls: type[BackwardSlot], names: list[str], args: tuple[Any, ...]) -> None:
+    """Raise for a quantizer without its keyword, which ``ReLU`` would take for a true ``inplace``."""
+    for position, given in enumerate(args):
+        if isinstance(given, BackwardInjectorType) and not "".join(names[position : position + 1]).endswith("_quant"):
+            raise TypeError(
+                f"{cls.__name__}: argument {position + 1} is {given.__name__}; a backward quantizer is passed by "
+                f"keyword: act_quant={given.__name__}"
+            )
 
 
 def _check_keywords(cls: type[BackwardSlot], names: list[str], kwargs: dict[str, Any], act_quant: Any) -> None:

@@ -235,3 +235,11 @@ def test_repr_shows_the_quantizer():
     assert "(act_quant): BackwardQuantProxy(UniformQuantizer, bit_width=2, rounding=stochastic" in repr(
         bnn.QuantConv2d(3, 4, 3, act_quant=StochBackward2bit)
     )
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: bnn.ReLU(StochBackward2bit), lambda: bnn.QuantLinear(4, 4, StochBackward2bit)]
+)
+def test_a_quantizer_without_its_keyword_is_refused(make):
+    with pytest.raises(TypeError, match="passed by keyword: act_quant=StochBackward2bit"):
+        make()
