@@ -7,7 +7,8 @@ of such a tensor; so does the layer. The gradients are torch's own, of the same 
 the same bits for the same input.
 
 What is computed again is what depends on its arguments alone (:data:`PURE`): nothing random, nothing with a state.
-Changes of the parameter between the forward and the backward pass raise, as they do of a weight that torch keeps.
+Changes of the parameter between the forward and the backward pass raise, as they do of a weight that torch keeps. Those
+that no version counter sees, of ``parameter.data``, are not seen here either: the weight is then that of the new value.
 """
 
 from __future__ import annotations
