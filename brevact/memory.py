@@ -20,6 +20,7 @@ from brevact.arguments import check_model
 from brevact.autograd import attach_region, has_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.recording import recording
+from brevact.autograd.storages import storage_address
 from brevact.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
@@ -119,17 +120,17 @@ def _measure(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]
     model = _copy(model)
     if not model.training:
         model.train()
-    weights = {x.untyped_storage()._cdata: x for x in (*model.parameters(), *model.buffers())}
+    weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
     held: dict[int, tuple[Tensor, str]] = {}
     found = _Measured()
 
     def pack(x: Tensor) -> Tensor:
         x = x if x.grad_fn is None else x.detach()
-        storage = x.untyped_storage()
-        if storage._cdata not in weights:
+        place = _place_of(x)
+        if place not in weights:
             stored = recorder.stored(x)
-            layer, size = running[-1], 0 if storage._cdata in held else storage.nbytes()
-            _, owner = held.setdefault(storage._cdata, (x, layer))
+            layer, size = running[-1], 0 if place in held else x.untyped_storage().nbytes()
+            _, owner = held.setdefault(place, (x, layer))
             others = found.shared.setdefault(layer, [])
             if owner != layer and owner not in others:
                 others.append(owner)
@@ -144,6 +145,11 @@ def _measure(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]
                 output = model(*args, **kwargs)
     found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found
+
+
+def _place_of(x: Tensor) -> int:
+    """Return what tells a tensor's memory apart from others': its storage; itself, where it is sparse and has none."""
+    return storage_address(x) or -id(x)
 
 
 def _copy(model: nn.Module) -> nn.Module:

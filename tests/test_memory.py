@@ -366,3 +366,18 @@ def test_a_compiled_model_is_measured_as_it_is_written():
     expected, found = brevact.memory_report(model, x), brevact.memory_report(torch.compile(model, backend="eager"), x)
     assert (found.plain_bytes, found.saved_bytes) == (expected.plain_bytes, expected.saved_bytes)
     assert found.saved_bytes == brevact.quantizer(StochBackward2bit).quantize(x).nbytes
+
+
+def test_memory_report_takes_models_with_sparse_buffers():
+    class Propagated(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(64, 64)
+            self.register_buffer("adjacency", torch.eye(128).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.adjacency, super().forward(x))
+
+    model = brevact.quantize_backward(Propagated(), StochBackward2bit)
+    report = brevact.memory_report(model, torch.randn(128, 64))
+    packed = brevact.quantizer(StochBackward2bit).quantize(torch.randn(128, 64))
+    assert report.plain_bytes == 4 * 128 * 64 and report.saved_bytes == packed.nbytes
