@@ -360,7 +360,7 @@ def test_a_model_without_mixing_raises():
 def test_state_of_something_else_raises():
     schedule = MixSchedule(model(), "linear", steps=2)
     good = schedule.state_dict()
-    with pytest.raises(ValueError, match="expected are"):
+    with pytest.raises(ValueError, match="accepted are"):
         schedule.load_state_dict({"last_epoch": 3})
     with pytest.raises(TypeError, match="state: got None"):
         schedule.load_state_dict(None)

@@ -163,8 +163,9 @@ def _with_mark(levels_GN: Tensor, flagged: Tensor) -> Tensor:
     So zeros stay exact where they were.
     """
     rest, last = levels_GN[:, :-1], levels_GN[:, -1:]
-    kept = torch.where(last == 0, torch.cat((rest[:, 1:], last), 1), rest)
-    return torch.where(flagged[:, None], torch.cat((kept, torch.full_like(last, torch.inf)), 1), levels_GN)
+    marked = torch.full_like(levels_GN, torch.inf)  # autocast to float16 cannot concatenate bfloat16
+    marked[:, :-1] = torch.where(last == 0, levels_GN[:, 1:], rest)
+    return torch.where(flagged[:, None], marked, levels_GN)
 
 
 def _sizes(geometry: Geometry, device: torch.device) -> Tensor:

@@ -43,7 +43,7 @@ def loss_of(outputs: list[Tensor]) -> Tensor | None:
 def dense(x: Tensor) -> Tensor:
     if x.is_nested:
         return torch.cat([part.flatten() for part in x.unbind()])
-    return x if x.layout is torch.strided else x.todense()
+    return x if x.layout is torch.strided else x.to_dense()
 
 
 def settings_of(quantizer: Any, is_large: bool) -> BackwardSettings:

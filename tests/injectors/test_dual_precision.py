@@ -97,7 +97,8 @@ def test_gradients_of_a_compiled_model_are_those_of_the_eager_one():
         forward(x).square().sum().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     for eager, compiled in zip(*grads, strict=True):
-        torch.testing.assert_close(compiled, eager)
+        # Sums of 4 * 12 * 12 products of float32 in another order: a graph's norm reads its input centred.
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=576 * 2**-24 * float(eager.abs().max()))
 
 
 def test_gradients_are_unbiased():

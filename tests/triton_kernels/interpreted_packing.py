@@ -109,12 +109,13 @@ def _block_far_away_kernel(
     codes_ptr, group = codes_ptr - first // 8 * BITS, first // 512
     scale_ptr, minimum_ptr = scale_ptr - group, minimum_ptr - group
     quantize_whole_blocks(
-        x_ptr - first, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, first, 1, BITS, True, INNER=512, BLOCK=512, ROWS=1
-    )
+        x_ptr - first, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, None, None, 1, 1, 1, 1, first, 1, BITS, True,
+        INNER=512, BLOCK=512, ROWS=1, PLACE=0,
+    )  # fmt: skip
     row, column = tl.zeros((1, 1), tl.int32), tl.arange(0, 64)[None, :]
     dequantize_tile(
         codes_ptr, scale_ptr, minimum_ptr, None, target_ptr - first, first, row, column, 64, 1, 512, group + 1, 3e38,
-        BITS, BLOCK=512, INNER=0, ALIGNED=True, RAGGED=False,
+        None, None, 1, 1, 1, 1, BITS, BLOCK=512, INNER=0, ALIGNED=True, PLACE=0, RAGGED=False,
     )  # fmt: skip
 
 
