@@ -46,7 +46,7 @@ _NAMES = (
       "threshold round floor ceil trunc frac clamp clip clamp_min clamp_max positive").split(),
     *("add sub subtract rsub mul multiply div divide true_divide pow maximum minimum fmax fmin lerp where addcmul "
       "addcdiv masked_fill copysign hypot atan2 fmod remainder").split(),
-    *("sum mean var std norm vector_norm matrix_norm amax amin max min prod logsumexp softmax log_softmax softmin "
+    *("sum mean var std norm vector_norm amax amin max min prod logsumexp softmax log_softmax softmin "
       "cumsum cumprod norm_except_dim normalize layer_norm group_norm rms_norm median quantile").split(),
     *("matmul mm bmm mv dot vdot inner outer ger addmm addmv addr baddbmm addbmm einsum tensordot kron chain_matmul "
       "multi_dot matrix_exp matrix_power householder_product inv inverse solve solve_triangular cholesky det").split(),
@@ -57,7 +57,8 @@ _NAMES = (
 )  # fmt: skip
 _OPERATORS = (*("add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs matmul rmatmul pos mod rmod".split()),)
 _HOMES = (torch, Tensor, F, torch.linalg, torch.special)
-#: Functions that return what their arguments say, and change nothing.
+#: Functions that return what their arguments say, and change nothing. Norms by singular values are none: without
+#: gradients torch finds these values by another algorithm, with other last bits.
 PURE: frozenset[Callable] = frozenset(
     (
         *(getattr(home, name) for name in _NAMES for home in _HOMES if callable(getattr(home, name, None))),
@@ -65,7 +66,7 @@ PURE: frozenset[Callable] = frozenset(
         *(getattr(torch, name) for name in ("_weight_norm", "_weight_norm_interface") if hasattr(torch, name)),
         torch.eye,
     )
-)
+) - {torch.linalg.norm}
 #: Pure without running statistics, their second and third argument.
 _BY_STATISTICS = frozenset((F.batch_norm, F.instance_norm))
 
@@ -167,7 +168,8 @@ def _is_pure(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     if func in _BY_STATISTICS:
         given = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
         return all(each is None for each in given)
-    return func in PURE and kwargs.get("out") is None and not kwargs.get("inplace", False)
+    is_nuclear = any(isinstance(arg, str) and arg == "nuc" for arg in (*args, *kwargs.values()))
+    return func in PURE and kwargs.get("out") is None and not kwargs.get("inplace", False) and not is_nuclear
 
 
 class _Writer:

@@ -32,6 +32,8 @@ tensor: the elements are some groups of a tensor, its rows, group g being row RO
 LOWEST_KEY, HIGHEST_KEY = np.int32(-(2**31)), np.int32(2**31 - 1)
 _MINUS_INFINITY_KEY, _INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
 _SMALLEST_SCALE = np.float32(2.0**-126)
+_LARGEST_RANGE, _LARGEST_END = np.float32(2.0**128 - 2.0**122), np.float32(2.0**125)
+_LOWEST_BFLOAT16 = np.float32(-(2.0**128 - 2.0**120))
 
 
 @inlined
@@ -119,17 +121,18 @@ def calibrate(low, high, flagged, group, scale, minimum, table):
     levels = np.float32(max(top - 1, np.int64(1)) if flagged else top)
     if low <= high:
         bottom, ceiling = float_of(key_of(low)) + np.float32(0.0), float_of(key_of(high))
+        if ceiling - bottom >= _LARGEST_RANGE:  # see `reference.bounded`
+            bottom, ceiling = max(bottom, -_LARGEST_END), min(ceiling, _LARGEST_END)
         if load(table, MINIMUM_KIND) != FLOAT32:
             bits = bits_of(bottom)
             up = np.int32(0xFFFF) if bits < 0 else np.int32(0)
-            bottom = float_of(np.int32(np.int32(bits + up) & np.int32(-65536)))
+            bottom = max(float_of(np.int32(np.int32(bits + up) & np.int32(-65536))), _LOWEST_BFLOAT16)
         width = ceiling - bottom
         step = width / levels
         if load(table, SCALE_KIND) != FLOAT32:
             step = float_of(np.int32(np.int32(bits_of(step) + np.int32(0xFFFF)) & np.int32(-65536)))
         step = max(step, _SMALLEST_SCALE) if width > np.float32(0.0) else np.float32(0.0)
-        if abs(step * levels) < np.float32(np.inf):
-            m, s = bottom, -step if flagged else step
+        m, s = bottom, -step if flagged else step
     _write(minimum, load(table, MINIMUM_KIND), group, m)
     _write(scale, load(table, SCALE_KIND), group, s)
     return m, s

@@ -50,7 +50,7 @@ def _to_steps(x, count, m, inverse, levels, steps):
     """Positions on the grid, t = clip((x - m) / s), of elements of one group; zeros if the inverse is 0."""
     if inverse > np.float32(0.0):
         for e in range(count):
-            t = (load(x, e) - m) * inverse
+            t = max((load(x, e) - m) * inverse, np.float32(0.0))
             store(steps, e, t if t < levels else levels)
     else:
         for e in range(count):
@@ -63,7 +63,7 @@ def _to_flagged_steps(x, count, m, inverse, levels, steps):
     below = levels - np.float32(1.0)
     for e in range(count):
         v = load(x, e)
-        t = (v - m) * inverse
+        t = max((v - m) * inverse, np.float32(0.0))
         t = t if t < below else below
         store(steps, e, t if is_finite(v) else levels)
 
@@ -84,7 +84,7 @@ def _to_steps_of_each(x, count, group, scale, minimum, levels, table, steps):
     flags = any_flagged(scale, scale_kind, group, count)
     for g in range(count):
         inverse = inverse_of(read_metadata(scale, scale_kind, group + g))
-        t = (load(x, g) - read_metadata(minimum, minimum_kind, group + g)) * inverse
+        t = max((load(x, g) - read_metadata(minimum, minimum_kind, group + g)) * inverse, np.float32(0.0))
         t = t if t < levels else levels
         store(steps, g, t if inverse > np.float32(0.0) else np.float32(0.0))
     if flags:

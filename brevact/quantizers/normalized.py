@@ -19,6 +19,7 @@ from brevact.quantizers.grid import Grid
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
+from brevact.quantizers.reference import bounded
 from brevact.quantizers.uniform import Rounding
 
 _UNITS = 65535.0
@@ -203,7 +204,7 @@ class NormalizedQuantizer(GridQuantizer):
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
         """Mean and deviation of the finite elements of each channel, with a sign bit where there are others.
 
-        Both are NaN for a channel without a finite element, or with a range beyond float32.
+        Both are NaN for a channel without a finite element.
 
         Args:
             flat: (n,) tensor.
@@ -213,6 +214,7 @@ class NormalizedQuantizer(GridQuantizer):
             `(mean, deviation)`, each (G,) float32.
         """
         low, high, missing = grid_dispatch.ranges(flat, geometry)
+        low, high = bounded(low, high)
         width = high - low
         inverse = torch.where(width >= _SMALLEST_WIDTH, torch.full_like(width, _UNITS) / width, 0.0)
         sums = grid_dispatch.moments(flat, geometry, low, inverse).double()
@@ -222,8 +224,8 @@ class NormalizedQuantizer(GridQuantizer):
         deviation = ((square - mean * mean).clamp(min=0.0).sqrt() * unit).float()
         mean = (low.double() + mean * unit).float()
         deviation = torch.where(missing > 0, -deviation, deviation)
-        broken = ~torch.isfinite(mean + deviation)
-        return mean.masked_fill(broken, torch.nan), deviation.masked_fill(broken, torch.nan)  # without a sign
+        empty = torch.isnan(low)
+        return mean.masked_fill(empty, torch.nan), deviation.masked_fill(empty, torch.nan)  # without a sign
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The format's levels around each channel's mean."""

@@ -16,6 +16,8 @@ from brevact.quantizers.philox import column_bits
 
 SMALLEST_SCALE = 2.0**-126
 """Smallest normal float32: the inverse of a scale stays finite."""
+LARGEST_RANGE, LARGEST_END = 2.0**128 - 2.0**122, 2.0**125
+"""A range as large as the first, for which float32 has no grid whose scale is rounded up, gets ends of the second."""
 
 _CHUNK = 1 << 18  # elements in flight, so that temporaries stay small beside the tensor
 
@@ -66,8 +68,8 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
 
     m = round_down(min), s = round_up((max - m) / levels) with levels = 2^b - 1, 0 for a constant group. A group that
     holds NaN or an infinity, too, is flagged: min and max are those of its finite elements, levels = max(2^b - 2, 1),
-    and the sign bit of s is set, that of 0 as well. A group without a finite element, or whose grid leaves the range of
-    float32, gets m = s = NaN.
+    and the sign bit of s is set, that of 0 as well. A group without a finite element gets m = s = NaN. See
+    `bounded` for ranges that float32 has no room for.
 
     Args:
         flat: (n,) floating-point tensor.
@@ -80,19 +82,39 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
     """
     low, high, missing = group_ranges(flat, geometry)
     flagged, empty = missing > 0, low > high
-    low, high = low.masked_fill(empty, 0.0) + 0.0, high.masked_fill(empty, 0.0)  # + 0.0 turns -0.0 into 0.0
-    minimum = _round_down_bfloat16(low) if minimum_dtype == torch.bfloat16 else low
+    low, high = bounded(low.masked_fill(empty, 0.0) + 0.0, high.masked_fill(empty, 0.0))  # + 0.0 turns -0.0 into 0.0
+    minimum = low
+    if minimum_dtype == torch.bfloat16:
+        minimum = _round_down_bfloat16(low).clamp(min=torch.finfo(torch.bfloat16).min)
     width = high - minimum
     top = (1 << geometry.bit_width) - 1
     levels = torch.where(flagged, max(top - 1, 1), top).float()  # a tensor: CUDA multiplies by a scalar's inverse
     scale = width / levels
     scale = _round_up_bfloat16(scale) if scale_dtype == torch.bfloat16 else scale
     scale = torch.where(width > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
-    broken = empty | ~torch.isfinite(scale * levels)
     scale = torch.where(flagged, -scale, scale)
     return (
-        minimum.to(minimum_dtype).masked_fill(broken, float("nan")),  # after the cast, which has NaNs of its own
-        scale.to(scale_dtype).masked_fill(broken, float("nan")),
+        minimum.to(minimum_dtype).masked_fill(empty, float("nan")),  # after the cast, which has NaNs of its own
+        scale.to(scale_dtype).masked_fill(empty, float("nan")),
+    )
+
+
+def bounded(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Ends of ranges that float32 has room for: -2^125 and 2^125 at most where the range is 2^128 - 2^122 or more.
+
+    What lies beyond counts as the end. Such a range means that a mask, say, left the lowest float among other values.
+
+    Args:
+        low: (G,) float32 lower ends; may be NaN.
+        high: (G,) float32 upper ends.
+
+    Returns:
+        `(low, high)`.
+    """
+    wide = high - low >= LARGEST_RANGE  # the difference may be infinite
+    return (
+        torch.where(wide, low.clamp(min=-LARGEST_END), low),
+        torch.where(wide, high.clamp(max=LARGEST_END), high),
     )
 
 
@@ -135,7 +157,7 @@ def quantize_uniform(
     """
     minimum, scale = calibrate(flat, geometry, scale_dtype, minimum_dtype)
     base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
-    inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for broken groups
+    inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for empty groups
     top = (1 << geometry.bit_width) - 1
     levels = torch.where(flagged, top - 1, top).float()
     codes = flat.new_empty(geometry.code_bytes, dtype=torch.uint8)

@@ -106,7 +106,9 @@ class SignMagnitudeLevels(GridQuantizer):
             `(scale,)`, (G,).
         """
         low, high, _ = grid_dispatch.ranges(flat, geometry)
-        largest = torch.maximum(-low, high)  # no smaller than any magnitude: level 1 is never exceeded
+        largest = torch.maximum(
+            -low, high
+        )  # no smaller than any magnitude: level 1 is only exceeded where bfloat16 ends
         scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)
         if not self.use_max:
             inverse = torch.where(scale > 0, torch.full_like(scale, _UNITS) / scale, 0.0)
@@ -115,8 +117,9 @@ class SignMagnitudeLevels(GridQuantizer):
             scale = torch.maximum(norm.clamp(max=torch.finfo(torch.float32).max).float(), scale)
         if self.scale_dtype == torch.bfloat16:
             scale = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-        broken = ~(torch.isfinite(largest) & torch.isfinite(scale))
-        return (scale.to(self.scale_dtype).masked_fill(broken, float("nan")),)  # each device has NaNs of its own
+            scale = scale.clamp(max=torch.finfo(torch.bfloat16).max)
+        empty = torch.isnan(largest)
+        return (scale.to(self.scale_dtype).masked_fill(empty, float("nan")),)  # each device has NaNs of its own
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """Levels -1 to 1 in units of the scale, then NaN: 2^b codes are more than 2 * levels + 1."""

@@ -15,6 +15,7 @@ from brevact.quantizers.grid import Grid
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
+from brevact.quantizers.reference import bounded
 from brevact.quantizers.uniform import Rounding
 from brevact.quantizers.weibull_fit import UNITS, SideFits
 
@@ -41,9 +42,9 @@ class WeibullQuantizer(GridQuantizer):
     Stored beside the codes: float32 minimum, maximum and offset of each bucket (the offset is zero, or the end on which
     the magnitudes stand), and bfloat16 distances from the offset of its 2^bit_width - 2 other levels. Code 0 stands for
     the minimum, the last one for the maximum, those between for offset + distance, clamped to the two. Minimum and
-    maximum are NaN for a bucket without a finite element, or whose range float32 cannot hold. In a bucket that holds
-    NaN or an infinity beside finite elements the last of the other levels is infinity, which is clamped to the maximum:
-    there the last code stands for NaN, and one level less lies between minimum and maximum.
+    maximum are NaN for a bucket without a finite element. In a bucket that holds NaN or an infinity beside finite
+    elements the last of the other levels is infinity, which is clamped to the maximum: there the last code stands for
+    NaN, and one level less lies between minimum and maximum.
 
     Source: TinyScript (Fu et al., ICML 2020), algorithms 1 and 2, equation 2. Differs: levels are best for the largest
     value of the bucket, not for 3 standard deviations; shapes go up to 4, not 1; the split of levels between the sides
@@ -128,11 +129,11 @@ class WeibullQuantizer(GridQuantizer):
         Returns:
             Minimum, maximum and offset, each (G,) float32, and (G, 2^bit_width - 2) bfloat16 ascending distances from
             the offset, the last one infinity where something is not finite. Minimum and maximum are NaN for buckets
-            without a finite element, or with a range beyond float32.
+            without a finite element.
         """
         low, high, missing = grid_dispatch.ranges(flat, geometry)
-        broken = ~torch.isfinite(high - low)
-        low, high = low.masked_fill(broken, 0.0), high.masked_fill(broken, 0.0)
+        empty = torch.isnan(low)
+        low, high = bounded(low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0))
         middle = low.clamp(min=0.0).minimum(high)  # zero, or the end that is closest to it
         width = (high - middle).maximum(middle - low)
         units = torch.full_like(width, UNITS)  # a tensor: CUDA multiplies by a scalar's inverse
@@ -145,8 +146,8 @@ class WeibullQuantizer(GridQuantizer):
         offset = torch.where(chosen == count, low, torch.where(chosen == count - 1, high, middle))
         largest = torch.finfo(torch.bfloat16).max
         levels_GN = (fits.levels(chosen) * (width.double() / units)[:, None]).float().clamp(-largest, largest)
-        low, high = low.masked_fill(broken, torch.nan), high.masked_fill(broken, torch.nan)
-        return low, high, offset, _with_mark(levels_GN.bfloat16(), (missing > 0) & ~broken)
+        low, high = low.masked_fill(empty, torch.nan), high.masked_fill(empty, torch.nan)
+        return low, high, offset, _with_mark(levels_GN.bfloat16(), (missing > 0) & ~empty)
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The stored levels between the minimum and the maximum of each bucket."""

@@ -14,6 +14,8 @@ LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 """Keys of an empty range; see `floats.key_of`."""
 _MINUS_INFINITY_KEY, _INFINITY_KEY = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
+_LARGEST_RANGE, _LARGEST_END = tl.constexpr(2.0**128 - 2.0**122), tl.constexpr(2.0**125)
+_LOWEST_BFLOAT16 = tl.constexpr(-(2.0**128 - 2.0**120))
 _SIGN = tl.constexpr(-(2**31))
 
 
@@ -56,7 +58,7 @@ def calibrate(
     """Minimum, scale and inverse scale of groups from the ranges of their finite elements' keys.
 
     See `reference.calibrate`. Minimum and scale are float32 values that their types hold exactly. The inverse has the
-    sign bit of the scale; it is 0 for constant groups and for broken ones, whose minimum and scale are NaN.
+    sign bit of the scale; it is 0 for constant groups and for empty ones, whose minimum and scale are NaN.
 
     Args:
         low_key: Lowest keys, above `high_key` where no element is finite.
@@ -69,8 +71,11 @@ def calibrate(
     some = low_key <= high_key
     low = tl.where(some, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
     high = tl.where(some, float_of_key(high_key), 0.0)
+    wide = high - low >= _LARGEST_RANGE  # see `reference.bounded`
+    low = tl.where(wide, tl.maximum(low, -_LARGEST_END), low)
+    high = tl.where(wide, tl.minimum(high, _LARGEST_END), high)
     if minimum_dtype == tl.bfloat16:
-        low = round_down_bfloat16(low)
+        low = tl.maximum(round_down_bfloat16(low), _LOWEST_BFLOAT16)
     width = high - low
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1
     levels = tl.where(flagged, (TOP - 1 if TOP > 1 else 1) * 1.0, TOP * 1.0)
@@ -78,11 +83,10 @@ def calibrate(
     if scale_dtype == tl.bfloat16:
         scale = round_up_bfloat16(scale)
     scale = tl.where(width > 0.0, tl.maximum(scale, _SMALLEST_SCALE), 0.0)
-    good = some & (scale * levels < float("inf"))
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0.0, scale, 1.0))
-    inverse = tl.where(good & (scale > 0.0), inverse, 0.0)
-    low, scale = tl.where(good, low, float("nan")), tl.where(good, scale, float("nan"))
-    return low, _with_sign(scale, flagged & good), _with_sign(inverse, flagged & good)
+    inverse = tl.where(some & (scale > 0.0), inverse, 0.0)
+    low, scale = tl.where(some, low, float("nan")), tl.where(some, scale, float("nan"))
+    return low, _with_sign(scale, flagged & some), _with_sign(inverse, flagged & some)
 
 
 @triton.jit

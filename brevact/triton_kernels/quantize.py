@@ -35,14 +35,15 @@ def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl
 
 @triton.jit
 def _codes_of_plane(x, base, inverse, words, i: tl.constexpr, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes (int32) of plane i: round(clip((x - m) / s)), 0 for constant and broken groups and where not valid.
+    """Codes (int32) of plane i: round(clip((x - m) / s)), 0 for constant and empty groups and where not valid.
 
     In groups whose inverse has its sign bit set the last code stands for what is not finite.
     """
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
     x, flagged = widen(x), is_flagged(inverse)
-    base = tl.where(inverse != 0.0, base, 0.0)  # NaN in broken groups
-    t = tl.minimum((x - base) * tl.abs(inverse), tl.where(flagged, TOP - 1.0, TOP))  # x >= m: no lower clip
+    base = tl.where(inverse != 0.0, base, 0.0)  # NaN in empty groups
+    t = tl.maximum((x - base) * tl.abs(inverse), 0.0)
+    t = tl.minimum(t, tl.where(flagged, TOP - 1.0, TOP))
     t = tl.where(valid & is_finite(x), t, tl.where(valid & flagged, TOP, 0.0))
     if STOCHASTIC:
         q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -103,8 +104,41 @@ def samples(op: Any, most: int | None = None) -> list[Sample]:
     return _quietly(make)
 
 
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def _regular(*shape: int) -> Tensor:
+    """A matrix, of these sizes or reshaped to them, whose inverse is no larger than 1."""
+    n = math.isqrt(math.prod(shape))
+    return (torch.randn(n, n) / (4 * n**0.5) + 2 * torch.eye(n)).view(shape).requires_grad_()
+
+
+def _factors(*shape: int) -> tuple[Tensor, Tensor]:
+    factors, pivots = torch.linalg.lu_factor(_regular(*shape).detach())
+    return factors.requires_grad_(), pivots
+
+
+#: Arguments of ops whose samples have sizes that are fixed or belong to one another.
+_OWN_LARGE: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "broadcast_to": lambda: (_random(1, 4100), (2, 4100)),
+    "grid_sampler_2d": lambda: (_random(2, 3, 30, 30), (_random(2, 50, 50, 2).sigmoid() * 2 - 1), 0, 0, False),
+    "linalg.lu_solve": lambda: (*_factors(66, 66), _random(66, 66)),
+    "linalg.solve": lambda: (_regular(66, 66), _random(66, 66)),
+    "linalg.solve_ex": lambda: (_regular(66, 66), _random(66, 66)),
+    "linalg.tensorinv": lambda: (_regular(8, 9, 72),),
+    "linalg.tensorsolve": lambda: (_regular(8, 9, 72), _random(8, 9)),
+    "lu_solve": lambda: (_random(66, 66), *_factors(66, 66)),
+    "nn.functional.grid_sample": lambda: (_random(2, 3, 30, 30), _random(2, 50, 50, 2).sigmoid() * 2 - 1),
+    "tensordot": lambda: (_random(66, 67), _random(67, 66), 1),
+    "triangular_solve": lambda: (_random(66, 66), _regular(66, 66)),
+}
+
+
 def larger_samples(op: Any, most: int = 4) -> list[Sample]:
     """Return sample inputs with a tensor that is packed at the default settings."""
+    if name_of(op) in _OWN_LARGE:
+        return [Sample(_quietly(_OWN_LARGE[name_of(op)]), {})]
     found: list[Sample] = []
     for sizes in _LARGER:
         with _sizes(sizes):

@@ -60,14 +60,12 @@ LIMITS: dict[str, tuple[set[str], str]] = {
         "and their sizes are fixed and belong to one another",
     ),
     "nn.functional.multi_head_attention_forward": (
-        {"8 bits"},
-        "the samples' scores are in the hundreds: the gradient is what is left of 1 - p, exponential in the scores",
+        {"8 bits", "large"},
+        "the samples' scores are in the hundreds: the gradient is what is left of 1 - p, exponential in the scores; "
+        "and their sizes are fixed and belong to one another",
     ),
     **{name: ({"large"}, "its sparse samples have one size") for name in ("sparse.sampled_addmm", "sparse.mm.reduce")},
-    **{
-        name: ({"large"}, "the sizes of its samples are fixed and belong to one another")
-        for name in ("triangular_solve", "broadcast_to", "lu_solve", "tensordot")
-    },
+    "diagflat": ({"large"}, "its result is the square of an input that is packed"),
 }
 #: Ops that once lost a gradient at the default settings.
 SHOWN = {"abs", "nansum", "copysign", "fmod", "remainder", "linalg.lu_factor_ex", "std", "norm", "take_along_dim"}

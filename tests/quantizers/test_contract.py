@@ -237,6 +237,24 @@ def test_a_tensor_of_nothing_finite_decodes_to_nan(subject: Subject, value: floa
 
 
 @every_subject
+@pytest.mark.parametrize("signs", [(-1,), (1,), (-1, 1)], ids=str)
+def test_the_largest_floats_decode_to_finite_values(subject: Subject, signs: tuple[int, ...]):
+    """Masks leave the lowest float; the others of its group are then off by a huge step, but none becomes NaN."""
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        x = torch.randn(4, 4, 640).to(dtype)
+        for i, sign in enumerate(signs):
+            x[0, 1, 2 + i] = sign * min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        packed = subject.quantizer.quantize(x, seed=1)
+        y = packed.dequantize()
+        assert y.isfinite().all() and packed.dequantize_multiply(torch.full_like(x, 0.5)).isfinite().all()
+        group = groups_of(packed)
+        if len(group.unique()) > 1:
+            untouched = ~torch.isin(group, group[0, 1, 2:4])
+            assert (y[untouched].abs() < 1e4).all()
+
+
+@every_subject
 def test_constants_beside_what_is_not_finite_stay(subject: Subject):
     if subject.constant_dtype is not None:
         for constant in (0.0, 1.0, -3.0):
