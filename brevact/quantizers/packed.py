@@ -202,8 +202,8 @@ class PackedActivation:
     code is left, it stands for the middle, m + |s| / 2: no two levels and a mark fit one bit, so this case alone is
     biased, by half of the range at most. NaN metadata mean that all of a group decodes to NaN: nothing in it was
     finite. Other formats say where they keep the mark; none takes a byte for it. Finite values decode to finite ones:
-    where a group's range is 2^128 - 2^122 or more, as masks that leave the lowest float make it, those beyond +-2^125 count as
-    +-2^125.
+    where the range of a group is 2^128 - 2^122 or more, as a mask with the lowest float beside large values makes it,
+    those beyond +-2^125 count as +-2^125.
 
     *32 bits*: `codes` are the bytes of the elements as they are, without metadata.
 

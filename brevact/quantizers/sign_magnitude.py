@@ -106,9 +106,7 @@ class SignMagnitudeLevels(GridQuantizer):
             `(scale,)`, (G,).
         """
         low, high, _ = grid_dispatch.ranges(flat, geometry)
-        largest = torch.maximum(
-            -low, high
-        )  # no smaller than any magnitude: level 1 is only exceeded where bfloat16 ends
+        largest = torch.maximum(-low, high)  # level 1 is not exceeded, but where bfloat16 ends
         scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)
         if not self.use_max:
             inverse = torch.where(scale > 0, torch.full_like(scale, _UNITS) / scale, 0.0)

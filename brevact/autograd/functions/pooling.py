@@ -126,7 +126,8 @@ def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
         flat = rank - dims
         kernel, stride, dilation = ((1,) * flat + as_tuple(value, dims) for value in (kernel, stride, dilation))
         padding = (0,) * flat + as_tuple(padding, dims)
-        if min(*kernel, *stride, *dilation) <= 0:
+        reach = dilation[-1] * (kernel[-1] - 1)
+        if not (min(*kernel, *stride, *dilation) > 0 and reach < input.shape[-1] + 2 * padding[-1]):
             return NotImplemented  # torch explains what is wrong
         geometry = (kernel, stride, padding, dilation, ceil_mode)
 
