@@ -40,7 +40,9 @@ _POWERS = frozenset((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor
 CONDITIONAL = _RECURRENT | _DIVISIONS | _RECIPROCALS | _POWERS
 
 #: Operators of other libraries that read their input at points which they save.
-_EXACT_OPERATORS = frozenset((("torchvision", "deform_conv2d"),))
+_EXACT_OPERATORS = frozenset(
+    ("torchvision", name) for name in ("deform_conv2d", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool")
+)
 _OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 
 #: Modules of torch whose functions are one op to their caller and many to a region: what they save is like what the
