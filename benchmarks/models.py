@@ -2,7 +2,8 @@
 
     python -m benchmarks.models --csv benchmarks/results/models.csv --markdown docs/models.md
 
-For each model of `benchmarks.model_zoo` and each backward quantizer, a training step on random data:
+For each model of `benchmarks.model_zoo`, and of `benchmarks.image_models` where timm and torchvision are installed, and
+each backward quantizer, a training step on random data:
 
 kept: measured bytes of the distinct storages that autograd keeps, weights left out, plain and quantized.
 error: |h - g| / |g| over all weight gradients, h with stochastic rounding to 8 bits or to 2 bits and g without.
@@ -30,13 +31,20 @@ from benchmarks.records import append_rows, check_columns, print_table
 
 Row = dict[str, str]
 
+try:
+    from benchmarks.image_models import IMAGE_MODELS
+except ImportError:  # timm and torchvision are not installed
+    IMAGE_MODELS = {}
+
+#: Builders of all models by name.
+BUILDERS = {**MODELS, **IMAGE_MODELS}
 COLUMNS = ("model", "parameters", "plain", "kept", "ratio", "forward", "error_8bit", "error_2bit", "along_gradient")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=BUILDERS, default=list(BUILDERS), metavar="MODEL")
     parser.add_argument("--draws", type=int, default=16, help="seeds (default: %(default)s)")
     parser.add_argument("--csv", help="append the rows to this file")
     parser.add_argument("--markdown", type=Path, help="write a page with the table to this file")
@@ -56,19 +64,20 @@ def measure(names: Sequence[str], draws: int) -> Iterator[Row]:
     """One row a model.
 
     Args:
-        names: keys of `MODELS`.
+        names: keys of `BUILDERS`.
         draws: seeds, at least 2.
 
     Yields:
         Rows with the keys `COLUMNS`.
     """
     for name in names:
-        plain = build(name)
+        plain = build(name, builders=BUILDERS)
         eight, two = (quantized(plain, policy) for policy in (brevact.StochBackward8bit, brevact.StochBackward2bit))
         report = brevact.memory_report(two.model, two.batch)
         with torch.random.fork_rng([]):
-            errors = [relative_error(gradient(eight, seed), gradient(plain, seed)) for seed in range(2)]
-            pairs = [(gradient(two, seed), gradient(plain, seed)) for seed in range(draws)]
+            expected = [gradient(plain, seed) for seed in range(draws)]
+            errors = [relative_error(gradient(eight, seed), expected[seed]) for seed in range(2)]
+            pairs = [(gradient(two, seed), expected[seed]) for seed in range(draws)]
             equal = all(torch.equal(loss_at(two, seed), loss_at(plain, seed)) for seed in range(2))
         along, error_of_mean = mean_projection(pairs)
         yield {
@@ -129,19 +138,25 @@ def markdown(rows: Sequence[Row]) -> str:
         The text.
     """
     lines = ["# Models", "", *inspect.cleandoc(_PAGE).splitlines(), ""]
-    for title, kept in (("Transformers and their kin", False), ("Convolutional networks", True)):
+    convolutional = [name for name in MODELS if name in CONVOLUTIONAL]
+    for title, names in (
+        ("Transformers and their kin", [name for name in MODELS if name not in convolutional]),
+        ("Convolutional networks", convolutional),
+        ("Image classifiers of timm and torchvision", [name for name in BUILDERS if name not in MODELS]),
+    ):
         lines += [f"## {title}", ""]
         lines += ["| model | weights | plain | kept | times less | forward | error, 8 bits | error, 2 bits | along g |"]
         lines += ["|---|---|---|---|---|---|---|---|---|"]
-        lines += [f"| {' | '.join(row.values())} |" for row in rows if (row["model"] in CONVOLUTIONAL) == kept]
+        lines += [f"| {' | '.join(row.values())} |" for row in rows if row["model"] in names]
         lines.append("")
     return "\n".join(lines)
 
 
 _PAGE = """
-    Real architectures with random weights, from `transformers` and from the recipes, made small enough for a CPU:
-    a training step on random data under `brevact.quantize_backward(model, StochBackward2bit)`. Made by
-    `python -m benchmarks.models --markdown docs/models.md`; `benchmarks/model_zoo.py` has the configurations.
+    Real architectures with random weights: from `transformers` and from the recipes, made small enough for a CPU, and
+    as timm and torchvision ship them, on 8 images of 64x64. A training step on random data under
+    `brevact.quantize_backward(model, StochBackward2bit)`. Made by `python -m benchmarks.models --markdown
+    docs/models.md`; `benchmarks/model_zoo.py` and `benchmarks/image_models.py` have the configurations.
 
     *Plain* and *kept* are the measured bytes of the distinct storages that autograd keeps for backward, without
     weights. *Forward*: the loss with backward quantization against the one without, dropout included. *Error*:

@@ -158,6 +158,7 @@ _inside = _Inside()
 
 def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
+    refuse_without(COMPILING)
     around, spelled = _innermost(), text_of(settings)
     rounds = _quantizes_forward(spelled)
     if _inside.higher_order:

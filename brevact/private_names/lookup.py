@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 _NOTHING = object()
 
-#: Names that were not found, each with what needs it.
-missing: list[tuple[str, str]] = []
+#: Names that were not found: each with what needs it, and what to tell, which is made here, outside of traced code.
+missing: list[tuple[str, str, str]] = []
 
 
 class _StandIn(type):
@@ -51,8 +51,8 @@ def find(path: str, use: str, *, fallback: Any = _NOTHING, placeholder: Any = _N
     except (AttributeError, ImportError):
         if fallback is not _NOTHING:
             return fallback
-    missing.append((path, use))
     message = message_for(path, use)
+    missing.append((path, use, message))
     warnings.warn(message, RuntimeWarning, stacklevel=2)
     if placeholder is not _NOTHING:
         return placeholder
@@ -83,7 +83,7 @@ def read(path: str) -> Any:
 
 def is_whole(use: str) -> bool:
     """Return whether nothing is missing that this use needs."""
-    return not any(needed_by == use for _, needed_by in missing)
+    return not any(needed_by == use for _, needed_by, _ in missing)
 
 
 def refuse_without(use: str) -> None:
@@ -92,9 +92,9 @@ def refuse_without(use: str) -> None:
     Raises:
         RuntimeError: names what is missing, the version, and the versions that have it.
     """
-    for path, needed_by in missing:
+    for _, needed_by, message in missing:
         if needed_by == use:
-            raise RuntimeError(message_for(path, use))
+            raise RuntimeError(message)
 
 
 def message_for(path: str, use: str) -> str:

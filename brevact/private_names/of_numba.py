@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from brevact.private_names.lookup import find, message_for, missing
+from brevact.private_names.lookup import find, missing
 
 KERNELS = "the compiled CPU kernels"
 
@@ -26,6 +26,6 @@ ATTRIBUTES = (
 for _path in ATTRIBUTES:
     find(_path, KERNELS)
 
-for _path, _use in missing:
+for _path, _, _message in missing:
     if _path.startswith("numba."):
-        raise ImportError(message_for(_path, _use))
+        raise ImportError(_message)
