@@ -20,5 +20,6 @@ def suite(session: nox.Session, torch: str) -> None:
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text("\n".join(pin for pin in pins if pin.partition("==")[0] not in ("torch", "triton")))
     session.install("-q", "-c", str(constraints), f"torch=={torch}", "-e", ".[test,recipes]")
+    session.install("-q", "--no-deps", "-c", "constraints.txt", "timm", "torchvision")  # which ask for one torch
     session.run("python", "-m", "pip", "list")
     session.run("python", "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", *session.posargs)
