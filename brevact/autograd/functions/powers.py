@@ -44,7 +44,7 @@ class _Square(Saving):
         return None, None, kept.multiply(grad).mul_(2.0), *(None for _ in ctx.needs_input_grad[3:])
 
 
-def _square(region: Region, func: Callable, input: Any, *exponent: float) -> Any:
+def keep_square(region: Region, func: Callable, input: Any, *exponent: float) -> Any:
     """Keep what is squared by its rows: their mean may be a variance. Small tensors are torch's."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
@@ -58,7 +58,7 @@ def _pow(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     input, exponent = args
     if exponent == 2:
-        return _square(region, func, input, exponent)
+        return keep_square(region, func, input, exponent)
     if not (exponent > 2 and region.packs_input(input) and input.requires_grad):
         return NotImplemented
     return region.apply(_Power, torch.pow, input, exponent)
@@ -66,5 +66,5 @@ def _pow(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 HANDLERS = {
     **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
-    **dict.fromkeys((torch.square, Tensor.square), _square),
+    **dict.fromkeys((torch.square, Tensor.square), keep_square),
 }
