@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from brevact.geometry import Geometry
 from brevact.quantizers import (
     Granularity,
     Layout,
@@ -18,7 +19,6 @@ from brevact.quantizers import (
     unpack_codes,
     unpack_mask,
 )
-from brevact.quantizers.geometry import Geometry
 from tests.quantizers.grid_cases import GridCase, buckets, channels, random_grid, values_around
 from tests.triton_kernels.checks import (
     SEED,
