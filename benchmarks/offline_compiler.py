@@ -34,7 +34,7 @@ ALIGNMENT = 16  # of allocations, in bytes, that Triton compiles for
 def collected() -> Iterator[list[Launch]]:
     """Collect the launches that would run, in order: there is no device."""
     launches: list[Launch] = []
-    run, Launch.run = Launch.run, launches.append
+    run, Launch.run = Launch.run, lambda launch: launches.append(launch)
     try:
         yield launches
     finally:
