@@ -68,16 +68,16 @@ def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
     Results are asked about as well as arguments: under torch.func transforms and FakeTensorMode, what is allocated for
     a plain tensor may have no memory.
     """
-    if arrays[0].is_cuda:  # type: ignore[union-attr]
-        kernels = _triton_launchers() if _has_triton() else None
-    else:
-        kernels = _cpu_launchers()
+    kernels = _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
     return kernels if kernels is not None and kernels.takes(arrays) else None
 
 
 @functools.cache
-def _cpu_launchers() -> ModuleType | None:
-    """Launchers of the compiled CPU kernels, imported when first needed; None where Numba does not work."""
+def _launchers(on_gpu: bool) -> ModuleType | None:
+    """Launchers of compiled kernels, imported when first needed; None where their compiler does not work."""
+    if on_gpu:
+        has_triton = importlib.util.find_spec("triton") is not None
+        return importlib.import_module("brevact.triton_kernels") if has_triton else None
     try:
         return importlib.import_module("brevact.cpu_kernels.launch")
     except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well
@@ -88,17 +88,6 @@ def _cpu_launchers() -> ModuleType | None:
             stacklevel=2,
         )
         return None
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _triton_launchers() -> ModuleType:
-    """Launchers of the Triton kernels, imported when first needed."""
-    return importlib.import_module("brevact.triton_kernels")
 
 
 def refuse_wrapped(x: Tensor) -> None:

@@ -97,7 +97,8 @@ def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: floa
     """
     flat = flat_memory(grad, numel)
     other = flat * negative_slope if negative_slope else torch.zeros_like(flat)
-    mask = reference.unpack(packed, 1, numel, DEFAULT_BLOCK).to(torch.bool)
+    mask = packed.new_empty(numel, dtype=torch.bool)
+    unpack_mask(packed, mask)
     torch.where(mask, flat, other, out=flat_memory(target, numel))
 
 
@@ -116,10 +117,10 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
     refuse_wrapped(x)
     geometry, flat = plan.geometry, flat_memory(x.detach(), plan.geometry.numel)
     key = None if seed is None else torch.as_tensor(seed, device=x.device)
-    codes, *metadata = plan.split(buffer)
     minimum, scale = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
-    for part, values in zip(metadata, (minimum, scale), strict=True):
-        part.copy_(values)
+    for start, values in ((plan.minimum_at, minimum), (plan.scale_at, scale)):
+        raw = values.contiguous().view(torch.uint8)
+        buffer[start : start + raw.numel()] = raw
     base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for empty groups
     top = (1 << geometry.bit_width) - 1
@@ -132,7 +133,7 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
         steps = steps.masked_fill(flagged[group] & ~z.isfinite(), float(top))
         bits = None if key is None else element_bits(start, stop, columns, key)
         chunk = round_codes(steps, bits).clamp(max=top)
-        pack_chunk(chunk, start, geometry.bit_width, geometry.block_size, codes)
+        pack_chunk(chunk, start, geometry.bit_width, geometry.block_size, buffer)
 
 
 @run_by_kernels

@@ -174,7 +174,7 @@ class UniformQuantizer:
         layout, buffer = spec.layout, spec.empty(x)
         key = seed_value(seed, x.device) if self.is_stochastic else None
         dense = x if layout.is_dense and not x.is_neg() else layout.flatten(x.detach())
-        passes.quantize_uniform(dense, plan_of(spec), key, buffer)
+        passes.quantize_uniform(dense, spec.plan or plan_of(spec), key, buffer)
         return PackedActivation(spec, buffer)
 
     def geometry(self, layout: Layout) -> Geometry:
@@ -202,7 +202,7 @@ class UniformQuantizer:
         if self.is_lossless:
             target.as_strided((spec.layout.numel,), (1,)).copy_(buffer.view(spec.layout.dtype))
         else:
-            passes.dequantize_uniform(buffer, plan_of(spec), None, target)
+            passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), None, target)
 
     def decode_multiply(
         self, buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor, target: Tensor
@@ -219,7 +219,7 @@ class UniformQuantizer:
             flat = (spec.layout.numel,), (1,)
             torch.mul(buffer.view(spec.layout.dtype), other.as_strided(*flat), out=target.as_strided(*flat))
         else:
-            passes.dequantize_uniform(buffer, plan_of(spec), other, target)
+            passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
 
 
 @functools.lru_cache(maxsize=4096)
