@@ -27,13 +27,14 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.offline_compiler import compile_launch, resources
+from benchmarks.offline_compiler import collected, compile_launch, resources
 from benchmarks.records import write_rows
 from brevact import triton_kernels
+from brevact.geometry import Grid, Place
 from brevact.quantizers import Granularity, Layout, PackedSpec, UniformQuantizer
-from brevact.quantizers.gpu import plan_of
-from brevact.quantizers.gpu_grids import grid_plan_of
+from brevact.quantizers.uniform import plan_of
 from brevact.triton_kernels import Launch
+from brevact.triton_kernels.uniform import one_pass, rows_in_groups
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -153,37 +154,45 @@ def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
 
 
 def _mask_launches(dtype: torch.dtype) -> Iterator[tuple[Launch, int, int]]:
-    x, bools, packed = _meta(1 << 20, dtype), _meta(1 << 20, torch.uint8), _meta(1 << 17, torch.uint8)
-    for source in (x, bools):
-        yield triton_kernels.pack_mask(source, packed), 8, 0
-    yield triton_kernels.unpack_mask(packed, bools), 0, 8
-    for slope in (0.0, 0.1):
-        yield triton_kernels.mask_multiply(packed, x, x, slope, x.numel()), 8, 8
+    x, bools, packed = _meta(1 << 20, dtype), _meta(1 << 20, torch.bool), _meta(1 << 17, torch.uint8)
+    with collected() as launches:
+        for source in (x, bools):
+            triton_kernels.pack_mask(source, packed)
+        triton_kernels.unpack_mask(packed, bools)
+        for slope in (0.0, 0.1):
+            triton_kernels.mask_multiply(packed, x.numel(), x, slope, x)
+    yield from zip(launches, (8, 8, 0, 8, 8), (0, 0, 8, 8, 8), strict=True)
 
 
 def _code_launches(bit_width: int) -> Iterator[tuple[Launch, int, int]]:
     packed = _meta((1 << 17) * bit_width, torch.uint8)
     for dtype in (torch.uint8, torch.int32, torch.int64):
         codes = _meta(1 << 20, dtype)
-        yield triton_kernels.pack_codes(codes, packed, bit_width, 512), 8, 0
-        if dtype != torch.uint8:
-            yield triton_kernels.unpack_codes(packed, codes, bit_width, 512), 0, 8
+        with collected() as launches:
+            triton_kernels.pack_codes(codes, bit_width, 512, packed)
+            if dtype != torch.uint8:
+                triton_kernels.unpack_codes(packed, bit_width, 512, codes)
+        for launch, loads in zip(launches, (8, 0), strict=False):
+            yield launch, loads, 8 - loads
 
 
 def _uniform_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     quantizer, x = _subject(variant)
     spec = PackedSpec.of(quantizer, Layout.of(x))
-    plan, (codes, minimum, scale) = plan_of(spec), spec.split(spec.empty(x))
+    plan, buffer = plan_of(spec), spec.empty(x)
     if variant.operation.startswith("dequantize"):
         other = x if variant.operation == "dequantize_multiply" else None
-        launch = triton_kernels.dequantize_uniform(codes, scale, minimum, other, x, plan)
+        with collected() as launches:
+            triton_kernels.dequantize_uniform(buffer, plan, other, x)
+        (launch,) = launches
         aligned = launch.constants["ROWS"] > 0
         yield launch, 8 * aligned * (other is not None), 8 * aligned
         return
-    seed = _meta((), torch.int64) if quantizer.is_stochastic else None
-    for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, seed, plan):
+    with collected() as launches:
+        triton_kernels.quantize_uniform(x, plan, _seed(quantizer.is_stochastic), buffer)
+    for launch in launches:
         constants = launch.constants
-        in_runs = constants.get("INNER_TILE", 1) > 1 and plan.inner % ALIGNED_RUN == 0
+        in_runs = constants.get("INNER_TILE", 1) > 1 and plan.geometry.inner % ALIGNED_RUN == 0
         in_tiles = constants.get("ROWS", 0) > 0 and (constants.get("ALIGNED", True) or x.itemsize == 4)
         yield launch, 8 * in_tiles or int(in_runs), 0
 
@@ -194,20 +203,20 @@ def _norm_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         return
     quantizer, x = _subject(variant)
     spec = PackedSpec.of(quantizer, Layout.of(x))
-    plan, (codes, minimum, scale) = plan_of(spec), spec.split(spec.empty(x))
-    if not plan.one_pass:
+    plan, buffer = plan_of(spec), spec.empty(x)
+    if not one_pass(plan.geometry):
         return
-    for outer, row, inner, run in ((1024, 1, 1, 1), (x.numel(), 64, 1 << 18, 1 << 12), (x.numel(), 64, 64, 1)):
-        statistics = _meta(x.numel() // outer * row, torch.float32)
-        if variant.operation == "denormalize":
-            norm = triton_kernels.Normalization(None, statistics, outer, row, inner, run)
-            launch = triton_kernels.dequantize_uniform(codes, scale, minimum, None, x, plan, norm)
-            yield launch, 0, 8 * (launch.constants["ROWS"] > 0)
-        else:
-            norm = triton_kernels.Normalization(statistics, statistics, outer, row, inner, run)
-            seed = _meta((), torch.int64)
-            for launch in triton_kernels.quantize_uniform(x, codes, scale, minimum, seed, plan, norm):
-                yield launch, 8 * (launch.constants["ROWS"] > 0), 0
+    for place in (Place(1024, 1, 1, 1), Place(x.numel(), 64, 1 << 18, 1 << 12), Place(x.numel(), 64, 64, 1)):
+        statistics = _meta(x.numel() // place.outer * place.row, torch.float32)
+        decodes = variant.operation == "denormalize"
+        with collected() as launches:
+            if decodes:
+                triton_kernels.denormalize(buffer, plan, None, statistics, place, x)
+            else:
+                triton_kernels.quantize_normalized(x, plan, _seed(True), statistics, statistics, place, buffer)
+        (launch,) = launches
+        wide = 8 * (launch.constants["ROWS"] > 0)
+        yield launch, 0 if decodes else wide, wide if decodes else 0
 
 
 def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
@@ -216,24 +225,31 @@ def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         return
     quantizer, x = _subject(variant)
     spec = PackedSpec.of(quantizer, Layout.of(x))
-    stochastic = variant.operation == "grid_stochastic"
-    geometry = dataclasses.replace(quantizer.geometry(spec.layout), block_size=512)
-    plan, size = grid_plan_of(geometry, stochastic), 1 << variant.bit_width
+    geometry, size = dataclasses.replace(quantizer.geometry(spec.layout), block_size=512), 1 << variant.bit_width
     per_group = _meta(geometry.groups, torch.float32)
-    if variant.operation == "grid_moments":
-        launch, _ = triton_kernels.moments(x, per_group, per_group, plan)
-        yield launch, int(launch.constants["INNER_TILE"] > 1 and plan.inner % ALIGNED_RUN == 0), 0
-        return
     affine = None if variant.bucket == "tensor" else per_group
     count = 1 if variant.bucket in ("tensor", "channel", "channels_last") else geometry.groups
-    levels, steps = _meta((count, size), torch.float32), _meta((count, size - 1), torch.float32)
-    rows, codes = triton_kernels.GridRows(levels, steps, affine, affine), spec.split(spec.empty(x))[0]
-    if variant.operation == "grid_dequantize":
-        yield triton_kernels.dequantize_grid(codes, rows, None, x, plan), 0, 8
+    grid = Grid(_meta((count, size), torch.float32), None, affine, affine)
+    codes = spec.split(spec.empty(x))[0]
+    with collected() as launches:
+        if variant.operation == "grid_moments":
+            triton_kernels.moments(x, geometry, per_group, per_group)
+        elif variant.operation == "grid_dequantize":
+            triton_kernels.dequantize_grid(codes, geometry, grid, None, x)
+        else:
+            triton_kernels.quantize_grid(x, geometry, grid, _seed(variant.operation == "grid_stochastic"), codes)
+    (launch,) = launches
+    if variant.operation == "grid_moments":
+        yield launch, int(launch.constants["INNER_TILE"] > 1 and geometry.inner % ALIGNED_RUN == 0), 0
+    elif variant.operation == "grid_dequantize":
+        yield launch, 0, 8
     else:
-        seed = _meta((), torch.int64) if stochastic else None
-        wide = affine is None or plan.rows_in_groups or x.itemsize == 4
-        yield triton_kernels.quantize_grid(x, codes, rows, seed, plan), 8 * wide, 0
+        wide = affine is None or rows_in_groups(geometry) or x.itemsize == 4
+        yield launch, 8 * wide, 0
+
+
+def _seed(stochastic: bool) -> Tensor | None:
+    return _meta((), torch.int64) if stochastic else None
 
 
 def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +28,17 @@ _POINTERS = {
     torch.int64: "*i64",
 }
 ALIGNMENT = 16  # of allocations, in bytes, that Triton compiles for
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Launch]]:
+    """Collect the launches that would run, in order: there is no device."""
+    launches: list[Launch] = []
+    run, Launch.run = Launch.run, lambda launch: launches.append(launch)
+    try:
+        yield launches
+    finally:
+        Launch.run = run
 
 
 def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:

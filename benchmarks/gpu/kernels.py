@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.gpu.processes import Row, message_of
 from benchmarks.gpu.timing import alternating_times, l2_bytes, limit_threads
-from brevact.quantizers import Layout, PackedActivation, Rounding, UniformQuantizer, reference
+from brevact.quantizers import Layout, PackedActivation, PackedSpec, Rounding, UniformQuantizer, passes
+from brevact.quantizers.uniform import plan_of
 
 OPERATIONS = ("nearest", "stochastic", "dequantize into a buffer", "dequantize * other")
 COLUMNS = (
@@ -145,12 +146,11 @@ def operations_of(x: Tensor, bit_width: int) -> dict[str, Operation]:
 
 def _expected(quantizer: UniformQuantizer, head: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """What the plain-torch reference makes of the first elements on the CPU: the stored arrays, and their values."""
-    geometry = quantizer.geometry(Layout.of(head))
-    key = torch.zeros((), dtype=torch.int64) if quantizer.is_stochastic else None
-    types = quantizer.scale_dtype, quantizer.minimum_dtype
-    codes, scale, minimum = reference.quantize_uniform(head, geometry, key, *types)
-    values = reference.dequantize_uniform(codes, scale, minimum, geometry, torch.empty_like(head))
-    return (codes, minimum, scale), values
+    spec = PackedSpec.of(quantizer, Layout.of(head))
+    plan, buffer, values = plan_of(spec), spec.empty(head), torch.empty_like(head)
+    passes.quantize_uniform.law(head, plan, 0 if quantizer.is_stochastic else None, buffer)
+    passes.dequantize_uniform.law(buffer, plan, None, values)
+    return plan.split(buffer), values
 
 
 def check(result: PackedActivation | Tensor, expected: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Kernels of quantizers on grids; the bytes of `grid_reference`. Offsets and factors may be missing: address 0."""
+"""Kernels of quantizers on grids; the bytes of the laws. Offsets and factors may be missing: address 0."""
 
 from __future__ import annotations
 

@@ -1,329 +1,303 @@
-"""Launchers: from Python integers to kernels, on several threads where that pays."""
+"""Launchers: the passes of `quantizers.passes` by compiled kernels, on several threads where that pays.
+
+They have the names, the parameters and the bytes of the laws, and take tensors that :func:`takes` accepts.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from brevact.cpu_kernels import codes as code_kernels
-from brevact.cpu_kernels import grids, groups, masks, random_words
+from brevact.cpu_kernels import grids, groups, masks
+from brevact.cpu_kernels import random_words as word_kernels
 from brevact.cpu_kernels.dequantize import dequantize_blocks
+from brevact.cpu_kernels.memory import LARGEST_BLOCK
 from brevact.cpu_kernels.moments import COLUMNS, add_moments
+from brevact.cpu_kernels.pooling_blocks import join_maps_tiles, split_maps_tiles
 from brevact.cpu_kernels.quantize import quantize_blocks
+from brevact.cpu_kernels.tables import KINDS, GroupTable, grid_table, map_table
 from brevact.cpu_kernels.teams import share
+from brevact.geometry import Geometry, Grid, MapBlocks, Place, UniformPlan, ranges_of_keys
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UniformPlan:
-    """What the uniform quantizer's kernels need to know of a tensor, besides addresses.
+def takes(arrays: tuple[Tensor | None, ...]) -> bool:
+    """Whether the kernels can read and write these arrays: plain CPU tensors with memory.
 
-    Args:
-        numel: Number of elements.
-        bit_width: Bits a code, 1 to 8, 12, 16 or 24.
-        block_size: Elements in a packing block, a multiple of 8 of at most `memory.LARGEST_BLOCK`.
-        inner: Consecutive elements of one group.
-        groups: Number of groups: the group of element e is `e // inner % groups`.
-        one_run: Whether each group is a single run of elements.
-        stochastic: Rounding.
-        scale_kind: Code of the scale's type, see `floats`.
-        minimum_kind: Code of the minimum's type.
-        kind: Code of the tensor's type.
-        rows: Address of int64 indices, where the tensor is made of some groups of another one, at whose address its
-            elements are read and written: group g is row rows[g], of `inner` elements. 0 otherwise.
+    Subclasses may have no memory of their own; zero tensors and the tensors of torch.func transforms have none.
     """
-
-    numel: int
-    bit_width: int
-    block_size: int
-    inner: int
-    groups: int
-    one_run: bool
-    stochastic: bool
-    scale_kind: int
-    minimum_kind: int
-    kind: int
-    rows: int = 0
-    blocks: int = field(init=False)
-    fused: bool = field(init=False)
-    table: np.ndarray = field(init=False, repr=False, compare=False)
-    address: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Fill the table that the kernels read."""
-        fused = self.one_run and self.block_size % self.inner == 0
-        table = np.empty(11, dtype=np.int64)
-        table[groups.NUMEL] = self.numel
-        table[groups.BIT_WIDTH] = self.bit_width
-        table[groups.BLOCK] = self.block_size
-        table[groups.INNER] = self.inner
-        table[groups.GROUPS] = self.groups
-        table[groups.FUSED] = fused
-        table[groups.STOCHASTIC] = self.stochastic
-        table[groups.SCALE_KIND] = self.scale_kind
-        table[groups.MINIMUM_KIND] = self.minimum_kind
-        table[groups.KIND] = self.kind
-        table[groups.ROWS] = self.rows
-        object.__setattr__(self, "blocks", -(-self.numel // self.block_size))
-        object.__setattr__(self, "fused", fused)
-        object.__setattr__(self, "table", table)
-        object.__setattr__(self, "address", table.ctypes.data)
+    try:
+        for x in arrays:
+            if x is None:
+                continue
+            if type(x) not in _PLAIN_TYPES or not x.is_cpu or (x.data_ptr() == 0 and x.numel()):
+                return False
+    except RuntimeError:  # data_ptr() of a wrapper
+        return False
+    return True
 
 
-@dataclass(frozen=True)
-class GridRows:
-    """Rows of float32 levels: one for all groups, or one a group.
-
-    Args:
-        levels: Address of the levels.
-        steps: Address of what rounding needs beside them, one less a row; 0 for decoding.
-        size: Levels of a row.
-        count: Number of rows.
-    """
-
-    levels: int
-    steps: int
-    size: int
-    count: int
+def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -> None:
+    """The kernel's scratch is limited, and it does not extend signs."""
+    if block_size > LARGEST_BLOCK or (codes.dtype != torch.uint8 and bit_width > 8 * codes.itemsize):
+        return NotImplemented
+    numel = codes.numel()
+    arguments = (codes.data_ptr(), codes.itemsize, packed.data_ptr(), bit_width, block_size, numel)
+    share(code_kernels.pack_blocks, arguments, -(-numel // block_size), block_size, torch.get_num_threads())
 
 
-def quantize_uniform(
-    source: int, codes: int, scale: int, minimum: int, seed: int, plan: UniformPlan, threads: int, norm: int = 0
+def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
+    """The kernel's scratch is limited."""
+    if block_size > LARGEST_BLOCK:
+        return NotImplemented
+    numel = codes.numel()
+    arguments = (packed.data_ptr(), codes.data_ptr(), codes.itemsize, bit_width, block_size, numel)
+    share(code_kernels.unpack_blocks, arguments, -(-numel // block_size), block_size, torch.get_num_threads())
+
+
+def pack_mask(x: Tensor, packed: Tensor) -> None:
+    """Types that the kernel does not read are those that quantizers do not take either."""
+    kind, numel = KINDS.get(x.dtype), x.numel()
+    if kind is None:
+        return NotImplemented
+    arguments = (x.data_ptr(), kind, packed.data_ptr(), numel)
+    share(masks.pack_mask_blocks, arguments, -(-numel // masks.BLOCK), masks.BLOCK, torch.get_num_threads())
+
+
+def unpack_mask(packed: Tensor, mask: Tensor) -> None:
+    """See the law."""
+    numel = mask.numel()
+    arguments = (packed.data_ptr(), mask.data_ptr(), numel)
+    share(masks.unpack_mask_blocks, arguments, -(-numel // masks.BLOCK), masks.BLOCK, torch.get_num_threads())
+
+
+def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
+    """The kernel reads the factor as its bits."""
+    kind = KINDS.get(grad.dtype)
+    if kind is None:
+        return NotImplemented
+    (slope_bits,) = struct.unpack("q", struct.pack("d", negative_slope))
+    arguments = (packed.data_ptr(), grad.data_ptr(), target.data_ptr(), kind, slope_bits, numel)
+    share(masks.mask_multiply_blocks, arguments, -(-numel // masks.BLOCK), masks.BLOCK, torch.get_num_threads())
+
+
+def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -> None:
+    """The kernel's scratch is limited."""
+    if blocks.block[2] > LARGEST_BLOCK:
+        return NotImplemented
+    table = map_table(blocks)
+    arguments = (flat.data_ptr(), KINDS[flat.dtype], low.data_ptr(), residual.data_ptr(), table.address)
+    share(split_maps_tiles, arguments, table.tiles, table.tile_size, torch.get_num_threads())
+
+
+def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | None, target: Tensor) -> None:
+    """The kernel's scratch is limited."""
+    if blocks.block[2] > LARGEST_BLOCK:
+        return NotImplemented
+    table, factor = map_table(blocks), 0 if other is None else other.data_ptr()
+    pointers = residual.data_ptr(), low.data_ptr(), factor, target.data_ptr()
+    arguments = (*pointers, KINDS[target.dtype], table.address)
+    share(join_maps_tiles, arguments, table.tiles, table.tile_size, torch.get_num_threads())
+
+
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """See the law."""
+    keys = _range_keys(flat.data_ptr(), grid_table(geometry, flat.dtype, False), torch.get_num_threads())
+    return ranges_of_keys(torch.from_numpy(keys))
+
+
+def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
+    """Parts of the tensor have sums of their own, which are then joined."""
+    table, threads = grid_table(geometry, flat.dtype, False), torch.get_num_threads()
+    sums = np.zeros((_parts(geometry, threads), COLUMNS, geometry.groups), dtype=np.int64)
+    offset, inverse = offset.contiguous(), inverse.contiguous()  # in names, so that their memory lives on
+    pointers = flat.data_ptr(), offset.data_ptr(), inverse.data_ptr(), sums.ctypes.data
+    share(
+        add_moments,
+        (*pointers, table.address, table.blocks, len(sums)),
+        len(sums),
+        -(-geometry.numel // len(sums)),
+        threads,
+    )
+    return torch.from_numpy(sums.sum(0).T)
+
+
+def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
+    """See the law."""
+    stochastic = seed is not None
+    levels, steps = grid.levels.contiguous(), grid.steps(stochastic=stochastic).contiguous()
+    offset, inverse = _affine(grid.offset, grid.inverse)  # in names, so that their memory lives on
+    affine = (0, 0) if offset is None else (offset.data_ptr(), inverse.data_ptr())
+    table = grid_table(geometry, flat.dtype, stochastic)
+    rows = levels.data_ptr(), steps.data_ptr(), levels.shape[1], levels.shape[0]
+    key = int(seed) if stochastic else 0
+    arguments = (flat.data_ptr(), codes.data_ptr(), *affine, *rows, grid.marks, key, table.address)
+    share(grids.quantize_grid_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())
+
+
+def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
+    """See the law."""
+    levels = grid.levels.contiguous()
+    offset, scale = _affine(grid.offset, grid.scale)
+    affine = (0, 0) if offset is None else (offset.data_ptr(), scale.data_ptr())
+    table, factor = grid_table(geometry, target.dtype, False), 0 if other is None else other.data_ptr()
+    flagged = grid.scale is not None and bool(torch.signbit(grid.scale).any())
+    rows = levels.data_ptr(), levels.shape[1], levels.shape[0]
+    arguments = (codes.data_ptr(), *affine, *rows, flagged, factor, target.data_ptr(), table.address)
+    share(grids.dequantize_grid_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())
+
+
+def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
+    """One read of the elements where groups lie in blocks, else two."""
+    _quantize(x, _uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer)
+
+
+def quantize_normalized(
+    x: Tensor,
+    plan: UniformPlan,
+    seed: int | Tensor | None,
+    mean: Tensor | None,
+    factor: Tensor,
+    place: Place,
+    buffer: Tensor,
 ) -> None:
-    """Quantize a dense tensor.
+    """Where groups lie in blocks."""
+    table = _uniform_table(plan, x.dtype, seed is not None)
+    if not table.fused:
+        return NotImplemented
+    words = _words_of(mean, factor, place)
+    _quantize(x, table, plan, seed, buffer, ctypes.addressof(words))
+
+
+def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
+    """See the law."""
+    _dequantize(buffer, _uniform_table(plan, target.dtype, False), plan, other, target)
+
+
+def denormalize(
+    buffer: Tensor, plan: UniformPlan, mean: Tensor | None, factor: Tensor, place: Place, target: Tensor
+) -> None:
+    """See the law."""
+    words = _words_of(mean, factor, place)
+    _dequantize(buffer, _uniform_table(plan, target.dtype, False), plan, None, target, ctypes.addressof(words))
+
+
+def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
+    """Quantize the tensor of some groups of another one, which are read where they lie.
 
     Args:
-        source: Address of the elements.
-        codes: Address of the packed codes, written.
-        scale: Address of the scales, written.
-        minimum: Address of the minima, written.
-        seed: Key of the random bits, a signed 64-bit integer; unused for nearest.
-        plan: The tensor's plan.
-        threads: Most threads to use.
-        norm: Address of the words of a normalization (`normalize`), for plans that are fused; 0 for none.
+        flat: (n,) contiguous tensor that holds the groups.
+        rows: (G,) int64 indices of the groups.
+        plan: Plan of the 1-D tensor of these groups, each a run of elements.
+        seed: Signed 64-bit int or 0-d int64 tensor, None for nearest.
+        buffer: Receives the bytes of the plan, zero where it has padding.
     """
-    if not plan.fused:
-        _calibrate(source, scale, minimum, plan, threads)
-    arguments = (source, codes, scale, minimum, seed, plan.address, norm)
-    share(quantize_blocks, arguments, plan.blocks, plan.block_size, threads)
+    rows = rows.contiguous()  # in a name, so that its memory lives on
+    _quantize(flat, _table_of(plan, flat.dtype, seed is not None, rows.data_ptr()), plan, seed, buffer)
 
 
-def _calibrate(source: int, scale: int, minimum: int, plan: UniformPlan, threads: int) -> None:
-    """Minimum and scale of groups that do not lie inside blocks: ranges of parts of the tensor, then joined."""
-    keys = range_keys(source, plan, threads)
-    groups.calibrate_groups(keys.ctypes.data, len(keys), scale, minimum, plan.address)
+def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tensor | None, target: Tensor) -> None:
+    """Decode a tensor of groups into their places in another one, and multiply.
+
+    Args:
+        buffer: Bytes of the plan.
+        plan: Plan of the 1-D tensor of these groups.
+        rows: (G,) int64 indices of the groups.
+        other: (n,) contiguous factor, or None.
+        target: (n,) contiguous result; may be `other`.
+    """
+    rows = rows.contiguous()
+    _dequantize(buffer, _table_of(plan, target.dtype, False, rows.data_ptr()), plan, other, target)
 
 
-def range_keys(source: int, plan: UniformPlan, threads: int) -> np.ndarray:
+def random_words(seed: int | Tensor, words: Tensor) -> None:
+    """See the law."""
+    block, count = word_kernels.BLOCK, words.numel()
+    arguments = (int(seed), words.data_ptr(), count)
+    share(word_kernels.random_word_blocks, arguments, -(-count // block), block, torch.get_num_threads())
+
+
+def _quantize(
+    x: Tensor, table: GroupTable, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor, norm: int = 0
+) -> None:
+    """Quantize, and normalize on the way by the words at an address."""
+    source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
+    metadata = codes + plan.scale_at, codes + plan.minimum_at
+    if not table.fused:
+        keys = _range_keys(source, table, threads)
+        groups.calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address)
+    arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address, norm)
+    share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)
+
+
+def _dequantize(
+    buffer: Tensor, table: GroupTable, plan: UniformPlan, other: Tensor | None, target: Tensor, norm: int = 0
+) -> None:
+    """Decode, multiply, and undo a normalization by the words at an address."""
+    codes, factor = buffer.data_ptr(), 0 if other is None else other.data_ptr()
+    metadata = codes + plan.scale_at, codes + plan.minimum_at
+    arguments = (codes, *metadata, factor, target.data_ptr(), table.address, norm)
+    share(dequantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())
+
+
+def _table_of(plan: UniformPlan, dtype: torch.dtype, stochastic: bool, rows: int = 0) -> GroupTable:
+    return GroupTable(plan.geometry, dtype, stochastic, plan.scale_dtype, plan.minimum_dtype, rows)
+
+
+_uniform_table = functools.lru_cache(maxsize=4096)(_table_of)
+
+
+def _words_of(mean: Tensor | None, factor: Tensor, place: Place) -> ctypes.Array:
+    """Words of a normalization, as kernels read them."""
+    return (ctypes.c_int64 * 6)(0 if mean is None else mean.data_ptr(), factor.data_ptr(), *place)
+
+
+def _affine(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Both, contiguous, or neither: what is missing is 1, or -0.0, to which adding changes no zero either."""
+    if factor is None:
+        if offset is None:
+            return None, None
+        factor = torch.ones_like(offset)
+    elif offset is None:
+        offset = torch.full_like(factor, -0.0)
+    return offset.contiguous(), factor.contiguous()
+
+
+def _range_keys(source: int, table: GroupTable, threads: int) -> np.ndarray:
     """Ranges of the groups of parts of a tensor; a second pass only where something is not finite.
 
     Args:
         source: Address of the elements.
-        plan: The tensor's plan.
+        table: The tensor's table.
         threads: Most threads to use.
 
     Returns:
         (parts, 3, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, and numbers of
         elements that are not finite.
     """
-    keys = _extended(groups.extend_ranges, source, plan, threads)
+    keys = _extended(groups.extend_ranges, source, table, threads)
     if groups.all_finite(keys):
         return keys
-    return _extended(groups.extend_finite_ranges, source, plan, threads)
+    return _extended(groups.extend_finite_ranges, source, table, threads)
 
 
-def _extended(extend: Callable[..., None], source: int, plan: UniformPlan, threads: int) -> np.ndarray:
-    keys = np.empty((_parts(plan, threads), 3, plan.groups), dtype=np.int32)
+def _extended(extend: Callable[..., None], source: int, table: GroupTable, threads: int) -> np.ndarray:
+    keys = np.empty((_parts(table.geometry, threads), 3, table.geometry.groups), dtype=np.int32)
     keys[:, 0], keys[:, 1], keys[:, 2] = groups.HIGHEST_KEY, groups.LOWEST_KEY, 0
-    arguments = (source, keys.ctypes.data, plan.address, plan.blocks, len(keys))
-    share(extend, arguments, len(keys), -(-plan.numel // len(keys)), threads)
+    arguments = (source, keys.ctypes.data, table.address, table.blocks, len(keys))
+    share(extend, arguments, len(keys), -(-table.geometry.numel // len(keys)), threads)
     return keys
 
 
-def moments(source: int, offset: int, inverse: int, plan: UniformPlan, threads: int) -> np.ndarray:
-    """Counts, sums and sums of squares on either side of each group's offset.
-
-    Args:
-        source: Address of the elements.
-        offset: Address of the groups' float32 offsets.
-        inverse: Address of the groups' float32 factors.
-        plan: The tensor's plan.
-        threads: Most threads to use.
-
-    Returns:
-        (parts, 6, G) int64 sums of parts of the tensor.
-    """
-    sums = np.zeros((_parts(plan, threads), COLUMNS, plan.groups), dtype=np.int64)
-    arguments = (source, offset, inverse, sums.ctypes.data, plan.address, plan.blocks, len(sums))
-    share(add_moments, arguments, len(sums), -(-plan.numel // len(sums)), threads)
-    return sums
-
-
-def _parts(plan: UniformPlan, threads: int) -> int:
+def _parts(geometry: Geometry, threads: int) -> int:
     """Parts of a tensor that threads reduce on their own; what they find stays small beside the tensor."""
-    most = max(plan.numel // (8 * plan.groups), 1) if plan.groups else 1
-    return max(min(threads, most, plan.numel // (1 << 16)), 1)
-
-
-def quantize_grid(
-    source: int,
-    codes: int,
-    affine: tuple[int, int],
-    rows: GridRows,
-    marks: bool,
-    seed: int,
-    plan: UniformPlan,
-    threads: int,
-) -> None:
-    """Quantize a dense tensor to codes of levels.
-
-    Args:
-        source: Address of the elements.
-        codes: Address of the packed codes, written.
-        affine: Addresses of the groups' float32 offsets and inverse scales, or zeros.
-        rows: The levels.
-        marks: Whether elements that are not finite take the last code.
-        seed: Key of the random bits, a signed 64-bit integer; unused for nearest.
-        plan: The tensor's plan.
-        threads: Most threads to use.
-    """
-    arguments = (source, codes, *affine, rows.levels, rows.steps, rows.size, rows.count, marks, seed, plan.address)
-    share(grids.quantize_grid_blocks, arguments, plan.blocks, plan.block_size, threads)
-
-
-def dequantize_grid(
-    codes: int,
-    affine: tuple[int, int],
-    rows: GridRows,
-    flagged: bool,
-    other: int,
-    target: int,
-    plan: UniformPlan,
-    threads: int,
-) -> None:
-    """Decode codes of levels into a dense tensor, and multiply.
-
-    Args:
-        codes: Address of the packed codes.
-        affine: Addresses of the groups' float32 offsets and scales, or zeros.
-        rows: The levels.
-        flagged: Whether a scale has its sign bit set.
-        other: Address of a factor of the same type and memory order, or 0.
-        target: Address of the result, written; may be `other`.
-        plan: The tensor's plan.
-        threads: Most threads to use.
-    """
-    arguments = (codes, *affine, rows.levels, rows.size, rows.count, flagged, other, target, plan.address)
-    share(grids.dequantize_grid_blocks, arguments, plan.blocks, plan.block_size, threads)
-
-
-def dequantize_uniform(
-    codes: int, scale: int, minimum: int, other: int, target: int, plan: UniformPlan, threads: int, norm: int = 0
-) -> None:
-    """Decode into a dense tensor, and multiply.
-
-    Args:
-        codes: Address of the packed codes.
-        scale: Address of the scales.
-        minimum: Address of the minima.
-        other: Address of a factor of the same type and memory order, or 0.
-        target: Address of the result, written; may be `other`.
-        plan: The tensor's plan.
-        threads: Most threads to use.
-        norm: Address of the words that undo a normalization (`normalize`); 0 for none.
-    """
-    arguments = (codes, scale, minimum, other, target, plan.address, norm)
-    share(dequantize_blocks, arguments, plan.blocks, plan.block_size, threads)
-
-
-def draw_words(seed: int, words: int, count: int, threads: int) -> None:
-    """Random 32-bit words of a seed.
-
-    Args:
-        seed: A signed 64-bit integer.
-        words: Address of int64 words, written.
-        count: Number of words.
-        threads: Most threads to use.
-    """
-    block = random_words.BLOCK
-    share(random_words.random_word_blocks, (seed, words, count), -(-count // block), block, threads)
-
-
-def pack_codes(
-    source: int, item_size: int, packed: int, bit_width: int, block_size: int, numel: int, threads: int
-) -> None:
-    """Pack integer codes.
-
-    Args:
-        source: Address of the codes.
-        item_size: Bytes of an integer: 1, 2, 4 or 8; one narrower than bit_width must be unsigned.
-        packed: Address of the packed codes, written.
-        bit_width: Bits a code, 1 to 32.
-        block_size: Codes in a block, at most `memory.LARGEST_BLOCK`.
-        numel: Number of codes.
-        threads: Most threads to use.
-    """
-    arguments = (source, item_size, packed, bit_width, block_size, numel)
-    share(code_kernels.pack_blocks, arguments, -(-numel // block_size), block_size, threads)
-
-
-def unpack_codes(
-    packed: int, target: int, item_size: int, bit_width: int, block_size: int, numel: int, threads: int
-) -> None:
-    """Unpack integer codes.
-
-    Args:
-        packed: Address of the packed codes.
-        target: Address of the codes, written.
-        item_size: Bytes of an integer of the target: 4 or 8.
-        bit_width: Bits a code, 1 to 32.
-        block_size: Codes in a block, at most `memory.LARGEST_BLOCK`.
-        numel: Number of codes.
-        threads: Most threads to use.
-    """
-    arguments = (packed, target, item_size, bit_width, block_size, numel)
-    share(code_kernels.unpack_blocks, arguments, -(-numel // block_size), block_size, threads)
-
-
-def pack_mask(source: int, kind: int, packed: int, numel: int, threads: int) -> None:
-    """Pack bools, or the mask `~(x <= 0)` of floats.
-
-    Args:
-        source: Address of the elements.
-        kind: Code of their type: `masks.BOOL` or one of `floats`.
-        packed: Address of the packed mask, written.
-        numel: Number of elements.
-        threads: Most threads to use.
-    """
-    share(masks.pack_mask_blocks, (source, kind, packed, numel), -(-numel // masks.BLOCK), masks.BLOCK, threads)
-
-
-def unpack_mask(packed: int, target: int, numel: int, threads: int) -> None:
-    """Unpack a mask to bools.
-
-    Args:
-        packed: Address of the packed mask.
-        target: Address of the bools, written.
-        numel: Number of elements.
-        threads: Most threads to use.
-    """
-    share(masks.unpack_mask_blocks, (packed, target, numel), -(-numel // masks.BLOCK), masks.BLOCK, threads)
-
-
-def mask_multiply(packed: int, grad: int, target: int, kind: int, slope: float, numel: int, threads: int) -> None:
-    """where(mask, grad, slope * grad).
-
-    Args:
-        packed: Address of the packed mask.
-        grad: Address of the gradients.
-        target: Address of the result, written; may be `grad`.
-        kind: Code of the type of both.
-        slope: Factor where the mask is unset; 0 gives +0.
-        numel: Number of elements.
-        threads: Most threads to use.
-    """
-    (slope_bits,) = struct.unpack("q", struct.pack("d", slope))
-    arguments = (packed, grad, target, kind, slope_bits, numel)
-    share(masks.mask_multiply_blocks, arguments, -(-numel // masks.BLOCK), masks.BLOCK, threads)
+    most = max(geometry.numel // (8 * geometry.groups), 1) if geometry.groups else 1
+    return max(min(threads, most, geometry.numel // (1 << 16)), 1)

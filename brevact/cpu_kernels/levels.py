@@ -1,4 +1,4 @@
-"""Where values lie among levels of any spacing, see `grid_reference.positions`."""
+"""Where values lie among levels of any spacing, see `quantizers.passes.positions`."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from brevact.quantizers import dispatch
+from brevact.geometry import DEFAULT_BLOCK, packed_bytes
+from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
-from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.tracing import is_traced
 
@@ -40,7 +40,9 @@ def pack_codes(codes: Tensor, bit_width: int, block_size: int = DEFAULT_BLOCK) -
     _check_widths(bit_width, block_size)
     if is_traced(codes):
         return torch.ops.brevact.pack_codes(codes, bit_width, block_size)
-    return dispatch.pack(codes.contiguous(), bit_width, block_size)
+    packed = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
+    passes.pack_codes(codes.contiguous(), bit_width, block_size, packed)
+    return packed
 
 
 def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = DEFAULT_BLOCK) -> Tensor:
@@ -62,7 +64,9 @@ def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int = D
     _check_packed(packed, packed_bytes(numel, bit_width, block_size))
     if is_traced(packed):
         return torch.ops.brevact.unpack_codes(packed, bit_width, numel, block_size)
-    return dispatch.unpack(packed.contiguous(), bit_width, numel, block_size)
+    codes = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
+    passes.unpack_codes(packed.contiguous(), bit_width, block_size, codes)
+    return codes
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -82,7 +86,11 @@ def pack_mask(mask: Tensor) -> Tensor:
         raise TypeError(f"mask: got {mask.dtype}; accepted are torch.bool and floating-point types; compare it first")
     if is_traced(mask):
         return torch.ops.brevact.pack_mask(mask, mask.stride())
-    return dispatch.pack_mask(mask, Layout.of(mask))
+    layout = Layout.of(mask)
+    is_flat = layout.is_dense and layout.numel == mask.numel() and not mask.is_neg()  # nothing to repeat or to turn
+    packed = mask.new_empty(packed_bytes(layout.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8)
+    passes.pack_mask(mask if is_flat else layout.flatten(mask.detach()), packed)
+    return packed
 
 
 def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:
@@ -101,7 +109,9 @@ def unpack_mask(packed: Tensor, layout: Layout) -> Tensor:
     _check_packed(packed, packed_bytes(layout.numel, 1, DEFAULT_BLOCK))
     if is_traced(packed):
         return torch.ops.brevact.unpack_mask(packed, layout.shape, layout.stride)
-    return layout.restore(dispatch.unpack_mask(packed, layout.numel))
+    mask = packed.new_empty(layout.numel, dtype=torch.bool)
+    passes.unpack_mask(packed.contiguous(), mask)
+    return layout.restore(mask)
 
 
 def mask_multiply(
@@ -137,7 +147,7 @@ def mask_multiply(
     if is_traced(grad) and out is None:
         return torch.ops.brevact.mask_multiply(packed, grad, layout.shape, layout.stride, negative_slope)
     target = Layout.of(grad).empty(grad.device) if out is None else out
-    dispatch.mask_multiply(packed, layout.numel, grad, target, negative_slope)
+    passes.mask_multiply(packed.contiguous(), layout.numel, grad, negative_slope, target)
     if out is not None and not out.is_inference():
         increment_version(out)
     return target

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from brevact.quantizers.blocks import MapBlocks
-from brevact.quantizers.blocks_dispatch import join_maps, split_maps
+from brevact.geometry import DEFAULT_BLOCK, MapBlocks, packed_bytes
+from brevact.quantizers import passes
 from brevact.quantizers.checks import check_input, check_int
 from brevact.quantizers.codes import pack_codes, unpack_codes
-from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 from brevact.quantizers.uniform import (
@@ -26,6 +26,9 @@ SCALE_BITS = 15
 """Bits of a bfloat16 scale without its sign."""
 LARGEST_HALF = 0x7C00
 """Bits of infinity in float16; those of NaN are larger, and the sign of what is stored as NaN is not set."""
+
+SPATIAL = 3
+"""Axes of a map; shapes with fewer have sides of 1 in front."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +122,9 @@ class DualPrecisionQuantizer:
             Its division; equal arguments share one object.
         """
         try:
-            return _blocks(layout, self.block)
+            return map_blocks(layout, self.block)
         except TypeError:  # symbols have no hash
-            return MapBlocks.of(layout, self.block)
+            return map_blocks.__wrapped__(layout, self.block)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
         """Quantize and pack a tensor.
@@ -145,7 +148,10 @@ class DualPrecisionQuantizer:
         spec = PackedSpec.of(self, layout)
         blocks = self.blocks(layout)
         flat = _map_order(layout, layout.flatten(x.detach())).reshape(-1)
-        low, residual = split_maps(flat, blocks)
+        low = flat.new_empty(blocks.blocks, dtype=torch.float16)
+        residual = flat.new_empty(flat.numel(), dtype=torch.float32)
+        if layout.numel:
+            passes.split_maps(flat, blocks, low, residual)
         found = self._residual.quantize(residual.view(blocks.maps, blocks.elements), seed)
         codes, minimum, scale = found.tensors
         buffer = spec.empty(flat)
@@ -192,7 +198,7 @@ class DualPrecisionQuantizer:
         residual = out if in_place else out.new_empty(layout.numel, dtype=torch.float32)
         blocks = self.blocks(layout)
         self._decode_residual(buffer, spec, blocks, residual)
-        join_maps(residual, blocks, spec.split(buffer)[2], factor if in_order else None, out)
+        passes.join_maps(residual, blocks, spec.split(buffer)[2], factor if in_order else None, out)
         if in_order:
             return
         out = out.view(ordered.shape)
@@ -218,8 +224,32 @@ class DualPrecisionQuantizer:
 
 
 @functools.lru_cache(maxsize=4096)
-def _blocks(layout: Layout, block: int) -> MapBlocks:
-    return MapBlocks.of(layout, block)
+def map_blocks(layout: Layout, block: int) -> MapBlocks:
+    """Maps of a tensor: one for each index of the first two axes (of the first, if there are no more than two).
+
+    Axes of size 1 at the end are left out first: (N, C, 1, 1) is divided as (N, C).
+
+    >>> map_blocks(Layout.of(torch.empty(4, 16, 14, 14)), 8)
+    MapBlocks(maps=64, sides=(1, 14, 14), block=(1, 8, 8))
+    >>> map_blocks(Layout.of(torch.empty(4, 100)), 8)
+    MapBlocks(maps=4, sides=(1, 1, 100), block=(1, 1, 8))
+
+    Args:
+        layout: Layout of the tensor. An expanded axis counts as one of size 1: its repeats are not stored. Of more
+            than five axes, the last three are a map's.
+        block: Side of a block.
+
+    Returns:
+        The division; a tensor without elements has no maps.
+    """
+    shape = layout.shape[: max(layout.dims, default=-1) + 1]
+    shape = tuple(size if d in layout.dims else 1 for d, size in enumerate(shape))
+    leading = max(min(2, len(shape) - 1), len(shape) - SPATIAL, 0)
+    spatial = shape[leading:]
+    depth, height, width = (*(1,) * (SPATIAL - len(spatial)), *spatial)
+    sides = depth, height, width
+    maps = math.prod(shape[:leading]) if layout.numel else 0
+    return MapBlocks(maps, sides, (min(depth, block), min(height, block), min(width, block)))
 
 
 def _map_order(layout: Layout, flat: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.quantizers import grid_dispatch
-from brevact.quantizers.geometry import Geometry
-from brevact.quantizers.grid import Grid
+from brevact.geometry import Geometry, Grid
+from brevact.quantizers import passes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import seed_value
@@ -21,7 +20,7 @@ class GridQuantizer(ABC):
     """Quantizer whose codes name levels; a format says which metadata groups store, and the levels they give.
 
     Metadata are rounded to the types they are stored in before codes are computed from them, in plain torch on the
-    tensor's device: one number a group. The passes over the elements are those of `grid_dispatch`.
+    tensor's device: one number a group. The passes over the elements are those of `passes`.
     """
 
     __slots__ = ()
@@ -87,7 +86,7 @@ class GridQuantizer(ABC):
             metadata = self.fit(flat, geometry)
             for part, values in zip(stored, metadata, strict=True):
                 part.copy_(values.reshape(-1))
-            grid_dispatch.quantize_grid(flat, geometry, self.grid(geometry, metadata, x.device), key, codes)
+            passes.quantize_grid(flat, geometry, self.grid(geometry, metadata, x.device), key, codes)
         return PackedActivation(spec, buffer)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
@@ -118,4 +117,4 @@ class GridQuantizer(ABC):
             codes, *metadata = spec.split(buffer)
             geometry = self.geometry(spec.layout)
             grid = self.grid(geometry, tuple(metadata), buffer.device)
-            grid_dispatch.dequantize_grid(codes, geometry, grid, other, target)
+            passes.dequantize_grid(codes, geometry, grid, other, target)

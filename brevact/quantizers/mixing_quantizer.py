@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from brevact.private_names.of_torch import disable_modes
+from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_input
-from brevact.quantizers.dispatch import refuse_wrapped
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation
 from brevact.quantizers.philox import seed_value

@@ -10,12 +10,11 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid
 from brevact.private_names.of_torch import len_dispatch_stack
-from brevact.quantizers import grid_dispatch
+from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
-from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry
-from brevact.quantizers.grid import Grid
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
@@ -213,11 +212,11 @@ class NormalizedQuantizer(GridQuantizer):
         Returns:
             `(mean, deviation)`, each (G,) float32.
         """
-        low, high, missing = grid_dispatch.ranges(flat, geometry)
+        low, high, missing = passes.ranges(flat, geometry)
         wide = high - low >= LARGEST_RANGE  # distances from 0 then, of which those beyond 2^125 count as 2^125
         offset, width = torch.where(wide, 0.0, low), torch.where(wide, LARGEST_END, high - low)
         inverse = torch.where(width >= _SMALLEST_WIDTH, torch.full_like(width, _UNITS) / width, 0.0)
-        sums = grid_dispatch.moments(flat, geometry, offset, inverse).double()
+        sums = passes.moments(flat, geometry, offset, inverse).double()
         count = torch.full_like(sums[:, 4], geometry.numel / geometry.groups) - missing
         mean, square = (sums[:, 4] - sums[:, 1]) / count, (sums[:, 5] + sums[:, 2]) / count
         unit = width.double() / torch.full_like(count, _UNITS)

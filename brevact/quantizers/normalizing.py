@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.quantizers import dispatch
+from brevact.geometry import Place
+from brevact.quantizers import passes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, quantize
+from brevact.quantizers.philox import seed_value
 from brevact.quantizers.spelling import spell
 from brevact.quantizers.tracing import is_traced
-from brevact.quantizers.uniform import UniformQuantizer
+from brevact.quantizers.uniform import UniformQuantizer, plan_of
 
 
 def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:
@@ -72,9 +74,10 @@ def quantize_normalized(
     if type(x) is Tensor:
         norm = _groups(layout, mean, invstd)
         if norm is not None:
-            buffer = dispatch.quantize_normalized(x, PackedSpec.of(quantizer, layout), seed, norm)
-            if buffer is not None:
-                return PackedActivation(values, buffer)
+            buffer = values.empty(x)
+            own_seed = seed_value(seed, x.device) if quantizer.is_stochastic else None
+            passes.quantize_normalized(x, plan_of(values), own_seed, *norm, buffer)
+            return PackedActivation(values, buffer)
     return quantize(quantizer, normalize(x, mean, invstd), seed)
 
 
@@ -104,8 +107,8 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
         if norm is not None:
             wanted = Layout.of_sizes(layout.shape, layout.stride, dtype)
             x = wanted.empty(buffer.device)
-            if dispatch.dequantize_normalized(buffer, PackedSpec.of(packed.quantizer, wanted), x, norm):
-                return x
+            passes.denormalize(buffer, plan_of(packed.spec), *norm, x)
+            return x
     z = packed.dequantize()
     x = _distinct(z, z).mul_(_distinct(sigma, z))
     if mean is not None:
@@ -119,15 +122,6 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
 
 #: Types that kernels normalize on the way; of float64 the law is in float64.
 _FUSED = frozenset((torch.float32, torch.bfloat16, torch.float16))
-
-
-class Place(NamedTuple):
-    """Where the statistics of an element are: at e // outer * row + e % inner // run, for element e in memory order."""
-
-    outer: int
-    row: int
-    inner: int
-    run: int
 
 
 class Groups(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers import codes, normalizing
-from brevact.quantizers.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers.layout import Layout, layout_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.spelling import read

@@ -66,7 +66,7 @@ class PackedSpec(Generic[D]):
         layout: Shape, strides and dtype to restore.
     """
 
-    __slots__ = ("cpu_plan", "has_padding", "layout", "nbytes", "offsets", "parts", "quantizer", "shape")
+    __slots__ = ("has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
 
     def __init__(self, quantizer: D, layout: Layout) -> None:
         self.quantizer = quantizer
@@ -82,7 +82,7 @@ class PackedSpec(Generic[D]):
         self.nbytes = end
         self.shape = torch.Size((end,)) if type(end) is int else (end,)  # of the buffer; symbols stay as they are
         self.has_padding = used < end
-        self.cpu_plan: Any = None  # what the launcher of the CPU kernels derives from it
+        self.plan: Any = None  # what the quantizer derives from it for its passes
 
     @staticmethod
     def of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:

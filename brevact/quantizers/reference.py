@@ -1,4 +1,4 @@
-"""The uniform quantizer and the eight-plane packing in plain torch: the definition that the kernels reproduce.
+"""The arithmetic of the laws in plain torch: calibration, rounding, and packing in eight planes.
 
 Shapes: n elements, G groups, K blocks of 8 planes by W columns, b bits a code. Every tensor here is flat (memory
 order) and float arithmetic is float32 with one rounding an operation.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from brevact.quantizers.geometry import Geometry, packed_bytes
+from brevact.geometry import Geometry, packed_bytes
 from brevact.quantizers.philox import column_bits
 
 SMALLEST_SCALE = 2.0**-126
@@ -34,15 +34,21 @@ def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
         uint8 tensor of `packed_bytes(n, bit_width, block_size)` bytes.
     """
     out = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
-    for start, stop, columns in chunks(codes.numel(), block_size):
-        codes_K8W = _to_planes(codes[start:stop].to(torch.int64), columns)
-        first = packed_bytes(start, bit_width, block_size)
-        bytes_KbW = torch.zeros(codes_K8W.shape[0], bit_width, columns, dtype=torch.int64, device=codes.device)
-        for i, k, shift in _overlaps(bit_width):
-            code = codes_K8W[:, i] & ((1 << bit_width) - 1)
-            bytes_KbW[:, k].bitwise_or_((code << shift if shift >= 0 else code >> -shift) & 0xFF)
-        out[first : first + bytes_KbW.numel()] = bytes_KbW.flatten()
+    for start, stop, _ in chunks(codes.numel(), block_size):
+        pack_chunk(codes[start:stop], start, bit_width, block_size, out)
     return out
+
+
+def pack_chunk(codes: Tensor, start: int, bit_width: int, block_size: int, out: Tensor) -> None:
+    """Pack a run of whole blocks, or the ragged last block, whose first code has this index, into its place."""
+    columns = min(block_size // 8, -(-codes.numel() // 8))
+    codes_K8W = _to_planes(codes.to(torch.int64), columns)
+    first = packed_bytes(start, bit_width, block_size)
+    bytes_KbW = torch.zeros(codes_K8W.shape[0], bit_width, columns, dtype=torch.int64, device=codes.device)
+    for i, k, shift in _overlaps(bit_width):
+        code = codes_K8W[:, i] & ((1 << bit_width) - 1)
+        bytes_KbW[:, k].bitwise_or_((code << shift if shift >= 0 else code >> -shift) & 0xFF)
+    out[first : first + bytes_KbW.numel()] = bytes_KbW.flatten()
 
 
 def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tensor:
@@ -136,72 +142,6 @@ def round_codes(steps: Tensor, random_bits: Tensor | None) -> Tensor:
     floor = steps.floor()
     threshold = ((steps - floor) * 65536.0).round().to(torch.int64)
     return floor.to(torch.int64) + ((threshold + random_bits) >> 16)
-
-
-def quantize_uniform(
-    flat: Tensor, geometry: Geometry, seed: Tensor | None, scale_dtype: torch.dtype, minimum_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a flat tensor: q = round(clip((x - m) / s, 0, 2^b - 1)).
-
-    In a flagged group code 2^b - 1 stands for what is not finite, and finite elements take the codes below it.
-
-    Args:
-        flat: (n,) floating-point tensor.
-        geometry: Its blocks and groups.
-        seed: 0-d int64 tensor for stochastic rounding, None for nearest.
-        scale_dtype: bfloat16 or float32.
-        minimum_dtype: bfloat16 or float32.
-
-    Returns:
-        `(codes, scale, minimum)`: packed uint8 codes and (G,) metadata.
-    """
-    minimum, scale = calibrate(flat, geometry, scale_dtype, minimum_dtype)
-    base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
-    inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for empty groups
-    top = (1 << geometry.bit_width) - 1
-    levels = torch.where(flagged, top - 1, top).float()
-    codes = flat.new_empty(geometry.code_bytes, dtype=torch.uint8)
-    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, flat.device)
-        x = flat[start:stop].float()
-        steps = ((x - base[group]) * inverse[group]).clamp(min=0.0).minimum(levels[group])
-        steps = steps.masked_fill(inverse[group] == 0, 0.0)
-        steps = steps.masked_fill(flagged[group] & ~x.isfinite(), float(top))
-        bits = None if seed is None else element_bits(start, stop, columns, seed)
-        chunk = round_codes(steps, bits).clamp(max=top)
-        first = packed_bytes(start, geometry.bit_width, geometry.block_size)
-        packed = pack(chunk, geometry.bit_width, geometry.block_size)
-        codes[first : first + packed.numel()] = packed
-    return codes, scale, minimum
-
-
-def dequantize_uniform(codes: Tensor, scale: Tensor, minimum: Tensor, geometry: Geometry, out: Tensor) -> Tensor:
-    """Decode x = m + |s| * q, clamped to the finite range of the output's type.
-
-    In flagged groups, those whose s has its sign bit set, code 2^b - 1 decodes to NaN; at 1 bit, where one code is left
-    for all other elements, m is moved to the middle, m + |s| / 2.
-
-    Args:
-        codes: Packed uint8 codes.
-        scale: (G,) scales s.
-        minimum: (G,) minima m.
-        geometry: Blocks and groups.
-        out: (n,) contiguous floating-point tensor, overwritten.
-
-    Returns:
-        `out`.
-    """
-    base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
-    top = (1 << geometry.bit_width) - 1
-    if top == 1:
-        base = torch.where(flagged, base + step * 0.5, base)
-    limit = min(torch.finfo(out.dtype).max, torch.finfo(torch.float32).max)
-    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, codes.device)
-        q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
-        y = (base[group] + step[group] * q.float()).clamp(-limit, limit)
-        out[start:stop] = y.masked_fill(flagged[group] & (q == top), float("nan"))
-    return out
 
 
 def chunks(numel: int, block_size: int) -> Iterator[tuple[int, int, int]]:

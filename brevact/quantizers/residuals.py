@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid
 from brevact.quantizers.brief import brief
-from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry
-from brevact.quantizers.grid import Grid
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part

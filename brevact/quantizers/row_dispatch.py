@@ -13,35 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.quantizers.dispatch import kernels_for
-from brevact.quantizers.geometry import packed_bytes
+from brevact.geometry import packed_bytes
+from brevact.quantizers.backends import kernels_for
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
-from brevact.quantizers.philox import ROUNDS, philox4x32
-from brevact.quantizers.uniform import UniformQuantizer
+from brevact.quantizers.uniform import UniformQuantizer, plan_of
 
 _CHUNK = 1 << 22  # elements in flight, so that temporaries stay small beside the tensor
-_LOW_32 = 0xFFFFFFFF
-
-
-def random_words(count: int, seed: int | Tensor, device: torch.device) -> Tensor:
-    """Random 32-bit words: word i & 3 of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)` with c = i >> 2.
-
-    Args:
-        count: Number of words.
-        seed: Signed 64-bit int or 0-d int64 tensor.
-        device: Where to put them.
-
-    Returns:
-        (count,) int64 tensor.
-    """
-    if device.type == "cpu" and (kernels := kernels_for(torch.empty(0, device="cpu"))) is not None:
-        return kernels.random_words(count, seed)
-    counter = torch.arange(-(-count // 4), device=device)
-    zero = torch.zeros_like(counter)
-    key = torch.as_tensor(seed, dtype=torch.int64, device=device)
-    words = philox4x32((counter & _LOW_32, counter >> 32, zero, zero), key, ROUNDS)
-    return torch.stack(words, 1).view(-1)[:count]
 
 
 def quantize_rows(
@@ -59,7 +37,7 @@ def quantize_rows(
     """
     kernels = _row_kernels(spec, flat, rows, buffer)
     if kernels is not None:
-        kernels.quantize_rows(flat, rows, spec, seed, buffer)
+        kernels.quantize_rows(flat, rows, plan_of(spec), seed if spec.quantizer.is_stochastic else None, buffer)
         return
     elements = flat.new_empty(spec.layout.numel)
     tail = elements.numel() % size
@@ -83,9 +61,9 @@ def dequantize_rows(
         other: (n,) contiguous factor, or None.
         target: (n,) contiguous result; may be `other`.
     """
-    kernels = _row_kernels(spec, target, rows, buffer, *(() if other is None else (other,)))
+    kernels = _row_kernels(spec, target, rows, buffer, other)
     if kernels is not None:
-        kernels.dequantize_rows(buffer, spec, rows, other, target)
+        kernels.dequantize_rows(buffer, plan_of(spec), rows, other, target)
         return
     for first, values in _decoded_chunks(buffer, spec, size):
         whole, tail = values.numel() // size, values.numel() % size
@@ -99,10 +77,10 @@ def dequantize_rows(
             target[-tail:] = ragged if other is None else ragged * other[-tail:]
 
 
-def _row_kernels(spec: PackedSpec[Any], *tensors: Tensor) -> ModuleType | None:
+def _row_kernels(spec: PackedSpec[Any], *tensors: Tensor | None) -> ModuleType | None:
     """Launchers of kernels that find rows by themselves, if there are any: those of uniform quantizers on the CPU."""
-    if type(spec.quantizer) is UniformQuantizer and tensors[0].is_cpu:
-        return kernels_for(*tensors)
+    if type(spec.quantizer) is UniformQuantizer and tensors[0].is_cpu:  # type: ignore[union-attr]
+        return kernels_for(tensors)
     return None
 
 

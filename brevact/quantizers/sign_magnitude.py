@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.quantizers import grid_dispatch
+from brevact.geometry import SMALLEST_GAP, Geometry, Grid, block_size_for
+from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
-from brevact.quantizers.geometry import Geometry, block_size_for
-from brevact.quantizers.grid import SMALLEST_GAP, Grid
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.mixing_quantizer import MixingQuantizer, check_probability
@@ -105,12 +104,12 @@ class SignMagnitudeLevels(GridQuantizer):
         Returns:
             `(scale,)`, (G,).
         """
-        low, high, _ = grid_dispatch.ranges(flat, geometry)
+        low, high, _ = passes.ranges(flat, geometry)
         largest = torch.maximum(-low, high)  # level 1 is not exceeded, but where bfloat16 ends
         scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)
         if not self.use_max:
             inverse = torch.where(scale > 0, torch.full_like(scale, _UNITS) / scale, 0.0)
-            sums = grid_dispatch.moments(flat, geometry, torch.zeros_like(scale), inverse)
+            sums = passes.moments(flat, geometry, torch.zeros_like(scale), inverse)
             norm = (sums[:, 2] + sums[:, 5]).double().sqrt() * (scale.double() / torch.full_like(scale, _UNITS))
             scale = torch.maximum(norm.clamp(max=torch.finfo(torch.float32).max).float(), scale)
         if self.scale_dtype == torch.bfloat16:

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from brevact.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.quantizers import row_dispatch
 from brevact.quantizers.codes import pack_mask, unpack_mask
-from brevact.quantizers.dispatch import flat_memory
-from brevact.quantizers.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
+from brevact.quantizers.passes import flat_memory, random_words
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.tracing import is_traced
 
@@ -158,7 +158,8 @@ class SizedMix:
         full = self.numel // self.size
         is_high = torch.zeros(self._buckets, dtype=torch.bool, device=device)
         if self.high_count:
-            words = row_dispatch.random_words(full, key, device)
+            words = torch.empty(full, dtype=torch.int64, device=device)
+            random_words(key, words)
             unequal = words << 31 | torch.arange(full, device=device)
             torch.ge(unequal, unequal.kthvalue(full - self.high_count + 1).values, out=is_high[:full])
         is_high[full:] = self.high_tail

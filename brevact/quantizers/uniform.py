@@ -9,12 +9,13 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from brevact.quantizers import dispatch
+from brevact.geometry import Geometry, UniformPlan, block_size_for
+from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import DTYPES, check_input, check_int, member_of
-from brevact.quantizers.geometry import Geometry, block_size_for
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
+from brevact.quantizers.philox import seed_value
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 _METADATA_DTYPES = (torch.bfloat16, torch.float32)
@@ -170,7 +171,11 @@ class UniformQuantizer:
         if self.is_lossless:
             flat = spec.layout.flatten(x.detach()).clone(memory_format=torch.contiguous_format)
             return PackedActivation(spec, flat.view(torch.uint8))
-        return PackedActivation(spec, dispatch.quantize_uniform(x, spec, seed))
+        layout, buffer = spec.layout, spec.empty(x)
+        key = seed_value(seed, x.device) if self.is_stochastic else None
+        dense = x if layout.is_dense and not x.is_neg() else layout.flatten(x.detach())
+        passes.quantize_uniform(dense, spec.plan or plan_of(spec), key, buffer)
+        return PackedActivation(spec, buffer)
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks and groups of a tensor.
@@ -197,7 +202,7 @@ class UniformQuantizer:
         if self.is_lossless:
             target.as_strided((spec.layout.numel,), (1,)).copy_(buffer.view(spec.layout.dtype))
         else:
-            dispatch.dequantize_uniform(buffer, spec, target)
+            passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), None, target)
 
     def decode_multiply(
         self, buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor, target: Tensor
@@ -214,7 +219,7 @@ class UniformQuantizer:
             flat = (spec.layout.numel,), (1,)
             torch.mul(buffer.view(spec.layout.dtype), other.as_strided(*flat), out=target.as_strided(*flat))
         else:
-            dispatch.dequantize_multiply_uniform(buffer, spec, other, target)
+            passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -236,3 +241,20 @@ def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
         groups=groups if n else 0,
         one_run=inner * groups >= n,
     )
+
+
+def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:
+    """What the passes need to know of a tensor.
+
+    Args:
+        spec: Spec of a `UniformQuantizer` that is not lossless.
+
+    Returns:
+        Its plan, which the spec keeps.
+    """
+    plan: UniformPlan | None = spec.plan
+    if plan is None:
+        quantizer = spec.quantizer
+        geometry, dtypes = quantizer.geometry(spec.layout), (quantizer.scale_dtype, quantizer.minimum_dtype)
+        plan = spec.plan = UniformPlan(geometry, *dtypes, *spec.offsets[1:])
+    return plan

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.quantizers import grid_dispatch
+from brevact.geometry import Geometry, Grid, block_size_for
+from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
-from brevact.quantizers.geometry import Geometry, block_size_for
-from brevact.quantizers.grid import Grid
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
@@ -131,14 +130,14 @@ class WeibullQuantizer(GridQuantizer):
             the offset, the last one infinity where something is not finite. Minimum and maximum are NaN for buckets
             without a finite element.
         """
-        low, high, missing = grid_dispatch.ranges(flat, geometry)
+        low, high, missing = passes.ranges(flat, geometry)
         empty = torch.isnan(low)
         low, high = bounded(low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0))
         middle = low.clamp(min=0.0).minimum(high)  # zero, or the end that is closest to it
         width = (high - middle).maximum(middle - low)
         units = torch.full_like(width, UNITS)  # a tensor: CUDA multiplies by a scalar's inverse
         inverse = torch.where(width >= _SMALLEST_WIDTH, units / width, 0.0)
-        sums = grid_dispatch.moments(flat, geometry, middle, inverse)
+        sums = passes.moments(flat, geometry, middle, inverse)
         below, above = ((part.double() * inverse).round() for part in (middle - low, high - middle))
         count = 1 << self.bit_width
         fits = SideFits.of(sums.double(), below, above, _sizes(geometry, flat.device) - missing, count)

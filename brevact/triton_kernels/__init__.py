@@ -1,23 +1,17 @@
-"""Quantizers for CUDA and ROCm tensors in Triton: the bytes of the plain torch reference. Imports nothing of brevact.
+"""The passes on CUDA and ROCm tensors, in Triton: the bytes of the laws in plain torch.
 
-Functions return launches: `.run()` starts one on the device of its tensors.
+Functions have the names and the parameters of `quantizers.passes`; they launch kernels, and wait for nothing.
 """
 
-from brevact.triton_kernels.grids import GridRows, dequantize_grid, moments, quantize_grid, ranges
-from brevact.triton_kernels.launch import Launch
-from brevact.triton_kernels.normalize import Normalization
-from brevact.triton_kernels.packing import MASK_BLOCK, mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
-from brevact.triton_kernels.pooling import PoolingPlan, can_pool, join_maps, split_maps
-from brevact.triton_kernels.uniform import UniformPlan, dequantize_uniform, quantize_uniform
+from brevact.triton_kernels.grids import dequantize_grid, moments, quantize_grid, ranges
+from brevact.triton_kernels.launch import Launch, takes
+from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
+from brevact.triton_kernels.pooling import join_maps, split_maps
+from brevact.triton_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
 
 __all__ = [
-    "MASK_BLOCK",
-    "GridRows",
     "Launch",
-    "Normalization",
-    "PoolingPlan",
-    "UniformPlan",
-    "can_pool",
+    "denormalize",
     "dequantize_grid",
     "dequantize_uniform",
     "join_maps",
@@ -26,9 +20,11 @@ __all__ = [
     "pack_codes",
     "pack_mask",
     "quantize_grid",
+    "quantize_normalized",
     "quantize_uniform",
     "ranges",
     "split_maps",
+    "takes",
     "unpack_codes",
     "unpack_mask",
 ]

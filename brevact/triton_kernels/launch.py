@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
+from brevact.geometry import Geometry
+
 THREADS = 128
 """Threads of a program, unless its tile asks for another number."""
 WIDEST_ACCESS = 16
 """Bytes of the widest load or store of a thread."""
 _LEAST_TILES = 8  # of a part of a group, so that what the parts find stays small beside the tensor
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _PROGRAMS = 1024  # that keep a large GPU busy
 
 
@@ -46,6 +49,32 @@ class Launch:
             self.kernel[self.grid](
                 *self.arguments, **self.constants, num_warps=self.threads // _warp_size(device), enable_fp_fusion=False
             )
+
+
+def takes(arrays: tuple[Tensor | None, ...]) -> bool:
+    """Whether the kernels can read and write these arrays: plain tensors with memory on a CUDA or ROCm device.
+
+    Subclasses may have no memory of their own; zero tensors and the tensors of torch.func transforms have none. float64
+    has no hardware worth a kernel.
+    """
+    try:
+        for x in arrays:
+            if x is None:
+                continue
+            if type(x) not in _PLAIN_TYPES or not x.is_cuda or x.dtype is torch.float64:
+                return False
+            if x.data_ptr() == 0 and x.numel():
+                return False
+    except RuntimeError:  # data_ptr() of a wrapper
+        return False
+    return True
+
+
+def seed_on(device: torch.device, seed: int | Tensor | None) -> Tensor | None:
+    """A seed as the kernels read it: from device memory, so that nothing waits for it."""
+    if seed is None or isinstance(seed, Tensor):
+        return None if seed is None else seed.to(device)
+    return torch.full((), seed, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)
@@ -105,21 +134,19 @@ class GroupTiling:
     parts: int
 
 
-def group_tiling(numel: int, inner: int, groups: int, one_run: bool, tile: int, least: int = 1) -> GroupTiling:
+def group_tiling(geometry: Geometry, tile: int, least: int = 1) -> GroupTiling:
     """Tiles of whole runs of several groups, or pieces of one run.
 
     Args:
-        numel: Number of elements.
-        inner: Consecutive elements of one group.
-        groups: Number of groups.
-        one_run: Whether each group is a single run of elements.
+        geometry: Groups of the tensor.
         tile: Elements of a tile, a power of two.
         least: Elements of a group that a part has at least.
 
     Returns:
         The tiling.
     """
-    repeats = 1 if one_run else numel // (inner * groups)
+    inner, groups = geometry.inner, geometry.groups
+    repeats = 1 if geometry.one_run else geometry.numel // (inner * groups)
     inner_tile = min(next_power_of_2(inner), tile)
     groups_tile = min(next_power_of_2(max(groups, 1)), tile // inner_tile)
     repeats_tile = min(next_power_of_2(max(repeats, 1)), tile // (inner_tile * groups_tile))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from brevact.geometry import Place
 from brevact.triton_kernels.floats import maximum, minimum, widen
 from brevact.triton_kernels.tiles import element_mask
 
@@ -16,52 +14,29 @@ LARGEST_RUN = 1 << 30
 """Elements of a row, and of a run of groups inside of it, that 32-bit places reach."""
 
 
-@dataclass(frozen=True)
-class Normalization:
-    """Statistics of groups, and which is whose: that of element e is e // outer * row + e % inner // run.
+def fits(place: Place, numel: int) -> bool:
+    """Whether the places of a tensor of so many elements are within reach."""
+    return place.inner <= LARGEST_RUN and (place.outer >= numel or place.outer <= LARGEST_RUN)
+
+
+def place_flags(place: Place, numel: int, columns: int) -> int:
+    """What the kernels are compiled for.
 
     Args:
-        mean: (M,) float32 means; None for 0.
-        factor: (M,) float32 factors.
-        outer: Elements of a row.
-        row: Groups of a row.
-        inner: Elements of all groups of a row that lie behind each other.
-        run: Elements of one of these.
+        place: Which statistics are whose.
+        numel: Elements of the tensor.
+        columns: Columns of a packing block.
+
+    Returns:
+        A sum of flags: more than one row, groups inside of a row, and a row of a whole block's plane in one group.
     """
-
-    mean: Tensor | None
-    factor: Tensor
-    outer: int
-    row: int
-    inner: int
-    run: int
-
-    def fits(self, numel: int) -> bool:
-        """Whether the places of a tensor of so many elements are within reach."""
-        return self.inner <= LARGEST_RUN and (self.outer >= numel or self.outer <= LARGEST_RUN)
-
-    @property
-    def arguments(self) -> tuple[Tensor | int | None, ...]:
-        """Arguments of the kernels."""
-        return self.mean, self.factor, self.outer, self.row, self.inner, self.run
-
-    def place(self, numel: int, columns: int) -> int:
-        """What the kernels are compiled for.
-
-        Args:
-            numel: Elements of the tensor.
-            columns: Columns of a packing block.
-
-        Returns:
-            A sum of flags: more than one row, groups inside of a row, and a row of a whole block's plane in one group.
-        """
-        rows, inner = self.outer < numel, self.inner > 1
-        aligned = not (rows and self.outer % columns) and not (inner and self.run % columns)
-        return _PLAIN + _ROWS * rows + _INNER * inner + _ALIGNED * aligned
+    rows, inner = place.outer < numel, place.inner > 1
+    aligned = not (rows and place.outer % columns) and not (inner and place.run % columns)
+    return _PLAIN + _ROWS * rows + _INNER * inner + _ALIGNED * aligned
 
 
-NO_ARGUMENTS = (None, None, 0, 0, 0, 0)
-"""Arguments of kernels that normalize nothing; their place is 0."""
+NO_STATISTICS = (None, None, 0, 0, 0, 0)
+"""Mean, factor and place of kernels that normalize nothing; their flags are 0."""
 
 
 @triton.jit

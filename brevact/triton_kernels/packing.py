@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from brevact.geometry import LARGEST_BLOCK
 from brevact.triton_kernels import masks
 from brevact.triton_kernels.codes import pack_codes_kernel, unpack_codes_kernel
 from brevact.triton_kernels.launch import Launch, Tiling, tiling
@@ -11,88 +13,51 @@ from brevact.triton_kernels.masks import mask_multiply_kernel, pack_mask_kernel,
 
 MASK_BLOCK = masks.BLOCK.value
 """Elements of a mask's packing block."""
+_MASKED = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.bool))
 
 
-def pack_codes(codes: Tensor, packed: Tensor, bit_width: int, block_size: int) -> Launch:
-    """Pack integer codes.
-
-    Args:
-        codes: (n,) contiguous integer tensor; bits above bit_width are dropped.
-        packed: Packed uint8 codes, written.
-        bit_width: Bits a code, 1 to 32.
-        block_size: Codes in a block, a multiple of 8.
-
-    Returns:
-        The kernel to launch.
-    """
+def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -> None:
+    """The kernel's tiles are limited, and it does not extend signs."""
+    if block_size > LARGEST_BLOCK or (codes.dtype != torch.uint8 and bit_width > 8 * codes.itemsize):
+        return NotImplemented
     tiles = tiling(codes.numel(), block_size, codes.itemsize)
     constants = _block_constants(bit_width, block_size, tiles)
-    return Launch(pack_codes_kernel, (tiles.programs,), (codes, packed, codes.numel()), constants, tiles.threads)
+    Launch(pack_codes_kernel, (tiles.programs,), (codes, packed, codes.numel()), constants, tiles.threads).run()
 
 
-def unpack_codes(packed: Tensor, codes: Tensor, bit_width: int, block_size: int) -> Launch:
-    """Unpack integer codes.
-
-    Args:
-        packed: Packed uint8 codes.
-        codes: (n,) int32 or int64 tensor, written.
-        bit_width: Bits a code, 1 to 32.
-        block_size: Codes in a block, a multiple of 8.
-
-    Returns:
-        The kernel to launch.
-    """
+def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
+    """The kernel's tiles are limited."""
+    if block_size > LARGEST_BLOCK:
+        return NotImplemented
     tiles = tiling(codes.numel(), block_size, codes.itemsize)
     constants = _block_constants(bit_width, block_size, tiles)
-    return Launch(unpack_codes_kernel, (tiles.programs,), (packed, codes, codes.numel()), constants, tiles.threads)
+    Launch(unpack_codes_kernel, (tiles.programs,), (packed, codes, codes.numel()), constants, tiles.threads).run()
 
 
-def pack_mask(x: Tensor, packed: Tensor) -> Launch:
-    """Pack bools, or the mask `~(x <= 0)` of floats.
-
-    Args:
-        x: Dense tensor of n elements: uint8 (0 or not), or floating point.
-        packed: uint8 mask, written.
-
-    Returns:
-        The kernel to launch.
-    """
+def pack_mask(x: Tensor, packed: Tensor) -> None:
+    """The kernel reads bools as bytes."""
+    if x.dtype not in _MASKED:
+        return NotImplemented
+    x = x.detach().view(torch.uint8) if x.dtype == torch.bool else x.detach()
     tiles = tiling(x.numel(), MASK_BLOCK, x.itemsize)
-    return Launch(pack_mask_kernel, (tiles.programs,), (x, packed, x.numel()), {"ROWS": tiles.rows}, tiles.threads)
+    Launch(pack_mask_kernel, (tiles.programs,), (x, packed, x.numel()), {"ROWS": tiles.rows}, tiles.threads).run()
 
 
-def unpack_mask(packed: Tensor, target: Tensor) -> Launch:
-    """Unpack a mask to bools.
-
-    Args:
-        packed: uint8 mask.
-        target: (n,) uint8 tensor, written with 0 and 1.
-
-    Returns:
-        The kernel to launch.
-    """
-    n = target.numel()
-    tiles = tiling(n, MASK_BLOCK, target.itemsize)
-    return Launch(unpack_mask_kernel, (tiles.programs,), (packed, target, n), {"ROWS": tiles.rows}, tiles.threads)
+def unpack_mask(packed: Tensor, mask: Tensor) -> None:
+    """The kernel writes bools as bytes."""
+    tiles = tiling(mask.numel(), MASK_BLOCK, mask.itemsize)
+    arguments = (packed, mask.view(torch.uint8), mask.numel())
+    Launch(unpack_mask_kernel, (tiles.programs,), arguments, {"ROWS": tiles.rows}, tiles.threads).run()
 
 
-def mask_multiply(packed: Tensor, grad: Tensor, target: Tensor, negative_slope: float, numel: int) -> Launch:
-    """where(mask, grad, negative_slope * grad).
-
-    Args:
-        packed: uint8 mask.
-        grad: float32, bfloat16 or float16 gradient, dense in the mask's memory order.
-        target: Dense result of its type, written; may be `grad`.
-        negative_slope: Factor where the mask is unset; 0 gives +0.
-        numel: Number of elements.
-
-    Returns:
-        The kernel to launch.
-    """
+def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
+    """See the law."""
+    if grad.dtype not in _MASKED:
+        return NotImplemented
     tiles = tiling(numel, MASK_BLOCK, grad.itemsize)
     constants = {"ROWS": tiles.rows, "HAS_SLOPE": negative_slope != 0}
     arguments = (packed, grad, target, float(negative_slope), numel)
-    return Launch(mask_multiply_kernel, (tiles.programs,), arguments, constants, tiles.threads)
+    Launch(mask_multiply_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
 
 
 def _block_constants(bit_width: int, block_size: int, tiles: Tiling) -> dict[str, int | bool]:

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from brevact import cpu_kernels
+from brevact.cpu_kernels import launch
 from brevact.cpu_kernels.grids import dequantize_grid_blocks, quantize_grid_blocks
-from brevact.quantizers import cpu, grid_reference
-from brevact.quantizers.geometry import Geometry
-from brevact.quantizers.grid import Grid
+from brevact.cpu_kernels.tables import GroupTable
+from brevact.geometry import Geometry, Grid
+from brevact.quantizers import passes
 from brevact.quantizers.philox import column_bits
 from brevact.quantizers.reference import pack, round_codes
 from tests.quantizers.grid_cases import GridCase, buckets, channels, grid_cases, random_grid, values_around
@@ -41,16 +41,16 @@ def _filled(length: int, dtype: torch.dtype) -> Tensor:
 
 def _check(case: GridCase) -> None:
     geometry, grid, dtype = case.geometry, case.grid, case.x.dtype
-    seed = None if case.seed is None else torch.tensor(case.seed)
-    expected = grid_reference.quantize_grid(case.x, geometry, grid, seed)
-    values = grid_reference.dequantize_grid(expected, geometry, grid, torch.empty_like(case.x))
-    codes, target = _filled(expected.numel(), torch.uint8), _filled(geometry.numel, dtype)
-    cpu.quantize_grid(case.x, geometry, grid, case.seed, codes)
+    expected, codes = _filled(geometry.code_bytes, torch.uint8), _filled(geometry.code_bytes, torch.uint8)
+    passes.quantize_grid.law(case.x, geometry, grid, case.seed, expected)
+    values, target = torch.empty_like(case.x), _filled(geometry.numel, dtype)
+    passes.dequantize_grid.law(expected, geometry, grid, None, values)
+    launch.quantize_grid(case.x, geometry, grid, case.seed, codes)
     assert torch.equal(codes, expected), (geometry, case.seed, dtype)
     if case.multiply:
         target.copy_(torch.linspace(-3, 5, geometry.numel))
         values = values * target
-    cpu.dequantize_grid(codes, geometry, grid, target if case.multiply else None, target)
+    launch.dequantize_grid(codes, geometry, grid, target if case.multiply else None, target)
     _assert_same_values(target, values)
 
 
@@ -127,12 +127,12 @@ def test_statistics_for_every_way_to_divide_a_tensor(geometry: Geometry, dtype: 
         if special:
             x[::97], x[1::101], x[2::103], x[3::107] = float("nan"), 0.0, -float("inf"), float("inf")
         y = x.to(dtype)
-        for got, want in zip(cpu.ranges(y, geometry), grid_reference.ranges(y, geometry), strict=True):
+        for got, want in zip(launch.ranges(y, geometry), passes.ranges.law(y, geometry), strict=True):
             _assert_same_values(got, want)
         offset, inverse = torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4
         inverse[::3] *= 1e4
-        got = cpu.moments(y, geometry, offset, inverse)
-        assert torch.equal(got, grid_reference.moments(y, geometry, offset, inverse))
+        got = launch.moments(y, geometry, offset, inverse)
+        assert torch.equal(got, passes.moments.law(y, geometry, offset, inverse))
 
 
 @pytest.mark.parametrize("first_block", [0, 2**22, 2**23 + 5, 2**36])  # elements up to 2^45: columns beyond 2^32
@@ -142,30 +142,19 @@ def test_quantize_grid_blocks_far_into_a_tensor(first_block: int, bit_width: int
     torch.manual_seed(0)
     first, size, seed = first_block * 512, 1 << bit_width, 99
     grid, x = random_grid(1, size), torch.randn(512)
-    plan = cpu_kernels.UniformPlan(
-        numel=first + 512,
-        bit_width=bit_width,
-        block_size=512,
-        inner=512,
-        groups=first_block + 1,
-        one_run=True,
-        stochastic=True,
-        scale_kind=cpu_kernels.FLOAT32,
-        minimum_kind=cpu_kernels.FLOAT32,
-        kind=cpu_kernels.FLOAT32,
-    )
+    table = GroupTable(Geometry(first + 512, bit_width, 512, 512, first_block + 1, True), torch.float32, True)
     steps, inverse = grid.steps(stochastic=True), grid.inverse
     codes, target = _filled(64 * bit_width, torch.uint8), _filled(512, torch.float32)
     codes_at, offset_at = codes.data_ptr() - first // 8 * bit_width, grid.offset.data_ptr() - 4 * first_block
     levels_at = grid.levels.data_ptr() - 4 * size * first_block
     steps_at = steps.data_ptr() - 4 * (size - 1) * first_block
     inverse_at, scale_at = inverse.data_ptr() - 4 * first_block, grid.scale.data_ptr() - 4 * first_block
-    rows, blocks = (size, first_block + 1), (plan.address, first_block, first_block + 1)
+    rows, blocks = (size, first_block + 1), (table.address, first_block, first_block + 1)
     x_at, target_at = x.data_ptr() - 4 * first, target.data_ptr() - 4 * first
     quantize_grid_blocks(x_at, codes_at, offset_at, inverse_at, levels_at, steps_at, *rows, 0, seed, *blocks)
     dequantize_grid_blocks(codes_at, offset_at, scale_at, levels_at, *rows, 0, 0, target_at, *blocks)
     z = (x - grid.offset) * inverse
-    t = grid_reference.positions(z, grid.levels, steps, stochastic=True)
+    t = passes.positions(z, grid.levels, steps, stochastic=True)
     bits = column_bits(torch.arange(first // 8, first // 8 + 64), torch.tensor(seed)).flatten()
     q = round_codes(t, bits)
     assert torch.equal(codes, pack(q, bit_width, 512))

@@ -28,9 +28,17 @@ def _imports(path: Path) -> set[str]:
     ("layer", "own", "libraries"),
     [
         ("private_names", {"brevact.private_names"}, {"torch", "numba"}),
-        ("cpu_kernels", {"brevact.cpu_kernels", "brevact.private_names"}, {"numba", "llvmlite", "numpy"}),
-        ("triton_kernels", {"brevact.triton_kernels", "brevact.private_names"}, {"torch", "triton"}),
-        ("quantizers", {"brevact.quantizers", "brevact.private_names"}, {"torch"}),
+        (
+            "cpu_kernels",
+            {"brevact.cpu_kernels", "brevact.geometry", "brevact.private_names"},
+            {"numba", "llvmlite", "numpy", "torch"},
+        ),
+        (
+            "triton_kernels",
+            {"brevact.triton_kernels", "brevact.geometry", "brevact.private_names"},
+            {"torch", "triton"},
+        ),
+        ("quantizers", {"brevact.quantizers", "brevact.geometry", "brevact.private_names"}, {"torch"}),
     ],
 )
 def test_layer_imports_only_what_lies_below(layer: str, own: set[str], libraries: set[str]):
@@ -38,11 +46,7 @@ def test_layer_imports_only_what_lies_below(layer: str, own: set[str], libraries
         for name in _imports(path):
             root = name.partition(".")[0]
             if root == "brevact":
-                below = ".".join(name.split(".")[:2]) in own
-                launchers = (
-                    path.stem.partition("_")[0] in ("cpu", "gpu") and name == "brevact"
-                )  # of the kernel packages
-                assert below or launchers, (path.name, name)
+                assert ".".join(name.split(".")[:2]) in own, (path.name, name)
             else:
                 assert root in libraries or root in sys.stdlib_module_names, (path.name, name)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from brevact.cpu_kernels import FLOAT32, UniformPlan
 from brevact.cpu_kernels.dequantize import dequantize_blocks
 from brevact.cpu_kernels.quantize import quantize_blocks
+from brevact.cpu_kernels.tables import GroupTable
+from brevact.geometry import Geometry
 from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer
 from brevact.quantizers.philox import column_bits
 from brevact.quantizers.reference import calibrate, pack, round_codes
@@ -22,25 +23,14 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
     first, seed = first_block * BLOCK, 99
     x, quantizer = torch.randn(BLOCK), UniformQuantizer(bit_width=bit_width)
     numel = first + BLOCK
-    plan = UniformPlan(
-        numel=numel,
-        bit_width=bit_width,
-        block_size=BLOCK,
-        inner=BLOCK,
-        groups=first_block + 1,
-        one_run=True,
-        stochastic=True,
-        scale_kind=FLOAT32,
-        minimum_kind=FLOAT32,
-        kind=FLOAT32,
-    )
+    table = GroupTable(Geometry(numel, bit_width, BLOCK, BLOCK, first_block + 1, True), torch.float32, True)
     codes, scale, minimum = torch.zeros(BLOCK * bit_width // 8, dtype=torch.uint8), torch.zeros(1), torch.zeros(1)
     pointers = (
         codes.data_ptr() - first // 8 * bit_width,
         scale.data_ptr() - 4 * first_block,
         minimum.data_ptr() - 4 * first_block,
     )
-    quantize_blocks(x.data_ptr() - 4 * first, *pointers, seed, plan.address, 0, first_block, first_block + 1)
+    quantize_blocks(x.data_ptr() - 4 * first, *pointers, seed, table.address, 0, first_block, first_block + 1)
 
     m, s = calibrate(x, quantizer.geometry(Layout.of(x)), torch.float32, torch.float32)
     steps = ((x - m) * (torch.ones_like(s) / s)).clamp(0, 2**bit_width - 1)
@@ -50,7 +40,7 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
     assert torch.equal(codes, pack(q, bit_width, BLOCK))
 
     y = torch.full((BLOCK,), float("nan"))
-    dequantize_blocks(*pointers, 0, y.data_ptr() - 4 * first, plan.address, 0, first_block, first_block + 1)
+    dequantize_blocks(*pointers, 0, y.data_ptr() - 4 * first, table.address, 0, first_block, first_block + 1)
     assert torch.equal(y, m + s * q)
 
 

@@ -6,33 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from brevact import cpu_kernels
-from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer, reference
+from brevact.cpu_kernels import launch
+from brevact.quantizers import Granularity, Layout, PackedSpec, Rounding, UniformQuantizer, passes, reference
+from brevact.quantizers.uniform import plan_of
 
-KINDS = {
-    torch.float32: cpu_kernels.FLOAT32,
-    torch.bfloat16: cpu_kernels.BFLOAT16,
-    torch.float16: cpu_kernels.FLOAT16,
-    torch.float64: cpu_kernels.FLOAT64,
-}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 SEED = -0x123456789ABCDEF
-
-
-def _plan(quantizer: UniformQuantizer, layout: Layout) -> cpu_kernels.UniformPlan:
-    geometry = quantizer.geometry(layout)
-    return cpu_kernels.UniformPlan(
-        numel=geometry.numel,
-        bit_width=geometry.bit_width,
-        block_size=geometry.block_size,
-        inner=geometry.inner,
-        groups=geometry.groups,
-        one_run=geometry.one_run,
-        stochastic=quantizer.is_stochastic,
-        scale_kind=KINDS[quantizer.scale_dtype],
-        minimum_kind=KINDS[quantizer.minimum_dtype],
-        kind=KINDS[layout.dtype],
-    )
 
 
 def _with_missing(x: Tensor) -> Tensor:
@@ -50,22 +30,25 @@ def _filled(length: int, dtype: torch.dtype) -> Tensor:
 
 
 def _assert_same_bytes(quantizer: UniformQuantizer, x: Tensor, threads: int = 1) -> None:
-    layout = Layout.of(x)
-    flat, plan, geometry = layout.flatten(x), _plan(quantizer, layout), quantizer.geometry(layout)
-    seed = torch.tensor(SEED) if quantizer.is_stochastic else None
-    expected = reference.quantize_uniform(flat, geometry, seed, quantizer.scale_dtype, quantizer.minimum_dtype)
-    values = reference.dequantize_uniform(*expected, geometry, torch.empty_like(flat))
+    spec = PackedSpec.of(quantizer, Layout.of(x))
+    flat, plan = spec.layout.flatten(x), plan_of(spec)
+    seed = SEED if quantizer.is_stochastic else None
+    expected, buffer = _filled(spec.nbytes, torch.uint8), _filled(spec.nbytes, torch.uint8)
+    values = torch.empty_like(flat)
     other = torch.linspace(-3, 5, flat.numel()).to(x.dtype)
-    codes, minimum, scale = (_filled(part.numel, part.dtype) for part in quantizer.parts(layout))
-    pointers = codes.data_ptr(), scale.data_ptr(), minimum.data_ptr()
-    cpu_kernels.quantize_uniform(flat.data_ptr(), *pointers, SEED, plan, threads)
-    for name, got, want in zip(("codes", "scale", "minimum"), (codes, scale, minimum), expected, strict=True):
-        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (name, quantizer, tuple(x.shape))
-    decoded = _filled(flat.numel(), x.dtype)
-    cpu_kernels.dequantize_uniform(*pointers, 0, decoded.data_ptr(), plan, threads)
+    decoded, product = _filled(flat.numel(), x.dtype), _filled(flat.numel(), x.dtype)
+    passes.quantize_uniform.law(flat, plan, seed, expected)
+    passes.dequantize_uniform.law(expected, plan, None, values)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        launch.quantize_uniform(flat, plan, seed, buffer)
+        assert torch.equal(buffer, expected), (quantizer, tuple(x.shape))
+        launch.dequantize_uniform(buffer, plan, None, decoded)
+        launch.dequantize_uniform(buffer, plan, other, product)
+    finally:
+        torch.set_num_threads(before)
     _assert_same_values(decoded, values)
-    product = _filled(flat.numel(), x.dtype)
-    cpu_kernels.dequantize_uniform(*pointers, other.data_ptr(), product.data_ptr(), plan, threads)
     _assert_same_values(product, values * other)
 
 
@@ -87,7 +70,7 @@ def test_quantize_bytes_for_every_bucket_and_length(bit_width: int, rounding: Ro
         _assert_same_bytes(quantizer, _with_missing(torch.randn(5001)))
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rounding", Rounding)
 def test_quantize_bytes_for_every_dtype_and_granularity(dtype: torch.dtype, rounding: Rounding):
     torch.manual_seed(0)
@@ -105,7 +88,7 @@ def test_quantize_bytes_for_every_dtype_and_granularity(dtype: torch.dtype, roun
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("minimum_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantize_bytes_of_extreme_values(scale_dtype, minimum_dtype, dtype):
     torch.manual_seed(0)
     info = torch.finfo(dtype)
@@ -187,16 +170,14 @@ def test_pack_codes_bytes(bit_width: int):
             for block_size in (8, 512, 600):
                 expected = reference.pack(codes, bit_width, block_size)
                 packed = torch.full_like(expected, 0xAB)
-                cpu_kernels.pack_codes(
-                    codes.data_ptr(), codes.itemsize, packed.data_ptr(), bit_width, block_size, length, 1
-                )
+                launch.pack_codes(codes, bit_width, block_size, packed)
                 assert torch.equal(packed, expected)
                 unpacked = torch.full((length,), -1, dtype=torch.int64)
-                cpu_kernels.unpack_codes(packed.data_ptr(), unpacked.data_ptr(), 8, bit_width, block_size, length, 1)
+                launch.unpack_codes(packed, bit_width, block_size, unpacked)
                 assert torch.equal(unpacked, codes.to(torch.int64) & ((1 << bit_width) - 1))
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masks_equal_torch(dtype: torch.dtype):
     torch.manual_seed(0)
     info = torch.finfo(dtype)
@@ -206,15 +187,14 @@ def test_masks_equal_torch(dtype: torch.dtype):
         x[: len(special)] = torch.tensor(special, dtype=dtype)[:length]
         mask, grad = ~(x <= 0), torch.randn(length).to(dtype)
         expected = reference.pack(mask.to(torch.uint8), 1, 512)
-        for source, kind in ((x, KINDS[dtype]), (mask, cpu_kernels.BOOL)):
+        for source in (x, mask):
             packed = torch.full_like(expected, 0xAB)
-            cpu_kernels.pack_mask(source.data_ptr(), kind, packed.data_ptr(), length, 1)
+            launch.pack_mask(source, packed)
             assert torch.equal(packed, expected)
         unpacked = torch.full((length,), 0xAB, dtype=torch.uint8)
-        cpu_kernels.unpack_mask(packed.data_ptr(), unpacked.data_ptr(), length, 1)
+        launch.unpack_mask(packed, unpacked)
         assert torch.equal(unpacked, mask.to(torch.uint8))
         for slope in (0.0, 0.01, -0.3):
             result = torch.full_like(grad, float("nan"))
-            pointers = packed.data_ptr(), grad.data_ptr(), result.data_ptr()
-            cpu_kernels.mask_multiply(*pointers, KINDS[dtype], slope, length, 1)
+            launch.mask_multiply(packed, length, grad, slope, result)
             assert torch.equal(result, torch.where(mask, grad, grad * slope if slope else torch.zeros_like(grad)))

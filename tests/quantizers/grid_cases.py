@@ -9,8 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from brevact.quantizers.geometry import Geometry
-from brevact.quantizers.grid import Grid
+from brevact.geometry import Geometry, Grid
 
 SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40)
 

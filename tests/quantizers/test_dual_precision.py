@@ -10,17 +10,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from brevact.geometry import MapBlocks
 from brevact.quantizers import (
     DualPrecisionQuantizer,
     Layout,
     UniformQuantizer,
+    passes,
     quantize,
     read,
     spell,
 )
-from brevact.quantizers import blocks as reference
-from brevact.quantizers import blocks_dispatch as dispatch
-from brevact.quantizers.blocks import MapBlocks
+from brevact.quantizers.dual_precision import map_blocks
 from tests.quantizers.subjects import DTYPES, TENSORS, dual_step
 
 SIDES = [(1, 1, 1), (1, 1, 1000), (1, 7, 7), (1, 13, 17), (3, 9, 5), (10, 20, 30), (1, 3, 2050), (1, 1, 5001)]
@@ -70,7 +70,7 @@ def test_quantize_refuses_other_inputs():
     ],
 )
 def test_map_blocks_of_shapes(shape: tuple[int, ...], maps: int, sides: tuple[int, int, int]):
-    blocks = MapBlocks.of(Layout.of(torch.empty(shape)), 8)
+    blocks = map_blocks(Layout.of(torch.empty(shape)), 8)
     assert (blocks.maps, blocks.sides) == (maps, sides)
     assert blocks.block == tuple(min(side, 8) for side in sides)
 
@@ -102,16 +102,18 @@ def test_split_and_join_maps_equal_the_reference(sides: tuple[int, int, int], bl
         maps[0, 0], maps[1, -1], maps[2] = float("nan"), float("-inf"), torch.finfo(dtype).max
         expected_low = torch.full((blocks.blocks,), float("nan"), dtype=torch.float16)
         expected = torch.full((flat.numel(),), float("nan"))
-        low, residual = dispatch.split_maps(flat, blocks)
-        reference.split_maps(flat, blocks, expected_low, expected)
+        low, residual = torch.full_like(expected_low, 0.5), torch.full_like(expected, 0.5)
+        passes.split_maps(flat, blocks, low, residual)
+        passes.split_maps.law(flat, blocks, expected_low, expected)
         assert torch.equal(low.view(torch.int16), expected_low.view(torch.int16))
         torch.testing.assert_close(residual, expected, rtol=0, atol=0, equal_nan=True)
         joined, other = torch.full_like(flat, 0.5), torch.linspace(-2, 3, flat.numel()).to(dtype)
-        whole = reference.join_maps(residual, blocks, low, torch.empty_like(flat))
-        dispatch.join_maps(residual, blocks, low, None, joined)
+        whole = torch.empty_like(flat)
+        passes.join_maps.law(residual, blocks, low, None, whole)
+        passes.join_maps(residual, blocks, low, None, joined)
         torch.testing.assert_close(joined, whole, rtol=0, atol=0, equal_nan=True)
         product = whole * other
-        dispatch.join_maps(residual, blocks, low, other, other)
+        passes.join_maps(residual, blocks, low, other, other)
         torch.testing.assert_close(other, product, rtol=0, atol=0, equal_nan=True)
 
 
@@ -121,10 +123,11 @@ def test_split_maps_on_several_threads_equals_the_reference():
     threads = torch.get_num_threads()
     expected_low = torch.empty(blocks.blocks, dtype=torch.float16)
     expected = torch.empty_like(flat)
-    reference.split_maps(flat, blocks, expected_low, expected)
+    low, residual = torch.empty_like(expected_low), torch.empty_like(expected)
+    passes.split_maps.law(flat, blocks, expected_low, expected)
     try:
         torch.set_num_threads(4)
-        low, residual = dispatch.split_maps(flat, blocks)
+        passes.split_maps(flat, blocks, low, residual)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(low, expected_low) and torch.equal(residual, expected)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from brevact.geometry import block_size_for
 from brevact.quantizers import (
     Granularity,
     Layout,
@@ -21,7 +22,6 @@ from brevact.quantizers import (
     unpack_codes,
     unpack_mask,
 )
-from brevact.quantizers.geometry import block_size_for
 from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE
 
 NEAREST = Rounding.NEAREST

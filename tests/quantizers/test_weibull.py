@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer, WeibullQuantizer, grid_reference
-from brevact.quantizers.grid import SMALLEST_GAP
+from brevact.geometry import SMALLEST_GAP
+from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer, WeibullQuantizer, passes
 from brevact.quantizers.reference import LARGEST_RANGE
 from brevact.quantizers.weibull_fit import UNITS, SideFits
 from brevact.quantizers.weibull_levels import level_table
@@ -183,11 +183,13 @@ def test_bytes_are_those_of_the_plain_torch_definition(
     packed = WeibullQuantizer(bit_width=bit_width).quantize(x, seed=3)
     geometry = packed.quantizer.geometry(packed.layout)
     codes, low, high, offset, levels = packed.tensors
-    expected = grid_reference.ranges(x, geometry)
+    expected = passes.ranges.law(x, geometry)
     assert torch.equal(low, expected[0]) and torch.equal(high, expected[1])
     assert torch.equal(torch.where(offset == low, low, torch.where(offset == high, high, 0.0)), offset)
     grid = packed.quantizer.grid(geometry, (low, high, offset, levels), x.device)
-    assert torch.equal(codes, grid_reference.quantize_grid(x, geometry, grid, torch.tensor(3)))
+    expected = torch.empty_like(codes)
+    passes.quantize_grid.law(x, geometry, grid, 3, expected)
+    assert torch.equal(codes, expected)
 
 
 @pytest.mark.gpu

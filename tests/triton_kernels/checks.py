@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from brevact import triton_kernels
-from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, gpu, grid_reference, normalizing, reference
-from brevact.quantizers.geometry import Geometry, packed_bytes
-from brevact.quantizers.gpu_grids import grid_plan_of
-from brevact.quantizers.grid import Grid
-from brevact.quantizers.range_keys import ranges_of_keys
+from brevact.geometry import Geometry, Grid, packed_bytes
+from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, normalizing, passes, reference
+from brevact.quantizers.uniform import plan_of
+from brevact.triton_kernels.normalize import fits
+from brevact.triton_kernels.packing import MASK_BLOCK
+from brevact.triton_kernels.uniform import one_pass
 from tests.quantizers.grid_cases import GridCase
 
 SEED = -0x123456789ABCDEF
@@ -31,23 +35,21 @@ def check_quantizer(quantizer: UniformQuantizer, x: Tensor, seed: int = SEED, mu
         multiply: Whether to decode times a factor, in place.
     """
     spec = PackedSpec.of(quantizer, Layout.of(x))
-    plan, geometry = gpu.plan_of(spec), quantizer.geometry(spec.layout)
-    flat = spec.layout.flatten(x).cpu()
-    key = torch.tensor(seed) if quantizer.is_stochastic else None
-    expected = reference.quantize_uniform(flat, geometry, key, quantizer.scale_dtype, quantizer.minimum_dtype)
-    values = reference.dequantize_uniform(*expected, geometry, torch.empty_like(flat))
+    plan, flat = plan_of(spec), spec.layout.flatten(x)
+    seed = seed if quantizer.is_stochastic else None
+    expected, values = torch.zeros(spec.nbytes, dtype=torch.uint8), torch.empty_like(flat, device="cpu")
+    passes.quantize_uniform.law(flat.cpu(), plan, seed, expected)
+    passes.dequantize_uniform.law(expected, plan, None, values)
 
-    codes, minimum, scale = (filled(part.numel, part.dtype, x.device) for part in spec.parts)
-    key = None if key is None else key.to(x.device)
-    for launch in triton_kernels.quantize_uniform(spec.layout.flatten(x), codes, scale, minimum, key, plan):
-        launch.run()
-    for name, got, want in zip(("codes", "scale", "minimum"), (codes, scale, minimum), expected, strict=True):
+    buffer = filled(spec.nbytes, torch.uint8, x.device)
+    triton_kernels.quantize_uniform(flat, plan, seed, buffer)
+    for name, got, want in zip(("codes", "minimum", "scale"), plan.split(buffer), plan.split(expected), strict=True):
         assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8)), (name, quantizer, spec.layout)
     target = filled(flat.numel(), x.dtype, x.device)
     if multiply:
         target.copy_(torch.linspace(-3, 5, flat.numel()))
         values = values * target.cpu()
-    triton_kernels.dequantize_uniform(codes, scale, minimum, target if multiply else None, target, plan).run()
+    triton_kernels.dequantize_uniform(buffer, plan, target if multiply else None, target)
     assert_same_values(target, values)
 
 
@@ -65,22 +67,19 @@ def check_normalized(
     """
     layout = Layout.of(x)
     law = quantizer.quantize(normalizing.normalize(x, mean, invstd), SEED)
-    spec = PackedSpec.of(quantizer, layout)
-    plan = gpu.plan_of(spec)
+    plan = plan_of(law.spec)
     there = [None if part is None else part.to(device) for part in (mean, invstd, invstd.reciprocal())]
-    key = torch.tensor(SEED, device=device) if quantizer.is_stochastic else None
-    parts = codes, minimum, scale = [filled(part.numel, part.dtype, device) for part in spec.parts]
-    norm = gpu.normalization_of(normalizing._groups(layout, there[0], there[1]))
-    assert plan.one_pass and norm.fits(layout.numel)
-    flat = layout.flatten(x).to(device)
-    for launch in triton_kernels.quantize_uniform(flat, codes, scale, minimum, key, plan, norm):
-        launch.run()
-    for part, want in zip(parts, law.tensors, strict=True):
+    seed = torch.tensor(SEED, device=device) if quantizer.is_stochastic else None
+    norm = normalizing._groups(layout, there[0], there[1])
+    assert one_pass(plan.geometry) and fits(norm.place, layout.numel)
+    buffer = filled(law.spec.nbytes, torch.uint8, device)
+    triton_kernels.quantize_normalized(layout.flatten(x).to(device), plan, seed, *norm, buffer)
+    for part, want in zip(plan.split(buffer), plan.split(law.buffer), strict=True):
         assert torch.equal(part.cpu().view(torch.uint8), want.view(torch.uint8)), (quantizer, layout)
     for shift in {there[0], None}:
         target = filled(layout.numel, x.dtype, device)
-        norm = gpu.normalization_of(normalizing._groups(layout, shift, there[2]))
-        triton_kernels.dequantize_uniform(codes, scale, minimum, None, target, plan, norm).run()
+        norm = normalizing._groups(layout, shift, there[2])
+        triton_kernels.denormalize(buffer, plan, *norm, target)
         values = law.dequantize() * invstd.reciprocal()
         values = values if shift is None else values + mean
         values = values.clamp(-65504, 65504) if x.dtype is torch.float16 else values
@@ -95,19 +94,19 @@ def check_grid(case: GridCase, device: torch.device | str = "cpu") -> None:
         device: Where the kernels run.
     """
     geometry, grid, dtype = case.geometry, case.grid, case.x.dtype
-    seed = None if case.seed is None else torch.tensor(case.seed)
-    expected = grid_reference.quantize_grid(case.x, geometry, grid, seed)
-    values = grid_reference.dequantize_grid(expected, geometry, grid, torch.empty_like(case.x))
+    expected, values = torch.empty(geometry.code_bytes, dtype=torch.uint8), torch.empty_like(case.x)
+    passes.quantize_grid.law(case.x, geometry, grid, case.seed, expected)
+    passes.dequantize_grid.law(expected, geometry, grid, None, values)
     parts = (grid.levels, grid.bounds, grid.offset, grid.scale)
     there = Grid(*(None if part is None else part.to(device) for part in parts), grid.marks)
     codes = filled(expected.numel(), torch.uint8, device)
-    gpu.quantize_grid(case.x.to(device), geometry, there, case.seed, codes)
+    triton_kernels.quantize_grid(case.x.to(device), geometry, there, case.seed, codes)
     assert torch.equal(codes.cpu(), expected), (geometry, case.seed, dtype)
     target = filled(geometry.numel, dtype, device)
     if case.multiply:
         target.copy_(torch.linspace(-3, 5, geometry.numel))
         values = values * target.cpu()
-    gpu.dequantize_grid(codes, geometry, there, target if case.multiply else None, target)
+    triton_kernels.dequantize_grid(codes, geometry, there, target if case.multiply else None, target)
     assert_same_values(target, values)
 
 
@@ -119,18 +118,26 @@ def check_statistics(x: Tensor, geometry: Geometry, device: torch.device | str =
         geometry: Its groups.
         device: Where the kernels run.
     """
-    there, plan = x.to(device), grid_plan_of(geometry, False)
-    launch, keys = triton_kernels.ranges(there, plan)
-    keys.view(torch.uint8).fill_(0xFF)
-    launch.run()
-    for got, want in zip(ranges_of_keys(keys), grid_reference.ranges(x, geometry), strict=True):
-        assert_same_values(got, want)
+    there = x.to(device)
     offset, inverse = torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4
     inverse[::7] *= 1e4
-    launch, sums = triton_kernels.moments(there, offset.to(device), inverse.to(device), plan)
-    sums.view(torch.uint8).fill_(0xFF)
-    launch.run()
-    assert torch.equal(sums.sum(0).cpu(), grid_reference.moments(x, geometry, offset, inverse))
+    with unwritten_shows():
+        found = triton_kernels.ranges(there, geometry)
+        sums = triton_kernels.moments(there, geometry, offset.to(device), inverse.to(device))
+    for got, want in zip(found, passes.ranges.law(x, geometry), strict=True):
+        assert_same_values(got, want)
+    assert torch.equal(sums.cpu(), passes.moments.law(x, geometry, offset, inverse))
+
+
+@contextlib.contextmanager
+def unwritten_shows() -> Iterator[None]:
+    """Fill fresh memory: `torch.empty` gives NaN and the largest integers."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def assert_same_values(got: Tensor, want: Tensor) -> None:
@@ -151,11 +158,11 @@ def check_codes(codes: Tensor, bit_width: int, block_size: int) -> None:
     """
     expected = reference.pack(codes.cpu(), bit_width, block_size)
     packed = filled(packed_bytes(codes.numel(), bit_width, block_size), torch.uint8, codes.device)
-    triton_kernels.pack_codes(codes, packed, bit_width, block_size).run()
+    triton_kernels.pack_codes(codes, bit_width, block_size, packed)
     assert torch.equal(packed.cpu(), expected)
     for dtype in (torch.int32, torch.int64)[bit_width == 32 :]:
         unpacked = filled(codes.numel(), dtype, codes.device)
-        triton_kernels.unpack_codes(packed, unpacked, bit_width, block_size).run()
+        triton_kernels.unpack_codes(packed, bit_width, block_size, unpacked)
         assert torch.equal(unpacked.cpu(), (codes.cpu().to(torch.int64) & ((1 << bit_width) - 1)).to(dtype))
 
 
@@ -168,17 +175,17 @@ def check_mask(x: Tensor, grad: Tensor, negative_slope: float) -> None:
         negative_slope: Factor where x <= 0.
     """
     mask = ~(x <= 0)
-    expected = reference.pack(mask.cpu().to(torch.uint8), 1, triton_kernels.MASK_BLOCK)
-    for source in (x, mask.view(torch.uint8)):
+    expected = reference.pack(mask.cpu().to(torch.uint8), 1, MASK_BLOCK)
+    for source in (x, mask):
         packed = filled(expected.numel(), torch.uint8, x.device)
-        triton_kernels.pack_mask(source, packed).run()
+        triton_kernels.pack_mask(source, packed)
         assert torch.equal(packed.cpu(), expected)
-    unpacked = filled(x.numel(), torch.uint8, x.device)
-    triton_kernels.unpack_mask(packed, unpacked).run()
-    assert torch.equal(unpacked.cpu(), mask.cpu().to(torch.uint8))
+    unpacked = filled(x.numel(), torch.bool, x.device)
+    triton_kernels.unpack_mask(packed, unpacked)
+    assert torch.equal(unpacked.cpu().view(torch.uint8), mask.cpu().to(torch.uint8))
     result = filled(x.numel(), grad.dtype, x.device)
-    triton_kernels.mask_multiply(packed, grad, result, negative_slope, x.numel()).run()
+    triton_kernels.mask_multiply(packed, x.numel(), grad, negative_slope, result)
     other = grad * negative_slope if negative_slope else torch.zeros_like(grad)
     assert_same_values(result, torch.where(mask, grad, other).cpu())
-    triton_kernels.mask_multiply(packed, result, result, negative_slope, x.numel()).run()
+    triton_kernels.mask_multiply(packed, x.numel(), result, negative_slope, result)
     assert_same_values(result, torch.where(mask, grad, other * negative_slope if negative_slope else other).cpu())

@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brevact.quantizers import Layout, PackedSpec, Rounding, UniformQuantizer, gpu, reference
+from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference
 from brevact.quantizers.philox import column_bits
 from brevact.triton_kernels.dequantize import dequantize_tile
 from brevact.triton_kernels.quantize import quantize_whole_blocks
@@ -51,53 +51,6 @@ def test_masks_equal_torch(dtype: torch.dtype, length: int, slope: float):
     x[: len(special)] = torch.tensor(special, dtype=dtype)[:length]
     grad[8 : 8 + len(special)] = torch.tensor(special, dtype=dtype)[: max(length - 8, 0)]
     check_mask(x, grad, slope)
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.linspace(-1, 2, 630).view(7, 90),
-        torch.arange(2400.0).view(40, 60)[:, 5:40],
-        torch.ones(9, 1).expand(9, 60),
-    ],
-    ids=["dense", "with gaps", "expanded"],
-)
-def test_launchers_give_the_bytes_of_the_reference(x: torch.Tensor):
-    quantizer = UniformQuantizer(bit_width=3, bucket_size=64)
-    spec = PackedSpec.of(quantizer, Layout.of(x))
-    flat, geometry = spec.layout.flatten(x), quantizer.geometry(spec.layout)
-    codes, scale, minimum = reference.quantize_uniform(flat, geometry, torch.tensor(5), torch.bfloat16, torch.float32)
-    for seed in (5, torch.tensor(5)):
-        buffer = spec.empty(x)
-        gpu.quantize_uniform(x, spec, seed, buffer)
-        for got, want in zip(spec.split(buffer), (codes, minimum, scale), strict=True):
-            assert torch.equal(got, want)
-    target = torch.full_like(flat, float("nan"))
-    gpu.dequantize_uniform(buffer, spec, None, target)
-    expected = reference.dequantize_uniform(codes, scale, minimum, geometry, torch.empty_like(flat))
-    assert torch.equal(target, expected)
-
-
-def test_launchers_of_codes_and_masks_give_the_bytes_of_the_reference():
-    torch.manual_seed(0)
-    codes, x = torch.randint(0, 8, (700,), dtype=torch.uint8), torch.randn(700)
-    expected = reference.pack(codes, 3, BLOCK)
-    packed, unpacked = filled(expected.numel(), torch.uint8, "cpu"), filled(700, torch.int32, "cpu")
-    gpu.pack(codes, 3, BLOCK, packed)
-    assert torch.equal(packed, expected)
-    gpu.unpack(packed, 3, BLOCK, unpacked)
-    assert torch.equal(unpacked, codes.to(torch.int32))
-    expected = reference.pack((x > 0).to(torch.uint8), 1, BLOCK)
-    for mask in (x, x > 0):
-        packed = filled(expected.numel(), torch.uint8, "cpu")
-        gpu.pack_mask(mask, packed)
-        assert torch.equal(packed, expected)
-    unpacked = torch.zeros(700, dtype=torch.bool)
-    gpu.unpack_mask(packed, unpacked)
-    assert torch.equal(unpacked, x > 0)
-    result = torch.empty_like(x)
-    gpu.mask_multiply(packed, 700, x, result, 0.5)
-    assert torch.equal(result, torch.where(x > 0, x, x * 0.5))
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from brevact import triton_kernels
-from brevact.quantizers import blocks as reference
-from brevact.quantizers.blocks import MapBlocks
+from brevact.geometry import MapBlocks
+from brevact.quantizers import passes
 from tests.triton_kernels.checks import assert_same_values, filled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,24 +24,23 @@ def check_pooling(maps: int, sides: tuple[int, int, int], block: int, dtype: tor
     """
     torch.manual_seed(0)
     blocks = MapBlocks(maps, sides, tuple(min(side, block) for side in sides))
-    plan = triton_kernels.PoolingPlan(maps=maps, sides=sides, block=blocks.block)
     flat = (torch.randn(maps * blocks.elements) * 3 + 1).to(dtype)
     if maps >= 3:
         values = flat.view(maps, -1)
         values[0, 0], values[1, -1], values[2] = float("nan"), float("-inf"), torch.finfo(dtype).max
     expected = torch.empty(blocks.blocks, dtype=torch.float16), torch.empty(flat.numel())
-    reference.split_maps(flat, blocks, *expected)
+    passes.split_maps.law(flat, blocks, *expected)
     x = flat.to(device)
     low, residual = filled(blocks.blocks, torch.float16, device), filled(flat.numel(), torch.float32, device)
-    for launch in triton_kernels.split_maps(x, low, residual, plan):
-        launch.run()
+    triton_kernels.split_maps(x, blocks, low, residual)
     assert torch.equal(low.cpu().view(torch.int16), expected[0].view(torch.int16))
     assert_same_values(residual, expected[1])
-    whole = reference.join_maps(expected[1], blocks, expected[0], torch.empty_like(flat))
+    whole = torch.empty_like(flat)
+    passes.join_maps.law(expected[1], blocks, expected[0], None, whole)
     target = filled(flat.numel(), dtype, device)
-    triton_kernels.join_maps(residual, low, None, target, plan).run()
+    triton_kernels.join_maps(residual, blocks, low, None, target)
     assert_same_values(target, whole)
     factor = torch.linspace(-3, 5, flat.numel()).to(dtype)
     target.copy_(factor)
-    triton_kernels.join_maps(residual, low, target, target, plan).run()
+    triton_kernels.join_maps(residual, blocks, low, target, target)
     assert_same_values(target, whole * factor)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from brevact import triton_kernels
+from brevact.geometry import Geometry
 from brevact.quantizers import (
     Granularity,
     Layout,
@@ -18,8 +20,8 @@ from brevact.quantizers import (
     unpack_codes,
     unpack_mask,
 )
-from brevact.quantizers.geometry import Geometry
 from tests.quantizers.grid_cases import GridCase, buckets, channels, random_grid, values_around
+from tests.quantizers.pass_cases import NAMES, check_pass
 from tests.triton_kernels.checks import (
     SEED,
     assert_same_values,
@@ -212,3 +214,8 @@ def test_quantize_more_than_two_to_the_31_elements():
     packed, alone = quantizer.quantize(x), quantizer.quantize(x[-521:].clone())
     assert torch.equal(packed.codes[-alone.codes.numel() :], alone.codes)
     assert torch.equal(packed.dequantize()[-521:], alone.dequantize())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pass_equals_its_law(name: str):
+    check_pass(name, triton_kernels, "cuda")

@@ -18,6 +18,7 @@ MODULES = (
     "interpreted_pooling.py",
     "interpreted_grids.py",
     "interpreted_normalize.py",
+    "interpreted_passes.py",
 )
 
 

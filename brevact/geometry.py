@@ -1,0 +1,210 @@
+"""How tensors are divided, and the levels of their codes: data that quantizers hand to the kernels of every device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DEFAULT_BLOCK = 512
+LARGEST_BLOCK = 4096
+SMALLEST_GAP = 2.0**-126
+"""Smallest normal float32: two levels that are closer count as one, so that the inverse of a gap stays finite."""
+
+
+def block_size_for(bucket_size: int | None) -> int:
+    """Elements in a packing block: whole buckets where that stays small, so that a block needs no other metadata.
+
+    Args:
+        bucket_size: Elements that share a scale, or None where groups are not buckets.
+
+    Returns:
+        The smallest multiple of bucket_size and 8 that is at least 512, if it is at most 4096, else 512.
+    """
+    if bucket_size is None:
+        return DEFAULT_BLOCK
+    multiple = math.lcm(bucket_size, 8)
+    block = -(-DEFAULT_BLOCK // multiple) * multiple
+    return block if block <= LARGEST_BLOCK else DEFAULT_BLOCK
+
+
+def packed_bytes(numel: int, bit_width: int, block_size: int) -> int:
+    """Bytes of packed codes: bit_width bits an element, the last block rounded up to eight elements.
+
+    Args:
+        numel: Number of codes.
+        bit_width: Bits a code, 1 to 32.
+        block_size: Codes in a packing block, a multiple of 8.
+
+    Returns:
+        Number of bytes.
+    """
+    blocks, tail = numel // block_size, numel % block_size  # divmod takes no symbolic sizes
+    return bit_width * (blocks * (block_size // 8) + -(-tail // 8))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Blocks and groups of a flat tensor: the group of element e is `e // inner % groups`.
+
+    Args:
+        numel: Number of elements.
+        bit_width: Bits a code.
+        block_size: Elements in a packing block, a multiple of 8.
+        inner: Consecutive elements of one group.
+        groups: Number of groups.
+        one_run: Whether each group is a single run of elements (buckets) and not a comb (channels).
+    """
+
+    numel: int
+    bit_width: int
+    block_size: int
+    inner: int
+    groups: int
+    one_run: bool
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the packed codes."""
+        return packed_bytes(self.numel, self.bit_width, self.block_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """What the codes of a tensor stand for: code q of group g is offset[g] + scale[g] * levels[row, q].
+
+    Args:
+        levels: (R, N) float32 levels, each row ascending (equal neighbours are allowed); R is 1, or the number of
+            groups, each of which then has a row.
+        bounds: (R, N - 1) float32 bounds of nearest rounding: the code of z is the number of bounds b with z >= b. None
+            puts them half-way between levels.
+        offset: (G,) float32 offsets, or None for 0. NaN marks a group all of which decodes to NaN.
+        scale: (G,) float32 scales, or None for 1; a group with scale 0 is constant. The magnitude counts: a sign bit,
+            that of 0 as well, flags a group whose last code stands for NaN; finite elements take the others.
+        marks: Whether elements that are not finite take the last of the 2^b codes. It stands for NaN in flagged groups,
+            and where the last level of a row is NaN.
+    """
+
+    levels: Tensor
+    bounds: Tensor | None = None
+    offset: Tensor | None = None
+    scale: Tensor | None = None
+    marks: bool = False
+
+    @property
+    def inverse(self) -> Tensor | None:
+        """(G,) inverse scales with their sign bits, 0 for constant groups and for broken ones; None for 1."""
+        if self.scale is None:
+            return None
+        step = self.scale.abs()
+        return torch.where(step > 0, torch.ones_like(step) / step, 0.0).copysign(self.scale)
+
+    def steps(self, *, stochastic: bool) -> Tensor:
+        """What rounding needs beside the levels.
+
+        Args:
+            stochastic: Rounding.
+
+        Returns:
+            (R, N - 1) float32: inverse gaps between levels, 0 where they are equal; for nearest, the bounds.
+        """
+        low, high = self.levels[:, :-1], self.levels[:, 1:]
+        if stochastic:
+            gap = high - low
+            return torch.where(gap >= SMALLEST_GAP, torch.ones_like(gap) / gap, 0.0)
+        return low * 0.5 + high * 0.5 if self.bounds is None else self.bounds
+
+
+@dataclass(frozen=True)
+class MapBlocks:
+    """How the distinct elements of a tensor divide into maps, and a map into blocks.
+
+    Args:
+        maps: Number of maps M.
+        sides: D, H and W of a map.
+        block: Sides of a block, none larger than the map's; the last block along an axis may be smaller.
+    """
+
+    maps: int
+    sides: tuple[int, int, int]
+    block: tuple[int, int, int]
+
+    @property
+    def elements(self) -> int:
+        """Elements of a map."""
+        return math.prod(self.sides)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Blocks along each axis of a map: d, h and w."""
+        depth, height, width = (-(-side // max(block, 1)) for side, block in zip(self.sides, self.block, strict=True))
+        return depth, height, width
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all maps."""
+        return self.maps * math.prod(self.counts)
+
+
+@dataclass(frozen=True, eq=False)
+class UniformPlan:
+    """What the passes of a uniform quantizer know of a tensor: its groups, and the bytes of their metadata.
+
+    A spec keeps its plan: plans are equal if they are one.
+
+    Args:
+        geometry: Blocks and groups.
+        scale_dtype: bfloat16 or float32.
+        minimum_dtype: bfloat16 or float32.
+        minimum_at: First byte of the minima; codes come first.
+        scale_at: First byte of the scales.
+    """
+
+    geometry: Geometry
+    scale_dtype: torch.dtype
+    minimum_dtype: torch.dtype
+    minimum_at: int
+    scale_at: int
+
+    def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the codes, the (G,) minima and the (G,) scales.
+
+        Args:
+            buffer: uint8 tensor.
+
+        Returns:
+            `(codes, minimum, scale)`.
+        """
+        minimum, scale = (
+            buffer[start : start + self.geometry.groups * dtype.itemsize].view(dtype)
+            for start, dtype in ((self.minimum_at, self.minimum_dtype), (self.scale_at, self.scale_dtype))
+        )
+        return buffer[: self.geometry.code_bytes], minimum, scale
+
+
+class Place(NamedTuple):
+    """Where the statistics of an element are: at e // outer * row + e % inner // run, for element e in memory order."""
+
+    outer: int
+    row: int
+    inner: int
+    run: int
+
+
+def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Join the ranges of parts; see `quantizers.passes.ranges`.
+
+    Args:
+        keys: (parts, 3, G) int32 keys of the lowest and the highest finite value, and numbers of the other elements.
+
+    Returns:
+        `(low, high, missing)`, each (G,): float32, float32 and int64.
+    """
+    joined = keys[:, 0].amin(0), keys[:, 1].amax(0)
+    empty = joined[0] > joined[1]
+    low, high = ((key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32) for key in joined)
+    low, high = (low + 0.0).masked_fill(empty, float("nan")), (high + 0.0).masked_fill(empty, float("nan"))
+    return low, high, keys[:, 2].sum(0)

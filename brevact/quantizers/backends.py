@@ -1,0 +1,99 @@
+"""The one place that chooses who runs a pass: Numba's kernels, Triton's, or the law itself in plain torch.
+
+`brevact.cpu_kernels.launch` and `brevact.triton_kernels` define functions of the names and parameters of the laws in
+`passes`. Where one is missing, or returns `NotImplemented` because it cannot take its arguments, the law runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import operator
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Pass(Protocol, Generic[P, R]):
+    """A pass over arrays, run by kernels where there are some for it; `law` is its definition in plain torch."""
+
+    law: Callable[P, R]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the pass."""
+
+
+def run_by_kernels(law: Callable[P, R]) -> Pass[P, R]:
+    """Let the kernels of its name, if they take its arrays, stand for a law. Arguments are given by position.
+
+    Args:
+        law: Function of plain torch. Its arrays are the parameters annotated `Tensor` or `Tensor | None`, the first of
+            which is never None.
+
+    Returns:
+        The pass.
+    """
+    name = law.__name__
+    kinds = [parameter.annotation for parameter in inspect.signature(law).parameters.values()]
+    places = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor | None")]
+    arrays_of: Any = operator.itemgetter(*places) if len(places) > 1 else lambda args: (args[places[0]],)
+
+    @functools.wraps(law)
+    def run(*args: Any) -> Any:
+        kernels = kernels_for(arrays_of(args))
+        launch = getattr(kernels, name, None)
+        if launch is not None and (result := launch(*args)) is not NotImplemented:
+            return result
+        with torch.no_grad():
+            return cast(Any, law)(*args)
+
+    run.law = law  # type: ignore[attr-defined]
+    return cast("Pass[P, R]", run)
+
+
+def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
+    """Launchers of the kernels that take all these arrays, if there are any (ROCm devices are "cuda" too).
+
+    Results are asked about as well as arguments: under torch.func transforms and FakeTensorMode, what is allocated for
+    a plain tensor may have no memory.
+    """
+    kernels = _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
+    return kernels if kernels is not None and kernels.takes(arrays) else None
+
+
+@functools.cache
+def _launchers(on_gpu: bool) -> ModuleType | None:
+    """Launchers of compiled kernels, imported when first needed; None where their compiler does not work."""
+    if on_gpu:
+        has_triton = importlib.util.find_spec("triton") is not None
+        return importlib.import_module("brevact.triton_kernels") if has_triton else None
+    try:
+        return importlib.import_module("brevact.cpu_kernels.launch")
+    except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well
+        warnings.warn(
+            f"Numba does not work here ({type(error).__name__}: {error}); CPU tensors are quantized by plain torch, to "
+            "the same bytes in several times the time. Check `python -c 'import numba'` and NUMBA_DISABLE_JIT",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def refuse_wrapped(x: Tensor) -> None:
+    """Raise for the tensors of torch.func transforms: in-place arithmetic on their codes mixes levels."""
+    if is_functorch_tensor(x) and not is_functional_tensor(x):
+        raise TypeError(
+            "x: got a tensor of a torch.func transform (vmap, grad, jacrev, ...), which has no memory of its own; "
+            "accepted are plain tensors, fake and functional ones; quantize outside the transform"
+        )

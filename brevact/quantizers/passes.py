@@ -1,0 +1,452 @@
+"""The passes over elements, in plain torch: the laws, whose bytes the kernels of every device reproduce.
+
+Each writes into arrays that it is given, and runs by a kernel of its name where there is one (`backends`). Float
+arithmetic is float32, with one rounding an operation, elementwise or in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, MapBlocks, Place, UniformPlan
+from brevact.quantizers import reference
+from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
+from brevact.quantizers.philox import ROUNDS, philox4x32
+from brevact.quantizers.reference import (
+    calibrate,
+    chunks,
+    element_bits,
+    group_index,
+    group_ranges,
+    pack_chunk,
+    round_codes,
+    unpack_chunk,
+)
+
+LARGEST_UNIT = 65536
+"""Largest integer that a magnitude counts as in `moments`."""
+LARGEST_MEAN = 65504.0
+"""Largest finite float16."""
+_LOW_32 = 0xFFFFFFFF
+
+
+@run_by_kernels
+def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -> None:
+    """Pack codes into eight-plane blocks (see `PackedActivation`).
+
+    Args:
+        codes: (n,) contiguous integer tensor; bits above bit_width are dropped.
+        bit_width: Bits a code, 1 to 32.
+        block_size: Codes in a block, a multiple of 8.
+        packed: uint8 tensor of `packed_bytes(n, bit_width, block_size)` bytes, written.
+    """
+    packed.copy_(reference.pack(codes, bit_width, block_size))
+
+
+@run_by_kernels
+def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
+    """The inverse of `pack_codes`.
+
+    Args:
+        packed: Contiguous uint8 tensor.
+        bit_width: Bits a code.
+        block_size: Codes in a block.
+        codes: (n,) int32 or int64 tensor, written.
+    """
+    codes.copy_(reference.unpack(packed, bit_width, codes.numel(), block_size))
+
+
+@run_by_kernels
+def pack_mask(x: Tensor, packed: Tensor) -> None:
+    """Pack a bool mask, or the mask `~(x <= 0)` of a floating-point tensor, in memory order.
+
+    Args:
+        x: Dense tensor of n elements.
+        packed: uint8 tensor of a bit an element, the last byte filled up with zeros, written.
+    """
+    refuse_wrapped(x)
+    flat = flat_memory(x.detach(), x.numel())
+    mask = flat if flat.dtype == torch.bool else ~(flat <= 0)
+    packed.copy_(reference.pack(mask.to(torch.uint8), 1, DEFAULT_BLOCK))
+
+
+@run_by_kernels
+def unpack_mask(packed: Tensor, mask: Tensor) -> None:
+    """The inverse of `pack_mask`.
+
+    Args:
+        packed: Contiguous uint8 tensor.
+        mask: (n,) bool tensor, written.
+    """
+    mask.copy_(reference.unpack(packed, 1, mask.numel(), DEFAULT_BLOCK))
+
+
+@run_by_kernels
+def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
+    """where(mask, grad, negative_slope * grad), all dense in the mask's memory order.
+
+    Args:
+        packed: Contiguous uint8 mask.
+        numel: Number of elements.
+        grad: Dense floating-point gradient.
+        negative_slope: Factor where the mask is unset; 0 gives +0.
+        target: Dense result of its dtype, written; may be `grad`.
+    """
+    flat = flat_memory(grad, numel)
+    other = flat * negative_slope if negative_slope else torch.zeros_like(flat)
+    mask = packed.new_empty(numel, dtype=torch.bool)
+    unpack_mask(packed, mask)
+    torch.where(mask, flat, other, out=flat_memory(target, numel))
+
+
+@run_by_kernels
+def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
+    """Quantize a tensor: q = round(clip((x - m) / s, 0, 2^b - 1)) with the m and s of `reference.calibrate`.
+
+    In a flagged group code 2^b - 1 stands for what is not finite, and finite elements take the codes below it.
+
+    Args:
+        x: Floating-point tensor, dense in memory order.
+        plan: Its plan.
+        seed: Signed 64-bit int or 0-d int64 tensor for stochastic rounding, None for nearest.
+        buffer: uint8 tensor, zero where it has padding; codes, minima and scales are written.
+    """
+    refuse_wrapped(x)
+    geometry, flat = plan.geometry, flat_memory(x.detach(), plan.geometry.numel)
+    key = None if seed is None else torch.as_tensor(seed, device=x.device)
+    minimum, scale = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
+    for start, values in ((plan.minimum_at, minimum), (plan.scale_at, scale)):
+        raw = values.contiguous().view(torch.uint8)
+        buffer[start : start + raw.numel()] = raw
+    base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
+    inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for empty groups
+    top = (1 << geometry.bit_width) - 1
+    levels = torch.where(flagged, top - 1, top).float()
+    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, flat.device)
+        z = flat[start:stop].float()
+        steps = ((z - base[group]) * inverse[group]).clamp(min=0.0).minimum(levels[group])
+        steps = steps.masked_fill(inverse[group] == 0, 0.0)
+        steps = steps.masked_fill(flagged[group] & ~z.isfinite(), float(top))
+        bits = None if key is None else element_bits(start, stop, columns, key)
+        chunk = round_codes(steps, bits).clamp(max=top)
+        pack_chunk(chunk, start, geometry.bit_width, geometry.block_size, buffer)
+
+
+@run_by_kernels
+def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
+    """Decode x = m + |s| * q, clamped to the finite range of the target's type, and multiply.
+
+    In flagged groups, those whose s has its sign bit set, code 2^b - 1 decodes to NaN; at 1 bit, where one code is left
+    for all other elements, m is moved to the middle, m + |s| / 2.
+
+    Args:
+        buffer: Bytes of the plan.
+        plan: Plan of the tensor.
+        other: Dense factor of the target's type and memory order, or None.
+        target: Tensor whose memory holds the elements densely in memory order, written; may be `other`.
+    """
+    geometry = plan.geometry
+    flat = flat_memory(target, geometry.numel)
+    factor = None if other is None else flat_memory(other, geometry.numel)
+    codes, minimum, scale = plan.split(buffer)
+    base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
+    top = (1 << geometry.bit_width) - 1
+    if top == 1:
+        base = torch.where(flagged, base + step * 0.5, base)
+    limit = min(torch.finfo(flat.dtype).max, torch.finfo(torch.float32).max)
+    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, codes.device)
+        q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
+        y = (base[group] + step[group] * q.float()).clamp(-limit, limit)
+        y = y.masked_fill(flagged[group] & (q == top), float("nan")).to(flat.dtype)
+        flat[start:stop] = y if factor is None else y * factor[start:stop]
+
+
+@run_by_kernels
+def quantize_normalized(
+    x: Tensor,
+    plan: UniformPlan,
+    seed: int | Tensor | None,
+    mean: Tensor | None,
+    factor: Tensor,
+    place: Place,
+    buffer: Tensor,
+) -> None:
+    """Quantize (x - mean) * factor; `quantize_uniform` of a normalized copy, which kernels do without.
+
+    Args:
+        x: float32, bfloat16 or float16 tensor of at least one element, dense in memory order.
+        plan: Its plan.
+        seed: Signed 64-bit int or 0-d int64 tensor for stochastic rounding, None for nearest.
+        mean: (M,) float32 means, in the memory order of the tensor; None for 0.
+        factor: (M,) float32 factors.
+        place: Which is whose.
+        buffer: uint8 tensor, zero where it has padding; codes, minima and scales are written.
+    """
+    z = _by_groups(x.detach(), plan, place).float()
+    z = z if mean is None else z - mean.view(-1, 1, place.row, 1)
+    quantize_uniform(z * factor.view(-1, 1, place.row, 1), plan, seed, buffer)
+
+
+@run_by_kernels
+def denormalize(
+    buffer: Tensor, plan: UniformPlan, mean: Tensor | None, factor: Tensor, place: Place, target: Tensor
+) -> None:
+    """Decode z * factor + mean, clamped to the finite range of float16 where that is the target's type.
+
+    Args:
+        buffer: Bytes of the plan.
+        plan: Plan of the tensor.
+        mean: (M,) float32 means, in the memory order of the tensor; None for 0.
+        factor: (M,) float32 factors.
+        place: Which is whose.
+        target: float32, bfloat16 or float16 tensor of at least one element, dense in memory order, written.
+    """
+    z = torch.empty(plan.geometry.numel, dtype=torch.float32, device=buffer.device)
+    dequantize_uniform(buffer, plan, None, z)
+    z = _by_groups(z, plan, place).mul_(factor.view(-1, 1, place.row, 1))
+    z = z if mean is None else z.add_(mean.view(-1, 1, place.row, 1))
+    if target.dtype is torch.float16:
+        limit = torch.finfo(target.dtype).max
+        z.clamp_(-limit, limit)
+    _by_groups(target, plan, place).copy_(z)
+
+
+def _by_groups(x: Tensor, plan: UniformPlan, place: Place) -> Tensor:
+    """Dense memory as rows of repeats of groups of runs, whose statistics are (rows, 1, groups, 1)."""
+    flat = flat_memory(x, plan.geometry.numel)
+    return flat.view(-1, place.outer // place.inner, place.row, place.run)
+
+
+@run_by_kernels
+def random_words(seed: int | Tensor, words: Tensor) -> None:
+    """Random 32-bit words: word i & 3 of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)` with c = i >> 2.
+
+    Args:
+        seed: Signed 64-bit int or 0-d int64 tensor.
+        words: (n,) int64 tensor, written.
+    """
+    counter = torch.arange(-(-words.numel() // 4), device=words.device)
+    zero = torch.zeros_like(counter)
+    key = torch.as_tensor(seed, dtype=torch.int64, device=words.device)
+    drawn = philox4x32((counter & _LOW_32, counter >> 32, zero, zero), key, ROUNDS)
+    words.copy_(torch.stack(drawn, 1).view(-1)[: words.numel()])
+
+
+@run_by_kernels
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Smallest and largest finite value of each group.
+
+    Args:
+        flat: (n,) floating-point tensor.
+        geometry: Its groups.
+
+    Returns:
+        `(low, high, missing)`: (G,) float32 ends without negative zeros, NaN for a group without a finite element, and
+        int64 numbers of elements that are not finite.
+    """
+    refuse_wrapped(flat)
+    low, high, missing = group_ranges(flat, geometry)
+    empty = low > high
+    return (low + 0.0).masked_fill(empty, float("nan")), (high + 0.0).masked_fill(empty, float("nan")), missing
+
+
+@run_by_kernels
+def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
+    """Counts, sums and sums of squares of the values on either side of each group's offset, in integers.
+
+    With z = (x - offset) * inverse and r = min(rint(|z|), 65536): integer sums do not depend on their order, so that
+    every device gives the same ones.
+
+    Args:
+        flat: (n,) floating-point tensor.
+        geometry: Its groups.
+        offset: (G,) float32 offsets.
+        inverse: (G,) float32 factors.
+
+    Returns:
+        (G, 6) int64: number of z < 0, their sum of r, their sum of r^2; the same for z > 0. Infinities and NaNs are in
+        neither.
+    """
+    sums = torch.zeros(geometry.groups, 6, dtype=torch.int64, device=flat.device)
+    for start, stop, _ in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, flat.device)
+        z = (flat[start:stop].float() - offset[group]) * inverse[group]
+        r = z.abs().round().clamp(max=LARGEST_UNIT).nan_to_num(nan=0.0).to(torch.int64)
+        negative, positive = (z < 0) & z.isfinite(), (z > 0) & z.isfinite()
+        columns = [part for side in (negative, positive) for part in (side.to(torch.int64), r * side, r * r * side)]
+        sums.index_add_(0, group, torch.stack(columns, 1))
+    return sums
+
+
+def positions(z: Tensor, levels: Tensor, steps: Tensor, *, stochastic: bool) -> Tensor:
+    """Positions on the grid: code 2 and a quarter of the way to code 3 is 2.25.
+
+    Stochastic: with i the last level but one that z reaches (0 where it reaches none), t = i + clip((z - level_i) *
+    steps_i, 0, 1). Nearest: t is the number of bounds that z reaches. NaN gives 0.
+
+    Args:
+        z: (n,) float32 values.
+        levels: (n, N) float32 levels, or (1, N).
+        steps: (n, N - 1) or (1, N - 1), see `Grid.steps`.
+        stochastic: Rounding.
+
+    Returns:
+        (n,) float32 positions in [0, N - 1].
+    """
+    if not stochastic:
+        return (z[:, None] >= steps).sum(1).float()
+    index = (z[:, None] >= levels[:, 1:-1]).sum(1)
+    rows = torch.arange(z.numel(), device=z.device) if levels.shape[0] > 1 else torch.zeros_like(index)
+    fraction = ((z - levels[rows, index]) * steps[rows, index]).nan_to_num(nan=0.0).clamp(0.0, 1.0)
+    return index.float() + fraction
+
+
+@run_by_kernels
+def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tensor | None, codes: Tensor) -> None:
+    """Quantize a flat tensor to codes of levels; see `Grid` for what is not finite.
+
+    Args:
+        flat: (n,) contiguous floating-point tensor.
+        geometry: Its blocks and groups.
+        grid: Its levels; bounds may be missing.
+        seed: Signed 64-bit int or 0-d int64 tensor for stochastic rounding, None for nearest.
+        codes: uint8 tensor of the packed codes, written.
+    """
+    refuse_wrapped(flat)
+    key = None if seed is None else torch.as_tensor(seed, device=flat.device)
+    stochastic = seed is not None
+    steps, inverse = grid.steps(stochastic=stochastic), grid.inverse
+    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, flat.device)
+        z = x = flat[start:stop].float()
+        z = z if grid.offset is None else z - grid.offset[group]
+        z = z if inverse is None else z * inverse[group].abs()
+        rows = group if grid.levels.shape[0] > 1 else group.new_zeros(1)
+        t = positions(z, grid.levels[rows], steps[rows], stochastic=stochastic)
+        if inverse is not None:
+            t = torch.where(torch.signbit(inverse[group]), t.clamp(max=grid.levels.shape[1] - 2), t)
+        if grid.marks:
+            t = t.masked_fill(~x.isfinite(), float((1 << geometry.bit_width) - 1))
+        bits = None if key is None else element_bits(start, stop, columns, key)
+        pack_chunk(round_codes(t, bits), start, geometry.bit_width, geometry.block_size, codes)
+
+
+@run_by_kernels
+def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
+    """Decode x = offset + |scale| * level, clamped to the finite range of the target's type; see `Grid` for NaN.
+
+    Args:
+        codes: Packed uint8 codes.
+        geometry: Blocks and groups.
+        grid: Levels.
+        other: Dense factor of the target's type and memory order, or None.
+        target: Tensor whose memory holds the elements densely in memory order, written; may be `other`.
+    """
+    flat = flat_memory(target, geometry.numel)
+    factor = None if other is None else flat_memory(other, geometry.numel)
+    limit = min(torch.finfo(flat.dtype).max, torch.finfo(torch.float32).max)
+    last, top = grid.levels.shape[1] - 1, (1 << geometry.bit_width) - 1
+    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, codes.device)
+        q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
+        y = grid.levels[group if grid.levels.shape[0] > 1 else 0, q.clamp(max=last)]
+        y = y if grid.scale is None else grid.scale[group].abs() * y
+        y = y if grid.offset is None else grid.offset[group] + y
+        y = y.clamp(-limit, limit)
+        if grid.scale is not None:
+            y = y.masked_fill(torch.signbit(grid.scale[group]) & (q == top), float("nan"))
+        y = y.to(flat.dtype)
+        flat[start:stop] = y if factor is None else y * factor[start:stop]
+
+
+@run_by_kernels
+def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -> None:
+    """Mean of every block, and what upsampled means leave: low = float16(mean), residual = x - upsample(low).
+
+    The elements of a block are added row by row, in lexicographic order of the first two axes, and then along the last
+    one; the sum is divided by their number. Means beyond the range of float16 become its largest finite value, and 0
+    where sums of either sign overflow. A block that holds NaN or an infinity has none: what is stored is NaN, what is
+    subtracted 0, so that its NaN or infinity stays in the residual.
+
+    Args:
+        flat: (M * D * H * W,) floating-point tensor, map by map.
+        blocks: Its division.
+        low: (M * d * h * w,) float16 tensor, written.
+        residual: (M * D * H * W,) float32 tensor, written.
+    """
+    refuse_wrapped(flat)
+    x_MDHW = flat.view(blocks.maps, *blocks.sides)
+    sums_MdhW = flat.new_zeros((blocks.maps, *blocks.counts[:2], blocks.sides[2]), dtype=torch.float32)
+    finite_MdhW = torch.ones_like(sums_MdhW, dtype=torch.bool)
+    for rows in _rows(blocks):
+        part = x_MDHW[rows].float()
+        sums_MdhW[:, : part.shape[1], : part.shape[2]] += part
+        finite_MdhW[:, : part.shape[1], : part.shape[2]] &= part.isfinite()
+    finite_Mdhw = torch.ones((blocks.maps, *blocks.counts), dtype=torch.bool, device=flat.device)
+    sums_Mdhw = flat.new_zeros((blocks.maps, *blocks.counts), dtype=torch.float32)
+    for k in range(blocks.block[2]):
+        column = sums_MdhW[..., k :: blocks.block[2]]
+        sums_Mdhw[..., : column.shape[-1]] += column
+        finite_Mdhw[..., : column.shape[-1]] &= finite_MdhW[..., k :: blocks.block[2]]
+    mean = sums_Mdhw / _elements_of_blocks(blocks, flat.device)
+    mean = mean.nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN)
+    low.copy_(mean.masked_fill(~finite_Mdhw, float("nan")).flatten())
+    low_MdhW = _widened(low, blocks)
+    residual_MDHW = residual.view(x_MDHW.shape)
+    for rows in _rows(blocks):
+        part = x_MDHW[rows].float()
+        residual_MDHW[rows] = part - low_MdhW[:, : part.shape[1], : part.shape[2]]
+
+
+@run_by_kernels
+def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | None, target: Tensor) -> None:
+    """The inverse of `split_maps`: upsample(low) + residual, clamped to the finite range of the target's type.
+
+    Args:
+        residual: (M * D * H * W,) float32 tensor.
+        blocks: The division into maps.
+        low: (M * d * h * w,) float16 tensor.
+        other: Contiguous factor of the target's type, by which the sum is multiplied, or None.
+        target: (M * D * H * W,) floating-point tensor, written; may be `residual` or `other`.
+    """
+    limit = min(torch.finfo(target.dtype).max, torch.finfo(torch.float32).max)
+    joined = target if other is None else torch.empty_like(target)
+    residual_MDHW, joined_MDHW = residual.view(blocks.maps, *blocks.sides), joined.view(blocks.maps, *blocks.sides)
+    low_MdhW = _widened(low, blocks)
+    for rows in _rows(blocks):
+        part = residual_MDHW[rows]
+        joined_MDHW[rows] = (low_MdhW[:, : part.shape[1], : part.shape[2]] + part).clamp(-limit, limit)
+    if other is not None:
+        torch.mul(joined, other, out=target)
+
+
+def flat_memory(x: Tensor, numel: int) -> Tensor:
+    """Dense memory as a 1-D tensor."""
+    return x.as_strided((numel,), (1,)) if numel else x.reshape(-1)
+
+
+def _rows(blocks: MapBlocks) -> Iterator[tuple[slice, slice, slice]]:
+    """Index of row i, j of every block that has one."""
+    for i in range(blocks.block[0]):
+        for j in range(blocks.block[1]):
+            yield slice(None), slice(i, None, blocks.block[0]), slice(j, None, blocks.block[1])
+
+
+def _widened(low: Tensor, blocks: MapBlocks) -> Tensor:
+    """Means in float32, 0 for NaN, repeated along the last axis: (M, d, h, W)."""
+    column = torch.arange(blocks.sides[2], device=low.device) // max(blocks.block[2], 1)
+    return low.view(blocks.maps, *blocks.counts).float().nan_to_num(nan=0.0).index_select(3, column)
+
+
+def _elements_of_blocks(blocks: MapBlocks, device: torch.device) -> Tensor:
+    """Number of elements of each block of a map: (d, h, w) float32."""
+    depth, height, width = (
+        (side - torch.arange(count, device=device) * block).clamp(max=block)
+        for side, block, count in zip(blocks.sides, blocks.block, blocks.counts, strict=True)
+    )
+    return (depth[:, None, None] * height[:, None] * width).float()

@@ -1,0 +1,141 @@
+"""Arguments of every pass, and the comparison of a launcher with the law of its name."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.geometry import Grid, MapBlocks, Place, packed_bytes
+from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, passes
+from brevact.quantizers.uniform import plan_of
+from tests.quantizers.grid_cases import buckets, random_grid, values_around
+
+NAMES = tuple(name for name, value in vars(passes).items() if hasattr(value, "law"))
+SEED = -0x123456789ABCDEF
+_N = 1095
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """An array that the pass writes.
+
+    Args:
+        numel: Number of elements.
+        dtype: Their type.
+        pattern: Byte that memory holds before.
+    """
+
+    numel: int
+    dtype: torch.dtype = torch.uint8
+    pattern: int = 0xFF
+
+
+def arguments_of(name: str) -> list[tuple[Any, ...]]:
+    """Some calls of a pass, by the arguments.
+
+    Args:
+        name: Name of the pass.
+    """
+    torch.manual_seed(0)
+    x, other = torch.randn(_N) * 3 + 1, torch.linspace(-3, 5, _N)
+    x[7], x[300], x[301] = float("nan"), float("inf"), 0.0
+    if name in ("pack_codes", "unpack_codes"):
+        codes, packed = torch.randint(0, 2**31, (_N,)), torch.randint(0, 256, (packed_bytes(_N, 5, 600),)).byte()
+        calls = (codes, 5, 600, Unwritten(packed.numel())), (packed, 5, 600, Unwritten(_N, torch.int32))
+        return [calls[name == "unpack_codes"]]
+    if name in ("pack_mask", "unpack_mask", "mask_multiply"):
+        packed = torch.randint(0, 256, (packed_bytes(_N, 1, 512),)).byte()
+        if name == "pack_mask":
+            return [(source, Unwritten(packed.numel())) for source in (x, x.bfloat16(), x > 0)]
+        if name == "unpack_mask":
+            return [(packed, Unwritten(_N, torch.bool))]
+        return [(packed, _N, y, slope, Unwritten(_N, y.dtype)) for y in (x, x.half()) for slope in (0.0, -0.3)]
+    if name in ("split_maps", "join_maps"):
+        blocks = MapBlocks(5, (1, 3, 73), (1, 2, 8))
+        low = torch.randn(blocks.blocks).half()
+        if name == "split_maps":
+            return [(x, blocks, Unwritten(low.numel(), low.dtype), Unwritten(_N, torch.float32))]
+        return [(x, blocks, low, factor, Unwritten(_N, torch.float32)) for factor in (None, other)]
+    if name == "random_words":
+        return [(SEED, Unwritten(_N, torch.int64))]
+    if name.endswith("_grid") or name in ("ranges", "moments"):
+        return _of_groups(name, other)
+    return _of_uniform(name, x, other)
+
+
+def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
+    geometry = buckets(_N, 3, 100)
+    grid = random_grid(geometry.groups, 8, rows_by_group=True)
+    x = values_around(grid, _N, torch.float32)
+    if name == "ranges":
+        return [(x, geometry)]
+    if name == "moments":
+        return [(x, geometry, torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4)]
+    if name == "quantize_grid":
+        return [(x, geometry, grid, seed, Unwritten(geometry.code_bytes)) for seed in (None, SEED, torch.tensor(SEED))]
+    codes = torch.empty(geometry.code_bytes, dtype=torch.uint8)
+    passes.quantize_grid.law(x, geometry, grid, SEED, codes)
+    return [(codes, geometry, grid, factor, Unwritten(_N, torch.float32)) for factor in (None, other)]
+
+
+def _of_uniform(name: str, x: Tensor, other: Tensor) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    mean, factor, place = torch.randn(15), torch.rand(15), Place(219, 3, 219, 73)
+    for bucket_size in (64, 100) if "normal" not in name else (64,):
+        spec = PackedSpec.of(UniformQuantizer(bit_width=3, bucket_size=bucket_size), Layout.of(x))
+        plan, buffer = plan_of(spec), torch.zeros(spec.nbytes, dtype=torch.uint8)
+        passes.quantize_uniform.law(x, plan, SEED, buffer)
+        empty, target = Unwritten(spec.nbytes, pattern=0), Unwritten(_N, torch.float32)
+        calls += {
+            "quantize_uniform": [(x, plan, seed, empty) for seed in (None, SEED, torch.tensor(SEED))],
+            "dequantize_uniform": [(buffer, plan, None, target), (buffer, plan, other, target)],
+            "quantize_normalized": [(x, plan, SEED, m, factor, place, empty) for m in (None, mean)],
+            "denormalize": [(buffer, plan, m, factor, place, target) for m in (None, mean)],
+        }[name]
+    return calls
+
+
+def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "cpu") -> None:
+    """A launcher has the parameters of the law of its name, and writes and returns the same.
+
+    Args:
+        name: Name of the pass.
+        launchers: Module that defines it, or does without it.
+        device: Where its kernels run.
+    """
+    law, launch = getattr(passes, name).law, getattr(launchers, name, None)
+    if launch is None:
+        return
+    assert list(inspect.signature(launch).parameters) == list(inspect.signature(law).parameters)
+    for arguments in arguments_of(name):
+        there, here = _placed(arguments, device), _placed(arguments, "cpu")
+        returned, expected = launch(*there), law(*here)
+        assert returned is not NotImplemented
+        written = [i for i, argument in enumerate(arguments) if isinstance(argument, Unwritten)]
+        found = [there[i] for i in written] + list(_tensors(returned))
+        wanted = [here[i] for i in written] + list(_tensors(expected))
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    return () if result is None else (result,) if isinstance(result, Tensor) else result
+
+
+def _placed(arguments: tuple[Any, ...], device: torch.device | str) -> list[Any]:
+    """The arguments on a device; what is unwritten becomes memory."""
+    placed = []
+    for argument in arguments:
+        if isinstance(argument, Unwritten):
+            memory = torch.full((argument.numel * argument.dtype.itemsize,), argument.pattern, dtype=torch.uint8)
+            argument = memory.to(device).view(argument.dtype)
+        elif isinstance(argument, Grid):
+            parts = (argument.levels, argument.bounds, argument.offset, argument.scale)
+            argument = Grid(*(None if part is None else part.to(device) for part in parts), argument.marks)
+        placed.append(argument.to(device) if isinstance(argument, Tensor) else argument)
+    return placed
