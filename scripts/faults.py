@@ -278,7 +278,7 @@ FAULTS = (
         "autograd/seeds.py",
         "count = _recomputed[1] + 1 if _recomputed[0] == backward else 0",
         "count = 0",
-        ("autograd", "integration/test_training.py"),
+        ("autograd/test_region.py", "autograd/test_pitfalls.py", "integration/test_training.py"),
     ),
     Fault(
         "shared packs ignore in-place changes",
@@ -313,14 +313,14 @@ FAULTS = (
         "autograd/keeping.py",
         "if x.numel() < settings.min_numel:\n        return keep_small(x)",
         "if False:\n        return keep_small(x)",
-        ("autograd", "test_models.py"),
+        ("autograd/test_region.py", "autograd/test_sharing.py", "test_models.py"),
     ),
     Fault(
         "a small view holds all of its storage",
         "autograd/keeping.py",
         "x.untyped_storage().nbytes() > 2 * x.nbytes",
         "False",
-        ("autograd", "test_models.py"),
+        ("autograd/test_region.py", "autograd/test_sharing.py", "test_models.py"),
     ),
     Fault(
         "a tensor that changed is handed out",
