@@ -24,12 +24,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     [
         (1, 520),
         (64, 1095),
-        (256, 1000),
+        pytest.param(256, 1000, marks=pytest.mark.exhaustive),
         (1024, 1500),
         (4096, 4097),
         pytest.param(16384, 32768, marks=pytest.mark.exhaustive),  # a tile a group
         (8192, 8193),  # such a group, ragged: two passes
-        (7, 600),
+        pytest.param(7, 600, marks=pytest.mark.exhaustive),
         (100, 1291),
         (600, 1201),
         (5000, 5003),

@@ -18,8 +18,6 @@ MODULES = (
     "interpreted_grids.py",
     "interpreted_normalize.py",
 )
-#: Modules of which `test_interpreted_kernels_pass` runs a part.
-EXHAUSTIVE = MODULES[1:]
 
 
 def run(*arguments: str) -> None:
@@ -42,6 +40,6 @@ def test_interpreted_kernels_pass(modules: tuple[str, ...]):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("module", EXHAUSTIVE)
+@pytest.mark.parametrize("module", MODULES)
 def test_interpreted_kernels_pass_in_the_full_crosses(module: str):
     run(str(HERE / module), "-m", "exhaustive")
