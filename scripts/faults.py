@@ -365,11 +365,11 @@ FAULTS = (
         WEIGHTS,
     ),
     Fault(
-        "modules pack while they do not train",
-        "autograd/hooks.py",
-        "return settings is not None and (module.training or settings.quantizes_forward)",
-        "return settings is not None",
-        REGIONS,
+        "norms that round pack where their module does not train",
+        "autograd/regions.py",
+        "self.packs = settings is not None and not norms_only",
+        "self.packs = settings is not None",
+        ("autograd/test_normalization.py",),
     ),
     Fault(
         "known values survive in-place changes",

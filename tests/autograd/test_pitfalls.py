@@ -683,3 +683,25 @@ def test_layers_with_regions_of_their_own_recompute_the_same_dropout(leaf, use_r
         forward = list(masks)
         y.square().sum().backward()
         assert len(masks) == 6 and all(map(torch.equal, masks[3:], reversed(forward)))
+
+
+class ScaledOutOfSight(torch.autograd.Function):
+    """A Function that no region sees: a batch times a parameter."""
+
+    @staticmethod
+    def forward(ctx, scale: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad * ctx.saved_tensors[0]).sum(0), None
+
+
+def test_what_is_larger_than_all_the_weights_it_came_from_is_packed():
+    """The batch has no gradient: by its graph, the product comes from a parameter alone."""
+    scale, x = nn.Parameter(torch.rand(64)), torch.randn(256, 64)
+    with watch_saved() as saved, region(settings()):
+        y = ScaledOutOfSight.apply(scale, x)
+        y.sin()
+    assert saved.tensors and not saved.holds(y)
