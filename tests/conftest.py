@@ -1,5 +1,7 @@
 """What holds for the whole suite."""
 
+import gc
+
 import pytest
 import torch
 
@@ -12,3 +14,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_gpu:
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Takes what is imported and collected out of the passes of the garbage collector, which would visit all of it."""
+    gc.collect()
+    gc.freeze()

@@ -33,6 +33,7 @@ from brevact.quantizers import (
 )
 from tests.autograd import ops
 from tests.autograd.measuring import settings, watch_saved
+from tests.crosses import taking_turns
 
 NEAREST = settings(bit_width=4, rounding=Rounding.NEAREST)
 #: Functions without a counterpart are the compiler's; stock BatchNorm2d(momentum=None) does not compile either.
@@ -66,10 +67,15 @@ class Block(nn.Module):
         return self.out(y)
 
 
-def network() -> nn.Sequential:
+def network(blocks: int = 1) -> nn.Sequential:
     torch.manual_seed(0)
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(8), nn.MaxPool2d(2), Block(8), *head)
+    later = (Block(8) for _ in range(blocks - 1))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Block(8), nn.MaxPool2d(2), *later, *head)
+
+
+def deeper() -> nn.Sequential:
+    return network(2)
 
 
 def quantized(source: object = NEAREST, make: Callable[[], nn.Module] = network) -> nn.Module:
@@ -133,9 +139,9 @@ def test_ops_compiled_give_the_gradients_and_bytes_of_eager():
 
 
 def test_model_compiled_matches_eager():
-    model, reference = quantized(), quantized()
+    model, reference = quantized(make=deeper), quantized(make=deeper)
     eager, packed = step(reference), step(compiled(model))
-    plain = step(compiled(network()))
+    plain = step(compiled(deeper()))
     assert_close(gradients(model), gradients(reference))
     assert packed <= eager < plain / 4
     for key, value in reference.state_dict().items():  # running statistics as well
@@ -155,17 +161,18 @@ def test_graph_keeps_codes_and_no_feature_map():
         backend = aot_autograd(
             fw_compiler=forward_compiler, bw_compiler=lambda graph, _: make_boxed_func(graph.forward), **partition
         )
-        step(compiled(quantized(), backend))
+        step(compiled(quantized(make=deeper), backend))
         assert not [x.shape for x in kept if x.is_floating_point() and x.dim() == 4 and x.shape[2] > 3]
         assert sum(x.dtype is torch.uint8 for x in kept) >= 12  # convolutions, norms, activations, pooling
 
 
+@pytest.mark.exhaustive
 def test_inductor_keeps_the_same_bytes_and_close_gradients():
     chosen = settings(24, Rounding.NEAREST)
-    model, reference = quantized(chosen), network()
+    model, reference = quantized(chosen, deeper), deeper()
     packed = step(compiled(model, "inductor"))
     step(reference)
-    assert packed <= step(quantized(chosen))
+    assert packed <= step(quantized(chosen, deeper))
     assert_close(gradients(model), gradients(reference))  # half a step of 24 bits is less than float32's own
 
 
@@ -223,19 +230,19 @@ def test_dynamic_batches_match_eager():
         assert packed <= eager
 
 
-@pytest.mark.parametrize(
-    "quantizer",
-    [
-        UniformQuantizer(bit_width=3, rounding="nearest", granularity="channel"),
-        UniformQuantizer(bit_width=4, rounding="nearest", granularity="sample"),
-        UniformQuantizer(bit_width=4, rounding="nearest", bucket_size=None),
-        UniformQuantizer(bit_width=32),
-        UniformQuantizer(bit_width=12, rounding="nearest", bucket_size=100, scale_dtype=torch.float32),
-    ],
-    ids=["channel", "sample", "tensor", "32 bits", "12 bits"],
-)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_groups_and_widths_compile(quantizer, dynamic):
+GROUPS_AND_WIDTHS = {
+    "channel": UniformQuantizer(bit_width=3, rounding="nearest", granularity="channel"),
+    "sample": UniformQuantizer(bit_width=4, rounding="nearest", granularity="sample"),
+    "tensor": UniformQuantizer(bit_width=4, rounding="nearest", bucket_size=None),
+    "32 bits": UniformQuantizer(bit_width=32),
+    "12 bits": UniformQuantizer(bit_width=12, rounding="nearest", bucket_size=100, scale_dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name, dynamic", taking_turns(list(GROUPS_AND_WIDTHS), [True, False]))
+def test_groups_and_widths_compile(name, dynamic):
+    quantizer = GROUPS_AND_WIDTHS[name]
+
     def make() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
@@ -259,8 +266,9 @@ def norms() -> nn.Sequential:
     "rounds, dynamic, backend",
     [
         (False, False, "aot_eager"),
-        (True, True, "aot_eager"),
-        (True, False, "inductor"),
+        (True, False, "aot_eager"),
+        pytest.param(True, True, "aot_eager", marks=pytest.mark.exhaustive),
+        pytest.param(True, False, "inductor", marks=pytest.mark.exhaustive),
     ],
 )
 def test_norms_of_normalized_formats_compile(rounds, dynamic, backend):
@@ -338,11 +346,10 @@ def test_layers_with_slots_compile():
 
 def test_rules_hold_inside_graphs():
     rules = {"1": None, nn.MaxPool2d: None, "*": NEAREST}
-    model, reference = quantized(rules), quantized(rules)
+    model, reference = quantized(rules, deeper), quantized(rules, deeper)
     packed, eager = step(compiled(model)), step(reference)
     assert_close(gradients(model), gradients(reference))
-    everything, plain = step(compiled(quantized())), step(compiled(network()))
-    assert everything < packed < plain
+    assert step(quantized(make=deeper)) < packed < step(deeper())
     assert packed <= eager
 
 
@@ -462,14 +469,18 @@ class Branches(nn.Module):
         return sum(branch(x) for branch in self.branches)
 
 
-def test_a_tensor_that_several_layers_read_is_packed_once():
-    chosen = settings(bit_width=2)
+def test_a_tensor_that_several_layers_read_is_packed_once_by_inductor():
+    chosen = settings(24, Rounding.NEAREST)
     model = brevact.quantize_backward(Branches(), chosen)
+    reference = brevact.restore_backward(copy.deepcopy(model))
     x = torch.randn(256, 64, requires_grad=True)
     with watch_saved() as saved:
-        compiled(model, "inductor")(x)
+        out = compiled(model, "inductor")(x)
     codes = [t for t in saved.tensors if t.dtype is torch.uint8]
     assert len({t.untyped_storage().data_ptr() for t in codes}) == 3  # input, derivative, and what the branches share
+    out.sum().backward()
+    reference(x).sum().backward()
+    assert_close(gradients(model), gradients(reference))  # half a step of 24 bits is less than float32's own
 
 
 def test_mixtures_compile_with_a_size_drawn_once():

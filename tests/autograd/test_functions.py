@@ -12,9 +12,16 @@ from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.quantizers import PackedActivation, Rounding
 from tests.autograd import ops
 from tests.autograd.measuring import settings, watch_saved
+from tests.crosses import taking_turns
 
 EXACT_VALUES = settings(bit_width=32)
-by_name = {"ids": lambda op: op.name}
+
+
+def name_of(value: ops.Op | torch.dtype) -> str:
+    return value.name if isinstance(value, ops.Op) else str(value)
+
+
+by_name = {"ids": name_of}
 
 
 def run(op: ops.Op, function, x: Tensor, chosen: BackwardSettings | None, seed: int = 0):
@@ -44,8 +51,7 @@ def test_forward_is_bit_equal(op):
             assert torch.equal(stored.state_dict()[key], value), key
 
 
-@pytest.mark.parametrize("op", ops.ALL, **by_name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("op, dtype", taking_turns(ops.ALL, [torch.float32, torch.float64]), ids=name_of)
 def test_gradients_at_full_precision_are_torchs_own(op, dtype):
     # 32 bits store each tensor as it is: what remains is the formula of the backward pass.
     function = op.make()
@@ -185,7 +191,10 @@ def test_max_pool_returns_torchs_indices():
     out[0].sum().backward()
 
 
-@pytest.mark.parametrize("op", [op for op in ops.ALL if len(op.shape) == 4], **by_name)
+MAPS = [op for op in ops.ALL if len(op.shape) == 4]
+
+
+@pytest.mark.parametrize("op", MAPS, **by_name)
 def test_channels_last_strides_and_gradients(op):
     function = op.make()
     function = function.to(memory_format=torch.channels_last) if isinstance(function, nn.Module) else function
@@ -198,8 +207,7 @@ def test_channels_last_strides_and_gradients(op):
         torch.testing.assert_close(grad, reference, rtol=tolerance, atol=tolerance * reference.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", [op for op in ops.ALL if len(op.shape) == 4], **by_name)
+@pytest.mark.parametrize("op, dtype", taking_turns(MAPS, [torch.bfloat16, torch.float16]), ids=name_of)
 def test_half_precision_runs_as_torch_does(op, dtype):
     function = op.make()
     function = function.to(dtype) if isinstance(function, nn.Module) else function

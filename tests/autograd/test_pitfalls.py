@@ -714,3 +714,25 @@ def test_pooling_takes_and_refuses_what_torch_does(pool, window):
         else:
             outcomes.append((y.detach().tolist(), torch.autograd.grad(y, leaf, torch.ones_like(y))[0].tolist()))
     assert outcomes[0] == outcomes[1]
+
+
+class ScaledOutOfSight(torch.autograd.Function):
+    """A Function that no region sees: a batch times a parameter."""
+
+    @staticmethod
+    def forward(ctx, scale: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad * ctx.saved_tensors[0]).sum(0), None
+
+
+def test_what_is_larger_than_all_the_weights_it_came_from_is_packed():
+    """The batch has no gradient: by its graph, the product comes from a parameter alone."""
+    scale, x = nn.Parameter(torch.rand(64)), torch.randn(256, 64)
+    with watch_saved() as saved, region(settings()):
+        y = ScaledOutOfSight.apply(scale, x)
+        y.sin()
+    assert saved.tensors and not saved.holds(y)

@@ -204,13 +204,14 @@ def test_nothing_stays_when_the_loss_is_dropped():
     assert live_bytes() == before
 
 
-def test_fallback_outputs_make_no_cycle():
+@pytest.mark.parametrize("min_numel", [0, 2**20], ids=["packed", "as it is"])
+def test_fallback_outputs_make_no_cycle(min_numel):
     import weakref
 
     gc.collect()
     gc.disable()
     try:
-        with region(settings()):
+        with region(settings(min_numel=min_numel)):
             y = torch.randn(100, 100, requires_grad=True).exp()
         node = weakref.ref(y)
         del y

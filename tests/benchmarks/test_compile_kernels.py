@@ -7,15 +7,18 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux only")
 
 
-def test_main_compiles_kernels_for_every_target_without_spills_and_narrow_loads(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    "targets", [["gfx942"], pytest.param(["sm_80", "sm_90", "gfx942"], marks=pytest.mark.exhaustive)], ids=" ".join
+)
+def test_main_compiles_kernels_without_spills_and_narrow_loads(targets: list[str], capsys: pytest.CaptureFixture[str]):
     from benchmarks.compile_kernels import TARGETS, main
 
-    options = ["--bit-widths", "3", "--dtypes", "bfloat16", "--buckets", "512"]
-    assert main([*options, "--operations", "stochastic", "dequantize_multiply"]) == 0
+    options = ["--bit-widths", "3", "--dtypes", "bfloat16", "--buckets", "512", "--jobs", str(len(targets))]
+    assert main([*options, "--targets", *targets, "--operations", "stochastic", "dequantize_multiply"]) == 0
     header, *rows, summary = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert {row[header.index("target")] for row in rows} == set(TARGETS)
+    assert {row[header.index("target")] for row in rows} == set(targets) <= set(TARGETS)
     assert {row[header.index("spills")] for row in rows} == {"0"}
-    assert int(summary[0]) == len(rows) == 3 * 2
+    assert int(summary[0]) == len(rows) == len(targets) * 2
 
 
 def test_main_compiles_kernels_of_two_passes_and_odd_buckets():
@@ -25,10 +28,24 @@ def test_main_compiles_kernels_of_two_passes_and_odd_buckets():
     assert main([*options, "--buckets", "100", "tensor", "--operations", "nearest"]) == 0
 
 
-def test_main_compiles_kernels_of_grids_for_every_target_without_spills_and_narrow_loads():
+@pytest.mark.parametrize(
+    "targets", [["sm_80"], pytest.param(["sm_90", "gfx942"], marks=pytest.mark.exhaustive)], ids=" ".join
+)
+def test_main_compiles_kernels_of_grids_without_spills_and_narrow_loads(targets: list[str]):
     from benchmarks.compile_kernels import GRID_OPERATIONS, main
 
-    options = ["--bit-widths", "4", "--dtypes", "bfloat16", "--buckets", "channel"]
+    options = [
+        "--targets",
+        *targets,
+        "--bit-widths",
+        "4",
+        "--dtypes",
+        "bfloat16",
+        "--buckets",
+        "channel",
+        "--jobs",
+        "1",
+    ]
     assert main([*options, "--operations", *GRID_OPERATIONS]) == 0
 
 

@@ -19,10 +19,22 @@ def read(path):
         return list(csv.DictReader(file))
 
 
+#: A process each; the other variants are trained in `test_training_variants_keep_less`.
+SOME = (["resnet50"], ["plain", "2bit-compiled"])
+ALL = (list(steps.WORKLOADS), list(steps.VARIANTS))
+
+
+@pytest.fixture(scope="module", params=[SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
+def smoke_cases(request):
+    """Models and variants of a smoke run."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def smoke_results(tmp_path_factory):
+def smoke_results(smoke_cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke")
-    assert main(["--smoke", "--out-dir", str(folder)]) == 0
+    models, variants = smoke_cases
+    assert main(["--smoke", "--models", *models, "--variants", *variants, "--out-dir", str(folder)]) == 0
     return folder
 
 
@@ -34,9 +46,9 @@ def test_main_smoke_measures_every_operation(smoke_results):
     assert [row["goal"] for row in rows] == ["0.85", "0.75", "0.85", "0.85"]
 
 
-def test_main_smoke_measures_every_variant_of_every_model(smoke_results):
+def test_main_smoke_measures_every_variant_of_every_model(smoke_results, smoke_cases):
     rows = read(smoke_results / "gpu_steps.csv")
-    cases = {(f"{model} (tiny)", variant) for model in steps.WORKLOADS for variant in steps.VARIANTS}
+    cases = {(f"{model} (tiny)", variant) for model in smoke_cases[0] for variant in smoke_cases[1]}
     assert {(row["model"], row["variant"]) for row in rows} == cases and len(rows) == len(cases)
     assert {row["error"] for row in rows} == {""}
     assert all(float(row["images_s"]) > 0 for row in rows)

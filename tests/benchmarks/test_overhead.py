@@ -35,6 +35,7 @@ def test_identity_stores_the_memory_of_the_tensor():
         Identity().quantize(x[:2])
 
 
+@pytest.mark.exhaustive
 def test_main_compares_the_steps(tmp_path: Path):
     """In a process of its own, whose allocator it changes."""
     arguments = ["--batch-size", "2", "--processes", "1", "--rounds", "1", "--csv", str(tmp_path / "rows.csv")]

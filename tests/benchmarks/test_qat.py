@@ -21,6 +21,7 @@ def test_conv_net_keeps_a_sixteenth_of_stock_brevitas():
     assert 16 * kept["StochBackward2bit"] <= kept["Brevitas"]
 
 
+@pytest.mark.exhaustive
 def test_main_prints_a_row_for_each_variant(capsys):
     main(["--nets", "conv", "--batch-size", "1", "--image-size", "16", "--rounds", "1"])
     header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]

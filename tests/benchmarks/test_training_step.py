@@ -12,6 +12,7 @@ def test_main_names_the_nearest_quantizer(capsys):
     )
 
 
+@pytest.mark.exhaustive
 def test_main_prints_a_row_for_each_variant(capsys):
     main(["--size", "nano", "--batch-size", "2", "--image-size", "32", "--rounds", "1"])
     title, *table = capsys.readouterr().out.splitlines()

@@ -11,9 +11,7 @@ from brevact import LosslessBackward, StochBackward2bit
 from tests.qat.cases import CHANNELS, COLLECTED, MINIFLOATS, OTHERS, activation, activation_layer, gradients
 
 ALL = [*COLLECTED, *OTHERS]
-learned = pytest.mark.parametrize(
-    "name", [name for name in COLLECTED if name != "straight_through_clamp"] + ["parameter", "parameter_per_channel"]
-)
+LEARNED = [name for name in COLLECTED if name != "straight_through_clamp"] + ["parameter", "parameter_per_channel"]
 
 
 def reader(seed=0):
@@ -70,7 +68,10 @@ def test_minifloats_have_exact_gradients_with_a_lossy_quantizer(name):
     assert x.nbytes <= brevact.memory_report(packed, x).saved_bytes < 1.1 * x.nbytes
 
 
-@learned
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if place % 2 else ()) for place, name in enumerate(LEARNED)],
+)
 def test_scale_gradient_is_unbiased(name):
     model = net(name)
     x = activation(9)

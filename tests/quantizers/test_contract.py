@@ -21,7 +21,6 @@ def _where(has: Callable[[Subject], bool]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("subject", chosen.values(), ids=chosen.keys())
 
 
-unbiased_subject = _where(lambda subject: subject.is_unbiased)
 zero_keeping_subject = _where(lambda subject: subject.keeps_zeros)
 constant_keeping_subject = _where(lambda subject: subject.constant_dtype is not None)
 
@@ -167,12 +166,12 @@ def test_dequantize_multiply_equals_the_two_steps(subject: Subject):
 
 
 @constant_keeping_subject
-@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.14159, 1e-30, 65504.0])
-def test_dequantize_of_a_constant_is_exact(subject: Subject, value: float):
-    value = torch.tensor(value, dtype=subject.constant_dtype).item()  # what the stored minimum or scale can hold
-    for shape in ((1300,), (2, 3, 100)):
-        x = torch.full(shape, value)
-        assert torch.equal(subject.quantizer.quantize(x, seed=1).dequantize(), x)
+def test_dequantize_of_a_constant_is_exact(subject: Subject):
+    for constant in (0.0, -0.0, 1.0, -3.14159, 1e-30, 65504.0):
+        value = torch.tensor(constant, dtype=subject.constant_dtype).item()  # what the stored minimum or scale can hold
+        for shape in ((1300,), (2, 3, 100)):
+            x = torch.full(shape, value)
+            assert torch.equal(subject.quantizer.quantize(x, seed=1).dequantize(), x), (value, shape)
 
 
 @zero_keeping_subject
@@ -229,11 +228,12 @@ def test_what_is_not_finite_leaves_the_range_of_the_others(subject: Subject):
 
 
 @every_subject
-@pytest.mark.parametrize("value", NOT_FINITE)
-def test_a_tensor_of_nothing_finite_decodes_to_nan(subject: Subject, value: float):
-    x = torch.full((2, 3, 300), value)
-    packed = subject.quantizer.quantize(x, seed=1)
-    assert packed.dequantize().isnan().all() and packed.dequantize_multiply(torch.ones_like(x)).isnan().all()
+def test_a_tensor_of_nothing_finite_decodes_to_nan(subject: Subject):
+    for value in NOT_FINITE:
+        x = torch.full((2, 3, 300), value)
+        packed = subject.quantizer.quantize(x, seed=1)
+        assert packed.dequantize().isnan().all(), value
+        assert packed.dequantize_multiply(torch.ones_like(x)).isnan().all(), value
 
 
 @every_subject
@@ -274,25 +274,61 @@ def test_packed_activation_survives_pickle_copy_and_rebuilding(subject: Subject)
     assert torch.equal(PackedActivation(spec, packed.buffer).dequantize(), y)
 
 
-@unbiased_subject
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_quantize_is_unbiased(subject: Subject, dtype: torch.dtype):
+UNBIASED = [name for name, subject in SUBJECTS.items() if subject.is_unbiased]
+UNBIASED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [(name, UNBIASED_DTYPES[place % 3]) for place, name in enumerate(UNBIASED)], ids=str
+)
+def test_quantize_is_unbiased(name: str, dtype: torch.dtype):
     """Mean over draws within 5 standard errors; half a unit of the type and 2^-17 steps are the format's own bias."""
+    _assert_unbiased(SUBJECTS[name], _with_ends(dtype), draws=400)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", UNBIASED_DTYPES, ids=str)
+@pytest.mark.parametrize("name", UNBIASED)
+def test_quantize_is_unbiased_in_many_draws(name: str, dtype: torch.dtype):
+    _assert_unbiased(SUBJECTS[name], _with_ends(dtype), draws=1000)
+
+
+#: Of each format one, and some ways to divide a tensor.
+UNBIASED_BESIDE = (
+    *("uniform-stochastic-2", "uniform-stochastic-12", "uniform-channel", "uniform-bucket-7", "uniform-bucket-None"),
+    *("mixed-2-4", "mixed-tensor", "L4-stochastic", "weibull-2", "weibull-bucket-None", "weibull-keep-zeros"),
+    *("dual-2", "sign-magnitude", "sign-magnitude-l2"),
+)
+
+
+@pytest.mark.parametrize("name", UNBIASED_BESIDE)
+def test_quantize_is_unbiased_beside_what_is_not_finite(name: str):
+    _assert_unbiased(SUBJECTS[name], _with_gaps(), draws=400)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in UNBIASED if getattr(SUBJECTS[name].quantizer, "bit_width", 2) > 1])
+def test_quantize_is_unbiased_beside_what_is_not_finite_in_many_draws(name: str):
+    _assert_unbiased(SUBJECTS[name], _with_gaps(), draws=1000)
+
+
+def _with_ends(dtype: torch.dtype) -> Tensor:
+    """Random values, with the ends of their range at those of the tensor."""
     torch.manual_seed(0)
     x = torch.rand(2, 2, 96).mul(3).sub(1).to(dtype)
-    x[0, 0, 0], x[1, 1, 95] = -1.0, 2.0  # ends of the tensor
-    _assert_unbiased(subject, x)
+    x[0, 0, 0], x[1, 1, 95] = -1.0, 2.0
+    return x
 
 
-@_where(lambda subject: subject.is_unbiased and getattr(subject.quantizer, "bit_width", 2) > 1)
-def test_quantize_is_unbiased_beside_what_is_not_finite(subject: Subject):
+def _with_gaps() -> Tensor:
+    """Random values, some of them not finite."""
     torch.manual_seed(0)
-    _assert_unbiased(subject, _with_missing(torch.rand(2, 2, 96).mul(3).sub(1), NOT_FINITE, 9)[0])
+    return _with_missing(torch.rand(2, 2, 96).mul(3).sub(1), NOT_FINITE, 9)[0]
 
 
-def _assert_unbiased(subject: Subject, x: Tensor) -> None:
+def _assert_unbiased(subject: Subject, x: Tensor, draws: int) -> None:
     """What has a chance below 12.5 in so many draws stays away with one of exp(-12.5), that of 5 standard errors."""
-    draws, exact, finite = 1000, x.double(), x.isfinite()
+    exact, finite = x.double(), x.isfinite()
     total, squares = torch.zeros(2, *x.shape, dtype=torch.float64)
     for seed in range(draws):
         y = subject.quantizer.quantize(x, seed=seed).dequantize().double()

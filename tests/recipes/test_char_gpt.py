@@ -80,6 +80,7 @@ def test_main_compares_with_full_precision(tmp_path, capsys):
 
 
 # The memory report takes forward passes 1 and 2, an epoch two for training and one for testing.
+@pytest.mark.exhaustive
 def test_main_resumes_an_interrupted_run_to_the_same_result(whole_run, tmp_path):
     folder, _ = whole_run
     with interrupted_at_forward(GPT, 7):

@@ -31,6 +31,7 @@ def test_main_compares_with_full_precision(tmp_path, capsys):
 
 
 # The memory report takes forward passes 1 and 2, an epoch two for training and one for testing.
+@pytest.mark.exhaustive
 def test_main_resumes_an_interrupted_run_to_the_same_result(tmp_path):
     options = ["--act-quant", "StochBackward2bit", "--stochastic-depth", "0.2", "--dropout", "0.1"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from brevact.quantizers import Rounding, UniformQuantizer
+from tests.crosses import taking_turns
 from tests.triton_kernels.checks import check_quantizer
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rounding", Rounding)
-@pytest.mark.parametrize("bit_width", BIT_WIDTHS)
+@pytest.mark.parametrize("bit_width, rounding, dtype", taking_turns(BIT_WIDTHS, list(Rounding), DTYPES), ids=str)
 def test_quantize_bytes_for_every_bit_width(bit_width: int, rounding: Rounding, dtype: torch.dtype):
     torch.manual_seed(bit_width)
     x = (torch.randn(1024 + 71) * 3 + 1).to(dtype)

@@ -15,6 +15,7 @@ from brevact.triton_kernels.grids import moments_tiling
 from brevact.triton_kernels.launch import group_tiling
 from brevact.triton_kernels.levels import dequantize_grid_tile, quantize_grid_tile
 from brevact.triton_kernels.uniform import RANGES_TILE
+from tests.crosses import taking_turns
 from tests.quantizers.grid_cases import GridCase, buckets, channels, grid_cases, random_grid, values_around
 from tests.triton_kernels.checks import SEED, check_grid, check_statistics, filled
 
@@ -22,8 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 512
 
 
-@pytest.mark.parametrize("seed", [None, SEED], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("bit_width", range(1, 11))
+@pytest.mark.parametrize("bit_width, seed", taking_turns(range(1, 11), [None, SEED]))
 def test_quantize_grid_bytes_for_every_bit_width(bit_width: int, seed: int | None):
     """Types take turns: what depends on them does not depend on the width."""
     torch.manual_seed(bit_width)
@@ -60,6 +60,7 @@ def test_quantize_grid_bytes_for_every_way_to_divide_a_tensor(geometry: Geometry
     check_grid(GridCase(x, geometry, grid, SEED, multiply=False))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(case=grid_cases(DTYPES, 2200))
 def test_quantize_grid_bytes_of_any_tensor(case: GridCase):

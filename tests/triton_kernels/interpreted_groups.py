@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
+from tests.crosses import taking_turns
 from tests.triton_kernels.checks import check_quantizer
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
@@ -23,12 +24,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     [
         (1, 520),
         (64, 1095),
-        (256, 1000),
+        pytest.param(256, 1000, marks=pytest.mark.exhaustive),
         (1024, 1500),
         (4096, 4097),
-        (16384, 32768),  # a tile a group
+        pytest.param(16384, 32768, marks=pytest.mark.exhaustive),  # a tile a group
         (8192, 8193),  # such a group, ragged: two passes
-        (7, 600),
+        pytest.param(7, 600, marks=pytest.mark.exhaustive),
         (100, 1291),
         (600, 1201),
         (5000, 5003),
@@ -49,20 +50,21 @@ def test_quantize_bytes_for_every_way_to_divide_a_tensor(bucket_size: int | None
     check_quantizer(UniformQuantizer(bit_width=3, bucket_size=bucket_size), x)
 
 
-@pytest.mark.parametrize("granularity", [Granularity.CHANNEL, Granularity.SAMPLE])
-@pytest.mark.parametrize(
-    ("shape", "memory_format"),
-    [
-        ((3, 6, 9, 11), torch.contiguous_format),
-        ((3, 6, 9, 11), torch.channels_last),
-        ((4, 70, 3, 5), torch.channels_last),
-        ((600, 3), torch.contiguous_format),
-        ((2, 1024), torch.contiguous_format),
-        ((300, 10), torch.contiguous_format),
-    ],
-    ids=str,
+LAYOUTS = (
+    ((3, 6, 9, 11), torch.contiguous_format),
+    ((3, 6, 9, 11), torch.channels_last),
+    ((4, 70, 3, 5), torch.channels_last),
+    ((600, 3), torch.contiguous_format),
+    ((2, 1024), torch.contiguous_format),
+    ((300, 10), torch.contiguous_format),
 )
-def test_quantize_bytes_for_every_granularity(granularity: Granularity, shape, memory_format: torch.memory_format):
+
+
+@pytest.mark.parametrize(
+    "layout, granularity", taking_turns(LAYOUTS, [Granularity.CHANNEL, Granularity.SAMPLE]), ids=str
+)
+def test_quantize_bytes_for_every_granularity(layout: tuple, granularity: Granularity):
+    shape, memory_format = layout
     torch.manual_seed(0)
     x = torch.randn(shape)
     x.view(-1)[::41] = float("nan")
@@ -74,8 +76,8 @@ def test_quantize_bytes_for_every_granularity(granularity: Granularity, shape, m
 @pytest.mark.parametrize(
     ("scale_dtype", "minimum_dtype", "dtype"),
     [
-        (torch.bfloat16, torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32, torch.bfloat16),
+        pytest.param(torch.bfloat16, torch.float32, torch.float32, marks=pytest.mark.exhaustive),
+        pytest.param(torch.bfloat16, torch.float32, torch.bfloat16, marks=pytest.mark.exhaustive),
         (torch.bfloat16, torch.float32, torch.float16),
         (torch.float32, torch.float32, torch.float32),
         (torch.float32, torch.bfloat16, torch.bfloat16),
@@ -109,6 +111,7 @@ def test_quantize_bytes_of_extreme_values(scale_dtype: torch.dtype, minimum_dtyp
     check_quantizer(UniformQuantizer(bit_width=8, bucket_size=None, **metadata), x[:256])
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_quantize_bytes_of_any_tensor(data: st.DataObject):

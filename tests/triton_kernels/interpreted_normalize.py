@@ -6,23 +6,23 @@ import pytest
 import torch
 
 from brevact.quantizers import Rounding, UniformQuantizer
+from tests.crosses import taking_turns
 from tests.quantizers.test_normalizing import ORDERS, sample
 from tests.triton_kernels.checks import check_normalized
 
 KNOWN = [name for name in ORDERS if not name.startswith("no order")]
 
 
-@pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.parametrize(
-    ("dtype", "bucket_size", "rounding"),
-    [
-        (torch.float32, 512, Rounding.STOCHASTIC),
-        (torch.bfloat16, 64, Rounding.NEAREST),
-        (torch.float16, 100, Rounding.STOCHASTIC),  # blocks that are no power of two
-    ],
-    ids=str,
+FORMATS = (
+    (torch.float32, 512, Rounding.STOCHASTIC),
+    (torch.bfloat16, 64, Rounding.NEAREST),
+    (torch.float16, 100, Rounding.STOCHASTIC),  # blocks that are no power of two
 )
-def test_bytes_and_values_are_those_of_the_law(name, dtype, bucket_size, rounding):
+
+
+@pytest.mark.parametrize("name, chosen", taking_turns(KNOWN, FORMATS), ids=str)
+def test_bytes_and_values_are_those_of_the_law(name, chosen):
+    dtype, bucket_size, rounding = chosen
     x, mean, invstd = sample(name, dtype)
     quantizer = UniformQuantizer(bit_width=3, bucket_size=bucket_size, rounding=rounding)
     check_normalized(quantizer, x, None if bucket_size == 64 else mean, invstd)

@@ -13,18 +13,23 @@ from brevact.quantizers import Layout, Rounding, UniformQuantizer, reference
 from brevact.quantizers.philox import column_bits
 from brevact.triton_kernels.dequantize import dequantize_tile
 from brevact.triton_kernels.quantize import quantize_whole_blocks
+from tests.crosses import taking_turns
 from tests.triton_kernels.checks import check_codes, check_mask, filled
 
 BLOCK = 512
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-@pytest.mark.parametrize("bit_width", [1, 2, 3, 5, 8, 9, 13, 24, 31, 32])
+@pytest.mark.parametrize(
+    "bit_width", [1, 3, 8, 13, 32, *(pytest.param(width, marks=pytest.mark.exhaustive) for width in (2, 5, 9, 24, 31))]
+)
 def test_pack_codes_bytes_for_every_bit_width(bit_width: int):
     torch.manual_seed(bit_width)
     check_codes(torch.randint(-(2**31), 2**31, (1024 + 71,)), bit_width, BLOCK)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     blocks=st.floats(0, 2.5),
@@ -41,9 +46,13 @@ def test_pack_codes_bytes_of_any_integers(blocks: float, dtype: torch.dtype, blo
     check_codes(codes, bit_width, block_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("length", "slope"), [(0, 0.0), (513, 0.0), (1100, -0.3)])
-def test_masks_equal_torch(dtype: torch.dtype, length: int, slope: float):
+@pytest.mark.parametrize(
+    "dtype, case",
+    [*taking_turns(FLOATS, ((1100, -0.3), (513, 0.0))), *((dtype, (0, 0.0)) for dtype in FLOATS)],
+    ids=str,
+)
+def test_masks_equal_torch(dtype: torch.dtype, case: tuple[int, float]):
+    length, slope = case
     torch.manual_seed(length)
     info = torch.finfo(dtype)
     special = [0.0, -0.0, info.tiny, -info.tiny, info.max, float("inf"), -float("inf"), float("nan")]

@@ -1,11 +1,10 @@
-"""Runs the tests of interpreted kernels: Triton reads TRITON_INTERPRET when it is imported, so in other processes."""
+"""Runs the tests of interpreted kernels: Triton reads TRITON_INTERPRET when it is imported, so in another process."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,30 +21,26 @@ MODULES = (
 )
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[dict[str, subprocess.Popen]]:
-    """One pytest a module, side by side."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = (sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider")
-    started = {
-        name: subprocess.Popen(
-            [*command, str(HERE / name)],
-            cwd=HERE.parents[1],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name in MODULES
-    }
-    yield started
-    for process in started.values():
-        process.kill()
-        process.wait()
+def run(*arguments: str) -> None:
+    """Run pytest where kernels are interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *arguments],
+        cwd=HERE.parents[1],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout and "failed" not in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("modules", [MODULES[:3], MODULES[3:]], ids=["uniform", "other"])
+def test_interpreted_kernels_pass(modules: tuple[str, ...]):
+    run(*(str(HERE / module) for module in modules))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("module", MODULES)
-def test_interpreted_kernels_pass(module: str, runs: dict[str, subprocess.Popen]):
-    output, _ = runs[module].communicate(timeout=600)
-    assert runs[module].returncode == 0, output
-    assert " passed" in output and "failed" not in output, output
+def test_interpreted_kernels_pass_in_the_full_crosses(module: str):
+    run(str(HERE / module), "-m", "exhaustive")

@@ -1,0 +1,533 @@
+"""Whether the suite finds faults: each of a list of hand-written ones is put into a copy of the tree, and tests run.
+
+    python -m scripts.faults                  # every fault against the tests that make test runs
+    python -m scripts.faults --tier all       # against the exhaustive tier as well
+    python -m scripts.faults --only seeds     # those whose file or name has this word in it
+
+A fault is a file, a piece of its text that occurs once, what stands in its place, and the tests that are to find it:
+files or folders, so that a fault takes seconds, or minutes where kernels are compiled anew. A failure means something
+where the tests pass on the tree as it is: run `make test` first. The exit status is 1 where a fault is missed or its
+text is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+TIERS = {"quick": "not exhaustive", "all": ""}
+
+
+class Fault(NamedTuple):
+    """One change for the worse.
+
+    Args:
+        name: What goes wrong.
+        file: Where, below `brevact`.
+        old: Text that occurs there once.
+        new: What stands in its place.
+        tests: What is to find it, below `tests`.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+KERNELS = ("cpu_kernels/test_same_bytes.py", "quantizers/test_contract.py")
+GRIDS = ("cpu_kernels/test_grids.py", "quantizers/test_contract.py")
+INTERPRETED = ("triton_kernels/test_interpreted.py",)
+OPS = ("autograd/test_functions.py", "autograd/test_op_database.py")
+REGIONS = ("autograd/test_region.py", "autograd/test_sharing.py", "autograd/test_pitfalls.py")
+WEIGHTS = ("integration/test_weights.py", "autograd/test_pitfalls.py", "autograd/test_weights_again.py")
+QAT = ("qat",)
+
+#: Faults of the laws, of kernels, of formats, of seeds and sharing, of regions, of handlers.
+FAULTS = (
+    Fault(
+        "nearest rounding truncates",
+        "quantizers/reference.py",
+        "return steps.round().to(torch.int64)",
+        "return steps.floor().to(torch.int64)",
+        KERNELS,
+    ),
+    Fault(
+        "the law rounds up one time in 65536 too many",
+        "quantizers/reference.py",
+        "((threshold + random_bits) >> 16)",
+        "((threshold + random_bits + 1) >> 16)",
+        KERNELS,
+    ),
+    Fault(
+        "a bfloat16 scale is rounded down",
+        "quantizers/reference.py",
+        "(x.view(torch.int32) + 0xFFFF) & ~0xFFFF",
+        "x.view(torch.int32) & ~0xFFFF",
+        KERNELS,
+    ),
+    Fault(
+        "a bfloat16 minimum is rounded up",
+        "quantizers/reference.py",
+        "torch.where(bits < 0, bits + 0xFFFF, bits)",
+        "(bits + 0xFFFF)",
+        KERNELS,
+    ),
+    Fault(
+        "every group has its last code for NaN",
+        "quantizers/reference.py",
+        "flagged[group] & (q == top)",
+        "q == top",
+        KERNELS,
+    ),
+    Fault(
+        "decoded values leave the range of float16",
+        "quantizers/reference.py",
+        ".clamp(-limit, limit)",
+        ".clamp(-3e38, 3e38)",
+        KERNELS,
+    ),
+    Fault(
+        "the ragged last bucket has no range of its own",
+        "quantizers/reference.py",
+        "(flat[:whole].view(-1, inner), flat[whole:].view(1, -1))",
+        "(flat[:whole].view(-1, inner), flat[whole:].view(1, -1) * 2)",
+        KERNELS,
+    ),
+    Fault(
+        "flagged groups keep the level of the mark",
+        "quantizers/reference.py",
+        "levels = torch.where(flagged, max(top - 1, 1), top).float()",
+        "levels = torch.where(flagged, top, top).float()",
+        KERNELS,
+    ),
+    Fault(
+        "the CPU kernel truncates",
+        "cpu_kernels/quantize.py",
+        "return np.uint32(np.int32(rint(t)))",
+        "return np.uint32(np.int32(t))",
+        KERNELS,
+    ),
+    Fault(
+        "planes 0 and 4 share their random bits",
+        "cpu_kernels/quantize.py",
+        "q0 = _stochastic(load(th, j), _low_half(load(w0, j)))",
+        "q0 = _stochastic(load(th, j), _high_half(load(w0, j)))",
+        KERNELS,
+    ),
+    Fault(
+        "the CPU kernel clips flagged groups a level too high",
+        "cpu_kernels/quantize.py",
+        "    below = levels - np.float32(1.0)\n    for e",
+        "    below = levels\n    for e",
+        KERNELS,
+    ),
+    Fault(
+        "the last Philox round has the key before",
+        "cpu_kernels/philox.py",
+        "_round(c0, c1, c2, c3, a6, b6)",
+        "_round(c0, c1, c2, c3, a5, b5)",
+        KERNELS,
+    ),
+    Fault(
+        "columns beyond 2^32 repeat the noise",
+        "cpu_kernels/philox.py",
+        "_round(c & _LOW, c >> _32, zero",
+        "_round(c & _LOW, zero, zero",
+        ("cpu_kernels/test_grids.py", "cpu_kernels/test_large_index.py"),
+    ),
+    Fault("byte 3 of 4-bit codes is lost", "cpu_kernels/planes.py", "if bit_width > 3:", "if bit_width > 4:", KERNELS),
+    Fault(
+        "a flagged 1-bit group decodes to its minimum",
+        "cpu_kernels/dequantize.py",
+        "m + step * np.float32(0.5) if flagged and top < np.float32(2.0) else m",
+        "m",
+        KERNELS,
+    ),
+    Fault(
+        "the lowest values overflow",
+        "cpu_kernels/dequantize.py",
+        "return -limit if y < -limit else y",
+        "return y",
+        KERNELS,
+    ),
+    Fault(
+        "a mask of float64 reads zero as positive",
+        "cpu_kernels/masks.py",
+        "np.uint8(not load(x64, e) <= 0.0)",
+        "np.uint8(not load(x64, e) < 0.0)",
+        ("quantizers/test_codes.py",),
+    ),
+    Fault(
+        "the last level of a row is never reached",
+        "cpu_kernels/levels.py",
+        "return load(row, k) if k < size else np.float32(np.nan)",
+        "return load(row, k) if k < size - 1 else np.float32(np.nan)",
+        GRIDS,
+    ),
+    Fault(
+        "the Triton kernel clips to zero steps above the minimum",
+        "triton_kernels/quantize.py",
+        "t = tl.maximum((x - base) * tl.abs(inverse), 0.0)",
+        "t = tl.maximum((x - base) * tl.abs(inverse), 1.0)",
+        INTERPRETED,
+    ),
+    Fault(
+        "the Triton kernel rounds flagged groups a level too high",
+        "triton_kernels/quantize.py",
+        "tl.where(flagged, TOP - 1.0, TOP)",
+        "TOP",
+        INTERPRETED,
+    ),
+    Fault(
+        "the Triton kernel decodes NaN to the last level",
+        "triton_kernels/dequantize.py",
+        'y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)',
+        "y = y",
+        INTERPRETED,
+    ),
+    Fault(
+        "the Triton search stops one level early",
+        "triton_kernels/levels.py",
+        "probe = tl.minimum(probe, SIZE - 1)",
+        "probe = tl.minimum(probe, SIZE - 2)",
+        INTERPRETED,
+    ),
+    Fault(
+        "a grid of two levels has no last gap",
+        "triton_kernels/levels.py",
+        "fraction = tl.where(fraction > 0.0, tl.minimum(fraction, 1.0), 0.0)",
+        "fraction = tl.minimum(fraction, 1.0)",
+        INTERPRETED,
+    ),
+    Fault(
+        "low and high buckets of a mixture share their noise",
+        "quantizers/sized_mix.py",
+        "seeds = key, _moved(key, _HIGH_KEY)",
+        "seeds = key, key",
+        ("quantizers/test_mixed.py", "quantizers/test_contract.py"),
+    ),
+    Fault(
+        "the ragged last bucket is never high",
+        "quantizers/sized_mix.py",
+        "is_high[full:] = self.high_tail",
+        "is_high[full:] = False",
+        ("quantizers/test_mixed.py", "quantizers/test_contract.py"),
+    ),
+    Fault(
+        "Weibull levels leave the range of their bucket",
+        "quantizers/weibull.py",
+        ".float()).clamp(low, high)",
+        ".float())",
+        ("quantizers/test_weibull.py", "quantizers/test_contract.py"),
+    ),
+    Fault(
+        "a Weibull mark takes the level that is zero",
+        "quantizers/weibull.py",
+        "torch.where(last == 0, levels_GN[:, 1:], rest)",
+        "rest",
+        ("quantizers/test_weibull.py", "quantizers/test_contract.py"),
+    ),
+    Fault(
+        "halves go to odd magnitudes",
+        "quantizers/sign_magnitude.py",
+        "even = k[:-1] % 2 == 0",
+        "even = k[:-1] % 2 == 1",
+        ("quantizers/test_sign_magnitude.py",),
+    ),
+    Fault(
+        "parts are not aligned to their type",
+        "quantizers/packed.py",
+        "start = -(-end // part.dtype.itemsize) * part.dtype.itemsize",
+        "start = end",
+        KERNELS,
+    ),
+    Fault(
+        "seeds of one region are all the same",
+        "autograd/seeds.py",
+        "itertools.count(base, _GOLDEN)",
+        "itertools.repeat(base)",
+        REGIONS,
+    ),
+    Fault(
+        "the generator does not move after a region",
+        "autograd/seeds.py",
+        "        if self._moves:\n",
+        "        if False:\n",
+        REGIONS,
+    ),
+    Fault(
+        "all ranks draw the same noise",
+        "autograd/seeds.py",
+        "return _split_mix(rank * _GOLDEN) if rank else 0",
+        "return 0",
+        ("integration/test_distributed.py",),
+    ),
+    Fault(
+        "recomputations of one backward pass share their noise",
+        "autograd/seeds.py",
+        "count = _recomputed[1] + 1 if _recomputed[0] == backward else 0",
+        "count = 0",
+        ("autograd/test_region.py", "autograd/test_pitfalls.py", "integration/test_training.py"),
+    ),
+    Fault(
+        "shared packs ignore in-place changes",
+        "autograd/sharing.py",
+        "key = (x._version, x.storage_offset()",
+        "key = (0, x.storage_offset()",
+        REGIONS,
+    ),
+    Fault(
+        "shared packs ignore where a view begins",
+        "autograd/sharing.py",
+        "key = (x._version, x.storage_offset()",
+        "key = (x._version, 0",
+        REGIONS,
+    ),
+    Fault(
+        "other settings get the packs of the first",
+        "autograd/sharing.py",
+        "x.dtype, x.is_neg(), settings)",
+        "x.dtype, x.is_neg())",
+        REGIONS,
+    ),
+    Fault(
+        "nothing is shared",
+        "autograd/sharing.py",
+        "self.found = packs.find(key) if packs else None",
+        "self.found = None",
+        REGIONS,
+    ),
+    Fault(
+        "small tensors are packed",
+        "autograd/keeping.py",
+        "if x.numel() < settings.min_numel:\n        return keep_small(x)",
+        "if False:\n        return keep_small(x)",
+        ("autograd/test_region.py", "autograd/test_sharing.py", "test_models.py"),
+    ),
+    Fault(
+        "a small view holds all of its storage",
+        "autograd/keeping.py",
+        "x.untyped_storage().nbytes() > 2 * x.nbytes",
+        "False",
+        ("autograd/test_region.py", "autograd/test_sharing.py", "test_models.py"),
+    ),
+    Fault(
+        "a tensor that changed is handed out",
+        "autograd/fallback.py",
+        "if version >= 0 and x._version != version:",
+        "if False:",
+        REGIONS,
+    ),
+    Fault(
+        "an output is kept with its graph",
+        "autograd/fallback.py",
+        "if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle",
+        "if False:",
+        REGIONS,
+    ),
+    Fault(
+        "double backward reads quantized values",
+        "autograd/fallback.py",
+        "if _is_grad_enabled() and not _is_whole(stored.decoder) and current_graph_task() != -1:",
+        "if False:",
+        REGIONS,
+    ),
+    Fault(
+        "views of parameters are packed",
+        "autograd/regions.py",
+        "if x._is_view() and is_parameter(x._base):",
+        "if False:",
+        WEIGHTS,
+    ),
+    Fault(
+        "buffers are packed",
+        "autograd/provenance.py",
+        "for tensor in (*module._parameters.values(), *module._buffers.values())",
+        "for tensor in module._parameters.values()",
+        WEIGHTS,
+    ),
+    Fault(
+        "what is larger than its weights is a weight",
+        "autograd/provenance.py",
+        "return 0 < numel <= largest",
+        "return 0 < largest",
+        WEIGHTS,
+    ),
+    Fault(
+        "norms that round pack where their module does not train",
+        "autograd/regions.py",
+        "self.packs = settings is not None and not norms_only",
+        "self.packs = settings is not None",
+        ("autograd/test_normalization.py",),
+    ),
+    Fault(
+        "known values survive in-place changes",
+        "autograd/lossless.py",
+        "entry is None or entry.version != x._version or",
+        "entry is None or",
+        QAT,
+    ),
+    Fault(
+        "a changed scale is not noticed",
+        "autograd/lossless.py",
+        "if entry.versions != versions_of(entry.tensors):",
+        "if False:",
+        QAT,
+    ),
+    Fault(
+        "integers lose their lowest value",
+        "autograd/lossless.py",
+        "            q = q.add_(self.minimum)\n",
+        "            q = q.add_(self.minimum + 1)\n",
+        QAT,
+    ),
+    Fault(
+        "PReLU's weight has the gradient of the other sign",
+        "autograd/functions/rectifiers.py",
+        "below.multiply(grad).neg_()",
+        "below.multiply(grad)",
+        OPS,
+    ),
+    Fault(
+        "dropout does not scale its gradient",
+        "autograd/functions/dropout.py",
+        "kept.multiply(grad).mul_(ctx.factor)",
+        "kept.multiply(grad)",
+        OPS,
+    ),
+    Fault(
+        "the slope of erf lacks a factor",
+        "autograd/functions/smooth.py",
+        "(2 / math.sqrt(math.pi)), False",
+        "(1 / math.sqrt(math.pi)), False",
+        OPS,
+    ),
+    Fault(
+        "an even kernel pads on the left",
+        "autograd/functions/convolution.py",
+        "for amount in (0, t % 2)]",
+        "for amount in (t % 2, 0)]",
+        OPS,
+    ),
+    Fault(
+        "transposed convolutions forget their output padding",
+        "autograd/functions/convolution.py",
+        "geometry = steps, pads, dilation, True, more, groups",
+        "geometry = steps, pads, dilation, True, [0] * dims, groups",
+        ("autograd/test_functions.py",),
+    ),
+    Fault(
+        "RMS norm forgets the mean of its gradient",
+        "autograd/functions/norms.py",
+        "addcmul(normalized, mean, value=-1)",
+        "addcmul(normalized, mean, value=0)",
+        OPS,
+    ),
+    Fault(
+        "label smoothing is left out of the gradient",
+        "autograd/functions/losses.py",
+        "hit = g * w_y * (1 - s) if s else g * w_y",
+        "hit = g * w_y",
+        ("autograd/test_losses.py", "autograd/test_functions.py"),
+    ),
+    Fault(
+        "alpha is left out of a product's gradient",
+        "autograd/functions/products.py",
+        "scaled = grad if alpha == 1 else grad * alpha",
+        "scaled = grad",
+        ("autograd/test_products.py", "autograd/test_op_database.py"),
+    ),
+    Fault(
+        "scores are stored at the bits of the rest",
+        "autograd/functions/attention.py",
+        "quantizer.bit_width >= _SCORE_BITS",
+        "quantizer.bit_width >= 1",
+        ("autograd/test_attention.py",),
+    ),
+    Fault(
+        "leaky ReLU forgets its slope",
+        "autograd/functions/piecewise_linear.py",
+        "inplace, outside=float(negative_slope))",
+        "inplace)",
+        OPS,
+    ),
+    Fault(
+        "dilated windows lose their place",
+        "autograd/functions/pooling.py",
+        "coordinate = code % self.extent[dim] * self.dilation[dim] + self._start(dim, code)",
+        "coordinate = code % self.extent[dim] + self._start(dim, code)",
+        OPS,
+    ),
+)
+
+
+def found_by(fault: Fault, tree: Path, tier: str, python: str) -> str:
+    """Put a fault into a tree, run the tests, and take it out again.
+
+    Args:
+        fault: What to change.
+        tree: Copy of the repository.
+        tier: Key of `TIERS`.
+        python: Interpreter that runs pytest.
+
+    Returns:
+        "found", "missed", or why it could not be tried.
+    """
+    path = tree / "brevact" / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        return f"its text occurs {text.count(fault.old)} times"
+    path.write_text(text.replace(fault.old, fault.new))
+    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", TIERS[tier]]
+    try:
+        done = subprocess.run(
+            [*command, *(f"tests/{test}" for test in fault.tests)],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        path.write_text(text)
+    if done.returncode == 1 or (done.returncode > 1 and " error" in done.stdout):  # the package does not import, say
+        return "found"
+    return "missed" if done.returncode == 0 else done.stdout[-500:] + done.stderr[-500:]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the faults, print a line for each, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", choices=TIERS, default="quick", help="which tests run (default: %(default)s)")
+    parser.add_argument("--only", default="", help="a word in the name or the file of the faults to try")
+    parser.add_argument("--tests", type=Path, help="folder of the tests to run, in place of this tree's")
+    options = parser.parse_args(arguments)
+    chosen = [fault for fault in FAULTS if options.only in fault.name or options.only in fault.file]
+    found = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", ".nox", ".*_cache", "runs"))
+        if options.tests:
+            shutil.rmtree(tree / "tests")
+            shutil.copytree(options.tests, tree / "tests")
+        for fault in chosen:
+            start = time.monotonic()
+            outcome = found_by(fault, tree, options.tier, sys.executable)
+            found += outcome == "found"
+            print(f"{outcome}: {fault.name} ({fault.file}), {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{found} of {len(chosen)} found by the tier {options.tier}")
+    return int(found < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
