@@ -12,23 +12,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import recording
 from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
-from brevact.autograd.keeping import AS_IT_IS, Kept, keep_as_it_is, keep_mask, keep_small
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.keeping import AS_IT_IS, keep_as_it_is, keep_mask, keep_small
 from brevact.autograd.lossless import View
 from brevact.autograd.normalizing import NormInput
+from brevact.autograd.saved import Kept
 from brevact.autograd.storages import versions_of
 from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.autograd.weights_again import Recipe, remember
 from brevact.private_names.of_torch import current_graph_task, pop_hooks, push_hooks, top_hooks
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -93,10 +92,15 @@ class SavedTensorHooks:
     """The saved-tensor hooks of one region; entered inside another region's, they take their place.
 
     A region of full precision has none.
+
+    Args:
+        region: the region.
+        around: the hooks of the region around it, if there is one.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
         self._region = region
+        self._around = around
         self.pair = (self._pack, _unpack)
         self._replaced: SavedTensorHooks | None = None
         self._outer: tuple[Callable, Callable] | None = None
@@ -109,10 +113,10 @@ class SavedTensorHooks:
         self._of_weights: list[tuple[_Stored, Tensor]] | None = None  # while an op makes a weight of weights
 
     def __enter__(self) -> None:
-        parent = self._region.parent
-        if parent is not None and parent.hooks.are_innermost():
-            self._replaced = parent.hooks
-            self._replaced.pop()
+        around = self._around
+        if around is not None and around.are_innermost():
+            self._replaced = around
+            around.pop()
         self._outer = top_hooks(True)
         if self._region.settings is None:
             return

@@ -23,9 +23,11 @@ from torch.overrides import TorchFunctionMode
 from brevact.autograd.functions import HANDLERS, NORMS, run_counterpart
 from brevact.autograd.functions.base import ACTIVATION_DTYPES, Saving, is_inplace
 from brevact.autograd.functions.kinds import PRODUCTS
-from brevact.autograd.keeping import Kept, keep_as_it_is, pack
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.keeping import keep_as_it_is, pack
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.provenance import comes_from_layer, tensors_in
+from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.lookup import refuse_without
@@ -119,7 +121,7 @@ class _Product(Saving):
         return grad
 
 
-class _TracedRegion:
+class _TracedRegion(Keeper):
     """What the handlers ask of a region, answered from one call alone."""
 
     def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
@@ -150,8 +152,8 @@ class _TracedRegion:
     def are_weights(self, arguments: Any) -> bool:
         return all(self.is_weight(x) for x in tensors_in(arguments))
 
-    def runs_torch(self, *tensors: Tensor | None) -> bool:
-        return False  # hooks are no part of a graph
+    def torch_runner(self, *tensors: Tensor | None) -> None:
+        return None  # hooks are no part of a graph
 
     def apply(self, function: Any, *args: Any) -> Any:
         return function.apply(self, *args)

@@ -1,21 +1,16 @@
-"""How one tensor is kept for backward: as it is, packed, or in full precision until backward starts.
-
-A :data:`Kept` is a tuple of tensors, which the caller hands to autograd, and a decoder, a small object without
-tensors that turns them back into an activation. Keeping the two apart lets every tensor travel through
-``ctx.save_for_backward``: a node then frees its tensors as soon as it has run, and hooks around the region
-(``save_on_cpu``, checkpoint) see them.
-"""
+"""How one tensor is kept for backward: as it is, packed, or in full precision until backward starts."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import lossless, recording
 from brevact.autograd.normalizing import NormInput
+from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
@@ -29,21 +24,6 @@ from brevact.quantizers import (
     quantize,
     unpack_mask,
 )
-
-
-class Decoder(Protocol):
-    """Turns the kept tensors back into the activation, or into its product with a gradient."""
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor: ...
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor: ...
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return how the activation is kept, for a report, and the bytes it has when decoded."""
-
-
-#: Tensors for autograd to save, and the decoder that reads them.
-Kept = tuple[tuple[Tensor, ...], Decoder]
 
 
 class _AsItIs:

@@ -6,14 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from brevact.autograd.saved import Kept
 from brevact.autograd.storages import storage_address
-
-if TYPE_CHECKING:
-    from brevact.autograd.keeping import Kept
 
 #: Ways of storing a tensor.
 PACKED, MASKED, EXACT, FULL_PRECISION = "packed", "mask", "exact", "full precision"

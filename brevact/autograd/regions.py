@@ -26,9 +26,11 @@ from brevact.autograd.fallback import SavedTensorHooks, sizes_of
 from brevact.autograd.following import FOLLOWED, follow
 from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, NORMS, kinds, run_counterpart
 from brevact.autograd.functions.base import is_activation
-from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.keeping import keep_as_it_is, keep_packed, noted
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.provenance import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
+from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
@@ -97,7 +99,7 @@ def is_alive(frame: FrameType | None) -> bool:
     return False
 
 
-class Region:
+class Region(EagerKeeper):
     """One entry of the stack of active regions; the outermost one owns the mode, the seeds and the module list.
 
     Args:
@@ -120,7 +122,7 @@ class Region:
     def __enter__(self) -> Region:
         refuse_without(REGIONS)
         self.parent = current_region()
-        self.hooks = SavedTensorHooks(self)
+        self.hooks: SavedTensorHooks = SavedTensorHooks(self, None if self.parent is None else self.parent.hooks)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
         if self.parent is None:
             self.seeds = SeedStream(self.owner, replays=self.hooks.are_in_recomputation())
@@ -212,30 +214,20 @@ class Region:
         finally:
             push_hooks(*self.hooks.pair)
 
-    def runs_torch(self, *tensors: Tensor | None) -> bool:
-        """Return whether a layer may :meth:`run_torch` that saves these tensors.
+    def torch_runner(self, *tensors: Tensor | None) -> Region | None:
+        """Return the region, which runs torch's own layer that saves these tensors.
 
         Not where autocast lets it save copies of them, nor inference tensors, which torch refuses to save.
         """
         if is_any_autocast_enabled():
-            return False
+            return None
         for x in tensors:
             if x is not None and x.is_inference():
-                return False
-        return True
+                return None
+        return self
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run torch's own norm as :meth:`run_torch` does; of its input the hooks keep the normalized values.
-
-        Args:
-            norm: what runs it (``norm.forward``) and knows of its statistics.
-            input: its input.
-            weight: one number a channel, or None.
-            bias: as well.
-
-        Returns:
-            The output.
-        """
+        """Run torch's own norm as :meth:`run_torch` does; of its input the hooks keep the normalized values."""
         hooks = self.hooks
         try:
             hooks.layer, hooks.waiting = (input, weight), []

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import lossless, recording
 from brevact.autograd.functions.base import is_plain
+from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
     DisableAutocast,
@@ -32,9 +33,6 @@ from brevact.private_names.of_torch import (
     tree_flatten,
     tree_unflatten,
 )
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 #: Most ops between the parameters and a tensor that is computed again: each op on the way asks for those before it.
 MOST_STEPS = 16
@@ -144,7 +142,9 @@ class Recipe(NamedTuple):
         return recording.EXACT, self.nbytes
 
 
-def remember(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]):
+def remember(
+    region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]
+):
     """Remember how a function has made a weight of weights, if it can be computed again and that saves memory.
 
     Args:
@@ -175,7 +175,7 @@ def _is_pure(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 class _Writer:
     """Writes one recipe: collects the tensors that it keeps and the steps that made its arguments."""
 
-    def __init__(self, region: Region, saved: list[Tensor]) -> None:
+    def __init__(self, region: EagerKeeper, saved: list[Tensor]) -> None:
         self._least = region.settings.min_numel
         self._saved = {storage_address(x) for x in saved}
         self._kept: dict[_Kept, Tensor] = {}

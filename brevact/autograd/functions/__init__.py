@@ -10,7 +10,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from brevact.autograd.functions import (
     attention,
@@ -32,9 +32,7 @@ from brevact.autograd.functions import (
     smooth,
     vector_norms,
 )
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
+from brevact.autograd.keeper import Keeper
 
 __all__ = ["FORWARD_QUANTIZED", "HANDLERS", "NORMS", "REARRANGED", "run_counterpart"]
 
@@ -73,7 +71,7 @@ REARRANGED: frozenset[Callable] = frozenset().union(
 )
 
 
-def run_counterpart(handler: Callable, region: Region, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run_counterpart(handler: Callable, region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
 
     Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is exact and torch's own gradient

@@ -16,7 +16,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from brevact.autograd.functions.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.functions.operands import keep_operand, without_autocast_cache
 from brevact.autograd.functions.recorded_again import undisturbed
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 _attend = F.scaled_dot_product_attention
 #: Bits of what is exponentiated.
@@ -50,7 +48,7 @@ class _Attention(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
+        region: Keeper,
         attend: Callable[..., Tensor],
         query: Tensor,
         key: Tensor,
@@ -99,7 +97,7 @@ def _named(options: _Options) -> dict[str, Any]:
     return {"scale": options.scale, "enable_gqa": options.enable_gqa}
 
 
-def _with_finer_scores(region: Region) -> Region:
+def _with_finer_scores(region: Keeper) -> Keeper:
     """The region with a quantizer that is good enough for what is exponentiated."""
     settings, quantizer = region.settings, region.settings.quantizer
     if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= _SCORE_BITS:
@@ -166,7 +164,7 @@ def _replaying(state: Tensor | None, device: torch.device) -> Iterator[None]:
 
 
 def _scaled_dot_product_attention(
-    region: Region,
+    region: Keeper,
     func: Callable,
     query: Any,
     key: Any,
@@ -198,7 +196,7 @@ def _scaled_dot_product_attention(
     )
 
 
-def _is_mask(region: Region, x: Any) -> bool:
+def _is_mask(region: Keeper, x: Any) -> bool:
     """Return whether a mask is what it seems to be: torch has subclasses that stand for a causal one."""
     return region.is_activation(x) or (
         isinstance(x, Tensor) and x.dtype is torch.bool and (is_plain(x) or is_traced(x))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import recording
-from brevact.autograd.keeping import Decoder, Kept, keep_as_it_is
+from brevact.autograd.keeping import keep_as_it_is
 from brevact.autograd.normalizing import WithStatistics
+from brevact.autograd.saved import Decoder, Kept
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import is_traced
 

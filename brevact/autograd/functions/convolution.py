@@ -12,17 +12,14 @@ weight, store a weight as it is where autocast casts it, and be a part of a grap
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, as_tuple, load, requires_grad, save
+from brevact.autograd.keeper import Keeper
 from brevact.private_names.of_torch import is_any_autocast_enabled
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
-
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
@@ -49,7 +46,7 @@ class _Convolution(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
+        region: Keeper,
         convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         geometry: _Geometry,
         input: Tensor,
@@ -92,7 +89,7 @@ def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> t
     return input, tuple(t // 2 for t in total)
 
 
-def _can_convolve(region: Region, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
+def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
     return (
         region.packs_layer_input(input)
         and region.is_activation(weight)
@@ -104,7 +101,7 @@ def _can_convolve(region: Region, dims: int, input: Any, weight: Any, bias: Tens
 
 
 def _convolve(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     weight: Tensor,
@@ -112,14 +109,15 @@ def _convolve(
     options: tuple[Any, ...],
     geometry: _Geometry,
 ) -> Tensor:
-    if weight.requires_grad and input is not weight and region.runs_torch(input):
-        return region.run_torch(func, input, weight, bias, *options)
+    runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
+    if runner is not None:
+        return runner.run_torch(func, input, weight, bias, *options)
     return region.apply(_Convolution, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
 
 
 def _convolution_handler(dims: int) -> Callable:
     def handle(
-        region: Region,
+        region: Keeper,
         func: Callable,
         input: Tensor,
         weight: Tensor,
@@ -150,7 +148,7 @@ def _convolution_handler(dims: int) -> Callable:
 
 def _transposed_handler(dims: int) -> Callable:
     def handle(
-        region: Region,
+        region: Keeper,
         func: Callable,
         input: Tensor,
         weight: Tensor,

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
 
 
 class _Dropout(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, input: Tensor, p: float, inplace: bool) -> Tensor:
+    def forward(ctx: Any, region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
         if input.device.type == "cpu":  # the same draws and the same rounding as torch's own dropout there
             noise = F.dropout(torch.ones_like(input), p, True)
             mask = noise != 0
@@ -57,7 +55,7 @@ class _ComposedDropout(Saving):
     """What torch composes of a Bernoulli draw and products."""
 
     @staticmethod
-    def forward(ctx: Any, region: Region, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
+    def forward(ctx: Any, region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
         if kind.of_channels:
             noise = input.new_empty((*input.shape[:2], *(1 for _ in input.shape[2:])))
         else:
@@ -84,20 +82,20 @@ class _ComposedDropout(Saving):
         return None, grad_input.mul_(ctx.factor), None, None, None
 
 
-def _drops(region: Region, input: Any, p: float, training: bool) -> bool:
+def _drops(region: Keeper, input: Any, p: float, training: bool) -> bool:
     """Whether some elements are dropped, and not all; otherwise nothing is stored, or torch explains what is wrong."""
     return region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0
 
 
 def _dropout(
-    region: Region, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     if not _drops(region, input, p, training):
         return NotImplemented
     return region.apply(_Dropout, input, p, inplace)
 
 
-def _compose(region: Region, input: Tensor, p: float, training: bool, kind: _Noise, inplace: bool) -> Any:
+def _compose(region: Keeper, input: Tensor, p: float, training: bool, kind: _Noise, inplace: bool) -> Any:
     if not _drops(region, input, p, training) or (kind.of_channels and input.dim() < 2) or input.numel() == 0:
         return NotImplemented
     return region.apply(_ComposedDropout, input, p, kind, inplace)
@@ -108,7 +106,7 @@ def _of_maps(dims: int, unbatched: int | None = None) -> Callable:
     kind = _Noise(of_channels=True, alpha=False)
 
     def handle(
-        region: Region, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
         if not _drops(region, input, p, training) or input.dim() not in (dims, unbatched) or input.numel() == 0:
             return NotImplemented  # nothing is dropped, or torch warns
@@ -125,17 +123,17 @@ def _alpha(of_channels: bool) -> Callable:
     """Make the handler of alpha dropout in ``torch.nn.functional``."""
 
     def handle(
-        region: Region, func: Callable, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+        region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Any:
         return _compose(region, input, p, training, _Noise(of_channels, True), inplace)
 
     return handle
 
 
-def _in_torch(run: Callable[[Region, Tensor, float, bool, bool], Any]) -> Callable:
+def _in_torch(run: Callable[[Keeper, Tensor, float, bool, bool], Any]) -> Callable:
     """Make the handler of a dropout in ``torch``, which overwrites its input if its name says so."""
 
-    def handle(region: Region, func: Callable, input: Tensor, p: float, train: bool) -> Any:
+    def handle(region: Keeper, func: Callable, input: Tensor, p: float, train: bool) -> Any:
         return run(region, input, p, train, func.__name__.endswith("_"))
 
     return handle

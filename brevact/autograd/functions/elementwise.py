@@ -8,23 +8,22 @@ stored factor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.functions.rows import dims_of_rows, keep_by_rows
-from brevact.autograd.keeping import Kept, keep_as_it_is
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.keeping import keep_as_it_is
+from brevact.autograd.saved import Kept
 from brevact.autograd.storages import storage_address
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 
 class _Multiply(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
+    def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[2:4]
         kept_b = _keep(region, b, a) if needs_a else None
         kept_a = _keep(region, a, b) if needs_b else None
@@ -46,7 +45,7 @@ class _Multiply(Saving):
         return None, None, *grads, None
 
 
-def _keep(region: Region, x: Tensor, other: Tensor) -> Kept:
+def _keep(region: Keeper, x: Tensor, other: Tensor) -> Kept:
     """Keep a factor; those of a norm that is written out by rows, and the rows' inverse deviations as they are."""
     if dims_of_rows(other, x):
         return keep_as_it_is(x)
@@ -70,7 +69,7 @@ def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
 
 
 def _multiply_handler(inplace: bool) -> Callable:
-    def handle(region: Region, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
+    def handle(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
         if kwargs or not (
             region.is_activation(input) and region.is_activation(other) and (input.requires_grad or other.requires_grad)
         ):

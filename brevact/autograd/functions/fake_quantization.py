@@ -16,20 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import lossless, recording
 from brevact.autograd.functions.base import Saving, load, save
-from brevact.autograd.keeping import Kept, keep_as_it_is, keep_mask, noted, pack
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.keeping import keep_as_it_is, keep_mask, noted, pack
+from brevact.autograd.saved import Kept
 from brevact.autograd.settings import SaveMode
 from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import Layout, ResidualQuantizer
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +84,7 @@ class _FakeQuantization(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
+        region: EagerKeeper,
         integers: Integers,
         rectified: tuple[Tensor] | None,
         x: Tensor,
@@ -180,7 +179,7 @@ def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out
     return tensors, decoder
 
 
-def _residual(region: Region, integers: Integers, residual: Tensor, blocked: Tensor) -> Kept:
+def _residual(region: EagerKeeper, integers: Integers, residual: Tensor, blocked: Tensor) -> Kept:
     low, high = integers.residual
     quantizer = ResidualQuantizer(bit_width=region.settings.residual_bit_width, low=low, high=high)
     state = residual.clamp_(low, high).masked_fill_(blocked, quantizer.clipped)
@@ -250,7 +249,7 @@ class _SignQuantization(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, signs: Signs, x: Tensor, scale: Tensor, upper: Tensor, lower: Tensor
+        ctx: Any, region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor, upper: Tensor, lower: Tensor
     ) -> Tensor:
         q, passes = signs.of(x, scale)
         out = q * scale
@@ -314,7 +313,7 @@ class _WeightSignQuantization(Saving):
 
 
 def fake_quantize(
-    region: Region,
+    region: EagerKeeper,
     integers: Integers,
     x: Tensor,
     scale: Tensor,
@@ -356,7 +355,7 @@ def fake_quantize(
         return region.apply(_FakeQuantization, integers, (x,), before_relu, *given)
 
 
-def quantize_signs(region: Region, signs: Signs, x: Tensor, scale: Tensor, *, clipped: bool) -> Any:
+def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor, *, clipped: bool) -> Any:
     """Fake-quantize to -1 and 1, or -1, 0 and 1, times a scale.
 
     Args:
@@ -379,7 +378,7 @@ def quantize_signs(region: Region, signs: Signs, x: Tensor, scale: Tensor, *, cl
         return region.apply(_SignQuantization, signs, x, scale, bound, bound)
 
 
-def is_quantizable(region: Region, x: Any, given: tuple[Any, ...]) -> bool:
+def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
     """Return whether a Function quantizes a tensor: large enough, and by tensors that broadcast to its shape.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +12,14 @@ from torch import Tensor
 from brevact.autograd import recording
 from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.functions.recorded_again import compute_from_weight
+from brevact.autograd.keeper import EagerKeeper
 from brevact.private_names.of_torch import DisableTorchFunction
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 
 class _AbsolutePercentile(Saving):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, values: tuple[Tensor], x: Tensor, rank: int, dim: int, keepdim: bool
+        ctx: Any, region: EagerKeeper, values: tuple[Tensor], x: Tensor, rank: int, dim: int, keepdim: bool
     ) -> Tensor:
         found, index = torch.kthvalue(values[0].abs(), rank, dim=dim, keepdim=True)
         save(ctx, exact=(index, values[0].gather(dim, index).sgn()))
@@ -35,7 +33,7 @@ class _AbsolutePercentile(Saving):
         return None, None, zeros.scatter_(ctx.dim, index, grad.reshape(sign.shape) * sign), None, None, None
 
 
-def weight_statistics(region: Region, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+def weight_statistics(region: EagerKeeper, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     """Statistics of a weight; their gradient computes them again.
 
     Args:
@@ -51,7 +49,7 @@ def weight_statistics(region: Region, compute: Callable[[Tensor], Tensor], weigh
 
 
 def absolute_percentile(
-    region: Region, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
+    region: EagerKeeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
 ) -> Tensor:
     """Percentile of the magnitudes of an activation: the gradient goes to one element, whose place and sign are kept.
 

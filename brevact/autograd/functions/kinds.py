@@ -10,7 +10,7 @@ weights cuDNN copies into one flat tensor, which nobody could tell from an activ
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,10 @@ from torch.nn import functional as F
 
 from brevact.autograd.functions.base import is_activation
 from brevact.autograd.functions.harmless import HARMLESS, everywhere
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.provenance import is_parameter, tensors_in
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import is_any_autocast_enabled
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
-
 
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _NORMS = everywhere(
@@ -95,7 +92,7 @@ def _makes_view(index: Any) -> bool:
     return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))
 
 
-def is_exact(region: Region, func: Callable, args: tuple) -> bool:
+def is_exact(region: Keeper, func: Callable, args: tuple) -> bool:
     """Return whether what ``func`` saves must stay as it is."""
     if func in HARMLESS:
         return False
@@ -112,7 +109,7 @@ def is_exact(region: Region, func: Callable, args: tuple) -> bool:
     return is_of_torch(func)
 
 
-def _is_exact_operator(region: Region, func: Callable, args: tuple) -> bool:
+def _is_exact_operator(region: Keeper, func: Callable, args: tuple) -> bool:
     """The same for an operator of ``torch.ops``: torch's own is the function of its name, others are not torch's."""
     namespace, name = str(func).split(".")[:2]
     if namespace != "aten":
@@ -135,5 +132,5 @@ def _copies_weights(args: tuple) -> bool:
     return is_any_autocast_enabled() or len({storage_address(weight) for weight in weights}) > 1
 
 
-def _is_large_activation(region: Region, x: Any) -> bool:
+def _is_large_activation(region: Keeper, x: Any) -> bool:
     return is_activation(x) and x.numel() >= region.settings.min_numel and not region.is_weight(x)

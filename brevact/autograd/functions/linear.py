@@ -8,22 +8,20 @@ Source: thesis section 4.2.2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.convolution import to_autocast
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
+from brevact.autograd.keeper import Keeper
 
 
 class _Linear(Saving):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, linear: Callable, input: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, region: Keeper, linear: Callable, input: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         x, w, b = to_autocast(input, weight, bias)
         needs_input, needs_weight = ctx.needs_input_grad[2:4]
@@ -54,7 +52,7 @@ class _Linear(Saving):
         return None, None, grad_input, grad_weight, grad_bias
 
 
-def _linear(region: Region, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not (region.packs_layer_input(input) and region.is_activation(weight) and requires_grad(input, weight, bias)):
         return NotImplemented
     if weight.dim() != 2 or input.dim() == 0:

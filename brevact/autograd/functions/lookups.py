@@ -8,18 +8,16 @@ between other elements; dL/dgrid is linear in the input, which is packed: unbias
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import InputLike, OfSizes, Saving, blank, load, requires_grad, save
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
 from brevact.private_names.of_torch import nn_pad
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 aten = torch.ops.aten
 #: (zeros of the input's sizes, index, output gradient) -> input gradient.
@@ -31,7 +29,7 @@ class _Lookup(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor, Tensor], Tensor], scatter: Scatter, input: Tensor, at: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], scatter: Scatter, input: Tensor, at: Tensor
     ) -> Tensor:
         is_mask = at.dtype is torch.bool
         save(ctx, keep_mask(at) if is_mask else None, exact=(None if is_mask else at,))
@@ -45,11 +43,11 @@ class _Lookup(Saving):
         return None, None, None, ctx.scatter(grad.new_zeros(ctx.sizes), at, grad), None
 
 
-def _looks_up(region: Region, input: Any, at: Any) -> bool:
+def _looks_up(region: Keeper, input: Any, at: Any) -> bool:
     return region.packs_input(input) and input.requires_grad and isinstance(at, Tensor) and input.numel() > 0
 
 
-def _gather(region: Region, func: Callable, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
+def _gather(region: Keeper, func: Callable, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
     if kwargs.pop("sparse_grad", False) or kwargs or not _looks_up(region, input, index) or not isinstance(dim, int):
         return NotImplemented
     return region.apply(
@@ -61,7 +59,7 @@ def _gather(region: Region, func: Callable, input: Tensor, dim: int, index: Tens
     )
 
 
-def _take_along_dim(region: Region, func: Callable, input: Tensor, indices: Tensor, dim: int | None = None) -> Any:
+def _take_along_dim(region: Keeper, func: Callable, input: Tensor, indices: Tensor, dim: int | None = None) -> Any:
     if dim is None or not _looks_up(region, input, indices) or input.dim() != indices.dim():
         return NotImplemented
     if not -input.dim() <= dim < input.dim():
@@ -77,13 +75,13 @@ def _take_along_dim(region: Region, func: Callable, input: Tensor, indices: Tens
     return region.apply(_Lookup, lambda x, i: func(x, i, dim), scatter, input, indices)
 
 
-def _take(region: Region, func: Callable, input: Tensor, index: Tensor) -> Any:
+def _take(region: Keeper, func: Callable, input: Tensor, index: Tensor) -> Any:
     if not _looks_up(region, input, index):
         return NotImplemented
     return region.apply(_Lookup, func, lambda zeros, i, g: zeros.put_(i, g, accumulate=True), input, index)
 
 
-def _masked_select(region: Region, func: Callable, input: Tensor, mask: Tensor) -> Any:
+def _masked_select(region: Keeper, func: Callable, input: Tensor, mask: Tensor) -> Any:
     if not _looks_up(region, input, mask) or mask.shape != input.shape or mask.dtype is not torch.bool:
         return NotImplemented
     return region.apply(_Lookup, func, lambda zeros, m, g: zeros.masked_scatter_(m, g), input, mask)
@@ -96,7 +94,7 @@ _PAD_BACKWARD = {
 
 
 def _pad(
-    region: Region, func: Callable, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None
+    region: Keeper, func: Callable, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None
 ) -> Any:
     if mode not in _PAD_BACKWARD or not region.packs_input(input) or not input.requires_grad or input.numel() == 0:
         return NotImplemented  # the others store nothing
@@ -115,7 +113,7 @@ class _GridSample(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
+        region: Keeper,
         call: Callable[[Tensor, Tensor], Tensor],
         options: tuple[int, int, bool],
         input: Tensor,
@@ -142,7 +140,7 @@ class _GridSample(Saving):
 
 
 def _grid_sampler(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     grid: Tensor,
@@ -163,7 +161,7 @@ _BORDERS = {"zeros": 0, "border": 1, "reflection": 2}
 
 
 def _grid_sample(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     grid: Tensor,

@@ -12,16 +12,14 @@ It is linear in p, hence unbiased. The mean is that over the weights of the targ
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
+from brevact.autograd.keeper import Keeper
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 
@@ -39,7 +37,7 @@ class _CrossEntropy(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
+        region: Keeper,
         call: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         options: _Options,
         input: Tensor,
@@ -64,7 +62,7 @@ class _NegativeLogLikelihood(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
+        region: Keeper,
         call: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         options: _Options,
         input: Tensor,
@@ -137,7 +135,7 @@ def _handler(function: type[Saving]) -> Callable:
     """Make the handler of a loss with class targets."""
 
     def handle(
-        region: Region,
+        region: Keeper,
         func: Callable,
         input: Tensor,
         target: Tensor,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
+from brevact.autograd.keeper import Keeper
 
 _whole = F.multi_head_attention_forward
 
 
-def _multi_head_attention_forward(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
+def _multi_head_attention_forward(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     """Run torch's own code with the region's mode, which it would ask for the whole function again."""
     names = {**_whole.__globals__, "has_torch_function": lambda tensors: False}
     inside = FunctionType(_whole.__code__, names, _whole.__name__, _whole.__defaults__)

@@ -14,29 +14,27 @@ gradient passes straight through: out = weight * x^ + bias, rounded. Source: Gra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.norms import Frozen, Norm, along_channels, sum_of_channels
-from brevact.autograd.keeping import Kept
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput, normalized_early
+from brevact.autograd.saved import Kept
 from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
-
-def reacts(region: Region, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
+def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
     """Return whether a region has something to do for a norm with these arguments."""
     if has_mean and region.settings.quantizes_forward:
         return region.is_activation(input) and input.numel() > 0
     return region.packs_layer_input(input) and input.numel() > 0 and requires_grad(input, weight, bias)
 
 
-def apply(region: Region, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Run a norm that a region :func:`reacts` to."""
     rounds = norm.has_mean and region.settings.quantizes_forward
     if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
@@ -50,7 +48,7 @@ class _Norm(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
+        ctx: Any, region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         reads_x = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         x, w, b = _to_autocast(norm, input, weight, bias)
@@ -86,7 +84,7 @@ class _Frozen(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, norm: Frozen, input: Tensor, weight: Tensor | None, bias: Tensor | None
+        ctx: Any, region: Keeper, norm: Frozen, input: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
         x, w, b = _to_autocast(norm, input, weight, bias)
         kept = mark = None
@@ -128,7 +126,7 @@ def _frozen_backward(
 
 
 def _run_levels(
-    region: Region, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Kept]:
     """Output, and what keeps the normalized input; its invstd is NaN where the statistics are no finite numbers."""
     out, mean, invstd = norm.forward(x, weight, bias)
@@ -140,7 +138,7 @@ def _run_levels(
 
 
 def _run_frozen(
-    region: Region, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Kept, Tensor, Tensor]:
     """Output, what keeps N(x), variances, and a zero a channel: NaN where it holds a value that is not finite."""
     out, mean, var = norm.forward(x, weight, bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from torch.nn import functional as F
 from brevact.autograd.functions.base import requires_grad
 from brevact.autograd.functions.norm_functions import apply, reacts
 from brevact.autograd.functions.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from brevact.autograd.keeper import Keeper
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 
 def _fit(shape: tuple[int, ...], weight: Any, bias: Any = None) -> bool:
@@ -33,7 +31,7 @@ def _have_last_dims(input: Any, shape: Any) -> bool:
 
 
 def _torch_batch_norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     weight: Tensor | None,
@@ -56,14 +54,15 @@ def _torch_batch_norm(
         norm = Frozen(torch.batch_norm, *running, momentum, eps, cudnn_enabled)
         return apply(region, norm, input, weight, bias)
     norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
-    has_levels = region.settings.of_normalized is not None
-    if requires_grad(input, weight) and not has_levels and region.runs_torch(input, *running):
-        return region.run_torch_norm(norm, input, weight, bias)
+    is_torchs = requires_grad(input, weight) and region.settings.of_normalized is None
+    runner = region.torch_runner(input, *running) if is_torchs else None
+    if runner is not None:
+        return runner.run_torch_norm(norm, input, weight, bias)
     return apply(region, norm, input, weight, bias)
 
 
 def _batch_norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     running_mean: Tensor | None,
@@ -83,7 +82,7 @@ def _batch_norm(
 
 
 def _torch_instance_norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     weight: Tensor | None,
@@ -109,7 +108,7 @@ def _torch_instance_norm(
 
 
 def _instance_norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -129,7 +128,7 @@ def _instance_norm(
 
 
 def _layer_norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -146,7 +145,7 @@ def _layer_norm(
 
 
 def _torch_group_norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     num_groups: int,
@@ -163,7 +162,7 @@ def _torch_group_norm(
 
 
 def _group_norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     num_groups: int,
@@ -178,7 +177,7 @@ def _group_norm(
 
 
 def _rms_norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     normalized_shape: Sequence[int],

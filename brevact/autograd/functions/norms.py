@@ -164,7 +164,7 @@ class Frozen(Norm):
     cudnn_enabled: bool
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         return self.function.__name__
 
     def inverse(self, spread: Tensor) -> Tensor:
@@ -269,7 +269,9 @@ class RMSNorm(Norm):
     name = "rms_norm"
     has_mean = False
 
-    def forward(self, x: Tensor, weight: Tensor | None, bias: None) -> tuple[Tensor, None, Tensor]:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, weight: Tensor | None, bias: None
+    ) -> tuple[Tensor, None, Tensor]:
         if x.is_cuda and not self._is_fused(x, weight):  # ATen's own fused kernel is for one dtype and memory order
             square, eps = x.to(_accumulated(x.dtype)).square(), self.eps
             eps = torch.finfo(square.dtype).eps if eps is None else eps
@@ -278,7 +280,7 @@ class RMSNorm(Norm):
         out, invstd = fused_rms_norm(x, self.normalized_shape, weight, self.eps)
         return out, None, invstd
 
-    def backward(
+    def backward(  # type: ignore[override]
         self, grad: Tensor, x: Tensor, mean: None, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
         """dx = invstd * (g w - x^ mean(g w x^)), dw = sum of g x^, with x^ = x * invstd."""

@@ -7,7 +7,7 @@ backward kernels do. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arX
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,8 @@ from torch.nn import functional as F
 
 from brevact.autograd.functions.base import Saving, expanded_one, load, save
 from brevact.autograd.functions.torch_rules import clamp_passes_bounds
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
-
 
 aten = torch.ops.aten
 
@@ -35,7 +32,7 @@ class _Pieces(NamedTuple):
 
 class _PiecewiseLinear(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
         save(ctx, keep_mask(pieces.mask(input), pieces.outside / pieces.inside))
         ctx.inside = pieces.inside
         out = call(input)
@@ -120,7 +117,7 @@ def _nan_to_num(
 def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Callable:
     """Make the handler of a function whose parameters ``rule`` has, too."""
 
-    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             pieces = rule(*args, **kwargs)
         except TypeError:

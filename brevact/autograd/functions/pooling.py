@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from torch.nn import functional as F
 
 from brevact.autograd.following import follow_indices
 from brevact.autograd.functions.base import OfSizes, Saving, as_tuple, blank, load, save
+from brevact.autograd.keeper import Keeper
 from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
 from brevact.quantizers import pack_codes, unpack_codes
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 aten = torch.ops.aten
 
@@ -63,7 +61,7 @@ class _Windows(NamedTuple):
             place *= self.extent[dim]
         return code
 
-    def index(self, code: Tensor) -> Tensor:
+    def index(self, code: Tensor) -> Tensor:  # type: ignore[override]
         """Position in the window (.., *outputs) -> flat input index."""
         index, stride = torch.zeros_like(code), 1
         for dim in reversed(range(len(self.input))):
@@ -77,7 +75,7 @@ class _Windows(NamedTuple):
 class _MaxPool(Saving):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, pool: Callable, backward: Callable, windows: Callable, input: Tensor
+        ctx: Any, region: Keeper, pool: Callable, backward: Callable, windows: Callable, input: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, index = pool(input)
         geometry = windows(out)
@@ -109,7 +107,7 @@ def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
     }[rank]
 
     def handle(
-        region: Region,
+        region: Keeper,
         func: Callable,
         input: Tensor,
         kernel_size: int | Sequence[int],
@@ -169,7 +167,7 @@ def _adaptive_max_pool_handler(dims: int, returns_index: bool | None) -> Callabl
         3: (aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
     }[rank]
 
-    def handle(region: Region, func: Callable, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
+    def handle(region: Keeper, func: Callable, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
         if not _can_pool(region, input, dims):
             return NotImplemented
         size = _adaptive_size(output_size, input, dims)
@@ -191,7 +189,7 @@ def _avg_pool_handler(dims: int) -> Callable:
     pool_backward = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank]
 
     def handle(
-        region: Region,
+        region: Keeper,
         func: Callable,
         input: Tensor,
         kernel_size: int | Sequence[int],
@@ -239,7 +237,7 @@ def _adaptive_avg_pool_backward(dims: int) -> Callable:
 def _adaptive_avg_pool_handler(dims: int) -> Callable:
     backward = _adaptive_avg_pool_backward(dims)
 
-    def handle(region: Region, func: Callable, input: Tensor, output_size: Any) -> Any:
+    def handle(region: Keeper, func: Callable, input: Tensor, output_size: Any) -> Any:
         if not _can_pool(region, input, dims):
             return NotImplemented
         return region.apply(OfSizes, lambda x: func(x, output_size), backward, input)
@@ -248,7 +246,7 @@ def _adaptive_avg_pool_handler(dims: int) -> Callable:
 
 
 def _interpolate(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     size: Any = None,
@@ -269,7 +267,7 @@ def _interpolate(
     return region.apply(OfSizes, call, _adaptive_avg_pool_backward(dims), input)
 
 
-def _can_pool(region: Region, input: Any, dims: int) -> bool:
+def _can_pool(region: Keeper, input: Any, dims: int) -> bool:
     return (
         region.packs_layer_input(input)
         and input.requires_grad

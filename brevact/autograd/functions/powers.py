@@ -7,22 +7,20 @@ powers below 1 have a derivative without bound and stay exact.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.functions.rows import are_rows, keep_by_rows
+from brevact.autograd.keeper import Keeper
 from brevact.quantizers import is_traced
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 
 class _Power(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, power: Callable, input: Tensor, exponent: float) -> Tensor:
+    def forward(ctx: Any, region: Keeper, power: Callable, input: Tensor, exponent: float) -> Tensor:
         save(ctx, region.keep(power(input, exponent - 1) * exponent, share=False))
         return power(input, exponent)
 
@@ -34,7 +32,7 @@ class _Power(Saving):
 
 class _Square(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, square: Callable, input: Tensor, *exponent: float) -> Tensor:
+    def forward(ctx: Any, region: Keeper, square: Callable, input: Tensor, *exponent: float) -> Tensor:
         save(ctx, keep_by_rows(region, input, (-1,)))
         return square(input, *exponent)
 
@@ -44,7 +42,7 @@ class _Square(Saving):
         return None, None, kept.multiply(grad).mul_(2.0), *(None for _ in ctx.needs_input_grad[3:])
 
 
-def _square(region: Region, func: Callable, input: Any, *exponent: float) -> Any:
+def _square(region: Keeper, func: Callable, input: Any, *exponent: float) -> Any:
     """Keep what is squared by its rows: their mean may be a variance. Small tensors are torch's."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
@@ -53,7 +51,7 @@ def _square(region: Region, func: Callable, input: Any, *exponent: float) -> Any
     return region.apply(_Square, func, input, *exponent)
 
 
-def _pow(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
+def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 2 or isinstance(args[1], bool) or not isinstance(args[1], int | float):
         return NotImplemented
     input, exponent = args

@@ -11,23 +11,21 @@ one copy leaves a bias: with independent errors E[p^ * (g - sum(g p^))] - dL/dx 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.keeper import Keeper
 from brevact.private_names.of_torch import softmax_backward
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 
 class _Softmax(Saving):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
     ) -> Tensor:
         out = call(input)
         save(ctx, region.keep(out.detach()))
@@ -43,7 +41,7 @@ class _Softmax(Saving):
 
 class _LogSoftmax(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
         out = call(input)
         save(ctx, region.keep(out.exp(), share=False))
         ctx.dim, ctx.dtype = dim, input.dtype
@@ -59,7 +57,7 @@ class _LogSoftmax(Saving):
 def _handler(function: type[Saving], *options: Any) -> Callable:
     """Make the handler of a function with the parameters of ``torch.softmax``."""
 
-    def handle(region: Region, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
             return NotImplemented  # torch chooses the dimension, or explains what is wrong
         if input.numel() < max(1, region.settings.min_numel):

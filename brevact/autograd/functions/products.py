@@ -8,16 +8,14 @@ factor that it reads, also in products of a tensor with itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.operands import keep_operand, without_autocast_cache
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
+from brevact.autograd.keeper import Keeper
 
 
 class _Matmul(NamedTuple):
@@ -82,7 +80,7 @@ class _Product(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
+        region: Keeper,
         multiply: Callable[..., Tensor],
         rule: _Matmul | _Einsum,
         a: Tensor,
@@ -114,7 +112,7 @@ class _Product(Saving):
         return None, None, None, grad_a, grad_b, grad_added, None
 
 
-def _can_pack(region: Region, a: Any, b: Any, added: Any = None) -> bool:
+def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
     """Return whether a Function stores the factors: there is an activation among them, and a gradient."""
     if not (region.is_activation(a) and region.is_activation(b) and (added is None or region.is_activation(added))):
         return False
@@ -123,7 +121,7 @@ def _can_pack(region: Region, a: Any, b: Any, added: Any = None) -> bool:
     return a.device == b.device and not region.are_weights((a, b))
 
 
-def _multiply(region: Region, func: Callable, input: Tensor, *others: Any, **kwargs: Any) -> Any:
+def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **kwargs: Any) -> Any:
     """Handle products of two tensors; the second one has another name in each torch function."""
     if len(others) + len(kwargs) != 1 or not kwargs.keys() <= {"other", "mat2", "vec", "tensor"}:
         return NotImplemented
@@ -137,7 +135,7 @@ def _multiply(region: Region, func: Callable, input: Tensor, *others: Any, **kwa
     return region.apply(_Product, multiply, _Matmul(input.shape, other.shape), input, other, None, (1, 1))
 
 
-def _multiply_reversed(region: Region, func: Callable, input: Tensor, other: Any) -> Any:
+def _multiply_reversed(region: Keeper, func: Callable, input: Tensor, other: Any) -> Any:
     if not _can_pack(region, other, input):
         return NotImplemented
     rule = _Matmul(other.shape, input.shape)
@@ -145,7 +143,7 @@ def _multiply_reversed(region: Region, func: Callable, input: Tensor, other: Any
 
 
 def _multiply_add(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Any,
     first: Any = None,
@@ -166,7 +164,7 @@ def _multiply_add(
     return region.apply(_Product, multiply, rule, first, second, input, (alpha, beta))
 
 
-def _einsum(region: Region, func: Callable, equation: Any, *operands: Any) -> Any:
+def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> Any:
     """Handle equations of two operands; one of them alone keeps nothing, more are left to the hooks."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import lossless
 from brevact.autograd.functions.base import Saving, load, save
+from brevact.autograd.keeper import EagerKeeper
 from brevact.private_names.of_torch import DisableTorchFunction
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 
 @contextmanager
@@ -61,7 +59,7 @@ class _OfWeight(Saving):
 
 class _OfQuotient(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
         quotient = x / scale
         save(ctx, exact=(quotient, scale))
         ctx.compute = compute
@@ -79,7 +77,7 @@ class _OfQuotient(Saving):
         return None, None, through / scale if needs_x else None, of_scale
 
 
-def compute_from_weight(region: Region, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Compute something of a weight; its gradient computes it again.
 
     Args:
@@ -94,7 +92,7 @@ def compute_from_weight(region: Region, compute: Callable[..., Tensor], *tensors
         return region.apply_to_weight(_OfWeight, compute, *tensors)
 
 
-def compute_from_quotient(region: Region, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
     """Compute something of x / scale, which alone is kept, at full precision; its gradient computes it again.
 
     What reads the result keeps the quotient, too.

@@ -9,7 +9,7 @@ wrong there. The absolute value stores the sign in two bits: exact.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,16 @@ from torch.nn import functional as F
 from brevact.autograd.functions import piecewise_linear
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.convolution import to_autocast
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
 from brevact.private_names.of_torch import has_kernel_for_key
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 aten = torch.ops.aten
 
 
 class _PReLU(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, func: Callable, input: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Tensor:
         x, w = input, weight
         if has_kernel_for_key("aten::prelu", f"Autocast{input.device.type.upper()}"):
             x, w = to_autocast(input, weight)
@@ -51,7 +49,7 @@ class _PReLU(Saving):
         return None, None, grad_input, grad_weight
 
 
-def _prelu(region: Region, func: Callable, input: Tensor, weight: Tensor) -> Any:
+def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any:
     if not (region.packs_layer_input(input) and region.is_activation(weight) and requires_grad(input, weight)):
         return NotImplemented
     if weight.numel() > 1 and (input.dim() < 2 or input.shape[1] != weight.numel()):
@@ -61,7 +59,7 @@ def _prelu(region: Region, func: Callable, input: Tensor, weight: Tensor) -> Any
 
 class _RReLU(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, input: Tensor, lower: float, upper: float, inplace: bool) -> Tensor:
+    def forward(ctx: Any, region: Keeper, input: Tensor, lower: float, upper: float, inplace: bool) -> Tensor:
         slopes = torch.empty_like(input, memory_format=torch.contiguous_format)  # torch writes them in this order
         run = aten.rrelu_with_noise_ if inplace else aten.rrelu_with_noise
         out = run(input, slopes, lower, upper, True)
@@ -77,7 +75,7 @@ class _RReLU(Saving):
 
 
 def _rrelu(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     lower: float = 1 / 8,
@@ -96,7 +94,7 @@ def _rrelu(
 
 class _Absolute(Saving):
     @staticmethod
-    def forward(ctx: Any, region: Region, func: Callable, inplace: bool, input: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Keeper, func: Callable, inplace: bool, input: Tensor) -> Tensor:
         save(ctx, keep_mask(input > 0), keep_mask(input < 0))
         if inplace:
             ctx.mark_dirty(input)
@@ -110,7 +108,7 @@ class _Absolute(Saving):
 
 
 def _absolute(inplace: bool) -> Callable:
-    def handle(region: Region, func: Callable, input: Tensor) -> Any:
+    def handle(region: Keeper, func: Callable, input: Tensor) -> Any:
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
         return region.apply(_Absolute, func, inplace, input)

@@ -8,16 +8,14 @@ by their own root mean square before they are packed, which takes two more bytes
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from brevact.autograd.keeping import Kept
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
+from brevact.autograd.saved import Kept
 
 #: Elements of the shortest rows that a scale of their own is worth.
 SHORTEST_ROW = 64
@@ -43,7 +41,7 @@ class RowScale(NamedTuple):
         return spread.float()
 
 
-def keep_by_rows(region: Region, x: Tensor, dims: tuple[int, ...]) -> Kept:
+def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Kept:
     """Keep an activation whose rows may differ in scale.
 
     Args:

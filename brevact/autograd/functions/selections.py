@@ -9,17 +9,15 @@ elements are numbers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.functions.torch_rules import fmax_shares_ties
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 
 class _Extreme(Saving):
@@ -27,7 +25,7 @@ class _Extreme(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dims: list[int], finds_nan: bool, input: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dims: list[int], finds_nan: bool, input: Tensor
     ) -> Tensor:
         out = call(input)
         ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
@@ -54,7 +52,7 @@ class _Either(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor, Tensor], Tensor], rule: _Rule, a: Tensor, b: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], rule: _Rule, a: Tensor, b: Tensor
     ) -> Tensor:
         x, y = a.detach(), b.detach()
         is_first = rule.is_first(x, y)
@@ -90,7 +88,7 @@ class _Rule(NamedTuple):
     ignores_nan: bool = False
 
 
-def _extreme(region: Region, func: Callable, input: Tensor, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
+def _extreme(region: Keeper, func: Callable, input: Tensor, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
     if kwargs or not (region.packs_input(input) and input.requires_grad and 0 < input.dim() and input.numel() > 0):
         return NotImplemented
     dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
@@ -103,7 +101,7 @@ class _OfNumbers(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dims: list[int], divides: bool, input: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dims: list[int], divides: bool, input: Tensor
     ) -> Tensor:
         save(ctx, keep_mask(input.isnan().logical_not_()))
         ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
@@ -123,7 +121,7 @@ def _of_numbers(divides: bool) -> Callable:
     """Make the handler of ``nansum`` or ``nanmean``."""
 
     def handle(
-        region: Region, func: Callable, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
+        region: Keeper, func: Callable, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
     ) -> Any:
         if kwargs.pop("out", None) is not None or not (region.packs_input(input) and input.requires_grad):
             return NotImplemented
@@ -137,7 +135,7 @@ def _of_numbers(divides: bool) -> Callable:
 
 
 def _either(rule: _Rule) -> Callable:
-    def handle(region: Region, func: Callable, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
+    def handle(region: Keeper, func: Callable, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
         if kwargs or not (region.is_activation(input) and region.is_activation(other)):
             return NotImplemented
         if not requires_grad(input, other) or input.device != other.device or region.are_weights((input, other)):
@@ -151,7 +149,7 @@ def _whole_or_either(rule: _Rule) -> Callable:
     """Make the handler of ``max`` or ``min``: of a tensor, of two, or along one dimension."""
     of_two = _either(rule)
 
-    def handle(region: Region, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
             return of_two(region, func, input, args[0])
         if list(kwargs) == ["other"] and not args:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import Saving, expanded_one, load, save
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
+from brevact.autograd.keeper import Keeper
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]
@@ -30,7 +28,7 @@ _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804
 class _Smooth(Saving):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor], Tensor], derivative: Derivative, input: Tensor, inplace: bool
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], derivative: Derivative, input: Tensor, inplace: bool
     ) -> Tensor:
         save(ctx, region.keep(derivative(expanded_one(input), input), share=False))
         out = call(input)
@@ -132,7 +130,7 @@ class _GLU(Saving):
     """a sigmoid(b) of the halves (a, b): sigmoid(b) and a sigmoid'(b) are stored."""
 
     @staticmethod
-    def forward(ctx: Any, region: Region, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
         out = call(input)
         slopes = aten.glu_backward(expanded_one(out), input, dim).chunk(2, dim)
         save(ctx, *(region.keep(slope.contiguous(), share=False) for slope in slopes))
@@ -144,7 +142,7 @@ class _GLU(Saving):
         return None, None, None, torch.cat([kept.multiply(grad) for kept in load(ctx)], ctx.dim)
 
 
-def _glu(region: Region, func: Callable, input: Tensor, dim: int = -1) -> Any:
+def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     if not region.packs_input(input) or not input.requires_grad:
         return NotImplemented
     return region.apply(_GLU, lambda x: func(x, dim), dim, input)
@@ -153,7 +151,7 @@ def _glu(region: Region, func: Callable, input: Tensor, dim: int = -1) -> Any:
 def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool = False) -> Callable:
     """Make the handler of a function whose parameters ``rule`` has, too."""
 
-    def handle(region: Region, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
             derivative, inplace = rule(*args, **kwargs)
         except TypeError:

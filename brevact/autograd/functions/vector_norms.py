@@ -21,16 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.functions.base import Saving, load, requires_grad, save
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
+from brevact.autograd.keeper import Keeper
 
 #: Elements of the shortest vector whose norm is small beside it.
 LEAST_LENGTH = 16
@@ -70,7 +68,7 @@ class _Norm(Saving):
     @staticmethod
     def forward(
         ctx: Any,
-        region: Region,
+        region: Keeper,
         call: Callable[..., Tensor],
         group: _Group,
         eps: float,
@@ -97,7 +95,7 @@ class _Deviation(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor], Any], group: _Group, correction: float, input: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Any], group: _Group, correction: float, input: Tensor
     ) -> Any:
         result = call(input)
         std = (result[0] if isinstance(result, tuple) else result).reshape(group.sizes)
@@ -120,7 +118,7 @@ class _CosineSimilarity(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor, Tensor], Tensor], dim: int, eps: float, x: Tensor, y: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], dim: int, eps: float, x: Tensor, y: Tensor
     ) -> Tensor:
         out = call(x, y)
         norms = [torch.linalg.vector_norm(each, 2, dim, keepdim=True) for each in (x, y)]
@@ -149,7 +147,7 @@ class _CosineSimilarity(Saving):
 class _Normalize(Saving):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, call: Callable[[Tensor], Tensor], group: _Group, eps: float, input: Tensor
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], group: _Group, eps: float, input: Tensor
     ) -> Tensor:
         out = call(input)
         norm = torch.linalg.vector_norm(input, 2, group.dims, keepdim=True)
@@ -165,17 +163,17 @@ class _Normalize(Saving):
         return None, None, None, None, (grad - y * across) / norm.clamp_min(ctx.eps)
 
 
-def _packs(region: Region, x: Any) -> bool:
+def _packs(region: Keeper, x: Any) -> bool:
     return region.packs_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
 
 
-def _norm_of(region: Region, call: Callable[..., Tensor], input: Any, dim: Any) -> Any:
+def _norm_of(region: Keeper, call: Callable[..., Tensor], input: Any, dim: Any) -> Any:
     group = _group(input, dim) if _packs(region, input) else None
     return NotImplemented if group is None else region.apply(_Norm, call, group, 0.0, input, None)
 
 
 def _norm(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     p: Any = "fro",
@@ -190,13 +188,13 @@ def _norm(
 
 
 def _vector_norm(
-    region: Region, func: Callable, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False
+    region: Keeper, func: Callable, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False
 ) -> Any:
     return _norm_of(region, lambda x: func(x, ord, dim, keepdim), x, dim) if ord == 2 else NotImplemented
 
 
 def _linalg_norm(
-    region: Region, func: Callable, A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
+    region: Keeper, func: Callable, A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
 ) -> Any:
     of_vector = ord is None or (ord == "fro" and (dim is None or not isinstance(dim, int)))
     if not of_vector and not (ord == 2 and isinstance(dim, int)):
@@ -207,14 +205,14 @@ def _linalg_norm(
 
 
 def _matrix_norm(
-    region: Region, func: Callable, A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False
+    region: Keeper, func: Callable, A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False
 ) -> Any:
     if ord != "fro" or not isinstance(dim, tuple | list) or len(dim) != 2:
         return NotImplemented
     return _norm_of(region, lambda x: func(x, ord, dim, keepdim), A, tuple(dim))
 
 
-def _distance(region: Region, call: Callable, a: Any, b: Any, dim: int | None, eps: float) -> Any:
+def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, eps: float) -> Any:
     """Handle the 2-norm of a difference, which may be broadcast."""
     if not (region.is_activation(a) and region.is_activation(b) and requires_grad(a, b) and a.device == b.device):
         return NotImplemented
@@ -230,18 +228,18 @@ def _distance(region: Region, call: Callable, a: Any, b: Any, dim: int | None, e
 
 
 def _pairwise_distance(
-    region: Region, func: Callable, x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+    region: Keeper, func: Callable, x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
     if p != 2:
         return NotImplemented
     return _distance(region, lambda a, b: func(a, b, p, eps, keepdim), x1, x2, -1, eps)
 
 
-def _dist(region: Region, func: Callable, input: Tensor, other: Tensor, p: float = 2) -> Any:
+def _dist(region: Keeper, func: Callable, input: Tensor, other: Tensor, p: float = 2) -> Any:
     return _distance(region, lambda a, b: func(a, b, p), input, other, None, 0.0) if p == 2 else NotImplemented
 
 
-def _std(region: Region, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _std(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     known = {"dim", "unbiased", "correction", "keepdim"}
     if not _packs(region, input) or not kwargs.keys() <= known or len(args) > 3:
         return NotImplemented
@@ -261,7 +259,7 @@ def _std(region: Region, func: Callable, input: Tensor, *args: Any, **kwargs: An
     return region.apply(_Deviation, lambda x: func(x, *args, **kwargs), group, float(correction), input)
 
 
-def _cosine_similarity(region: Region, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
     if not (region.is_activation(x1) and region.is_activation(x2) and requires_grad(x1, x2) and x1.device == x2.device):
         return NotImplemented
     if x1.dtype != x2.dtype or region.are_weights((x1, x2)) or x1.dim() != x2.dim():
@@ -276,7 +274,7 @@ def _cosine_similarity(region: Region, func: Callable, x1: Tensor, x2: Tensor, d
 
 
 def _normalize(
-    region: Region,
+    region: Keeper,
     func: Callable,
     input: Tensor,
     p: float = 2.0,
