@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import recording
-from brevact.autograd.functions.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import AS_IT_IS, keep_as_it_is, keep_mask, keep_small
 from brevact.autograd.lossless import View
 from brevact.autograd.normalizing import NormInput
+from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.saved import Kept
 from brevact.autograd.storages import versions_of
 from brevact.autograd.transforms import NO_TRANSFORMS

@@ -1,7 +1,7 @@
 """The region: code whose torch ops store packed activations.
 
 While a region is active, a ``TorchFunctionMode`` hands each torch function that would save activations to its
-counterpart (``brevact.autograd.functions``): a Function, or torch's own op with saved-tensor hooks that keep its input
+counterpart (``brevact.autograd.ops``): a Function, or torch's own op with saved-tensor hooks that keep its input
 as a Function would. The hooks catch what is left, too: functions without a counterpart, scripted code, other people's
 ``autograd.Function``s.
 
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from brevact.autograd import lossless, recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, sizes_of
 from brevact.autograd.following import FOLLOWED, follow
-from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, NORMS, kinds, run_counterpart
-from brevact.autograd.functions.base import is_activation
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import keep_as_it_is, keep_packed, noted
 from brevact.autograd.normalizing import NormInput
+from brevact.autograd.ops import FORWARD_QUANTIZED, HANDLERS, NORMS, kinds, run_counterpart
+from brevact.autograd.ops.base import is_activation
 from brevact.autograd.provenance import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
 from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import SeedStream

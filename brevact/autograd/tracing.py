@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS
 from brevact.autograd.graph import FULL_PRECISION, NAMES, call_in_graph
+from brevact.autograd.ops import FORWARD_QUANTIZED, HANDLERS
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import lossless, recording
-from brevact.autograd.functions.base import is_plain
 from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.base import is_plain
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
     DisableAutocast,

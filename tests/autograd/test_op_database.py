@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map
 
 from brevact import StochBackward2bit
 from brevact.autograd import region
-from brevact.autograd.functions import HANDLERS, dropout, kinds, lookups, piecewise_linear, pooling, selections
-from brevact.autograd.functions.harmless import HARMLESS, OF_PLACES
+from brevact.autograd.ops import HANDLERS, dropout, kinds, lookups, piecewise_linear, pooling, selections
+from brevact.autograd.ops.harmless import HARMLESS, OF_PLACES
 from tests.autograd.database_laws import broken_laws, settings_of
 from tests.autograd.op_database import (
     KINDS,

@@ -13,7 +13,7 @@ from benchmarks.model_zoo import MODELS, Subject, build, loss_of
 from benchmarks.models import gradient, loss_at, quantized, relative_error
 from brevact import BackwardSettings, PackedActivation, StochBackward2bit, StochBackward8bit, UniformQuantizer
 from brevact.autograd import region
-from brevact.autograd.functions import kinds
+from brevact.autograd.ops import kinds
 
 IMAGE_MODELS = pytest.importorskip("benchmarks.image_models", reason="needs timm and torchvision").IMAGE_MODELS
 ALL = {**IMAGE_MODELS, **MODELS}

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.following import follow_indices
-from brevact.autograd.functions.base import OfSizes, Saving, as_tuple, blank, load, save
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import OfSizes, Saving, as_tuple, blank, load, save
 from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
 from brevact.quantizers import pack_codes, unpack_codes
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, expanded_one, load, save
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, expanded_one, load, save
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]

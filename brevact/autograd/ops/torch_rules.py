@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.recorded_again import undisturbed
+from brevact.autograd.ops.recorded_again import undisturbed
 from brevact.private_names.of_torch import disable_modes
 
 

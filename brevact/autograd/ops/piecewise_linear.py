@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, expanded_one, load, save
-from brevact.autograd.functions.torch_rules import clamp_passes_bounds
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
+from brevact.autograd.ops.base import Saving, expanded_one, load, save
+from brevact.autograd.ops.torch_rules import clamp_passes_bounds
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, load, requires_grad, save
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import lossless
-from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.base import Saving, load, save
 from brevact.private_names.of_torch import DisableTorchFunction
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import recording
-from brevact.autograd.functions.base import Saving, load, save
-from brevact.autograd.functions.recorded_again import compute_from_weight
 from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.recorded_again import compute_from_weight
 from brevact.private_names.of_torch import DisableTorchFunction
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from brevact.autograd.functions import (
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops import (
     attention,
     convolution,
     dropout,
@@ -32,7 +33,6 @@ from brevact.autograd.functions import (
     smooth,
     vector_norms,
 )
-from brevact.autograd.keeper import Keeper
 
 __all__ = ["FORWARD_QUANTIZED", "HANDLERS", "NORMS", "REARRANGED", "run_counterpart"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, as_tuple, load, requires_grad, save
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, as_tuple, load, requires_grad, save
 from brevact.private_names.of_torch import is_any_autocast_enabled
 
 _convolution_backward = torch.ops.aten.convolution_backward.default

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, load, requires_grad, save
-from brevact.autograd.functions.norms import Frozen, Norm, along_channels, sum_of_channels
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput, normalized_early
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.norms import Frozen, Norm, along_channels, sum_of_channels
 from brevact.autograd.saved import Kept
 from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 

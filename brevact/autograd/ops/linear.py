@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, load, requires_grad, save
-from brevact.autograd.functions.convolution import to_autocast
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.convolution import to_autocast
 
 
 class _Linear(Saving):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, save
 from brevact.private_names.of_torch import softmax_backward
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import requires_grad
-from brevact.autograd.functions.norm_functions import apply, reacts
-from brevact.autograd.functions.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import requires_grad
+from brevact.autograd.ops.norm_functions import apply, reacts
+from brevact.autograd.ops.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
 
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import lossless, recording
-from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import keep_as_it_is, keep_mask, noted, pack
+from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.saved import Kept
 from brevact.autograd.settings import SaveMode
 from brevact.private_names.of_torch import DisableTorchFunction

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, load, save
-from brevact.autograd.functions.rows import are_rows, keep_by_rows
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.rows import are_rows, keep_by_rows
 from brevact.quantizers import is_traced
 
 

@@ -1,6 +1,6 @@
 """Torch functions that the fallback must not treat alike, where they have no counterpart for their arguments.
 
-*Exact*: those outside the closed table of :mod:`~brevact.autograd.functions.harmless`, and some of its neighbours by
+*Exact*: those outside the closed table of :mod:`~brevact.autograd.ops.harmless`, and some of its neighbours by
 their arguments: a division by an activation (1/b^2), powers other than squares, and recurrent layers on a GPU whose
 weights cuDNN copies into one flat tensor, which nobody could tell from an activation.
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import is_activation
-from brevact.autograd.functions.harmless import HARMLESS, everywhere
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import is_activation
+from brevact.autograd.ops.harmless import HARMLESS, everywhere
 from brevact.autograd.provenance import is_parameter, tensors_in
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import is_any_autocast_enabled

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.functions.base import Saving, load, save
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
+from brevact.autograd.ops.base import Saving, load, save
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, load, requires_grad, save
-from brevact.autograd.functions.operands import keep_operand, without_autocast_cache
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 
 
 class _Matmul(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, load, requires_grad, save
-from brevact.autograd.functions.torch_rules import fmax_shares_ties
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.torch_rules import fmax_shares_ties
 
 
 class _Extreme(Saving):

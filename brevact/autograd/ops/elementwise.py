@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd.functions.base import Saving, load, save
-from brevact.autograd.functions.rows import dims_of_rows, keep_by_rows
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_as_it_is
+from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.rows import dims_of_rows, keep_by_rows
 from brevact.autograd.saved import Kept
 from brevact.autograd.storages import storage_address
 
