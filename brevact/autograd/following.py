@@ -18,20 +18,6 @@ from brevact.autograd import lossless, recording
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 
-#: They return elements of their arguments, each at least once, and zeros, ones or other constants that they are given.
-FOLLOWED: frozenset[Callable] = frozenset(
-    getattr(home, name)
-    for home, names in (
-        (torch, ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "clone", "flip", "roll")),
-        (torch, ("reshape", "flatten", "tile", "rot90", "repeat_interleave", "pixel_shuffle", "pixel_unshuffle")),
-        (torch, ("channel_shuffle",)),
-        (Tensor, ("clone", "contiguous", "reshape", "flatten", "repeat", "tile", "flip", "roll", "rot90")),
-        (Tensor, ("repeat_interleave",)),
-        (F, ("pad", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle")),
-    )
-    for name in names
-)
-
 
 class _Moved(NamedTuple):
     """Decoder of what an op returned that moved known tensors.
@@ -79,7 +65,7 @@ class _Source(NamedTuple):
 
 
 def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-    """Remember what gives the result of one of the ops :data:`FOLLOWED` back, if its arguments are known tensors.
+    """Remember what gives the result of one of ops that move elements back, if its arguments are known tensors.
 
     Args:
         func: the op.

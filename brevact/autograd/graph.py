@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_as_it_is, pack
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops import HANDLERS, NORMS, run_counterpart
+from brevact.autograd.ops import HANDLERS, NORMS, PRODUCTS, run_counterpart
 from brevact.autograd.ops.base import ACTIVATION_DTYPES, Saving, is_inplace
-from brevact.autograd.ops.kinds import PRODUCTS
 from brevact.autograd.provenance import comes_from_layer, tensors_in
 from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import draw_anew, rank_seed

@@ -23,12 +23,24 @@ from torch import Tensor, nn
 
 from brevact.autograd import lossless, recording, tracing
 from brevact.autograd.fallback import SavedTensorHooks, sizes_of
-from brevact.autograd.following import FOLLOWED, follow
+from brevact.autograd.following import follow
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import keep_as_it_is, keep_packed, noted
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops import FORWARD_QUANTIZED, HANDLERS, NORMS, kinds, run_counterpart
+from brevact.autograd.ops import (
+    HANDLERS,
+    LAYERS,
+    LOOKUPS,
+    METADATA,
+    MOVES,
+    NORMS,
+    ROUNDS_FORWARD,
+    UNVERSIONED,
+    run_counterpart,
+)
 from brevact.autograd.ops.base import is_activation
+from brevact.autograd.ops.metadata import stores_nothing
+from brevact.autograd.ops.rounding import ALGORITHMS, must_not_round
 from brevact.autograd.provenance import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
 from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import SeedStream
@@ -42,14 +54,6 @@ from brevact.private_names.of_torch import (
     pop_hooks,
     push_hooks,
     top_hooks,
-)
-
-#: What integers beside a tensor are indices for.
-_LOOKUPS = frozenset(
-    getattr(home, name)
-    for home in (torch, Tensor)
-    for name in ("__getitem__", "index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "scatter")
-    if hasattr(home, name)
 )
 
 
@@ -174,8 +178,8 @@ class Region(EagerKeeper):
         """Return whether a function makes a weight of weights."""
         if func is torch.eye:  # parametrizations add it; it is of no batch
             return True
-        is_layer = (func in kinds.LAYERS and func not in NORMS) or (args and is_known_activation(args[0]))
-        return not is_layer and self.are_weights((args, kwargs), looks_up=func in _LOOKUPS)
+        is_layer = (func in LAYERS and func not in NORMS) or (args and is_known_activation(args[0]))
+        return not is_layer and self.are_weights((args, kwargs), looks_up=func in LOOKUPS)
 
     def note(self, result: Any, weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
@@ -304,10 +308,10 @@ class _EagerMode(tracing.RegionMode):
             return tracing.traced_call(self, func, types, args, kwargs)
         if frame_callback() is not None:  # between the graphs of a compiled model
             return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
-        if type(func) is MethodWrapperType or func in kinds.ASIDE:
-            if func in kinds.UNCOUNTED and args and is_activation(args[0]):
+        if type(func) is MethodWrapperType or func in METADATA:
+            if func in UNVERSIONED and args and is_activation(args[0]):
                 lossless.forget(args[0])
-            if kinds.stores_nothing(func, args):
+            if stores_nothing(func, args):
                 return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
@@ -322,7 +326,7 @@ class _EagerMode(tracing.RegionMode):
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
-            if region.rounds_norms and func in FORWARD_QUANTIZED and not region.makes_weight(func, args, kwargs):
+            if region.rounds_norms and func in ROUNDS_FORWARD and not region.makes_weight(func, args, kwargs):
                 check_rounding()
                 result = _call_norm_aside(region, func, args, kwargs)
             else:
@@ -330,7 +334,7 @@ class _EagerMode(tracing.RegionMode):
             region.note(result, region.makes_weight(func, args, kwargs))
             return result
         if is_transformed():
-            if region.rounds_norms and func in FORWARD_QUANTIZED:
+            if region.rounds_norms and func in ROUNDS_FORWARD:
                 check_rounding()
             with region.hooks.suspended:
                 return func(*args, **kwargs)
@@ -341,11 +345,11 @@ class _EagerMode(tracing.RegionMode):
                 return func(*args, **kwargs)
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
-                if func in FOLLOWED:
+                if func in MOVES:
                     follow(func, args, kwargs, result)
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
-        if makes_weight or (not region.settings.is_exact and (is_inside or kinds.is_exact(region, func, args))):
+        if makes_weight or (not region.settings.is_exact and (is_inside or must_not_round(region, func, args))):
             if recording.recorders:
                 recording.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
             if makes_weight:
@@ -360,14 +364,14 @@ class _EagerMode(tracing.RegionMode):
             finally:
                 region.hooks.cast_shapes = frozenset()
         region.note(result, makes_weight)
-        if func in FOLLOWED:
+        if func in MOVES:
             follow(func, args, kwargs, result)
         return result
 
 
 def _is_in_algorithm(caller: FrameType | None) -> bool:
     """Whether a frame runs one of the functions that torch composes of matrix products and decompositions."""
-    return caller is not None and caller.f_globals.get("__name__") in kinds.ALGORITHMS
+    return caller is not None and caller.f_globals.get("__name__") in ALGORITHMS
 
 
 def _call_norm_aside(region: Region, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.graph import FULL_PRECISION, NAMES, call_in_graph
-from brevact.autograd.ops import FORWARD_QUANTIZED, HANDLERS
+from brevact.autograd.ops import HANDLERS, ROUNDS_FORWARD
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
@@ -124,7 +124,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
     if name is None:
         return func(*args, **kwargs)
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # rounded norms alone have something to do
-        if func not in FORWARD_QUANTIZED or not _quantizes_forward(mode.spelled):
+        if func not in ROUNDS_FORWARD or not _quantizes_forward(mode.spelled):
             return func(*args, **kwargs)
     if mode.spelled is None:
         raise TypeError(

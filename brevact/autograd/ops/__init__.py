@@ -1,10 +1,7 @@
-"""Counterparts of torch functions that store packed activations: one file an op family.
+"""What regions know of torch functions: one file an op family, whose ``OPS`` are its rows (:class:`~.op.Op`).
 
-``HANDLERS`` maps a torch function to its counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns
-``NotImplemented`` to let torch run (nothing to store, or an argument that torch should explain). ``FORWARD_QUANTIZED``
-are those that some quantizers change in the forward pass, too. ``REARRANGED`` are those whose gradient, with nothing
-rounded, is torch's but for the last bits, or whose counterpart rounds by itself: where a policy is exact, torch runs
-them.
+All tables follow from the rows, here. ``HANDLERS`` maps a torch function to its counterpart, which stores packed
+activations.
 """
 
 from __future__ import annotations
@@ -18,9 +15,12 @@ from brevact.autograd.ops import (
     convolution,
     dropout,
     elementwise,
+    harmless,
     linear,
     lookups,
     losses,
+    metadata,
+    moves,
     multi_head,
     normalization,
     piecewise_linear,
@@ -29,55 +29,69 @@ from brevact.autograd.ops import (
     probabilities,
     products,
     rectifiers,
+    recurrent,
     selections,
     smooth,
     vector_norms,
 )
+from brevact.autograd.ops.op import Op
 
-__all__ = ["FORWARD_QUANTIZED", "HANDLERS", "NORMS", "REARRANGED", "run_counterpart"]
-
-FORWARD_QUANTIZED = normalization.FORWARD_QUANTIZED
-#: A norm of a weight (weight standardization) makes a weight of it.
-NORMS = frozenset(normalization.HANDLERS)
-
-HANDLERS: dict[Callable, Callable] = {
-    **convolution.HANDLERS,
-    **linear.HANDLERS,
-    **normalization.HANDLERS,
-    **piecewise_linear.HANDLERS,
-    **dropout.HANDLERS,
-    **rectifiers.HANDLERS,
-    **smooth.HANDLERS,
-    **pooling.HANDLERS,
-    **elementwise.HANDLERS,
-    **products.HANDLERS,
-    **attention.HANDLERS,
-    **multi_head.HANDLERS,
-    **powers.HANDLERS,
-    **probabilities.HANDLERS,
-    **lookups.HANDLERS,
-    **selections.HANDLERS,
-    **losses.HANDLERS,
-    **vector_norms.HANDLERS,
-}
-
-REARRANGED: frozenset[Callable] = frozenset().union(
-    *(
-        module.HANDLERS
-        for module in (
-            *(normalization, smooth, products, attention, multi_head, powers, probabilities, losses, vector_norms),
-        )
-    )
+#: All rows, in the order of README's table of what is stored.
+OPS: tuple[Op, ...] = (
+    *convolution.OPS,
+    *linear.OPS,
+    *normalization.OPS,
+    *smooth.OPS,
+    *powers.OPS,
+    *piecewise_linear.OPS,
+    *rectifiers.OPS,
+    *dropout.OPS,
+    *selections.OPS,
+    *pooling.OPS,
+    *products.OPS,
+    *attention.OPS,
+    *multi_head.OPS,
+    *probabilities.OPS,
+    *losses.OPS,
+    *vector_norms.OPS,
+    *recurrent.OPS,
+    *lookups.OPS,
+    *moves.OPS,
+    *elementwise.OPS,
+    *harmless.OPS,
+    *metadata.OPS,
 )
+
+
+def _functions(holds: Callable[[Op], bool]) -> frozenset[Callable]:
+    """Return the functions of the rows for which something holds."""
+    return frozenset(func for op in OPS if holds(op) for func in op.functions)
+
+
+HANDLERS: dict[Callable, Callable] = {func: op.handler for op in OPS if op.handler for func in op.functions}
+MUST_NOT_ROUND: dict[Callable, Callable[[Keeper, tuple], bool]] = {
+    func: op.must_not_round for op in OPS if op.must_not_round for func in op.functions
+}
+#: What torch's own op saves of them may be packed.
+MAY_ROUND = _functions(lambda op: op.saves is not None)
+LAYERS = _functions(lambda op: op.is_layer)
+LOOKUPS = _functions(lambda op: op.looks_up)
+METADATA = _functions(lambda op: op.is_metadata)
+MOVES = _functions(lambda op: op.moves)
+NORMS = _functions(lambda op: op.is_norm)
+PRODUCTS = _functions(lambda op: op.is_product)
+ROUNDS_FORWARD = _functions(lambda op: op.rounds_forward)
+UNVERSIONED = _functions(lambda op: op.is_unversioned)
+_NOT_BIT_EXACT = _functions(lambda op: not op.is_bit_exact)
 
 
 def run_counterpart(handler: Callable, region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
 
-    Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is exact and torch's own gradient
-    has other last bits.
+    Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is lossless and torch's own
+    gradient has other last bits.
     """
-    if region.settings.is_exact and func in REARRANGED:
+    if region.settings.is_exact and func in _NOT_BIT_EXACT:
         return NotImplemented
     try:
         return handler(region, func, *args, **kwargs)

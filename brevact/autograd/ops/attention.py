@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
+from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.ops.recorded_again import undisturbed
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -210,4 +211,17 @@ def _can_replay(x: Tensor, backend: int) -> bool:
     return x.device.type == "cpu" or (x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing())
 
 
-HANDLERS: dict[Callable, Callable] = {F.scaled_dot_product_attention: _scaled_dot_product_attention}
+STORED = Stored(
+    "attention (`scaled_dot_product_attention`, `MultiheadAttention`)",
+    "query and key at 8 bits, value packed; the backward pass attends again",
+    "bias below 2 % of its norm",
+)
+OPS = (
+    Op(
+        (F.scaled_dot_product_attention,),
+        _scaled_dot_product_attention,
+        STORED,
+        is_bit_exact=False,
+        is_layer=True,
+    ),
+)

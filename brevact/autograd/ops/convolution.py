@@ -19,6 +19,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, as_tuple, load, requires_grad, save
+from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -171,11 +172,17 @@ def _transposed_handler(dims: int) -> Callable:
     return handle
 
 
-HANDLERS = {
-    torch.conv1d: _convolution_handler(1),
-    torch.conv2d: _convolution_handler(2),
-    torch.conv3d: _convolution_handler(3),
-    torch.conv_transpose1d: _transposed_handler(1),
-    torch.conv_transpose2d: _transposed_handler(2),
-    torch.conv_transpose3d: _transposed_handler(3),
-}
+STORED = Stored(
+    "convolution, transposed convolution", "the input, packed; the weight as it is", "input exact, weight unbiased"
+)
+OPS = (
+    *(
+        Op(everywhere(f"conv{dims}d"), _convolution_handler(dims), STORED, saves=Saves.FACTORS, is_layer=True)
+        for dims in (1, 2, 3)
+    ),
+    *(
+        Op(everywhere(f"conv_transpose{dims}d"), _transposed_handler(dims), STORED, saves=Saves.FACTORS, is_layer=True)
+        for dims in (1, 2, 3)
+    ),
+    Op(everywhere("conv_tbc", "convolution"), saves=Saves.FACTORS),
+)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
 
@@ -144,22 +145,28 @@ _KINDS = {
     "alpha_dropout": _Noise(False, True),
     "feature_alpha_dropout": _Noise(True, True),
 }
-HANDLERS = {
-    F.dropout: _dropout,
-    F.dropout1d: _of_maps(3, unbatched=2),
-    F.dropout2d: _of_maps(4),
-    F.dropout3d: _of_maps(5, unbatched=4),
-    F.alpha_dropout: _alpha(of_channels=False),
-    F.feature_alpha_dropout: _alpha(of_channels=True),
-    **dict.fromkeys(
+_STORED = Stored("dropout of every kind", MASKS, EXACT)
+OPS = (
+    Op((F.dropout,), _dropout, _STORED),
+    Op((F.dropout1d,), _of_maps(3, unbatched=2), _STORED),
+    Op((F.dropout2d,), _of_maps(4), _STORED),
+    Op((F.dropout3d,), _of_maps(5, unbatched=4), _STORED),
+    Op((F.alpha_dropout,), _alpha(of_channels=False), _STORED),
+    Op((F.feature_alpha_dropout,), _alpha(of_channels=True), _STORED),
+    Op(
         (torch.dropout, torch.dropout_),
         _in_torch(lambda region, input, p, train, inplace: _dropout(region, torch.dropout, input, p, train, inplace)),
+        _STORED,
     ),
-    **{
-        getattr(torch, name + suffix): _in_torch(
-            lambda region, input, p, train, inplace, kind=kind: _compose(region, input, p, train, kind, inplace)
+    *(
+        Op(
+            (getattr(torch, name), getattr(torch, f"{name}_")),
+            _in_torch(
+                lambda region, input, p, train, inplace, kind=kind: _compose(region, input, p, train, kind, inplace)
+            ),
+            _STORED,
         )
         for name, kind in _KINDS.items()
-        for suffix in ("", "_")
-    },
-}
+    ),
+    Op(everywhere("dropout", "native_dropout"), saves=Saves.FACTORS),
+)

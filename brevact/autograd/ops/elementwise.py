@@ -7,6 +7,7 @@ stored factor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_as_it_is
-from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.base import Saving, is_activation, load, save
+from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.rows import dims_of_rows, keep_by_rows
 from brevact.autograd.saved import Kept
 from brevact.autograd.storages import storage_address
@@ -83,10 +85,28 @@ def _multiply_handler(inplace: bool) -> Callable:
     return handle
 
 
-HANDLERS = {
-    **dict.fromkeys(
+def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
+    """Whether the denominator of a division, at this place of its arguments, is an activation: 1/b^2 is no noise."""
+    x = args[place] if place < len(args) else None
+    return is_activation(x) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
+
+
+_STORED = Stored("products of activations", "each factor once, packed; a weight as it is", UNBIASED)
+_DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)
+_INVERSIONS = (Tensor.__rtruediv__, Tensor.__rdiv__)  # one function
+_DIVISIONS = (*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__)
+OPS = (
+    Op(
         (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
         _multiply_handler(False),
+        _STORED,
     ),
-    **dict.fromkeys((Tensor.mul_, Tensor.multiply_, Tensor.__imul__), _multiply_handler(True)),
-}
+    Op((Tensor.mul_, Tensor.multiply_, Tensor.__imul__), _multiply_handler(True), _STORED),
+    Op(everywhere("mul", "multiply", "addcmul", "lerp", "ldexp"), saves=Saves.FACTORS),
+    Op(
+        tuple(func for func in _DIVISIONS if func not in _INVERSIONS),
+        stored=_DIVISION,
+        must_not_round=functools.partial(_divides_by_activation, 1),
+    ),
+    Op(_INVERSIONS, stored=_DIVISION, must_not_round=functools.partial(_divides_by_activation, 0)),
+)

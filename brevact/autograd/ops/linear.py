@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
-from brevact.autograd.ops.convolution import to_autocast
+from brevact.autograd.ops.convolution import STORED, to_autocast
+from brevact.autograd.ops.op import Op, Saves, everywhere
 
 
 class _Linear(Saving):
@@ -60,4 +60,7 @@ def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias:
     return region.apply(_Linear, func, input, weight, bias)
 
 
-HANDLERS = {torch.nn.functional.linear: _linear}
+OPS = (
+    Op(everywhere("linear"), _linear, STORED._replace(op="linear"), saves=Saves.FACTORS, is_layer=True),
+    Op(everywhere("bilinear"), saves=Saves.FACTORS, is_layer=True),
+)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import InputLike, OfSizes, Saving, blank, load, requires_grad, save
+from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import nn_pad
 
 aten = torch.ops.aten
@@ -179,12 +180,31 @@ def _grid_sample(
     return _grid_sampler(region, call, input, grid, *options)
 
 
-HANDLERS = {
-    **dict.fromkeys((torch.gather, Tensor.gather), _gather),
-    **dict.fromkeys((torch.take_along_dim, Tensor.take_along_dim), _take_along_dim),
-    **dict.fromkeys((torch.take, Tensor.take), _take),
-    **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
-    **dict.fromkeys((F.pad, nn_pad), _pad),  # the second one is what Dynamo sees of the first
-    F.grid_sample: _grid_sample,
-    **dict.fromkeys((torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d), _grid_sampler),
-}
+_STORED = Stored("embedding, gather and other lookups", "the indices", EXACT)
+_GRID = Stored("sampling on a grid", "the grid; the input, packed, where the grid trains", UNBIASED)
+_GRID_SAMPLERS = (torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
+_INDEXED = ("index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "scatter")
+OPS = (
+    Op((torch.gather, Tensor.gather), _gather, _STORED),
+    Op((torch.take_along_dim, Tensor.take_along_dim), _take_along_dim, _STORED),
+    Op((torch.take, Tensor.take), _take, _STORED),
+    Op((torch.masked_select, Tensor.masked_select), _masked_select, Stored("masked_select", MASKS, EXACT)),
+    Op((F.pad, nn_pad), _pad, Stored("padding", NOTHING, EXACT)),  # the second one is what Dynamo sees of the first
+    Op((F.grid_sample,), _grid_sample, _GRID),
+    Op(_GRID_SAMPLERS, _grid_sampler, _GRID),
+    Op(
+        (Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))),
+        looks_up=True,
+    ),
+    Op(everywhere("embedding"), stored=_STORED, saves=Saves.PLACES, is_layer=True),
+    Op(everywhere("embedding_bag"), saves=Saves.FACTORS, is_layer=True),
+    Op((F.pad,), moves=True),
+    Op(
+        everywhere(
+            *("pad", "constant_pad_nd", "gather", "take", "take_along_dim", "index_select", "index_add", "index_copy"),
+            *("index_fill", "index_put", "put", "scatter", "scatter_add", "masked_fill", "masked_scatter"),
+            *("masked_select", "getitem", "setitem"),
+        ),
+        saves=Saves.PLACES,
+    ),
+)

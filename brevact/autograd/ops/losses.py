@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 
@@ -165,4 +166,17 @@ def _handler(function: type[Saving]) -> Callable:
     return handle
 
 
-HANDLERS = {F.cross_entropy: _handler(_CrossEntropy), F.nll_loss: _handler(_NegativeLogLikelihood)}
+OPS = (
+    Op(
+        (F.cross_entropy,),
+        _handler(_CrossEntropy),
+        Stored("cross-entropy", "the probabilities, packed; the targets as they are", UNBIASED),
+        is_bit_exact=False,
+    ),
+    Op(
+        (F.nll_loss,),
+        _handler(_NegativeLogLikelihood),
+        Stored("negative log-likelihood", "the targets as they are", EXACT),
+        is_bit_exact=False,
+    ),
+)

@@ -9,6 +9,8 @@ from typing import Any
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.attention import STORED
+from brevact.autograd.ops.op import Op
 
 _whole = F.multi_head_attention_forward
 
@@ -21,4 +23,12 @@ def _multi_head_attention_forward(region: Keeper, func: Callable, *args: Any, **
         return inside(*args, **kwargs)
 
 
-HANDLERS: dict[Callable, Callable] = {F.multi_head_attention_forward: _multi_head_attention_forward}
+OPS = (
+    Op(
+        (F.multi_head_attention_forward,),
+        _multi_head_attention_forward,
+        STORED,
+        is_bit_exact=False,
+        is_layer=True,
+    ),
+)

@@ -13,6 +13,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import requires_grad
 from brevact.autograd.ops.norm_functions import apply, reacts
 from brevact.autograd.ops.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from brevact.autograd.ops.op import Op, Stored, everywhere
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
 
 
@@ -191,6 +192,11 @@ def _rms_norm(
     return apply(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
 
 
+_STORED = Stored(
+    "batch, layer, group, instance and RMS norm",
+    "the normalized input, packed: one scale for rows and channels of any; the inverse deviations as they are",
+    "bias Var/N of one packed copy, negligible for maps",
+)
 _WITH_MEAN: dict[Callable, Callable] = {
     F.batch_norm: _batch_norm,
     torch.batch_norm: _torch_batch_norm,
@@ -201,6 +207,11 @@ _WITH_MEAN: dict[Callable, Callable] = {
     F.group_norm: _group_norm,
     torch.group_norm: _torch_group_norm,
 }
-HANDLERS = {**_WITH_MEAN, F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm}
-#: Norms whose affine step may read rounded values, without gradients and in eval mode too (``quantize_forward``).
-FORWARD_QUANTIZED = frozenset(_WITH_MEAN)
+OPS = (
+    *(
+        Op((func,), handler, _STORED, is_bit_exact=False, is_layer=True, is_norm=True, rounds_forward=True)
+        for func, handler in _WITH_MEAN.items()
+    ),
+    Op((F.rms_norm, torch.rms_norm), _rms_norm, _STORED, is_bit_exact=False, is_layer=True, is_norm=True),
+    Op(everywhere("native_layer_norm", "local_response_norm"), is_layer=True),
+)

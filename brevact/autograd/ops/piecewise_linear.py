@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, expanded_one, load, save
+from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored
 from brevact.autograd.ops.torch_rules import clamp_passes_bounds
 
 aten = torch.ops.aten
@@ -158,7 +159,8 @@ _INPLACE_RULES = {
     _clamp_min: (torch.clamp_min_, Tensor.clamp_min_),
     _clamp_max: (torch.clamp_max_, Tensor.clamp_max_),
 }
-HANDLERS = {
-    **{func: _handler(rule) for rule, funcs in _RULES.items() for func in funcs},
-    **{func: _handler(rule, always_inplace=True) for rule, funcs in _INPLACE_RULES.items() for func in funcs},
-}
+_STORED = Stored("ReLU, ReLU6, LeakyReLU, Hardtanh, Hardshrink, clamp", MASKS, EXACT)
+OPS = (
+    *(Op(funcs, _handler(rule), _STORED) for rule, funcs in _RULES.items()),
+    *(Op(funcs, _handler(rule, always_inplace=True), _STORED) for rule, funcs in _INPLACE_RULES.items()),
+)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from brevact.autograd.following import follow_indices
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import OfSizes, Saving, as_tuple, blank, load, save
+from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
 from brevact.quantizers import pack_codes, unpack_codes
 
@@ -276,44 +277,37 @@ def _can_pool(region: Keeper, input: Any, dims: int) -> bool:
     )
 
 
-def _handlers(make: Callable, functions: dict[Callable, tuple]) -> dict[Callable, Callable]:
-    return {func: make(*arguments) for func, arguments in functions.items()}
-
-
-HANDLERS = {
-    **_handlers(
-        _max_pool_handler,
-        {
-            F.max_pool1d: (1, None),
-            F.max_pool2d: (2, None),
-            F.max_pool3d: (3, None),
-            torch.max_pool1d: (1, False),
-            torch.max_pool2d: (2, False),
-            torch.max_pool3d: (3, False),
-            F.max_pool1d_with_indices: (1, True),
-            F.max_pool2d_with_indices: (2, True),
-            F.max_pool3d_with_indices: (3, True),
-        },
+_MAXIMUM = Stored("max-pooling, adaptive too", "position in the window, ceil(log2(window)) bits", EXACT)
+_AVERAGE = Stored("average pooling", NOTHING, EXACT)
+OPS = (
+    Op((F.max_pool1d,), _max_pool_handler(1, None), _MAXIMUM),
+    Op((F.max_pool2d,), _max_pool_handler(2, None), _MAXIMUM),
+    Op((F.max_pool3d,), _max_pool_handler(3, None), _MAXIMUM),
+    Op((torch.max_pool1d,), _max_pool_handler(1, False), _MAXIMUM),
+    Op((torch.max_pool2d,), _max_pool_handler(2, False), _MAXIMUM),
+    Op((torch.max_pool3d,), _max_pool_handler(3, False), _MAXIMUM),
+    Op((F.max_pool1d_with_indices,), _max_pool_handler(1, True), _MAXIMUM),
+    Op((F.max_pool2d_with_indices,), _max_pool_handler(2, True), _MAXIMUM),
+    Op((F.max_pool3d_with_indices,), _max_pool_handler(3, True), _MAXIMUM),
+    Op((F.adaptive_max_pool1d,), _adaptive_max_pool_handler(1, None), _MAXIMUM),
+    Op((F.adaptive_max_pool2d,), _adaptive_max_pool_handler(2, None), _MAXIMUM),
+    Op((F.adaptive_max_pool3d,), _adaptive_max_pool_handler(3, None), _MAXIMUM),
+    Op((F.adaptive_max_pool1d_with_indices,), _adaptive_max_pool_handler(1, True), _MAXIMUM),
+    Op((F.adaptive_max_pool2d_with_indices,), _adaptive_max_pool_handler(2, True), _MAXIMUM),
+    Op((F.adaptive_max_pool3d_with_indices,), _adaptive_max_pool_handler(3, True), _MAXIMUM),
+    Op((F.avg_pool1d,), _avg_pool_handler(1), _AVERAGE),
+    Op((F.avg_pool2d,), _avg_pool_handler(2), _AVERAGE),
+    Op((F.avg_pool3d,), _avg_pool_handler(3), _AVERAGE),
+    Op((F.adaptive_avg_pool1d,), _adaptive_avg_pool_handler(1), _AVERAGE),
+    Op((F.adaptive_avg_pool2d,), _adaptive_avg_pool_handler(2), _AVERAGE),
+    Op((F.adaptive_avg_pool3d,), _adaptive_avg_pool_handler(3), _AVERAGE),
+    Op((F.interpolate,), _interpolate, Stored("interpolation", NOTHING, EXACT)),
+    Op(
+        everywhere(
+            *(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg", "max", "adaptive_max") for dims in (1, 2, 3)),
+            *("fractional_max_pool2d", "fractional_max_pool3d", "max_unpool1d", "max_unpool2d", "max_unpool3d"),
+            *("interpolate", "upsample"),
+        ),
+        saves=Saves.PLACES,
     ),
-    **_handlers(
-        _adaptive_max_pool_handler,
-        {
-            F.adaptive_max_pool1d: (1, None),
-            F.adaptive_max_pool2d: (2, None),
-            F.adaptive_max_pool3d: (3, None),
-            F.adaptive_max_pool1d_with_indices: (1, True),
-            F.adaptive_max_pool2d_with_indices: (2, True),
-            F.adaptive_max_pool3d_with_indices: (3, True),
-        },
-    ),
-    **_handlers(_avg_pool_handler, {F.avg_pool1d: (1,), F.avg_pool2d: (2,), F.avg_pool3d: (3,)}),
-    **_handlers(
-        _adaptive_avg_pool_handler,
-        {
-            F.adaptive_avg_pool1d: (1,),
-            F.adaptive_avg_pool2d: (2,),
-            F.adaptive_avg_pool3d: (3,),
-        },
-    ),
-    F.interpolate: _interpolate,
-}
+)

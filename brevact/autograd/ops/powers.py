@@ -14,6 +14,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.rows import are_rows, keep_by_rows
 from brevact.quantizers import is_traced
 
@@ -62,7 +63,28 @@ def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
     return region.apply(_Power, torch.pow, input, exponent)
 
 
-HANDLERS = {
-    **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _pow),
-    **dict.fromkeys((torch.square, Tensor.square), _square),
-}
+def _is_steep(region: Keeper, args: tuple) -> bool:
+    """Whether a power is steeper or singular in what it saves: x^2 saves a factor of its gradient, 2x."""
+    return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
+
+
+OPS = (
+    Op(
+        (torch.pow, Tensor.pow, Tensor.__pow__),
+        _pow,
+        Stored("x^p with p > 2", "the derivative, packed", UNBIASED),
+        is_bit_exact=False,
+    ),
+    Op(
+        (torch.square, Tensor.square),
+        _square,
+        Stored(
+            "RMS norm written out (`x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`)",
+            "the input, packed by rows of one scale, once",
+            "bias Var/N of one packed copy",
+        ),
+        is_bit_exact=False,
+    ),
+    Op(everywhere("square"), saves=Saves.FACTORS),
+    Op((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__), must_not_round=_is_steep),
+)

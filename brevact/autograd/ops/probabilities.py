@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import softmax_backward
 
 
@@ -67,10 +68,21 @@ def _handler(function: type[Saving], *options: Any) -> Callable:
     return handle
 
 
-HANDLERS = {
-    **dict.fromkeys((torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax), _handler(_Softmax, False)),
-    **dict.fromkeys(
-        (torch.log_softmax, F.log_softmax, torch.special.log_softmax, Tensor.log_softmax), _handler(_LogSoftmax)
+_STORED = Stored("softmax", "the output, packed, shared with what reads it", "bias Var of one packed copy")
+_OF_LOGARITHMS = Stored("log-softmax", "the probabilities, packed", UNBIASED)
+OPS = (
+    Op(
+        (torch.softmax, F.softmax, torch.special.softmax, Tensor.softmax),
+        _handler(_Softmax, False),
+        _STORED,
+        is_bit_exact=False,
     ),
-    F.softmin: _handler(_Softmax, True),
-}
+    Op(
+        (torch.log_softmax, F.log_softmax, torch.special.log_softmax, Tensor.log_softmax),
+        _handler(_LogSoftmax),
+        _OF_LOGARITHMS,
+        is_bit_exact=False,
+    ),
+    Op((F.softmin,), _handler(_Softmax, True), _STORED, is_bit_exact=False),
+    Op(everywhere("softmax", "softmin", "gumbel_softmax"), saves=Saves.BOUNDED),
+)

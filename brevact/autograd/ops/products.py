@@ -15,6 +15,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 
 
@@ -197,11 +198,30 @@ def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
 
 _TWO = ("matmul", "mm", "bmm", "mv", "dot")
 _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
-HANDLERS: dict[Callable, Callable] = {
-    **{getattr(home, name): _multiply for home in (torch, Tensor) for name in _TWO},
-    torch.linalg.matmul: _multiply,
-    Tensor.__matmul__: _multiply,
-    Tensor.__rmatmul__: _multiply_reversed,
-    **{getattr(home, name): _multiply_add for home in (torch, Tensor) for name in _ADDED},
-    torch.einsum: _einsum,
-}
+_STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
+OPS = (
+    Op(
+        (
+            *(getattr(home, name) for home in (torch, Tensor) for name in _TWO),
+            torch.linalg.matmul,
+            Tensor.__matmul__,
+        ),
+        _multiply,
+        _STORED,
+        is_bit_exact=False,
+    ),
+    Op((Tensor.__rmatmul__,), _multiply_reversed, _STORED, is_bit_exact=False),
+    Op(
+        tuple(getattr(home, name) for home in (torch, Tensor) for name in _ADDED),
+        _multiply_add,
+        _STORED,
+        is_bit_exact=False,
+    ),
+    Op((torch.einsum,), _einsum, _STORED, saves=Saves.FACTORS, is_bit_exact=False, is_product=True),
+    Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS, is_product=True),
+    Op(
+        everywhere("vdot", "inner", "outer", "ger", "addr", "kron", "cross", "vecdot", "tensordot", "chain_matmul"),
+        saves=Saves.FACTORS,
+    ),
+    Op(everywhere("multi_dot"), saves=Saves.FACTORS),
+)

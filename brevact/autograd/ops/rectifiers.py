@@ -20,6 +20,7 @@ from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops import piecewise_linear
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.convolution import to_autocast
+from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored
 from brevact.private_names.of_torch import has_kernel_for_key
 
 aten = torch.ops.aten
@@ -116,9 +117,14 @@ def _absolute(inplace: bool) -> Callable:
     return handle
 
 
-HANDLERS = {
-    **dict.fromkeys((torch.prelu, Tensor.prelu), _prelu),
-    **dict.fromkeys((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu),
-    **dict.fromkeys((torch.abs, torch.absolute, Tensor.abs, Tensor.absolute, Tensor.__abs__), _absolute(False)),
-    **dict.fromkeys((torch.abs_, Tensor.abs_, Tensor.absolute_), _absolute(True)),
-}
+_ABSOLUTE = Stored("abs", MASKS, EXACT)
+OPS = (
+    Op(
+        (torch.prelu, Tensor.prelu),
+        _prelu,
+        Stored("PReLU", "a mask; what lies below zero, packed, where the weight trains", UNBIASED),
+    ),
+    Op((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu, Stored("randomized ReLU", "the slopes, packed", UNBIASED)),
+    Op((torch.abs, torch.absolute, Tensor.abs, Tensor.absolute, Tensor.__abs__), _absolute(False), _ABSOLUTE),
+    Op((torch.abs_, Tensor.abs_, Tensor.absolute_), _absolute(True), _ABSOLUTE),
+)

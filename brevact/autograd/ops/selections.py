@@ -17,6 +17,7 @@ from torch import Tensor
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.torch_rules import fmax_shares_ties
 
 
@@ -163,14 +164,17 @@ def _whole_or_either(rule: _Rule) -> Callable:
 
 _NANSUM, _NANMEAN = _of_numbers(False), _of_numbers(True)
 _MAXIMUM, _MINIMUM = _Rule(torch.ge), _Rule(torch.le)
-HANDLERS = {
-    **dict.fromkeys((torch.amax, torch.amin, Tensor.amax, Tensor.amin), _extreme),
-    **dict.fromkeys((torch.nansum, Tensor.nansum), _NANSUM),
-    **dict.fromkeys((torch.nanmean, Tensor.nanmean), _NANMEAN),
-    **dict.fromkeys((torch.max, Tensor.max), _whole_or_either(_MAXIMUM)),
-    **dict.fromkeys((torch.min, Tensor.min), _whole_or_either(_MINIMUM)),
-    **dict.fromkeys((torch.maximum, Tensor.maximum), _either(_MAXIMUM)),
-    **dict.fromkeys((torch.minimum, Tensor.minimum), _either(_MINIMUM)),
-    **dict.fromkeys((torch.fmax, Tensor.fmax), _either(_Rule(torch.ge, ignores_nan=True))),
-    **dict.fromkeys((torch.fmin, Tensor.fmin), _either(_Rule(torch.le, ignores_nan=True))),
-}
+_STORED = Stored("max, min, nansum, nanmean", MASKS, EXACT)
+OPS = (
+    Op((torch.amax, torch.amin, Tensor.amax, Tensor.amin), _extreme, _STORED),
+    Op((torch.nansum, Tensor.nansum), _NANSUM, _STORED),
+    Op((torch.nanmean, Tensor.nanmean), _NANMEAN, _STORED),
+    Op((torch.max, Tensor.max), _whole_or_either(_MAXIMUM), _STORED),
+    Op((torch.min, Tensor.min), _whole_or_either(_MINIMUM), _STORED),
+    Op((torch.maximum, Tensor.maximum), _either(_MAXIMUM), _STORED),
+    Op((torch.minimum, Tensor.minimum), _either(_MINIMUM), _STORED),
+    Op((torch.fmax, Tensor.fmax), _either(_Rule(torch.ge, ignores_nan=True)), _STORED),
+    Op((torch.fmin, Tensor.fmin), _either(_Rule(torch.le, ignores_nan=True)), _STORED),
+    Op(everywhere("where"), stored=Stored("where", MASKS, EXACT), saves=Saves.PLACES),
+    Op(everywhere("sort", "msort", "topk", "kthvalue", "mode", "cummax", "cummin"), saves=Saves.PLACES),
+)

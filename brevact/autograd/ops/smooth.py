@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, expanded_one, load, save
+from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]
@@ -196,8 +197,17 @@ _INPLACE_RULES = {
     _celu: (F.celu_,),
     _selu: (F.selu_,),
 }
-HANDLERS = {
-    **{func: _handler(rule) for rule, funcs in _RULES.items() for func in funcs},
-    **{func: _handler(rule, always_inplace=True) for rule, funcs in _INPLACE_RULES.items() for func in funcs},
-    F.glu: _glu,
-}
+_STORED = Stored(
+    "SiLU, GELU, Hardswish, Sigmoid, Tanh, Mish, ELU, GLU, Softplus, sin, sinh, erf and the like",
+    "the derivative, packed",
+    UNBIASED,
+)
+OPS = (
+    *(Op(funcs, _handler(rule), _STORED, is_bit_exact=False) for rule, funcs in _RULES.items()),
+    *(
+        Op(funcs, _handler(rule, always_inplace=True), _STORED, is_bit_exact=False)
+        for rule, funcs in _INPLACE_RULES.items()
+    ),
+    Op((F.glu,), _glu, _STORED, is_bit_exact=False),
+    Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
+)

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.op import UNBIASED, Op, Stored
 
 #: Elements of the shortest vector whose norm is small beside it.
 LEAST_LENGTH = 16
@@ -288,14 +289,29 @@ def _normalize(
     return region.apply(_Normalize, lambda x: func(x, p, dim, eps), group, eps, input)
 
 
-HANDLERS: dict[Callable, Callable] = {
-    **dict.fromkeys((torch.norm, Tensor.norm), _norm),
-    torch.linalg.vector_norm: _vector_norm,
-    torch.linalg.norm: _linalg_norm,
-    torch.linalg.matrix_norm: _matrix_norm,
-    **dict.fromkeys((torch.pairwise_distance, F.pairwise_distance), _pairwise_distance),
-    **dict.fromkeys((torch.dist, Tensor.dist), _dist),
-    **dict.fromkeys((torch.std, Tensor.std, torch.std_mean), _std),
-    **dict.fromkeys((torch.cosine_similarity, F.cosine_similarity), _cosine_similarity),
-    F.normalize: _normalize,
-}
+_STORED = Stored(
+    "2-norms, standard deviation, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
+    "the normalized input, packed; the norms as they are",
+    UNBIASED,
+)
+_NORMALIZED = Stored(
+    "`F.normalize`",
+    "the output, packed, shared with what reads it; the norms as they are",
+    "bias Var of one packed copy",
+)
+OPS = (
+    *(
+        Op(funcs, handler, _STORED, is_bit_exact=False)
+        for funcs, handler in (
+            ((torch.norm, Tensor.norm), _norm),
+            ((torch.linalg.vector_norm,), _vector_norm),
+            ((torch.linalg.norm,), _linalg_norm),
+            ((torch.linalg.matrix_norm,), _matrix_norm),
+            ((torch.pairwise_distance, F.pairwise_distance), _pairwise_distance),
+            ((torch.dist, Tensor.dist), _dist),
+            ((torch.std, Tensor.std, torch.std_mean), _std),
+            ((torch.cosine_similarity, F.cosine_similarity), _cosine_similarity),
+        )
+    ),
+    Op((F.normalize,), _normalize, _NORMALIZED, is_bit_exact=False),
+)
