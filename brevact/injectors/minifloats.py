@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from brevact.autograd import recording
 from brevact.autograd.ops.fake_quantization import fake_quantize, is_quantizable
-from brevact.autograd.ops.recorded_again import compute_from_quotient, compute_from_weight
+from brevact.autograd.ops.recompute import compute_from_quotient, compute_from_weight
 from brevact.autograd.regions import packing_region
 from brevact.private_names.of_brevitas import (
     CeilSte,

@@ -28,7 +28,7 @@ from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
-from brevact.autograd.ops.recorded_again import undisturbed
+from brevact.autograd.ops.recompute import outside_regions
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
@@ -86,7 +86,7 @@ class _Attention(Saving):
             x if x is None or x.dtype is torch.bool else x.detach().to(ctx.dtype).requires_grad_(need)
             for x, need in zip((query, key, value, mask), ctx.needs, strict=True)
         ]
-        with undisturbed(grad.device), _replaying(state, grad.device):
+        with outside_regions(grad.device), _replaying(state, grad.device):
             out = _attend_again(leaves, ctx.options, ctx.backend, passed)
             wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad))

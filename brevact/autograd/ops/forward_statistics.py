@@ -12,7 +12,7 @@ from torch import Tensor
 from brevact.autograd import recording
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Saving, load, save
-from brevact.autograd.ops.recorded_again import compute_from_weight
+from brevact.autograd.ops.recompute import compute_from_weight
 from brevact.private_names.of_torch import DisableTorchFunction
 
 

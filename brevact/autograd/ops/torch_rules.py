@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from brevact.autograd.ops.recorded_again import undisturbed
+from brevact.autograd.ops.recompute import outside_regions
 from brevact.private_names.of_torch import disable_modes
 
 
@@ -26,6 +26,6 @@ def fmax_shares_ties() -> bool:
 
 def _gradient(function: Callable[..., Tensor], *values: float) -> float:
     """The gradient of the first one of some numbers."""
-    with disable_modes(), torch.inference_mode(False), undisturbed(torch.device("cpu")):
+    with disable_modes(), torch.inference_mode(False), outside_regions(torch.device("cpu")):
         numbers = [torch.tensor(value, device="cpu", dtype=torch.float32).requires_grad_() for value in values]
         return float(torch.autograd.grad(function(*numbers), numbers[0])[0])

@@ -16,7 +16,7 @@ from brevact.private_names.of_torch import DisableTorchFunction
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def outside_regions(device: torch.device) -> Iterator[None]:
     """Record a graph as if no region, no hooks and no autocast were active where the backward pass runs.
 
     Args:
@@ -35,7 +35,7 @@ def _gradients(
     compute: Callable[..., Tensor], tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor
 ) -> list[Tensor | None]:
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
-    with undisturbed(grad.device):
+    with outside_regions(grad.device):
         found = iter(torch.autograd.grad(compute(*leaves), [x for x in leaves if x.requires_grad], grad))
     return [next(found) if needed else None for needed in needs]
 
