@@ -25,10 +25,10 @@ from brevact.autograd.keeping import keep_as_it_is, pack
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops import HANDLERS, NORMS, PRODUCTS, run_counterpart
 from brevact.autograd.ops.base import ACTIVATION_DTYPES, Saving, is_inplace
-from brevact.autograd.provenance import comes_from_layer, tensors_in
 from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.weights import comes_from_layer, tensors_in
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     COMPILING,

@@ -41,11 +41,11 @@ from brevact.autograd.ops import (
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.metadata import stores_nothing
 from brevact.autograd.ops.rounding import ALGORITHMS, must_not_round
-from brevact.autograd.provenance import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
 from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
+from brevact.autograd.weights import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     REGIONS,

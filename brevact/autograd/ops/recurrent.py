@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.provenance import is_parameter, tensors_in
 from brevact.autograd.storages import storage_address
+from brevact.autograd.weights import is_parameter, tensors_in
 from brevact.private_names.of_torch import is_any_autocast_enabled
 
 
