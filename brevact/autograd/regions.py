@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd import lossless, recording, tracing
-from brevact.autograd.fallback import SavedTensorHooks, sizes_of
 from brevact.autograd.following import follow
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import keep_as_it_is, keep_packed, noted
@@ -42,6 +41,7 @@ from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.metadata import stores_nothing
 from brevact.autograd.ops.rounding import ALGORITHMS, must_not_round
 from brevact.autograd.saved import Kept
+from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, sizes_of
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
