@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import lossless, recording
+from brevact.autograd import known_values, recording
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import Kept
 from brevact.autograd.seeds import SeedStream
@@ -185,7 +185,7 @@ def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool) -> Kept |
     """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
     if x.numel() < settings.min_numel:
         return keep_small(x)
-    known = lossless.find(x) if share and lossless.known else None
+    known = known_values.find(x) if share and known_values.entries else None
     if known is not None:
         return noted(known)
     return keep_as_it_is(x, recording.EXACT_POLICY) if settings.is_exact else None

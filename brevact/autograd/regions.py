@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import lossless, recording, tracing
-from brevact.autograd.following import follow
+from brevact.autograd import known_values, recording, tracing
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import keep_as_it_is, keep_packed, noted
+from brevact.autograd.known_through_moves import follow
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops import (
     HANDLERS,
@@ -292,7 +292,7 @@ class Region(EagerKeeper):
 
     def keep_weight(self, x: Tensor) -> Kept:
         """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
-        known = lossless.find(x) if lossless.known else None
+        known = known_values.find(x) if known_values.entries else None
         return keep_as_it_is(x, recording.WEIGHT) if known is None else noted(known)
 
 
@@ -310,7 +310,7 @@ class _EagerMode(tracing.RegionMode):
             return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         if type(func) is MethodWrapperType or func in METADATA:
             if func in UNVERSIONED and args and is_activation(args[0]):
-                lossless.forget(args[0])
+                known_values.forget(args[0])
             if stores_nothing(func, args):
                 return func(*args, **kwargs)
         for kind in types:

@@ -20,7 +20,7 @@ from torch import Tensor
 from brevact.autograd import recording
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import AS_IT_IS, keep_as_it_is, keep_mask, keep_small
-from brevact.autograd.lossless import View
+from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.saved import Kept

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact.autograd import lossless, recording
+from brevact.autograd import known_values, recording
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import is_plain
 from brevact.autograd.storages import storage_address
@@ -161,7 +161,7 @@ def remember(
         return
     recipe = _Writer(region, saved).write(func, args, kwargs, result)
     if recipe is not None:
-        lossless.register(result, *recipe)
+        known_values.register(result, *recipe)
 
 
 def _is_pure(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -209,7 +209,7 @@ class _Writer:
 
     def _source(self, x: Tensor) -> _Step | _Kept | None:
         """Return what stands for an argument."""
-        known = lossless.find(x)
+        known = known_values.find(x)
         if known is not None:
             return self._known(*known)
         if not is_plain(x) or x.is_inference():
@@ -221,7 +221,7 @@ class _Writer:
         return self._keep(x.detach())
 
     def _known(self, tensors: tuple[Tensor, ...], decoder: Any) -> _Step:
-        if isinstance(decoder, lossless.View):
+        if isinstance(decoder, known_values.View):
             inner = self._known(tensors, decoder.decoder)
             return _step_of(torch.as_strided, inner, decoder.shape, decoder.stride, decoder.offset)
         if isinstance(decoder, Recipe):

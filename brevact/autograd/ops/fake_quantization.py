@@ -3,7 +3,7 @@
 y = clip(round(x / s + z)), out = (y - z) s, with straight-through rounding. With the output gradient g, and m = 1 where
 nothing was clipped: dL/dx = g m (in stock order: g s m / s), dL/ds = sum of g (y - z) - g s m (x / s) / s, and
 x / s = y + r - z with the rounding residual r in [-1/2, 1/2]. Stored are the codes of y, exactly, which every op that
-reads ``out`` shares (``brevact.autograd.lossless``); and, where the scale is learned, m and r together, r rounded
+reads ``out`` shares (``brevact.autograd.known_values``); and, where the scale is learned, m and r together, r rounded
 stochastically on fixed levels, so that dL/ds is unbiased; otherwise m in one bit. The gradients of x and z are exact.
 
 A weight is there anyway: what its fake quantization needs is computed again from it.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import lossless, recording
+from brevact.autograd import known_values, recording
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import keep_as_it_is, keep_mask, noted, pack
 from brevact.autograd.ops.base import Saving, load, save
@@ -171,11 +171,11 @@ def _gradients(
 
 
 def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out: Tensor) -> Kept:
-    decoder = lossless.IntegerCodes(
+    decoder = known_values.IntegerCodes(
         Layout.of(q), integers.bit_width, integers.lowest, 1, out.nbytes, integers.is_narrow
     )
     tensors = decoder.encode(q, zero_point, scale)
-    lossless.register(out, tensors, decoder)
+    known_values.register(out, tensors, decoder)
     return tensors, decoder
 
 
@@ -207,7 +207,7 @@ class _WeightFakeQuantization(Saving):
         save(ctx, exact=given)
         ctx.integers = integers
         tensors = tuple(each.detach() for each in given)
-        lossless.register(out, tensors, lossless.Recomputed(integers.quantized, out.nbytes))
+        known_values.register(out, tensors, known_values.Recomputed(integers.quantized, out.nbytes))
         return out
 
     @staticmethod
@@ -254,11 +254,11 @@ class _SignQuantization(Saving):
         q, passes = signs.of(x, scale)
         out = q * scale
         needs_scale = ctx.needs_input_grad[3]
-        decoder = lossless.IntegerCodes(
+        decoder = known_values.IntegerCodes(
             Layout.of(q), signs.bit_width, -1, signs.step, out.nbytes, has_spare=signs.has_zero
         )
         tensors = decoder.encode(q, torch.zeros((), dtype=q.dtype, device=q.device), scale)
-        lossless.register(out, tensors, decoder)
+        known_values.register(out, tensors, decoder)
         codes = noted((tensors, decoder)) if needs_scale or signs.has_zero else None
         save(ctx, codes, None if passes is None else keep_mask(passes), exact=(scale,))
         ctx.has_zero, ctx.dtype = signs.has_zero, q.dtype
@@ -302,7 +302,7 @@ class _WeightSignQuantization(Saving):
         out = signs.quantized(x, scale)
         save(ctx, exact=(x, scale))
         ctx.signs = signs
-        lossless.register(out, (x.detach(), scale.detach()), lossless.Recomputed(signs.quantized, out.nbytes))
+        known_values.register(out, (x.detach(), scale.detach()), known_values.Recomputed(signs.quantized, out.nbytes))
         return out
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Ops that move elements: what they return of tensors that are known by fewer bits is known, too (``following``)."""
+"""Ops that move elements: of tensors that are known by fewer bits, their results are (``known_through_moves``)."""
 
 from __future__ import annotations
 

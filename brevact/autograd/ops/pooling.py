@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.following import follow_indices
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.known_through_moves import follow_indices
 from brevact.autograd.ops.base import OfSizes, Saving, as_tuple, blank, load, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import lossless
+from brevact.autograd import known_values
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.private_names.of_torch import DisableTorchFunction
@@ -49,7 +49,7 @@ class _OfWeight(Saving):
         ctx.compute = compute
         out = compute(*tensors)
         if out.shape == tensors[0].shape:  # statistics are small: kept as they are
-            lossless.register(out, tuple(x.detach() for x in tensors), lossless.Recomputed(compute, out.nbytes))
+            known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
         return out
 
     @staticmethod
@@ -64,7 +64,7 @@ class _OfQuotient(Saving):
         save(ctx, exact=(quotient, scale))
         ctx.compute = compute
         out = compute(quotient, scale)
-        lossless.register(out, (quotient, scale.detach()), lossless.Recomputed(compute, out.nbytes))
+        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
         return out
 
     @staticmethod

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import lossless, recording
+from brevact.autograd import known_values, recording
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 
@@ -73,14 +73,14 @@ def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> 
         kwargs: its keyword arguments.
         result: what it returned; a view of an argument is known already.
     """
-    if not lossless.known or type(result) is not Tensor or lossless.find(result) is not None:
+    if not known_values.entries or type(result) is not Tensor or known_values.find(result) is not None:
         return
     leaves, spec = tree_flatten((args, kwargs))
     kept: list[Tensor] = []
     sources: list[tuple[int, Any]] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            known = lossless.find(leaf)
+            known = known_values.find(leaf)
             if known is None:
                 return
             kept += known[0]
@@ -88,7 +88,7 @@ def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> 
             sources.append((len(kept), known[1]))
     if sources:
         moved = _Moved(func, tuple(leaves), spec, tuple(sources), result.nbytes)
-        lossless.register(result, tuple(kept), moved)
+        known_values.register(result, tuple(kept), moved)
 
 
 def follow_indices(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
@@ -100,7 +100,7 @@ def follow_indices(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None
         out: (..., *outputs) elements at these indices.
         rank: number of spatial dimensions.
     """
-    known = lossless.find(input)
+    known = known_values.find(input)
     found = None if known is None else _codes_of(*known)
     if known is None or found is None or len(known[0]) > 3:  # a mask of NaN, which is not picked from
         return
@@ -112,15 +112,15 @@ def follow_indices(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None
     picked.copy_(codes.flatten(-rank).gather(-1, index.flatten(-rank)).view(out.shape))
     layout = Layout.of_sizes(out.shape, out.stride(), integers.layout.dtype)
     tensors = pack_codes(layout.flatten(picked), integers.bit_width), zero_point, scale
-    lossless.register(out, tensors, integers._replace(layout=layout, nbytes=out.nbytes))
+    known_values.register(out, tensors, integers._replace(layout=layout, nbytes=out.nbytes))
 
 
-def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, lossless.IntegerCodes] | None:
+def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, known_values.IntegerCodes] | None:
     """Return the codes of a known tensor in its shape, and the decoder of what it was made of, if that are codes."""
-    if isinstance(decoder, lossless.IntegerCodes):
+    if isinstance(decoder, known_values.IntegerCodes):
         flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
         return decoder.layout.restore(flat), decoder
-    if isinstance(decoder, lossless.View):
+    if isinstance(decoder, known_values.View):
         found = _codes_of(tensors, decoder.decoder)
         return found and (found[0].as_strided(decoder.shape, decoder.stride, decoder.offset), found[1])
     if isinstance(decoder, _Moved) and len(decoder.sources) == 1 and decoder.func is not F.pad:

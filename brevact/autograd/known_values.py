@@ -145,7 +145,7 @@ class _Entry(NamedTuple):
 
 _entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
 #: What it holds, without the count that asking for its length takes: while this is empty, no tensor is known.
-known = _entries.data
+entries = _entries.data
 
 
 def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
@@ -164,7 +164,7 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
 
 def forget(x: Tensor) -> None:
     """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
-    if known and storage_address(x):
+    if entries and storage_address(x):
         _entries.pop(x.untyped_storage(), None)
 
 
@@ -173,7 +173,7 @@ def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
 
     Not if a scale or a weight that it was computed from has changed since.
     """
-    if not known or x.is_inference() or not storage_address(x):
+    if not entries or x.is_inference() or not storage_address(x):
         return None
     entry = _entries.get(x.untyped_storage())
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
