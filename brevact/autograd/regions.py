@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd import known_values, recording, tracing
+from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, running
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.keeping import keep_as_it_is, keep_packed, noted
 from brevact.autograd.known_through_moves import follow
@@ -62,8 +63,6 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
-        # Running forwards that entered a region: module, region, and the frame that called the pre-hook.
-        self.calls: list[tuple[nn.Module, Region, FrameType]] = []
         self.disabled = 0
 
 
@@ -85,22 +84,6 @@ def packing_region() -> Region | None:
     if not region.packs or top_hooks(True) != region.hooks.pair or not is_alive(sys._getframe(1)):
         return None
     return region
-
-
-def is_alive(frame: FrameType | None) -> bool:
-    """Return whether the last forward that entered a region still runs below ``frame``.
-
-    PyTorch calls no hooks when a KeyboardInterrupt ends a forward. Nothing is packed in what it leaves behind, until
-    the next region of the thread clears it away.
-    """
-    if not active.calls:
-        return True
-    last = active.calls[-1][2]
-    while frame is not None:
-        if frame is last:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class Region(EagerKeeper):
@@ -341,7 +324,7 @@ class _EagerMode(tracing.RegionMode):
         is_inside = _is_in_algorithm(sys._getframe(1))
         handler = None if is_inside else HANDLERS.get(func)
         if handler is not None and not (func in NORMS and region.makes_weight(func, args, kwargs)):
-            if active.calls and not is_alive(sys._getframe(1)):
+            if running.forwards and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
@@ -421,8 +404,8 @@ class region(ContextDecorator):
             return
         entered = self._entered.pop()
         if entered is not None:
-            while active.calls and active.regions[-1] is not entered:  # forwards that an interrupt ended
-                leave_last_call()
+            while running.forwards and active.regions[-1] is not entered:  # forwards that an interrupt ended
+                leave_last()
             entered.__exit__(*exc_info)
 
 
@@ -434,16 +417,3 @@ def regions_disabled() -> Iterator[None]:
         yield
     finally:
         active.disabled -= 1
-
-
-def leave_last_call() -> FrameType:
-    """Leave the region of the last forward that entered one; return the frame that called its pre-hook."""
-    _, entered, frame = active.calls.pop()
-    entered.__exit__(None, None, None)
-    return frame
-
-
-def leave_abandoned(frame: FrameType | None) -> None:
-    """Leave regions whose forward is not running any more: PyTorch calls no hooks after a KeyboardInterrupt."""
-    while not is_alive(frame):
-        leave_last_call()
