@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.keeping import keep_as_it_is, pack
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops import HANDLERS, NORMS, PRODUCTS, run_counterpart
 from brevact.autograd.ops.base import ACTIVATION_DTYPES, Saving, is_inplace
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.store import keep_as_it_is, pack
 from brevact.autograd.weights import comes_from_layer, tensors_in
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
@@ -157,7 +157,7 @@ class _TracedRegion(Keeper):
     def apply(self, function: Any, *args: Any) -> Any:
         return function.apply(self, *args)
 
-    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Kept:
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         if x.numel() < self.settings.min_numel or self.settings.is_exact:
             return keep_as_it_is(x) if norm is None else norm.unpacked(keep_as_it_is(x))
         quantizer = self.settings.quantizer
@@ -169,14 +169,14 @@ class _TracedRegion(Keeper):
         key = self._once(f"seed{of}", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
         return pack(x.detach(), quantizer, self.settings.save_mode, key, norm)
 
-    def keep_levels(self, x: Tensor, norm: NormInput) -> Kept:
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         return _TracedRegion(self.settings.of_normalized, []).keep(x, norm=norm)
 
-    def keep_activation(self, x: Tensor) -> Kept:
+    def keep_activation(self, x: Tensor) -> Saved:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.
         return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
 
-    def keep_weight(self, x: Tensor) -> Kept:
+    def keep_weight(self, x: Tensor) -> Saved:
         return keep_as_it_is(x)
 
     def _sized(self, x: Tensor) -> Any:

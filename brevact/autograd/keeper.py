@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import SeedStream
 
 
@@ -74,19 +74,19 @@ class Keeper(Protocol):
         """Apply one of our Functions, whose saved tensors are packed already."""
         ...
 
-    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Kept:
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes."""
         ...
 
-    def keep_levels(self, x: Tensor, norm: NormInput) -> Kept:
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""
         ...
 
-    def keep_activation(self, x: Tensor) -> Kept:
+    def keep_activation(self, x: Tensor) -> Saved:
         """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise."""
         ...
 
-    def keep_weight(self, x: Tensor) -> Kept:
+    def keep_weight(self, x: Tensor) -> Saved:
         """Keep a weight."""
         ...
 

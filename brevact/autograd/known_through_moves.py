@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import known_values, recording
+from brevact.autograd import known_values, storage_report
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 
@@ -57,7 +57,7 @@ class _Moved(NamedTuple):
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
-        return recording.EXACT, self.nbytes
+        return storage_report.EXACT, self.nbytes
 
 
 class _Source(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from brevact.autograd import recording
+from brevact.autograd import storage_report
 from brevact.autograd.storages import storage_address, versions_of
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 from brevact.quantizers.tracing import is_traced
@@ -92,7 +92,7 @@ class IntegerCodes(NamedTuple):
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
-        return recording.EXACT, self.nbytes
+        return storage_report.EXACT, self.nbytes
 
 
 class Recomputed(NamedTuple):
@@ -112,7 +112,7 @@ class Recomputed(NamedTuple):
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
-        return recording.EXACT, self.nbytes
+        return storage_report.EXACT, self.nbytes
 
 
 class View(NamedTuple):

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import known_values, recording, tracing
+from brevact.autograd import known_values, storage_report, tracing
 from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, running
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.keeping import keep_as_it_is, keep_packed, noted
 from brevact.autograd.known_through_moves import follow
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops import (
@@ -41,10 +40,11 @@ from brevact.autograd.ops import (
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.metadata import stores_nothing
 from brevact.autograd.ops.rounding import ALGORITHMS, must_not_round
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, sizes_of
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.store import keep_as_it_is, keep_packed, reported
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
 from brevact.autograd.weights import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
@@ -164,14 +164,14 @@ class Region(EagerKeeper):
         is_layer = (func in LAYERS and func not in NORMS) or (args and is_known_activation(args[0]))
         return not is_layer and self.are_weights((args, kwargs), looks_up=func in LOOKUPS)
 
-    def note(self, result: Any, weight: bool) -> None:
+    def mark_weight(self, result: Any, weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
         if isinstance(result, Tensor):
-            is_noted = result.is_floating_point() or result.dtype is torch.bool
+            is_marked = result.is_floating_point() or result.dtype is torch.bool
         else:
-            is_noted = isinstance(result, tuple | list)
-        if is_noted:
-            self.state.note(result, weight=weight)
+            is_marked = isinstance(result, tuple | list)
+        if is_marked:
+            self.state.mark_weight(result, weight=weight)
 
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed.
@@ -244,39 +244,39 @@ class Region(EagerKeeper):
             result = function.record(*args)
         finally:
             push_hooks(*self.hooks.pair)
-        self.state.note(result, weight=True)
+        self.state.mark_weight(result, weight=True)
         return result
 
-    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Kept:
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.
 
         A view of a parameter, learned queries that several samples share, is none.
         """
         if x._is_view() and is_parameter(x._base):
-            kept = keep_as_it_is(x.detach(), recording.WEIGHT)
+            kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
             return kept if norm is None else norm.unpacked(kept)
         settings = self.settings
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         place = next(self.places) if settings.observes else 0
         return keep_packed(x, settings, self.seeds, share, repeats, place, norm)
 
-    def keep_levels(self, x: Tensor, norm: NormInput) -> Kept:
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""
         return keep_packed(x, self.settings.of_normalized, self.seeds, norm=norm)
 
-    def keep_activation(self, x: Tensor) -> Kept:
+    def keep_activation(self, x: Tensor) -> Saved:
         """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
 
         A leaf that requires a gradient is somebody's variable and stays in memory anyway.
         """
         if x.is_leaf and x.requires_grad:
-            return keep_as_it_is(x, recording.VARIABLE)
+            return keep_as_it_is(x, storage_report.VARIABLE)
         return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
 
-    def keep_weight(self, x: Tensor) -> Kept:
+    def keep_weight(self, x: Tensor) -> Saved:
         """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
         known = known_values.find(x) if known_values.entries else None
-        return keep_as_it_is(x, recording.WEIGHT) if known is None else noted(known)
+        return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
 
 
 class _EagerMode(tracing.RegionMode):
@@ -304,8 +304,8 @@ class _EagerMode(tracing.RegionMode):
         if not regions:
             return func(*args, **kwargs)
         region = regions[-1]
-        if recording.recorders:
-            recording.enter(func, recording.NO_QUANTIZER)
+        if storage_report.recorders:
+            storage_report.report_op(func, storage_report.NO_QUANTIZER)
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
@@ -314,7 +314,7 @@ class _EagerMode(tracing.RegionMode):
                 result = _call_norm_aside(region, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
-            region.note(result, region.makes_weight(func, args, kwargs))
+            region.mark_weight(result, region.makes_weight(func, args, kwargs))
             return result
         if is_transformed():
             if region.rounds_norms and func in ROUNDS_FORWARD:
@@ -333,8 +333,8 @@ class _EagerMode(tracing.RegionMode):
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
         if makes_weight or (not region.settings.is_exact and (is_inside or must_not_round(region, func, args))):
-            if recording.recorders:
-                recording.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
+            if storage_report.recorders:
+                storage_report.report_op(func, storage_report.WEIGHT if makes_weight else storage_report.NOT_NOISE)
             if makes_weight:
                 result = region.hooks.make_weight(func, args, kwargs)
             else:
@@ -346,7 +346,7 @@ class _EagerMode(tracing.RegionMode):
                 result = func(*args, **kwargs)
             finally:
                 region.hooks.cast_shapes = frozenset()
-        region.note(result, makes_weight)
+        region.mark_weight(result, makes_weight)
         if func in MOVES:
             follow(func, args, kwargs, result)
         return result

@@ -24,4 +24,4 @@ class Decoder(Protocol):
 
 
 #: Tensors for autograd to save, and the decoder that reads them.
-Kept = tuple[tuple[Tensor, ...], Decoder]
+Saved = tuple[tuple[Tensor, ...], Decoder]

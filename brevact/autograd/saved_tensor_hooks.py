@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import recording
+from brevact.autograd import storage_report
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.keeping import AS_IT_IS, keep_as_it_is, keep_mask, keep_small
 from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.autograd.storages import versions_of
+from brevact.autograd.store import AS_IT_IS, keep_as_it_is, keep_mask, keep_small
 from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.autograd.weights_again import Recipe, remember
 from brevact.private_names.of_torch import current_graph_task, pop_hooks, push_hooks, top_hooks
@@ -35,7 +35,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
-class _Stored:
+class _SavedByHook:
     """What a pack hook returns: handles of the kept tensors, and how to get the tensor back.
 
     In its place, for a tensor that is kept as it is where no hooks are around the region: the tensor and its version.
@@ -43,7 +43,7 @@ class _Stored:
 
     __slots__ = ("decoder", "handles", "unpack", "versions")
 
-    def fill(self, kept: Kept, outer: tuple[Callable, Callable] | None) -> None:
+    def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
         """Store what keeps the tensor, or hand it to hooks around the region."""
         tensors, self.decoder = kept
         if outer is None:
@@ -109,8 +109,8 @@ class SavedTensorHooks:
         # Input and weight of torch's own layer that runs in place of a Function.
         self.layer: tuple[Tensor, Tensor | None] | None = None
         # The input of torch's own norm, kept once its statistics are there.
-        self.waiting: list[tuple[_Stored, Tensor]] | None = None
-        self._of_weights: list[tuple[_Stored, Tensor]] | None = None  # while an op makes a weight of weights
+        self.waiting: list[tuple[_SavedByHook, Tensor]] | None = None
+        self._of_weights: list[tuple[_SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
 
     def __enter__(self) -> None:
         around = self._around
@@ -177,9 +177,9 @@ class SavedTensorHooks:
             stored.fill(kept, self._outer)
         return result
 
-    def _pack(self, x: Tensor) -> _Stored | tuple[Tensor, int]:
+    def _pack(self, x: Tensor) -> _SavedByHook | tuple[Tensor, int]:
         if self._of_weights is not None:
-            stored = _Stored()
+            stored = _SavedByHook()
             self._of_weights.append((stored, x))
             return stored
         layer = self.layer
@@ -188,7 +188,7 @@ class SavedTensorHooks:
         elif layer is not None and x.shape != layer[0].shape:
             kept = keep_as_it_is(x)  # statistics
         elif self.waiting is not None:
-            stored = _Stored()
+            stored = _SavedByHook()
             self.waiting.append((stored, x.detach()))
             return stored
         else:  # a layer's input, or a copy of it in another order of memory
@@ -201,7 +201,7 @@ class SavedTensorHooks:
             if self._outer is None:
                 return x, x._version
             kept = (x,), AS_IT_IS
-        stored = _Stored()
+        stored = _SavedByHook()
         stored.fill(kept, self._outer)
         return stored
 
@@ -209,32 +209,32 @@ class SavedTensorHooks:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""
         return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
 
-    def _keep(self, x: Tensor) -> Kept:
+    def _keep(self, x: Tensor) -> Saved:
         region = self._region
         settings = region.settings
         if settings is None or not region.packs:
-            why = recording.NO_QUANTIZER
+            why = storage_report.NO_QUANTIZER
         elif not is_plain(x):
-            why = recording.OTHER_KIND
+            why = storage_report.OTHER_KIND
         elif x.numel() < settings.min_numel:
             return self._keep_small(x)
         elif not region.packs_for(sys._getframe(2)):
-            why = recording.OUT_OF_SIGHT
+            why = storage_report.OUT_OF_SIGHT
         elif x.dtype is torch.bool:
             return keep_mask(x)
         elif not is_activation(x):
-            why = recording.NO_FLOATS
+            why = storage_report.NO_FLOATS
         elif self._is_frozen_weight(x):
-            why = recording.WEIGHT
+            why = storage_report.WEIGHT
         else:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
-    def _keep_small(self, x: Tensor) -> Kept:
+    def _keep_small(self, x: Tensor) -> Saved:
         """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
         if x.is_floating_point() and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
             return keep_small(x)
-        return keep_as_it_is(x, recording.SMALL if x.is_floating_point() else recording.NO_FLOATS)
+        return keep_as_it_is(x, storage_report.SMALL if x.is_floating_point() else storage_report.NO_FLOATS)
 
 
 def _is_whole(decoder: Any) -> bool:
@@ -249,7 +249,7 @@ def sizes_of(x: Tensor) -> tuple[int, ...]:
     return tuple(sorted(size for size in x.shape if size != 1))
 
 
-def _unpack(stored: _Stored | tuple[Tensor, int]) -> Tensor:
+def _unpack(stored: _SavedByHook | tuple[Tensor, int]) -> Tensor:
     if isinstance(stored, tuple):
         x, version = stored
         if x._version != version:

@@ -98,7 +98,7 @@ class ModelState:
         derived = self._derived.get(address)
         return derived is not None and not derived.expired()
 
-    def note(self, output: Any, *, weight: bool) -> None:
+    def mark_weight(self, output: Any, *, weight: bool) -> None:
         """Note whether what an op returned is a weight: on its graph node, or by its storage if it has none."""
         for x in tensors_in(output):
             node = x.grad_fn

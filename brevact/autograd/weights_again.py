@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact.autograd import known_values, recording
+from brevact.autograd import known_values, storage_report
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import is_plain
 from brevact.autograd.storages import storage_address
@@ -139,7 +139,7 @@ class Recipe(NamedTuple):
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
-        return recording.EXACT, self.nbytes
+        return storage_report.EXACT, self.nbytes
 
 
 def remember(

@@ -24,12 +24,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.ops.recompute import outside_regions
 from brevact.autograd.settings import BackwardSettings, SaveMode
+from brevact.autograd.store import keep_mask
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import recording
-from brevact.autograd.keeping import keep_as_it_is
+from brevact.autograd import storage_report
 from brevact.autograd.normalizing import WithStatistics
-from brevact.autograd.saved import Decoder, Kept
+from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.store import keep_as_it_is
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import is_traced
 
@@ -26,8 +26,8 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-class Loaded(NamedTuple):
-    """A kept tensor on its way back: decoded when it is asked for."""
+class SavedValue(NamedTuple):
+    """A saved tensor on its way back: decoded when it is asked for."""
 
     tensors: tuple[Tensor, ...]
     decoder: Any
@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
         return self.decoder.with_statistics(self.tensors)
 
 
-def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -> None:
+def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) -> None:
     """Hand tensors to autograd, and the decoders of kept items to ``ctx``.
 
     Args:
@@ -63,7 +63,7 @@ def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -
             start, stop = stop, stop + len(kept)
             tensors += kept
             recipe.append((start, stop, decoder))
-    if recording.recorders and exact:
+    if storage_report.recorders and exact:
         for x in exact:
             if x is not None:
                 keep_as_it_is(x)
@@ -72,7 +72,7 @@ def save(ctx: Any, *items: Kept | None, exact: tuple[Tensor | None, ...] = ()) -
 
 
 def load(ctx: Any) -> list[Any]:
-    """Return what :func:`save` was given: :class:`Loaded` for kept items, exact tensors, and None for None.
+    """Return what :func:`save` was given: :class:`SavedValue` for kept items, exact tensors, and None for None.
 
     Raises:
         RuntimeError: the gradient is to be differentiated again.
@@ -84,7 +84,7 @@ def load(ctx: Any) -> list[Any]:
     for entry in ctx.recipe:
         if entry is not None:
             start, stop, decoder = entry
-            entry = Loaded(tensors[start:stop], decoder)
+            entry = SavedValue(tensors[start:stop], decoder)
         loaded.append(entry)
     loaded += tensors[ctx.kept_count :]
     return loaded

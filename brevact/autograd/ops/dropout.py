@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
+from brevact.autograd.store import keep_mask
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
 

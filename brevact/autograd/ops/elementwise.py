@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.keeping import keep_as_it_is
 from brevact.autograd.ops.base import Saving, is_activation, load, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.rows import dims_of_rows, keep_by_rows
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
+from brevact.autograd.store import keep_as_it_is
 
 
 class _Multiply(Saving):
@@ -47,7 +47,7 @@ class _Multiply(Saving):
         return None, None, *grads, None
 
 
-def _keep(region: Keeper, x: Tensor, other: Tensor) -> Kept:
+def _keep(region: Keeper, x: Tensor, other: Tensor) -> Saved:
     """Keep a factor; those of a norm that is written out by rows, and the rows' inverse deviations as they are."""
     if dims_of_rows(other, x):
         return keep_as_it_is(x)
@@ -57,7 +57,7 @@ def _keep(region: Keeper, x: Tensor, other: Tensor) -> Kept:
     return region.keep_activation(x)
 
 
-def _unaliased(kept: Kept | None, overwritten: Tensor) -> Kept | None:
+def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
     """Copy the tensors that ``kept`` shares with the tensor that the op is about to overwrite."""
     if kept is None:
         return None

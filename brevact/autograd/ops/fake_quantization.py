@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values, recording
+from brevact.autograd import known_values, storage_report
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.keeping import keep_as_it_is, keep_mask, noted, pack
 from brevact.autograd.ops.base import Saving, load, save
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
+from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
 from brevact.private_names.of_torch import DisableTorchFunction
 from brevact.quantizers import Layout, ResidualQuantizer
 
@@ -101,7 +101,7 @@ class _FakeQuantization(Saving):
             blocked = (values <= 0) if blocked is None else blocked.logical_or_(values <= 0)
         needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[4:]
         codes = _codes(integers, q, zero_point, scale, out)
-        kept: list[Kept | None] = [noted(codes) if needs_scale or needs_pre_scale else None, None, None, None]
+        kept: list[Saved | None] = [reported(codes) if needs_scale or needs_pre_scale else None, None, None, None]
         if needs_pre_scale and integers.clips_gradients and region.settings.residual_bit_width <= 8:
             kept[1] = _residual(region, integers, shifted.sub_(rounded), blocked)
         else:
@@ -170,7 +170,7 @@ def _gradients(
     )
 
 
-def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out: Tensor) -> Kept:
+def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out: Tensor) -> Saved:
     decoder = known_values.IntegerCodes(
         Layout.of(q), integers.bit_width, integers.lowest, 1, out.nbytes, integers.is_narrow
     )
@@ -179,12 +179,12 @@ def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out
     return tensors, decoder
 
 
-def _residual(region: EagerKeeper, integers: Integers, residual: Tensor, blocked: Tensor) -> Kept:
+def _residual(region: EagerKeeper, integers: Integers, residual: Tensor, blocked: Tensor) -> Saved:
     low, high = integers.residual
     quantizer = ResidualQuantizer(bit_width=region.settings.residual_bit_width, low=low, high=high)
     state = residual.clamp_(low, high).masked_fill_(blocked, quantizer.clipped)
     seed = region.seeds.next(state.device)
-    return noted(pack(state, quantizer, SaveMode.SAVE_QUANTIZED, seed))
+    return reported(pack(state, quantizer, SaveMode.SAVE_QUANTIZED, seed))
 
 
 class _WeightFakeQuantization(Saving):
@@ -259,7 +259,7 @@ class _SignQuantization(Saving):
         )
         tensors = decoder.encode(q, torch.zeros((), dtype=q.dtype, device=q.device), scale)
         known_values.register(out, tensors, decoder)
-        codes = noted((tensors, decoder)) if needs_scale or signs.has_zero else None
+        codes = reported((tensors, decoder)) if needs_scale or signs.has_zero else None
         save(ctx, codes, None if passes is None else keep_mask(passes), exact=(scale,))
         ctx.has_zero, ctx.dtype = signs.has_zero, q.dtype
         return out
@@ -346,7 +346,7 @@ def fake_quantize(
         or (not weight and integers.bit_width > 8)
     ):
         return NotImplemented
-    recording.enter(fake_quantize)
+    storage_report.report_op(fake_quantize)
     with DisableTorchFunction():
         if weight:
             return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
@@ -370,7 +370,7 @@ def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor, 
     """
     if not is_quantizable(region, x, (scale,)):
         return NotImplemented
-    recording.enter(quantize_signs)
+    storage_report.report_op(quantize_signs)
     bound = scale if clipped else scale.detach()
     with DisableTorchFunction():
         if region.is_weight(x):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.autograd import recording
+from brevact.autograd import storage_report
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.recompute import compute_from_weight
@@ -44,7 +44,7 @@ def weight_statistics(region: EagerKeeper, compute: Callable[[Tensor], Tensor], 
     Returns:
         What ``compute`` returns.
     """
-    recording.enter(weight_statistics)
+    storage_report.report_op(weight_statistics)
     return compute_from_weight(region, compute, weight)
 
 
@@ -69,6 +69,6 @@ def absolute_percentile(
     if dim is None:
         flat, values, dim = x.view(-1), values.view(-1), 0
     rank = math.floor(0.01 * q * flat.shape[dim] + 0.5)
-    recording.enter(absolute_percentile)
+    storage_report.report_op(absolute_percentile)
     with DisableTorchFunction():
         return region.apply(_AbsolutePercentile, (values,), flat, rank, dim, keepdim and flat is x)

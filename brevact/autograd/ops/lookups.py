@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import InputLike, OfSizes, Saving, blank, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.store import keep_mask
 from brevact.private_names.of_torch import nn_pad
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput, normalized_early
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.norms import Frozen, Norm, along_channels, sum_of_channels
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 
 
@@ -127,7 +127,7 @@ def _frozen_backward(
 
 def _run_levels(
     region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, Saved]:
     """Output, and what keeps the normalized input; its invstd is NaN where the statistics are no finite numbers."""
     out, mean, invstd = norm.forward(x, weight, bias)
     invstd = mean * 0 + invstd
@@ -139,7 +139,7 @@ def _run_levels(
 
 def _run_frozen(
     region: Keeper, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Kept, Tensor, Tensor]:
+) -> tuple[Tensor, Saved, Tensor, Tensor]:
     """Output, what keeps N(x), variances, and a zero a channel: NaN where it holds a value that is not finite."""
     out, mean, var = norm.forward(x, weight, bias)
     kept = region.keep_levels(input, NormInput(norm, mean, var, x.dtype))
@@ -149,7 +149,7 @@ def _run_frozen(
 
 
 def _write_affine(
-    out: Tensor, norm: Norm, kept: Kept, mark: Tensor, weight: Tensor | None, bias: Tensor | None
+    out: Tensor, norm: Norm, kept: Saved, mark: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Overwrite ``out`` with weight * N^ + bias, N^ being what is kept; ``mark`` is 0, or NaN where N(x) was none."""
     levels = normalized_early(kept) + mark

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.saved import Decoder, Kept
+from brevact.autograd.saved import Decoder, Saved
 from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import is_traced
 
@@ -31,7 +31,7 @@ class _Viewed(NamedTuple):
         return self.decoder.described(tensors)
 
 
-def keep_operand(region: Keeper, x: Tensor) -> Kept:
+def keep_operand(region: Keeper, x: Tensor) -> Saved:
     """Keep an operand that may be a weight or a view: the pack is that of the tensor in the order of its memory.
 
     So a key and its transpose, the heads of a projection and a tensor that was expanded are packed once.

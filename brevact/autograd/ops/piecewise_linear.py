@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, expanded_one, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored
 from brevact.autograd.ops.torch_rules import clamp_passes_bounds
+from brevact.autograd.store import keep_mask
 
 aten = torch.ops.aten
 

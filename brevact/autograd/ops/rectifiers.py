@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops import piecewise_linear
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored
+from brevact.autograd.store import keep_mask
 from brevact.private_names.of_torch import has_kernel_for_key
 
 aten = torch.ops.aten

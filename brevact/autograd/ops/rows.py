@@ -15,7 +15,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 
 #: Elements of the shortest rows that a scale of their own is worth.
 SHORTEST_ROW = 64
@@ -41,7 +41,7 @@ class RowScale(NamedTuple):
         return spread.float()
 
 
-def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Kept:
+def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:
     """Keep an activation whose rows may differ in scale.
 
     Args:

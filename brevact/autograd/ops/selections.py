@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.keeping import keep_mask
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.torch_rules import fmax_shares_ties
+from brevact.autograd.store import keep_mask
 
 
 class _Extreme(Saving):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values, recording
+from brevact.autograd import known_values, storage_report
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
@@ -34,7 +34,7 @@ class _AsItIs:
         return grad * tensors[0]
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return recording.FULL_PRECISION, tensors[0].nbytes
+        return storage_report.FULL_PRECISION, tensors[0].nbytes
 
 
 class _Packed:
@@ -50,7 +50,7 @@ class _Packed:
         return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return recording.PACKED, _bytes_of(self._spec.layout)
+        return storage_report.PACKED, _bytes_of(self._spec.layout)
 
 
 class _PackedOnBackward(NamedTuple):
@@ -68,7 +68,7 @@ class _PackedOnBackward(NamedTuple):
         return self._pack(tensors).dequantize_multiply(grad)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return recording.FULL_PRECISION, tensors[0].nbytes
+        return storage_report.FULL_PRECISION, tensors[0].nbytes
 
 
 class _Mask(NamedTuple):
@@ -82,7 +82,7 @@ class _Mask(NamedTuple):
         return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return recording.MASKED, _bytes_of(self.layout)
+        return storage_report.MASKED, _bytes_of(self.layout)
 
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -90,28 +90,28 @@ AS_IT_IS = _AsItIs()
 _shared = SharedPacks()
 
 
-def keep_as_it_is(x: Tensor, why: str = recording.NEEDED) -> Kept:
+def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
     """Keep ``x`` itself."""
     kept = (x,), AS_IT_IS
-    return noted(kept, why) if recording.recorders else kept
+    return reported(kept, why) if storage_report.recorders else kept
 
 
-def keep_small(x: Tensor) -> Kept:
+def keep_small(x: Tensor) -> Saved:
     """Keep a small tensor; a view of a larger storage, a class token say, is copied, so as not to hold all of it."""
     if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes:
         x = x.detach().clone()
-    return keep_as_it_is(x, recording.SMALL)
+    return keep_as_it_is(x, storage_report.SMALL)
 
 
-def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Kept:
+def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
-    return noted(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
+    return reported(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
 
 
-def noted(kept: Kept, why: str = "") -> Kept:
+def reported(kept: Saved, why: str = "") -> Saved:
     """Tell the recorder of a report, if there is one, how a tensor is kept."""
-    if recording.recorders:
-        recording.note(kept, why)
+    if storage_report.recorders:
+        storage_report.report_saved(kept, why)
     return kept
 
 
@@ -123,7 +123,7 @@ def keep_packed(
     repeats: bool = False,
     place: int = 0,
     norm: NormInput | None = None,
-) -> Kept:
+) -> Saved:
     """Keep ``x`` as the region's settings say.
 
     Args:
@@ -160,35 +160,37 @@ def keep_packed(
         found = pack(x, quantizer, settings.save_mode, seed, norm)
         if slot is not None:
             slot.fill(*found)
-    if recording.recorders:
-        recording.note(found, recording.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else "")
-        _note_statistics(found)
+    if storage_report.recorders:
+        storage_report.report_saved(
+            found, storage_report.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else ""
+        )
+        _report_statistics(found)
     return found
 
 
-def _with_statistics(kept: Kept, norm: NormInput) -> Kept:
+def _with_statistics(kept: Saved, norm: NormInput) -> Saved:
     """Keep the statistics of a norm beside its input, which is kept without a loss."""
     kept = norm.unpacked(kept)
-    if recording.recorders:
-        _note_statistics(kept)
+    if storage_report.recorders:
+        _report_statistics(kept)
     return kept
 
 
-def _note_statistics(kept: Kept) -> None:
+def _report_statistics(kept: Saved) -> None:
     """Tell the recorder which of the kept tensors are statistics of a norm."""
     tensors, decoder = kept
     for statistic in tensors[len(tensors) - getattr(decoder, "statistics", 0) :]:
         keep_as_it_is(statistic)
 
 
-def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool) -> Kept | None:
+def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool) -> Saved | None:
     """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
     if x.numel() < settings.min_numel:
         return keep_small(x)
     known = known_values.find(x) if share and known_values.entries else None
     if known is not None:
-        return noted(known)
-    return keep_as_it_is(x, recording.EXACT_POLICY) if settings.is_exact else None
+        return reported(known)
+    return keep_as_it_is(x, storage_report.EXACT_POLICY) if settings.is_exact else None
 
 
 def _slot(x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Slot | None:
@@ -198,7 +200,7 @@ def _slot(x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput 
     return None if norm.key is None else _shared.slot(x, (settings.key, repeats, norm.key))
 
 
-def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Kept:
+def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:
     """Keep ``x``, or its normalized values, packed, or to be packed with this seed when backward starts."""
     if norm is not None:
         return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from brevact.autograd.saved import Kept
+from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 
 #: Ways of storing a tensor.
@@ -30,7 +30,7 @@ _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class SavedTensor:
     """How one tensor is stored.
 
     Args:
@@ -48,34 +48,34 @@ class StoredTensor:
 class Recorder:
     """Knows the torch function that runs, and how the tensors are kept that autograd is about to store.
 
-    What keeps a tensor calls ``note``; hooks around the region, which see each tensor that is really stored, ask.
+    What keeps a tensor calls ``report_saved``; hooks around the region, which see each tensor that is stored, ask.
     """
 
     def __init__(self) -> None:
         self.op = ""
         self._why = NO_QUANTIZER
-        self._noted: dict[int, StoredTensor] = {}
+        self._reported: dict[int, SavedTensor] = {}
 
-    def enter(self, func: Callable, why: str) -> None:
-        """Note the torch function that runs, and why it stores what nobody notes."""
+    def report_op(self, func: Callable, why: str) -> None:
+        """Take note of the torch function that runs, and why it stores what nobody reports."""
         self.op = getattr(func, "__name__", str(func))
         self._why = why
-        self._noted.clear()
+        self._reported.clear()
 
-    def note(self, kept: Kept, why: str = "") -> None:
-        """Note how a tensor is kept."""
+    def report_saved(self, kept: Saved, why: str = "") -> None:
+        """Take note of how a tensor is kept."""
         tensors, decoder = kept
         how, tensor_bytes = decoder.described(tensors)
         how = EXACT if how == FULL_PRECISION and why in _EXACTLY else how
         for x in tensors:
-            self._noted[storage_address(x)] = StoredTensor(how, why, tensor_bytes)
+            self._reported[storage_address(x)] = SavedTensor(how, why, tensor_bytes)
             tensor_bytes = 0
 
-    def stored(self, x: Tensor) -> StoredTensor:
+    def stored(self, x: Tensor) -> SavedTensor:
         """Return how a tensor that reaches the hooks around the region is kept."""
-        found = self._noted.get(storage_address(x))
+        found = self._reported.get(storage_address(x))
         if found is None:
-            return StoredTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, x.nbytes)
+            return SavedTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, x.nbytes)
         return found
 
 
@@ -88,16 +88,16 @@ _of_thread = _OfThread()
 recorders: list[Recorder] = []
 
 
-def enter(func: Callable, why: str = NEEDED) -> None:
-    """Tell the recorder of a report, if there is one, which function runs, and why it stores what nobody notes."""
+def report_op(func: Callable, why: str = NEEDED) -> None:
+    """Tell the recorder of a report, if there is one, which function runs, and why it stores what nobody reports."""
     if _of_thread.recorder is not None:
-        _of_thread.recorder.enter(func, why)
+        _of_thread.recorder.report_op(func, why)
 
 
-def note(kept: Kept, why: str) -> None:
+def report_saved(kept: Saved, why: str) -> None:
     """Tell the recorder of a report, if there is one, how a tensor is kept."""
     if _of_thread.recorder is not None:
-        _of_thread.recorder.note(kept, why)
+        _of_thread.recorder.report_saved(kept, why)
 
 
 @contextmanager
