@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brevact.autograd import tracing
+from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_forward, running
 from brevact.autograd.regions import Region, active
 from brevact.autograd.settings import BackwardSettings
@@ -28,10 +28,10 @@ class _EnterRegion:
         self.origin = origin
         self.label = label
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         if _is_compiling():
-            tracing.enter(self.settings, module)
+            compiled_mode.enter(self.settings, module)
             return
         regions, frame = active.regions, sys._getframe(1)
         if regions:
@@ -44,12 +44,12 @@ class _EnterRegion:
                 and is_alive(frame)
             ):
                 return
-        tracing.run_undisturbed(self._enter, module, frame)
+        compiled_mode.run_outside_dynamo(self._enter, module, frame)
 
     def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
-        if tracing.is_exporting():
-            tracing.enter(self.settings, module)
+        if compiled_mode.is_exporting():
+            compiled_mode.enter(self.settings, module)
         elif self._is_needed(module):
             enclosing = active.regions[-1] if active.regions else None
             norms_only = not module.training and (enclosing is None or enclosing.norms_only)
@@ -91,17 +91,17 @@ class _ExitRegion:
             "brevact.restore_backward(model) first, or use torch.export.export or torch.jit.trace"
         )
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_compiling():
-            tracing.leave(module)
+            compiled_mode.leave(module)
         elif running.forwards:
             for forward in running.forwards:
                 if forward[0] is module:
-                    tracing.run_undisturbed(leave_forward, module, sys._getframe(1))
+                    compiled_mode.run_outside_dynamo(leave_forward, module, sys._getframe(1))
                     break
-        elif tracing.is_exporting():
-            tracing.leave(module)
+        elif compiled_mode.is_exporting():
+            compiled_mode.leave(module)
 
 
 def attach_region(

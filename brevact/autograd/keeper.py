@@ -38,7 +38,7 @@ class TorchRunner(Protocol):
 
 
 class Keeper(Protocol):
-    """A region as handlers see it: the eager one (``regions``), or one call in a traced graph (``graph``)."""
+    """A region as handlers see it: the eager one (``regions``), or one call in a traced graph (``compiled.nodes``)."""
 
     settings: Any
     """The ``BackwardSettings``: never None where a handler runs."""

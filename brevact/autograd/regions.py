@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import known_values, storage_report, tracing
+from brevact.autograd import known_values, storage_report
+from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, running
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.known_through_moves import follow
@@ -134,7 +135,7 @@ class Region(EagerKeeper):
 
     def _describe(self) -> None:
         """Tell Dynamo about the region, which asks its mode."""
-        self.mode.spelled, self.mode.norms_only = tracing.text_of(self.settings), self.norms_only
+        self.mode.spelled, self.mode.norms_only = compiled_mode.text_of(self.settings), self.norms_only
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
@@ -178,7 +179,7 @@ class Region(EagerKeeper):
 
         Not by a graph that was compiled beforehand, nor by a function of torch's that decomposes matrices.
         """
-        if not is_alive(saver) or tracing.is_compiled_graph(saver):
+        if not is_alive(saver) or compiled_mode.is_compiled_graph(saver):
             return False
         return not (_is_in_algorithm(saver) or _is_in_algorithm(saver.f_back))  # behind `Function.apply`
 
@@ -279,18 +280,18 @@ class Region(EagerKeeper):
         return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
 
 
-class _EagerMode(tracing.RegionMode):
+class _EagerMode(compiled_mode.RegionMode):
     """Hands torch functions to their counterparts; runs the others and notes which results are activations."""
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __torch_function__(
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
-            return tracing.traced_call(self, func, types, args, kwargs)
+            return compiled_mode.traced_call(self, func, types, args, kwargs)
         if frame_callback() is not None:  # between the graphs of a compiled model
-            return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
+            return compiled_mode.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
         if type(func) is MethodWrapperType or func in METADATA:
             if func in UNVERSIONED and args and is_activation(args[0]):
                 known_values.forget(args[0])
@@ -388,19 +389,19 @@ class region(ContextDecorator):
         self.settings = settings
         self._entered: list[Region | None] = []
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __enter__(self) -> None:
-        if _is_compiling() or tracing.is_exporting():
-            tracing.TracingMode(tracing.text_of(self.settings)).__enter__()
+        if _is_compiling() or compiled_mode.is_exporting():
+            compiled_mode.TracingMode(compiled_mode.text_of(self.settings)).__enter__()
             return
         leave_abandoned(sys._getframe(1))
         entered = None if active.disabled or is_tracing() else Region(self.settings).__enter__()
         self._entered.append(entered)
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:
-        if _is_compiling() or tracing.is_exporting():
-            tracing.leave(None)
+        if _is_compiling() or compiled_mode.is_exporting():
+            compiled_mode.leave(None)
             return
         entered = self._entered.pop()
         if entered is not None:

@@ -2,7 +2,7 @@
 
 Dynamo follows Python code symbolically: it runs :func:`traced_call` for each torch function, :func:`enter` and
 :func:`leave` for each module, which therefore keep to what it understands and have no state but the stack of modes. A
-function with a counterpart becomes a node of its graph (``graph.call_in_graph``), a function without is left to the
+function with a counterpart becomes a node of its graph (``nodes.call_in_graph``), a function without is left to the
 compiler.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.graph import FULL_PRECISION, NAMES, call_in_graph
+from brevact.autograd.compiled.nodes import FULL_PRECISION, NAMES, call_in_graph
 from brevact.autograd.ops import HANDLERS, ROUNDS_FORWARD
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.lookup import refuse_without
@@ -56,7 +56,7 @@ out_of_dynamo = torch.compiler.disable
 
 
 @skipped_by_dynamo
-def run_undisturbed(function: Callable[..., Any], *args: Any) -> None:
+def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
     """Call a function of ours so that Dynamo compiles nothing of it."""
     if frame_callback() is not None:
         function = out_of_dynamo(function)
