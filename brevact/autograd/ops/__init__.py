@@ -22,7 +22,6 @@ from brevact.autograd.ops import (
     metadata,
     moves,
     multi_head,
-    normalization,
     piecewise_linear,
     pooling,
     powers,
@@ -34,13 +33,14 @@ from brevact.autograd.ops import (
     smooth,
     vector_norms,
 )
+from brevact.autograd.ops.norm import calls as norms
 from brevact.autograd.ops.op import Op
 
 #: All rows, in the order of README's table of what is stored.
 OPS: tuple[Op, ...] = (
     *convolution.OPS,
     *linear.OPS,
-    *normalization.OPS,
+    *norms.OPS,
     *smooth.OPS,
     *powers.OPS,
     *piecewise_linear.OPS,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_activation, load, save
+from brevact.autograd.ops.norm.written_out import dims_of_rows, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.ops.rows import dims_of_rows, keep_by_rows
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is

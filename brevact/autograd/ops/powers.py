@@ -14,8 +14,8 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
-from brevact.autograd.ops.rows import are_rows, keep_by_rows
 from brevact.quantizers import is_traced
 
 

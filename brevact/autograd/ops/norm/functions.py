@@ -22,7 +22,7 @@ from torch import Tensor
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput, normalized_early
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
-from brevact.autograd.ops.norms import Frozen, Norm, along_channels, sum_of_channels
+from brevact.autograd.ops.norm.formulas import Frozen, Norm, along_channels, sum_of_channels
 from brevact.autograd.saved import Saved
 from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 

@@ -1,4 +1,4 @@
-"""The calls of torch's norms, read into `norms` for `norm_functions`; what torch should explain is left to torch."""
+"""The calls of torch's norms, read into `formulas` for `functions`; what torch should explain is left to torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import requires_grad
-from brevact.autograd.ops.norm_functions import apply, reacts
-from brevact.autograd.ops.norms import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from brevact.autograd.ops.norm.formulas import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from brevact.autograd.ops.norm.functions import apply, reacts
 from brevact.autograd.ops.op import Op, Stored, everywhere
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
 
