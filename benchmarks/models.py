@@ -155,7 +155,7 @@ def markdown(rows: Sequence[Row]) -> str:
 _PAGE = """
     Real architectures with random weights: from `transformers` and from the recipes, made small enough for a CPU, and
     as timm and torchvision ship them, on 8 images of 64x64. A training step on random data under
-    `brevact.quantize_backward(model, StochBackward2bit)`. Made by `python -m benchmarks.models --markdown
+    `brevact.quantize_backward(model, StochBackward2bit)`. Made by `python -m benchmarks.models --draws 4 --markdown
     docs/models.md`; `benchmarks/model_zoo.py` and `benchmarks/image_models.py` have the configurations.
 
     *Plain* and *kept* are the measured bytes of the distinct storages that autograd keeps for backward, without

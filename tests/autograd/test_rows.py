@@ -17,6 +17,15 @@ SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "square": lambda x: torch.rsqrt(torch.square(x).mean(-1, keepdim=True) + 1e-6) * x,
     "operator": lambda x: x * torch.rsqrt((x**2).mean(-1, keepdim=True) + 1e-6),
     "reciprocal": lambda x: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt().reciprocal(),
+    "product with itself": lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6),
+    "quotient": lambda x: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "div": lambda x: torch.div(x, (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()),
+}
+#: Norms that subtract the mean, or divide by what is no mean of squares: the denominator packs its own tensor.
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "variance": lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-6).sqrt(),
+    "deviation": lambda x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6),
+    "length": lambda x: x.shape[-1] ** 0.5 * x / x.norm(dim=-1, keepdim=True),
 }
 
 
@@ -48,6 +57,24 @@ def test_rows_have_an_error_of_their_own_scale(spelling, dtype):
     packed = {t.data_ptr() for t in saved if t.dtype is torch.uint8}
     assert len(packed) == 1  # the square and the product share it
     assert all(t.dtype is torch.uint8 or t.numel() < x.numel() for t in saved)
+
+
+@pytest.mark.parametrize("spelling", OTHERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_over_a_deviation_have_an_error_of_their_own_scale(spelling, dtype):
+    x = rows_of_many_scales(40, 96, dtype=dtype)
+    grad = torch.randn(x.shape).to(dtype)
+    expected, _ = gradient(OTHERS[spelling], x, None, grad)
+    found, saved = gradient(OTHERS[spelling], x, settings(bit_width=8, bucket_size=512), grad)
+    error = (found - expected).double().norm(dim=1) / expected.double().norm(dim=1)
+    assert error.max() < 2 * 8 / 255 + 8 * torch.finfo(dtype).eps  # as above
+    assert all(t.dtype is torch.uint8 or t.numel() < x.numel() for t in saved)
+
+
+def test_what_divides_without_a_gradient_needs_no_numerator():
+    x, d = torch.randn(64, 512), torch.rand(64, 1) + 1
+    _, saved = gradient(lambda x: x / d, x, settings(), torch.ones_like(x))
+    assert all(t.numel() <= d.numel() for t in saved)
 
 
 def test_the_gradient_is_the_formula_on_the_decoded_rows():

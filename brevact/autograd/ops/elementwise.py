@@ -3,6 +3,9 @@
 d(ab)/da = g b^ and d(ab)/db = g a^, summed over broadcast dimensions; a factor is stored only when the other one
 needs a gradient, and weights and small factors are stored as they are. Unbiased, since each gradient is linear in the
 stored factor.
+
+A division by one number a row, a norm or a deviation that is written out, stores its numerator packed by rows, and the
+numbers as they are: d(a/b)/db = -g a^ / b^2.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_activation, load, save
-from brevact.autograd.ops.norm.written_out import dims_of_rows, keep_by_rows
+from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is
+from brevact.quantizers import is_traced
 
 
 class _Multiply(Saving):
@@ -49,9 +54,9 @@ class _Multiply(Saving):
 
 def _keep(region: Keeper, x: Tensor, other: Tensor) -> Saved:
     """Keep a factor; those of a norm that is written out by rows, and the rows' inverse deviations as they are."""
-    if dims_of_rows(other, x):
+    if dims_of_inverses(other, x):
         return keep_as_it_is(x)
-    dims = dims_of_rows(x, other)
+    dims = dims_of_inverses(x, other)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
         return keep_by_rows(region, x, dims)
     return region.keep_activation(x)
@@ -80,9 +85,40 @@ def _multiply_handler(inplace: bool) -> Callable:
             return NotImplemented  # there is nothing to pack
         if input.device != other.device or region.are_weights((input, other)):
             return NotImplemented
+        if input is other and not inplace:
+            square = keep_square(region, lambda x: func(x, x), input)
+            if square is not NotImplemented:
+                return square
         return region.apply(_Multiply, func, input, other, inplace)
 
     return handle
+
+
+class _Divide(Saving):
+    """A tensor over one number a row; the gradients are computed as torch computes them."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, divide: Callable, dims: tuple[int, ...], a: Tensor, b: Tensor) -> Tensor:
+        save(ctx, keep_by_rows(region, a, dims), exact=(b,))
+        return divide(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, b = load(ctx)
+        grad_a = grad / b if ctx.needs_input_grad[3] else None
+        return None, None, None, grad_a, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)
+
+
+def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
+    """Handle division by one number a row; torch's own stores the numerator, too, if the numbers have a gradient."""
+    if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.packs_input(input)):
+        return NotImplemented
+    if not (region.is_activation(other) and input.dtype == other.dtype and input.device == other.device):
+        return NotImplemented
+    if input.numel() < region.settings.min_numel or (input.is_leaf and input.requires_grad and not is_traced(input)):
+        return NotImplemented
+    dims = dims_of_rows(input, other)
+    return region.apply(_Divide, func, dims, input, other) if dims else NotImplemented
 
 
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
@@ -96,6 +132,14 @@ _DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)
 _INVERSIONS = (Tensor.__rtruediv__, Tensor.__rdiv__)  # one function
 _DIVISIONS = (*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__)
 OPS = (
+    Op(
+        (
+            *(torch.div, torch.divide, torch.true_divide),
+            *(Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.__truediv__),
+        ),
+        _divide,
+        WRITTEN_OUT,
+    ),
     Op(
         (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
         _multiply_handler(False),

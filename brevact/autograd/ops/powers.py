@@ -43,7 +43,7 @@ class _Square(Saving):
         return None, None, kept.multiply(grad).mul_(2.0), *(None for _ in ctx.needs_input_grad[3:])
 
 
-def _square(region: Keeper, func: Callable, input: Any, *exponent: float) -> Any:
+def keep_square(region: Keeper, func: Callable, input: Any, *exponent: float) -> Any:
     """Keep what is squared by its rows: their mean may be a variance. Small tensors are torch's."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
@@ -57,7 +57,7 @@ def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     input, exponent = args
     if exponent == 2:
-        return _square(region, func, input, exponent)
+        return keep_square(region, func, input, exponent)
     if not (exponent > 2 and region.packs_input(input) and input.requires_grad):
         return NotImplemented
     return region.apply(_Power, torch.pow, input, exponent)
@@ -68,6 +68,12 @@ def _is_steep(region: Keeper, args: tuple) -> bool:
     return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
 
 
+WRITTEN_OUT = Stored(
+    "RMS norm written out (`x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`, `x` over a root, a norm or a "
+    "deviation)",
+    "the input, packed by rows of one scale, once",
+    "bias Var/N of one packed copy",
+)
 OPS = (
     Op(
         (torch.pow, Tensor.pow, Tensor.__pow__),
@@ -77,12 +83,8 @@ OPS = (
     ),
     Op(
         (torch.square, Tensor.square),
-        _square,
-        Stored(
-            "RMS norm written out (`x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`)",
-            "the input, packed by rows of one scale, once",
-            "bias Var/N of one packed copy",
-        ),
+        keep_square,
+        WRITTEN_OUT,
         is_bit_exact=False,
     ),
     Op(everywhere("square"), saves=Saves.FACTORS),

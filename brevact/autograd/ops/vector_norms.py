@@ -5,6 +5,7 @@ With n = |x| along some dimensions and u = x / n (0 where n is 0, as torch has i
     norm                 dL/dx = g u
     pairwise_distance    n = |a - b + eps|:  dL/da = g u,  dL/db = -g u
     std                  dL/dx = g z / (N - c),  z = (x - mean) / std  (0 where std is 0),  c the correction
+    var                  dL/dx = 2 g z std / (N - c)
     cosine_similarity    s = sum(u v):  dL/dx = g (v - s u) / |x|,  dL/dy = g (u - s v) / |y|
     normalize            y = x / max(n, eps):  dL/dx = (g - y sum(g y)) / n,  and g / eps where n < eps
 
@@ -92,26 +93,34 @@ class _Norm(Saving):
 
 
 class _Deviation(Saving):
-    """The standard deviation, alone or with the mean."""
+    """The standard deviation or its square, alone or with the mean."""
 
     @staticmethod
     def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Any], group: _Group, correction: float, input: Tensor
+        ctx: Any,
+        region: Keeper,
+        call: Callable[[Tensor], Any],
+        group: _Group,
+        correction: float,
+        is_squared: bool,
+        input: Tensor,
     ) -> Any:
         result = call(input)
         std = (result[0] if isinstance(result, tuple) else result).reshape(group.sizes)
+        std = std.sqrt() if is_squared else std
         centred = input - input.mean(group.dims, keepdim=True)
-        save(ctx, region.keep(_over(centred, std), share=False))
+        save(ctx, region.keep(_over(centred, std), share=False), exact=(std,) if is_squared else ())
         ctx.group, ctx.divisor = group, group.length - correction
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_mean: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        (kept,) = load(ctx)
-        grad_input = kept.decode() * (grad.reshape(ctx.group.sizes) / ctx.divisor)
+        kept, *std = load(ctx)
+        factor = grad.reshape(ctx.group.sizes) / ctx.divisor
+        grad_input = kept.decode() * (factor * (2 * std[0]) if std else factor)
         if grad_mean is not None:
             grad_input += grad_mean.reshape(ctx.group.sizes) / ctx.group.length
-        return None, None, None, None, grad_input
+        return None, None, None, None, None, grad_input
 
 
 class _CosineSimilarity(Saving):
@@ -240,7 +249,7 @@ def _dist(region: Keeper, func: Callable, input: Tensor, other: Tensor, p: float
     return _distance(region, lambda a, b: func(a, b, p), input, other, None, 0.0) if p == 2 else NotImplemented
 
 
-def _std(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     known = {"dim", "unbiased", "correction", "keepdim"}
     if not _packs(region, input) or not kwargs.keys() <= known or len(args) > 3:
         return NotImplemented
@@ -257,7 +266,8 @@ def _std(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: An
     group = _group(input, named.get("dim"))
     if group is None or not isinstance(correction, int | float) or correction >= group.length:
         return NotImplemented
-    return region.apply(_Deviation, lambda x: func(x, *args, **kwargs), group, float(correction), input)
+    is_squared = func in _VARIANCES
+    return region.apply(_Deviation, lambda x: func(x, *args, **kwargs), group, float(correction), is_squared, input)
 
 
 def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
@@ -289,8 +299,9 @@ def _normalize(
     return region.apply(_Normalize, lambda x: func(x, p, dim, eps), group, eps, input)
 
 
+_VARIANCES = (torch.var, Tensor.var, torch.var_mean)
 _STORED = Stored(
-    "2-norms, standard deviation, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
+    "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
     "the normalized input, packed; the norms as they are",
     UNBIASED,
 )
@@ -309,7 +320,7 @@ OPS = (
             ((torch.linalg.matrix_norm,), _matrix_norm),
             ((torch.pairwise_distance, F.pairwise_distance), _pairwise_distance),
             ((torch.dist, Tensor.dist), _dist),
-            ((torch.std, Tensor.std, torch.std_mean), _std),
+            ((torch.std, Tensor.std, torch.std_mean, *_VARIANCES), _deviation),
             ((torch.cosine_similarity, F.cosine_similarity), _cosine_similarity),
         )
     ),

@@ -1,8 +1,9 @@
 """Norms that are written out: their input is kept by rows of one scale.
 
-``x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)``, as Llama and its like compute an RMS norm: the square and
-the product both save x, and both gradients multiply its error by powers of a row's inverse deviation. Rows are divided
-by their own root mean square before they are packed, which takes two more bytes a row, once for both ops.
+``x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)``, as Llama and its like compute an RMS norm, or ``x`` over a
+root: the square and the product, or the quotient, save x, and their gradients multiply its error by powers of a row's
+inverse deviation. Rows are divided by their own root mean square before they are packed, which takes two more bytes a
+row, once for both ops.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def are_rows(x: Tensor, dims: tuple[int, ...]) -> bool:
     return x.dim() > 0 and math.prod(x.shape[dim] for dim in dims) >= SHORTEST_ROW
 
 
-def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
+def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
     """Dimensions of the rows of ``x`` that a factor multiplies, if it is an inverse deviation for each row.
 
     Args:
@@ -83,7 +84,20 @@ def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
         Dimensions, counted from the last; none for any other factor.
     """
     node = factor.grad_fn
-    if node is None or factor.dim() != x.dim() or not node.name().startswith(_INVERSES):
+    return dims_of_rows(x, factor) if node is not None and node.name().startswith(_INVERSES) else ()
+
+
+def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
+    """Dimensions of the rows of ``x`` for each of which a factor has one number.
+
+    Args:
+        x: an activation.
+        factor: what it is multiplied by, or divided by.
+
+    Returns:
+        Dimensions, counted from the last; none for any other factor.
+    """
+    if factor.dim() != x.dim():
         return ()
     dims = tuple(dim for dim in range(-x.dim(), 0) if factor.shape[dim] == 1 and x.shape[dim] > 1)
     is_factor = all(factor.shape[dim] == x.shape[dim] for dim in range(-x.dim(), 0) if dim not in dims)
