@@ -1,6 +1,7 @@
 # make demo     train a small EfficientNetV2 twice, full precision and 2-bit backward, and compare (two minutes); results in runs/demo
 # make test     the test suite
-# make test-all the test suite, then the full crosses, of which it runs a part
+# make test-exhaustive  the full crosses, of which it runs a part
+# make test-all both
 # make test-versions  the test suite in new environments, with the oldest and the newest torch that are supported
 # make lint     ruff (rules and format) and mypy
 # make picture  refresh docs/demo.png from a new demo run

@@ -55,8 +55,7 @@ _NAMES = (
 )  # fmt: skip
 _OPERATORS = (*("add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs matmul rmatmul pos mod rmod".split()),)
 _HOMES = (torch, Tensor, F, torch.linalg, torch.special)
-#: Functions that return what their arguments say, and change nothing. Norms by singular values are none: without
-#: gradients torch finds these values by another algorithm, with other last bits.
+#: Functions that return what their arguments say, and change nothing.
 PURE: frozenset[Callable] = frozenset(
     (
         *(getattr(home, name) for name in _NAMES for home in _HOMES if callable(getattr(home, name, None))),
@@ -64,9 +63,10 @@ PURE: frozenset[Callable] = frozenset(
         *(getattr(torch, name) for name in ("_weight_norm", "_weight_norm_interface") if hasattr(torch, name)),
         torch.eye,
     )
-) - {torch.linalg.norm}
+)
 #: Pure without running statistics, their second and third argument.
 _BY_STATISTICS = frozenset((F.batch_norm, F.instance_norm))
+_NORMS = frozenset((torch.norm, Tensor.norm, torch.linalg.norm))
 
 
 class _Kept:
@@ -168,8 +168,15 @@ def _is_pure(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     if func in _BY_STATISTICS:
         given = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
         return all(each is None for each in given)
-    is_nuclear = any(isinstance(arg, str) and arg == "nuc" for arg in (*args, *kwargs.values()))
-    return func in PURE and kwargs.get("out") is None and not kwargs.get("inplace", False) and not is_nuclear
+    if func in _NORMS and _is_of_singular_values(func, args, kwargs):
+        return False
+    return func in PURE and kwargs.get("out") is None and not kwargs.get("inplace", False)
+
+
+def _is_of_singular_values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a norm may be made of singular values: without gradients torch finds them with other last bits."""
+    order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else None))
+    return order == "nuc" or (func is torch.linalg.norm and order in (2, -2))
 
 
 class _Writer:

@@ -19,7 +19,7 @@ from brevact.quantizers.grid import Grid
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
-from brevact.quantizers.reference import bounded
+from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE
 from brevact.quantizers.uniform import Rounding
 
 _UNITS = 65535.0
@@ -214,15 +214,15 @@ class NormalizedQuantizer(GridQuantizer):
             `(mean, deviation)`, each (G,) float32.
         """
         low, high, missing = grid_dispatch.ranges(flat, geometry)
-        low, high = bounded(low, high)
-        width = high - low
+        wide = high - low >= LARGEST_RANGE  # distances from 0 then, of which those beyond 2^125 count as 2^125
+        offset, width = torch.where(wide, 0.0, low), torch.where(wide, LARGEST_END, high - low)
         inverse = torch.where(width >= _SMALLEST_WIDTH, torch.full_like(width, _UNITS) / width, 0.0)
-        sums = grid_dispatch.moments(flat, geometry, low, inverse).double()
+        sums = grid_dispatch.moments(flat, geometry, offset, inverse).double()
         count = torch.full_like(sums[:, 4], geometry.numel / geometry.groups) - missing
-        mean, square = sums[:, 4] / count, sums[:, 5] / count
+        mean, square = (sums[:, 4] - sums[:, 1]) / count, (sums[:, 5] + sums[:, 2]) / count
         unit = width.double() / torch.full_like(count, _UNITS)
         deviation = ((square - mean * mean).clamp(min=0.0).sqrt() * unit).float()
-        mean = (low.double() + mean * unit).float()
+        mean = (offset.double() + mean * unit).float()
         deviation = torch.where(missing > 0, -deviation, deviation)
         empty = torch.isnan(low)
         return mean.masked_fill(empty, torch.nan), deviation.masked_fill(empty, torch.nan)  # without a sign

@@ -201,9 +201,9 @@ class PackedActivation:
     stands for NaN, and code q below it for m + |s| * q, with a level less between the group's ends. At 1 bit, where one
     code is left, it stands for the middle, m + |s| / 2: no two levels and a mark fit one bit, so this case alone is
     biased, by half of the range at most. NaN metadata mean that all of a group decodes to NaN: nothing in it was
-    finite. Other formats say where they keep the mark; none takes a byte for it. Finite values decode to finite ones:
-    where the range of a group is 2^128 - 2^122 or more, as a mask with the lowest float beside large values makes it,
-    those beyond +-2^125 count as +-2^125.
+    finite. Other formats say where they keep the mark; none takes a byte for it. What is finite in float32
+    decodes to finite values: where the range of a uniform quantizer's group is 2^128 - 2^122 or more, as a mask with
+    the lowest float beside large values makes it, those beyond +-2^125 count as +-2^125.
 
     *32 bits*: `codes` are the bytes of the elements as they are, without metadata.
 

@@ -13,9 +13,8 @@ from brevact import BackwardSettings, LosslessBackward, StochBackward2bit, Stoch
 
 #: Relative error of a gradient whose tensors are stored at 8 bits, of one draw or of the mean over some.
 MOST_ERROR, DRAWS = 0.1, 64
-#: Norm of a gradient, relative to what reaches the op, that is no more than what rounding leaves of a difference: that
-#: of x - mean, where x is up to 9 and the only element, times 1 / sqrt(1e-5), the inverse deviation then of a norm.
-VANISHING = 9 * 2**-24 / 1e-5**0.5
+#: Norm of a gradient, relative to what reaches the op, that is no more than what rounding leaves of a difference.
+VANISHING = 1e-5
 
 
 class Outcome(NamedTuple):

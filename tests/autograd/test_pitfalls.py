@@ -683,3 +683,34 @@ def test_layers_with_regions_of_their_own_recompute_the_same_dropout(leaf, use_r
         forward = list(masks)
         y.square().sum().backward()
         assert len(masks) == 6 and all(map(torch.equal, masks[3:], reversed(forward)))
+
+
+POOLINGS = {
+    F.max_pool1d: (2, 4, 1024),
+    F.max_pool2d: (2, 4, 32, 32),
+    F.max_pool3d: (2, 4, 8, 16, 16),
+    F.avg_pool1d: (2, 4, 1024),
+    F.avg_pool2d: (2, 4, 32, 32),
+    F.avg_pool3d: (2, 4, 8, 16, 16),
+}
+WINDOWS = [
+    *({"kernel_size": size} for size in (0, 5000, True, 3.0, None, [], (3, 2), (2,), torch.tensor(3))),
+    *({"kernel_size": 3, "stride": stride} for stride in (0, [], (1, 1), torch.tensor(2), 2)),
+    *({"kernel_size": 3, "padding": padding} for padding in (-1, 1, 2, (), (1, 1), True)),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("pool", POOLINGS, ids=lambda pool: pool.__name__)
+def test_pooling_takes_and_refuses_what_torch_does(pool, window):
+    leaf = torch.randn(POOLINGS[pool], requires_grad=True)
+    outcomes = []
+    for chosen in (None, settings(bit_width=2)):
+        try:
+            with region(chosen):
+                y = pool(leaf * 1, **window)
+        except Exception as error:
+            outcomes.append((type(error), str(error).split("\n")[0]))
+        else:
+            outcomes.append((y.detach().tolist(), torch.autograd.grad(y, leaf, torch.ones_like(y))[0].tolist()))
+    assert outcomes[0] == outcomes[1]

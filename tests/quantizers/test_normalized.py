@@ -151,3 +151,18 @@ def test_levels_of_fake_tensors_and_of_real_ones_are_kept_apart(format):
         assert torch.equal(quantizer.quantize(x).dequantize(), expected)
         with FakeTensorMode():
             assert quantizer.quantize(torch.randn(2, 3, 8, 8)).dequantize().shape == x.shape
+
+
+@pytest.mark.parametrize("values", [(1.0, -1.0), (-1.0, 1.0, 1e-38, 0.0)], ids=str)
+@pytest.mark.parametrize("name", NormalizedFormat, ids=lambda each: each.value)
+def test_a_range_beyond_float32_keeps_signs(name, values):
+    """The ends count as +-2^125: their mean, and so the place of the grid, is that of the values' signs."""
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor(values).repeat(32).view(1, 1, -1) * largest
+    packed = NormalizedQuantizer(format=name).quantize(x, seed=0)
+    mean, deviation = packed.tensors[1:]
+    clamped = x.double().clamp(-(2.0**125), 2.0**125)
+    torch.testing.assert_close(mean.double(), clamped.mean().view(1), rtol=0, atol=2.0**125 / 65536)
+    torch.testing.assert_close(deviation.double(), clamped.std(correction=0).view(1), rtol=1e-4, atol=0)
+    y = packed.dequantize()
+    assert y.isfinite().all() and (y.sign() * x.sign() >= 0)[x.abs() == largest].all()

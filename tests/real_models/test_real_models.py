@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import ClassVar
 
 import pytest
@@ -76,6 +77,15 @@ def other_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def errors_of(found: Tensor, expected: Tensor, model: nn.Module) -> tuple[float, float]:
+    """Relative error of all gradients, and the median of the parameters' own: the head alone may make up the first."""
+    sizes = [p.numel() for p in model.parameters() if p.grad is not None]
+    own = [
+        relative_error(*pair) for pair in zip(found.split(sizes), expected.split(sizes), strict=True) if pair[1].any()
+    ]
+    return relative_error(found, expected), statistics.median(own)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_real_models_train_as_they_are(name):
     plain = build(name, builders=ALL)
@@ -83,10 +93,10 @@ def test_real_models_train_as_they_are(name):
     spied = quantized(plain, BackwardSettings(Spy(bit_width=2)))
     assert torch.equal(loss_at(two, 0), loss_at(plain, 0))
     expected = gradient(plain, 0)
-    errors = [relative_error(gradient(subject, 0), expected) for subject in (eight, two)]
+    errors = [errors_of(gradient(subject, 0), expected, subject.model) for subject in (eight, two)]
     report = brevact.memory_report(two.model, two.batch)
     assert packed_at(spied) and not packed_weights(spied)
-    assert 0.0 < errors[0] < 0.1 and errors[1] < MOST_NOISE.get(name, 3.0), errors
+    assert 0.0 < min(errors[0]) and max(errors[0]) < 0.1 and max(errors[1]) < MOST_NOISE.get(name, 3.0), errors
     assert report.ratio >= 8.0, str(report).splitlines()[-40:]
 
 

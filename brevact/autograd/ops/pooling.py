@@ -17,12 +17,13 @@ from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_through_moves import follow_indices
-from brevact.autograd.ops.base import OfSizes, Saving, as_tuple, blank, load, save
+from brevact.autograd.ops.base import OfSizes, Saving, blank, load, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
 from brevact.quantizers import pack_codes, unpack_codes
 
 aten = torch.ops.aten
+_INTEGERS = frozenset((int, torch.SymInt))
 
 
 class _Starts(NamedTuple):
@@ -118,16 +119,12 @@ def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        if not _can_pool(region, input, dims):
-            return NotImplemented
-        kernel = as_tuple(kernel_size, dims)
-        stride = as_tuple(stride, dims) if stride is not None and stride != () and stride != [] else kernel
-        flat = rank - dims
-        kernel, stride, dilation = ((1,) * flat + as_tuple(value, dims) for value in (kernel, stride, dilation))
-        padding = (0,) * flat + as_tuple(padding, dims)
-        reach = dilation[-1] * (kernel[-1] - 1)
-        if not (min(*kernel, *stride, *dilation) > 0 and reach < input.shape[-1] + 2 * padding[-1]):
+        sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if _can_pool(region, input, dims) else None
+        if sizes is None or (sizes[0][-1] - 1) * sizes[3][-1] >= input.shape[-1] + 2 * sizes[2][-1]:
             return NotImplemented  # torch explains what is wrong
+        flat = rank - dims
+        padding = (0,) * flat + sizes[2]
+        kernel, stride, dilation = ((1,) * flat + sizes[i] for i in (0, 1, 3))
         geometry = (kernel, stride, padding, dilation, ceil_mode)
 
         def windows(out: Tensor) -> _Windows:
@@ -202,11 +199,12 @@ def _avg_pool_handler(dims: int) -> Callable:
     ) -> Any:
         if not _can_pool(region, input, dims) or (dims == 1 and divisor_override is not None):
             return NotImplemented
-        stride = kernel_size if stride is None or stride == () or stride == [] else stride
+        sizes = _window_sizes(dims, kernel_size, stride, padding, 1)
+        if sizes is None:
+            return NotImplemented
         flat = rank - dims
-        kernel = (1,) * flat + as_tuple(kernel_size, dims)
-        steps = (1,) * flat + as_tuple(stride, dims)
-        pads = (0,) * flat + as_tuple(padding, dims)
+        kernel, steps = ((1,) * flat + each for each in sizes[:2])
+        pads = (0,) * flat + sizes[2]
         divisor = () if dims == 1 else (divisor_override,)
 
         def backward(grad: Tensor, input_like: tuple) -> Tensor:
@@ -214,7 +212,7 @@ def _avg_pool_handler(dims: int) -> Callable:
             result = pool_backward(g, x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override)
             return result.squeeze(-2) if flat else result
 
-        call = (kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor)
+        call = (*sizes[:3], ceil_mode, count_include_pad, *divisor)
         return region.apply(OfSizes, lambda x: func(x, *call), backward, input)
 
     return handle
@@ -266,6 +264,19 @@ def _interpolate(
         return func(x, size, scale_factor, mode, *args, **kwargs)
 
     return region.apply(OfSizes, call, _adaptive_avg_pool_backward(dims), input)
+
+
+def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:
+    """Kernel, stride, padding and dilation, a number a dimension each; None for what torch might refuse."""
+    stride = kernel if stride is None or (isinstance(stride, list | tuple) and not stride) else stride
+    sizes = []
+    for value, least in ((kernel, 1), (stride, 1), (padding, 0), (dilation, 1)):
+        values = tuple(value) if isinstance(value, list | tuple) else (value,)
+        values = values * dims if len(values) == 1 else values
+        if len(values) != dims or not all(type(x) in _INTEGERS and x >= least for x in values):
+            return None
+        sizes.append(values)
+    return sizes if all(2 * p <= k for k, p in zip(sizes[0], sizes[2], strict=True)) else None
 
 
 def _can_pool(region: Keeper, input: Any, dims: int) -> bool:
