@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from brevact.arguments import check_model
 from brevact.autograd import attach_region, has_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
-from brevact.autograd.recording import recording
+from brevact.autograd.storage_report import recording
 from brevact.autograd.storages import storage_address
 from brevact.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.injectors.proxies import is_quant_proxy

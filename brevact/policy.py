@@ -10,7 +10,7 @@ from torch import nn
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
-from brevact.autograd.tracing import TracingMode, text_of
+from brevact.autograd.compiled.mode import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.settings import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer

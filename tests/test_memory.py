@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import brevact
 from brevact import NearestBackward2bit, StochBackward2bit
-from brevact.autograd import recording
+from brevact.autograd import storage_report
 from brevact.memory import LayerMemory, MemoryReport
 from tests.autograd.measuring import watch_saved
 
@@ -150,12 +150,12 @@ def test_ops_say_how_each_tensor_is_stored_and_why():
         ("linear", "linear", "packed", ""),
         ("", "relu", "mask", ""),
         ("norm", "layer_norm", "packed", ""),
-        ("norm", "layer_norm", "exact", recording.NEEDED),
-        ("", "max_pool1d", "exact", recording.NEEDED),
-        ("", "logsumexp", "exact", recording.NOT_NOISE),
-        ("", "sqrt", "exact", recording.NOT_NOISE),
-        ("", "mul", "full precision", recording.SMALL),
-        ("head", "linear", "full precision", recording.NO_QUANTIZER),
+        ("norm", "layer_norm", "exact", storage_report.NEEDED),
+        ("", "max_pool1d", "exact", storage_report.NEEDED),
+        ("", "logsumexp", "exact", storage_report.NOT_NOISE),
+        ("", "sqrt", "exact", storage_report.NOT_NOISE),
+        ("", "mul", "full precision", storage_report.SMALL),
+        ("head", "linear", "full precision", storage_report.NO_QUANTIZER),
     }
     assert sum(row.saved_bytes for row in report.ops) == report.saved_bytes
     packed = next(row for row in report.ops if row.how == "packed")
@@ -186,21 +186,21 @@ def test_ops_name_what_no_function_of_ours_stores():
     assert {
         ("matmul", "packed", ""),
         ("sinh", "packed", ""),
-        ("mul", "full precision", recording.VARIABLE),
-        ("sort", "exact", recording.NO_FLOATS),
+        ("mul", "full precision", storage_report.VARIABLE),
+        ("sort", "exact", storage_report.NO_FLOATS),
     } <= found
     assert not any(op == "matmul" and how != "packed" for op, how, _ in found)  # the weight is computed again
     brevact.restore_backward(model)
     brevact.quantize_backward(model, StochBackward2bit.let(save_mode=brevact.SaveMode.QUANTIZE_ON_BACKWARD))
     rows = brevact.memory_report(model, (x, torch.rand(128, 128, requires_grad=True))).ops
-    assert ("sinh", "full precision", recording.ON_BACKWARD) in {(row.op, row.how, row.why) for row in rows}
+    assert ("sinh", "full precision", storage_report.ON_BACKWARD) in {(row.op, row.how, row.why) for row in rows}
     assert not any(row.how == "packed" for row in rows)
 
 
 def test_ops_store_few_indices_exactly():
     model = brevact.quantize_backward(nn.Embedding(4, 3), StochBackward2bit)
     (row,) = brevact.memory_report(model, torch.tensor([0, 3, 1])).ops
-    assert (row.op, row.how, row.why) == ("embedding", "exact", recording.NO_FLOATS)
+    assert (row.op, row.how, row.why) == ("embedding", "exact", storage_report.NO_FLOATS)
 
 
 class Gated(nn.Module):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from brevact.autograd import tracing
-from brevact.autograd.regions import Region, active, is_alive, leave_abandoned, leave_last_call
+from brevact.autograd.compiled import mode as compiled_mode
+from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_forward, running
+from brevact.autograd.regions import Region, active
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
 from brevact.private_names.of_torch import top_hooks
@@ -27,10 +28,10 @@ class _EnterRegion:
         self.origin = origin
         self.label = label
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         if _is_compiling():
-            tracing.enter(self.settings, module)
+            compiled_mode.enter(self.settings, module)
             return
         regions, frame = active.regions, sys._getframe(1)
         if regions:
@@ -43,17 +44,17 @@ class _EnterRegion:
                 and is_alive(frame)
             ):
                 return
-        tracing.run_undisturbed(self._enter, module, frame)
+        compiled_mode.run_outside_dynamo(self._enter, module, frame)
 
     def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
-        if tracing.is_exporting():
-            tracing.enter(self.settings, module)
+        if compiled_mode.is_exporting():
+            compiled_mode.enter(self.settings, module)
         elif self._is_needed(module):
             enclosing = active.regions[-1] if active.regions else None
             norms_only = not module.training and (enclosing is None or enclosing.norms_only)
             entered = Region(self.settings, module, norms_only=norms_only).__enter__()
-            active.calls.append((module, entered, frame))
+            running.forwards.append((module, entered, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
         if active.disabled:
@@ -90,31 +91,17 @@ class _ExitRegion:
             "brevact.restore_backward(model) first, or use torch.export.export or torch.jit.trace"
         )
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _is_compiling():
-            tracing.leave(module)
-        elif active.calls:
-            for call in active.calls:
-                if call[0] is module:
-                    tracing.run_undisturbed(_leave_calls_of, module, sys._getframe(1))
+            compiled_mode.leave(module)
+        elif running.forwards:
+            for forward in running.forwards:
+                if forward[0] is module:
+                    compiled_mode.run_outside_dynamo(leave_forward, module, sys._getframe(1))
                     break
-        elif tracing.is_exporting():
-            tracing.leave(module)
-
-
-def _leave_calls_of(module: nn.Module, caller: FrameType) -> None:
-    """Leave the region of the forward of ``module`` that this frame called, and those abandoned inside it."""
-    for call in active.calls:
-        if call[0] is module and _runs_in(call[2], caller):
-            while leave_last_call() is not call[2]:
-                pass
-            return
-
-
-def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
-    """Whether a forward hook's caller is the frame that called the pre-hook, or the one around it after an error."""
-    return caller is frame or caller is frame.f_back
+        elif compiled_mode.is_exporting():
+            compiled_mode.leave(module)
 
 
 def attach_region(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from brevact.autograd import recording
+from brevact.autograd import storage_report
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -156,7 +156,7 @@ class _Packed(_Reading):
         return PackedActivation(PackedSpec.of(self._spec.quantizer, longer), tensors[0]).dequantize().squeeze(-1)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return recording.PACKED, self._spec.layout.numel * self._dtype.itemsize
+        return storage_report.PACKED, self._spec.layout.numel * self._dtype.itemsize
 
 
 class _PackedOnBackward(_Reading):
@@ -187,7 +187,7 @@ class _PackedOnBackward(_Reading):
     normalized_in_graph = normalized
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return recording.FULL_PRECISION, tensors[0].nbytes
+        return storage_report.FULL_PRECISION, tensors[0].nbytes
 
 
 def _read(

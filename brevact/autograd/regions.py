@@ -1,7 +1,7 @@
 """The region: code whose torch ops store packed activations.
 
 While a region is active, a ``TorchFunctionMode`` hands each torch function that would save activations to its
-counterpart (``brevact.autograd.functions``): a Function, or torch's own op with saved-tensor hooks that keep its input
+counterpart (``brevact.autograd.ops``): a Function, or torch's own op with saved-tensor hooks that keep its input
 as a Function would. The hooks catch what is left, too: functions without a counterpart, scripted code, other people's
 ``autograd.Function``s.
 
@@ -21,17 +21,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import lossless, recording, tracing
-from brevact.autograd.fallback import SavedTensorHooks, sizes_of
-from brevact.autograd.following import FOLLOWED, follow
-from brevact.autograd.functions import FORWARD_QUANTIZED, HANDLERS, NORMS, kinds, run_counterpart
-from brevact.autograd.functions.base import is_activation
-from brevact.autograd.keeping import Kept, keep_as_it_is, keep_packed, noted
+from brevact.autograd import known_values, storage_report
+from brevact.autograd.compiled import mode as compiled_mode
+from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, running
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.known_through_moves import follow
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.provenance import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
+from brevact.autograd.ops import (
+    HANDLERS,
+    LAYERS,
+    LOOKUPS,
+    METADATA,
+    MOVES,
+    NORMS,
+    ROUNDS_FORWARD,
+    UNVERSIONED,
+    run_counterpart,
+)
+from brevact.autograd.ops.base import is_activation
+from brevact.autograd.ops.metadata import stores_nothing
+from brevact.autograd.ops.rounding import ALGORITHMS, must_not_round
+from brevact.autograd.saved import Saved
+from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, sizes_of
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.store import keep_as_it_is, keep_packed, reported
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
+from brevact.autograd.weights import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     REGIONS,
@@ -42,22 +58,12 @@ from brevact.private_names.of_torch import (
     top_hooks,
 )
 
-#: What integers beside a tensor are indices for.
-_LOOKUPS = frozenset(
-    getattr(home, name)
-    for home in (torch, Tensor)
-    for name in ("__getitem__", "index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "scatter")
-    if hasattr(home, name)
-)
-
 
 class _Active(threading.local):
     """The regions that this thread is in, outermost first."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
-        # Running forwards that entered a region: module, region, and the frame that called the pre-hook.
-        self.calls: list[tuple[nn.Module, Region, FrameType]] = []
         self.disabled = 0
 
 
@@ -81,23 +87,7 @@ def packing_region() -> Region | None:
     return region
 
 
-def is_alive(frame: FrameType | None) -> bool:
-    """Return whether the last forward that entered a region still runs below ``frame``.
-
-    PyTorch calls no hooks when a KeyboardInterrupt ends a forward. Nothing is packed in what it leaves behind, until
-    the next region of the thread clears it away.
-    """
-    if not active.calls:
-        return True
-    last = active.calls[-1][2]
-    while frame is not None:
-        if frame is last:
-            return True
-        frame = frame.f_back
-    return False
-
-
-class Region:
+class Region(EagerKeeper):
     """One entry of the stack of active regions; the outermost one owns the mode, the seeds and the module list.
 
     Args:
@@ -120,7 +110,7 @@ class Region:
     def __enter__(self) -> Region:
         refuse_without(REGIONS)
         self.parent = current_region()
-        self.hooks = SavedTensorHooks(self)
+        self.hooks: SavedTensorHooks = SavedTensorHooks(self, None if self.parent is None else self.parent.hooks)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
         if self.parent is None:
             self.seeds = SeedStream(self.owner, replays=self.hooks.are_in_recomputation())
@@ -145,7 +135,7 @@ class Region:
 
     def _describe(self) -> None:
         """Tell Dynamo about the region, which asks its mode."""
-        self.mode.spelled, self.mode.norms_only = tracing.text_of(self.settings), self.norms_only
+        self.mode.spelled, self.mode.norms_only = compiled_mode.text_of(self.settings), self.norms_only
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
@@ -172,24 +162,24 @@ class Region:
         """Return whether a function makes a weight of weights."""
         if func is torch.eye:  # parametrizations add it; it is of no batch
             return True
-        is_layer = (func in kinds.LAYERS and func not in NORMS) or (args and is_known_activation(args[0]))
-        return not is_layer and self.are_weights((args, kwargs), looks_up=func in _LOOKUPS)
+        is_layer = (func in LAYERS and func not in NORMS) or (args and is_known_activation(args[0]))
+        return not is_layer and self.are_weights((args, kwargs), looks_up=func in LOOKUPS)
 
-    def note(self, result: Any, weight: bool) -> None:
+    def mark_weight(self, result: Any, weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
         if isinstance(result, Tensor):
-            is_noted = result.is_floating_point() or result.dtype is torch.bool
+            is_marked = result.is_floating_point() or result.dtype is torch.bool
         else:
-            is_noted = isinstance(result, tuple | list)
-        if is_noted:
-            self.state.note(result, weight=weight)
+            is_marked = isinstance(result, tuple | list)
+        if is_marked:
+            self.state.mark_weight(result, weight=weight)
 
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed.
 
         Not by a graph that was compiled beforehand, nor by a function of torch's that decomposes matrices.
         """
-        if not is_alive(saver) or tracing.is_compiled_graph(saver):
+        if not is_alive(saver) or compiled_mode.is_compiled_graph(saver):
             return False
         return not (_is_in_algorithm(saver) or _is_in_algorithm(saver.f_back))  # behind `Function.apply`
 
@@ -212,30 +202,20 @@ class Region:
         finally:
             push_hooks(*self.hooks.pair)
 
-    def runs_torch(self, *tensors: Tensor | None) -> bool:
-        """Return whether a layer may :meth:`run_torch` that saves these tensors.
+    def torch_runner(self, *tensors: Tensor | None) -> Region | None:
+        """Return the region, which runs torch's own layer that saves these tensors.
 
         Not where autocast lets it save copies of them, nor inference tensors, which torch refuses to save.
         """
         if is_any_autocast_enabled():
-            return False
+            return None
         for x in tensors:
             if x is not None and x.is_inference():
-                return False
-        return True
+                return None
+        return self
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run torch's own norm as :meth:`run_torch` does; of its input the hooks keep the normalized values.
-
-        Args:
-            norm: what runs it (``norm.forward``) and knows of its statistics.
-            input: its input.
-            weight: one number a channel, or None.
-            bias: as well.
-
-        Returns:
-            The output.
-        """
+        """Run torch's own norm as :meth:`run_torch` does; of its input the hooks keep the normalized values."""
         hooks = self.hooks
         try:
             hooks.layer, hooks.waiting = (input, weight), []
@@ -265,57 +245,57 @@ class Region:
             result = function.record(*args)
         finally:
             push_hooks(*self.hooks.pair)
-        self.state.note(result, weight=True)
+        self.state.mark_weight(result, weight=True)
         return result
 
-    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Kept:
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.
 
         A view of a parameter, learned queries that several samples share, is none.
         """
         if x._is_view() and is_parameter(x._base):
-            kept = keep_as_it_is(x.detach(), recording.WEIGHT)
+            kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
             return kept if norm is None else norm.unpacked(kept)
         settings = self.settings
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         place = next(self.places) if settings.observes else 0
         return keep_packed(x, settings, self.seeds, share, repeats, place, norm)
 
-    def keep_levels(self, x: Tensor, norm: NormInput) -> Kept:
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""
         return keep_packed(x, self.settings.of_normalized, self.seeds, norm=norm)
 
-    def keep_activation(self, x: Tensor) -> Kept:
+    def keep_activation(self, x: Tensor) -> Saved:
         """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
 
         A leaf that requires a gradient is somebody's variable and stays in memory anyway.
         """
         if x.is_leaf and x.requires_grad:
-            return keep_as_it_is(x, recording.VARIABLE)
+            return keep_as_it_is(x, storage_report.VARIABLE)
         return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
 
-    def keep_weight(self, x: Tensor) -> Kept:
+    def keep_weight(self, x: Tensor) -> Saved:
         """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
-        known = lossless.find(x) if lossless.known else None
-        return keep_as_it_is(x, recording.WEIGHT) if known is None else noted(known)
+        known = known_values.find(x) if known_values.entries else None
+        return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
 
 
-class _EagerMode(tracing.RegionMode):
+class _EagerMode(compiled_mode.RegionMode):
     """Hands torch functions to their counterparts; runs the others and notes which results are activations."""
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __torch_function__(
         self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
-            return tracing.traced_call(self, func, types, args, kwargs)
+            return compiled_mode.traced_call(self, func, types, args, kwargs)
         if frame_callback() is not None:  # between the graphs of a compiled model
-            return tracing.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
-        if type(func) is MethodWrapperType or func in kinds.ASIDE:
-            if func in kinds.UNCOUNTED and args and is_activation(args[0]):
-                lossless.forget(args[0])
-            if kinds.stores_nothing(func, args):
+            return compiled_mode.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
+        if type(func) is MethodWrapperType or func in METADATA:
+            if func in UNVERSIONED and args and is_activation(args[0]):
+                known_values.forget(args[0])
+            if stores_nothing(func, args):
                 return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
@@ -325,37 +305,37 @@ class _EagerMode(tracing.RegionMode):
         if not regions:
             return func(*args, **kwargs)
         region = regions[-1]
-        if recording.recorders:
-            recording.enter(func, recording.NO_QUANTIZER)
+        if storage_report.recorders:
+            storage_report.report_op(func, storage_report.NO_QUANTIZER)
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
         # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
         if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
-            if region.rounds_norms and func in FORWARD_QUANTIZED and not region.makes_weight(func, args, kwargs):
+            if region.rounds_norms and func in ROUNDS_FORWARD and not region.makes_weight(func, args, kwargs):
                 check_rounding()
                 result = _call_norm_aside(region, func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
-            region.note(result, region.makes_weight(func, args, kwargs))
+            region.mark_weight(result, region.makes_weight(func, args, kwargs))
             return result
         if is_transformed():
-            if region.rounds_norms and func in FORWARD_QUANTIZED:
+            if region.rounds_norms and func in ROUNDS_FORWARD:
                 check_rounding()
             with region.hooks.suspended:
                 return func(*args, **kwargs)
         is_inside = _is_in_algorithm(sys._getframe(1))
         handler = None if is_inside else HANDLERS.get(func)
         if handler is not None and not (func in NORMS and region.makes_weight(func, args, kwargs)):
-            if active.calls and not is_alive(sys._getframe(1)):
+            if running.forwards and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
-                if func in FOLLOWED:
+                if func in MOVES:
                     follow(func, args, kwargs, result)
                 return result
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
-        if makes_weight or (not region.settings.is_exact and (is_inside or kinds.is_exact(region, func, args))):
-            if recording.recorders:
-                recording.enter(func, recording.WEIGHT if makes_weight else recording.NOT_NOISE)
+        if makes_weight or (not region.settings.is_exact and (is_inside or must_not_round(region, func, args))):
+            if storage_report.recorders:
+                storage_report.report_op(func, storage_report.WEIGHT if makes_weight else storage_report.NOT_NOISE)
             if makes_weight:
                 result = region.hooks.make_weight(func, args, kwargs)
             else:
@@ -367,15 +347,15 @@ class _EagerMode(tracing.RegionMode):
                 result = func(*args, **kwargs)
             finally:
                 region.hooks.cast_shapes = frozenset()
-        region.note(result, makes_weight)
-        if func in FOLLOWED:
+        region.mark_weight(result, makes_weight)
+        if func in MOVES:
             follow(func, args, kwargs, result)
         return result
 
 
 def _is_in_algorithm(caller: FrameType | None) -> bool:
     """Whether a frame runs one of the functions that torch composes of matrix products and decompositions."""
-    return caller is not None and caller.f_globals.get("__name__") in kinds.ALGORITHMS
+    return caller is not None and caller.f_globals.get("__name__") in ALGORITHMS
 
 
 def _call_norm_aside(region: Region, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -409,24 +389,24 @@ class region(ContextDecorator):
         self.settings = settings
         self._entered: list[Region | None] = []
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __enter__(self) -> None:
-        if _is_compiling() or tracing.is_exporting():
-            tracing.TracingMode(tracing.text_of(self.settings)).__enter__()
+        if _is_compiling() or compiled_mode.is_exporting():
+            compiled_mode.TracingMode(compiled_mode.text_of(self.settings)).__enter__()
             return
         leave_abandoned(sys._getframe(1))
         entered = None if active.disabled or is_tracing() else Region(self.settings).__enter__()
         self._entered.append(entered)
 
-    @tracing.skipped_by_dynamo
+    @compiled_mode.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:
-        if _is_compiling() or tracing.is_exporting():
-            tracing.leave(None)
+        if _is_compiling() or compiled_mode.is_exporting():
+            compiled_mode.leave(None)
             return
         entered = self._entered.pop()
         if entered is not None:
-            while active.calls and active.regions[-1] is not entered:  # forwards that an interrupt ended
-                leave_last_call()
+            while running.forwards and active.regions[-1] is not entered:  # forwards that an interrupt ended
+                leave_last()
             entered.__exit__(*exc_info)
 
 
@@ -438,16 +418,3 @@ def regions_disabled() -> Iterator[None]:
         yield
     finally:
         active.disabled -= 1
-
-
-def leave_last_call() -> FrameType:
-    """Leave the region of the last forward that entered one; return the frame that called its pre-hook."""
-    _, entered, frame = active.calls.pop()
-    entered.__exit__(None, None, None)
-    return frame
-
-
-def leave_abandoned(frame: FrameType | None) -> None:
-    """Leave regions whose forward is not running any more: PyTorch calls no hooks after a KeyboardInterrupt."""
-    while not is_alive(frame):
-        leave_last_call()

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact.autograd import lossless, recording
-from brevact.autograd.functions.base import is_plain
+from brevact.autograd import known_values, storage_report
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.base import is_plain
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
     DisableAutocast,
@@ -32,9 +33,6 @@ from brevact.private_names.of_torch import (
     tree_flatten,
     tree_unflatten,
 )
-
-if TYPE_CHECKING:
-    from brevact.autograd.regions import Region
 
 #: Most ops between the parameters and a tensor that is computed again: each op on the way asks for those before it.
 MOST_STEPS = 16
@@ -141,10 +139,12 @@ class Recipe(NamedTuple):
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how it is kept, for a report, and its bytes."""
-        return recording.EXACT, self.nbytes
+        return storage_report.EXACT, self.nbytes
 
 
-def remember(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]):
+def remember(
+    region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any], result: Any, saved: list[Tensor]
+):
     """Remember how a function has made a weight of weights, if it can be computed again and that saves memory.
 
     Args:
@@ -161,7 +161,7 @@ def remember(region: Region, func: Callable, args: tuple, kwargs: dict[str, Any]
         return
     recipe = _Writer(region, saved).write(func, args, kwargs, result)
     if recipe is not None:
-        lossless.register(result, *recipe)
+        known_values.register(result, *recipe)
 
 
 def _is_pure(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -182,7 +182,7 @@ def _is_of_singular_values(func: Callable, args: tuple, kwargs: dict[str, Any]) 
 class _Writer:
     """Writes one recipe: collects the tensors that it keeps and the steps that made its arguments."""
 
-    def __init__(self, region: Region, saved: list[Tensor]) -> None:
+    def __init__(self, region: EagerKeeper, saved: list[Tensor]) -> None:
         self._least = region.settings.min_numel
         self._saved = {storage_address(x) for x in saved}
         self._kept: dict[_Kept, Tensor] = {}
@@ -216,7 +216,7 @@ class _Writer:
 
     def _source(self, x: Tensor) -> _Step | _Kept | None:
         """Return what stands for an argument."""
-        known = lossless.find(x)
+        known = known_values.find(x)
         if known is not None:
             return self._known(*known)
         if not is_plain(x) or x.is_inference():
@@ -228,7 +228,7 @@ class _Writer:
         return self._keep(x.detach())
 
     def _known(self, tensors: tuple[Tensor, ...], decoder: Any) -> _Step:
-        if isinstance(decoder, lossless.View):
+        if isinstance(decoder, known_values.View):
             inner = self._known(tensors, decoder.decoder)
             return _step_of(torch.as_strided, inner, decoder.shape, decoder.stride, decoder.offset)
         if isinstance(decoder, Recipe):

@@ -1,7 +1,7 @@
 """Brevitas' forward quantizers inside a region: what their fake quantization stores for backward is exact and small.
 
 Importing this module makes the classes of ``brevitas.core`` that quantize, and those that take statistics, ask for a
-region: inside one that packs, they compute by ``brevact.autograd.functions.fake_quantization`` what they compute
+region: inside one that packs, they compute by ``brevact.autograd.ops.fake_quantization`` what they compute
 everywhere else by their own ops. No instance changes, so that copies, pickles, loaded state dicts, rebuilt quantizers
 and those of shared proxies are all the same. Scripted ones (``BREVITAS_JIT=1``) and those in traced graphs stay as they
 are, as does what has no fixed integers: learned rounding, quantizers with a delay, learned bit widths, whose ops store
@@ -21,8 +21,8 @@ import torch
 from brevitas.config import JIT_ENABLED
 from torch import Tensor, UntypedStorage, nn
 
-from brevact.autograd.functions.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
-from brevact.autograd.functions.forward_statistics import absolute_percentile, weight_statistics
+from brevact.autograd.ops.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
+from brevact.autograd.ops.forward_statistics import absolute_percentile, weight_statistics
 from brevact.autograd.regions import packing_region
 from brevact.injectors.minifloats import float_quant
 from brevact.private_names.lookup import is_whole

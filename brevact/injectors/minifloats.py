@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from brevact.autograd import recording
-from brevact.autograd.functions.fake_quantization import fake_quantize, is_quantizable
-from brevact.autograd.functions.recorded_again import compute_from_quotient, compute_from_weight
+from brevact.autograd import storage_report
+from brevact.autograd.ops.fake_quantization import fake_quantize, is_quantizable
+from brevact.autograd.ops.recompute import compute_from_quotient, compute_from_weight
 from brevact.autograd.regions import packing_region
 from brevact.private_names.of_brevitas import (
     CeilSte,
@@ -64,7 +64,7 @@ def float_quant(stock: Callable, quant: FloatQuant, x: Tensor) -> Any:
         rounded = step * quant.float_to_int_impl(quotient / step)
         return quant.dequantize(quant.float_clamp_impl(rounded, exponent, largest, bias)[0], scale)
 
-    recording.enter(fake_quantize)
+    storage_report.report_op(fake_quantize)
     if not is_quantizable(region, viewed, (scale,)):
         out = of_quotient(viewed / scale, scale)
     elif region.is_weight(viewed):

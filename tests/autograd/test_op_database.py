@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from brevact import StochBackward2bit
 from brevact.autograd import region
-from brevact.autograd.functions import HANDLERS, dropout, kinds, lookups, piecewise_linear, pooling, selections
-from brevact.autograd.functions.harmless import HARMLESS, OF_PLACES
+from brevact.autograd.ops import HANDLERS, MAY_ROUND, MUST_NOT_ROUND
+from brevact.autograd.ops import OPS as ROWS
+from brevact.autograd.ops.op import EXACT, Saves
+from brevact.autograd.ops.rounding import is_of_torch
 from tests.autograd.database_laws import broken_laws, settings_of
 from tests.autograd.op_database import (
     KINDS,
@@ -38,15 +39,9 @@ from tests.autograd.op_database import (
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-#: Counterparts that store masks and indices; grid sampling stores its input packed, for the gradient of the grid.
-EXACT_COUNTERPARTS = {
-    *piecewise_linear.HANDLERS,
-    *selections.HANDLERS,
-    *dropout.HANDLERS,
-    *pooling.HANDLERS,
-    *lookups.HANDLERS,
-    *(torch.abs, torch.absolute, torch.abs_, Tensor.abs, Tensor.absolute, Tensor.abs_, Tensor.absolute_, F.nll_loss),
-} - {F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d}
+#: Counterparts whose gradient README promises to be exact: they store masks, indices or nothing.
+EXACT_COUNTERPARTS = {func for row in ROWS if row.handler and row.stored.gradient == EXACT for func in row.functions}
+OF_PLACES = {func for row in ROWS if row.saves is Saves.PLACES for func in row.functions}
 
 DIVISIONS = {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.div_}
 
@@ -93,9 +88,9 @@ def stores_exactly(func: Callable, args: tuple, packs_all: bool) -> bool:
     """Whether a torch function is in a row of the README that promises an exact gradient."""
     if func in HANDLERS:
         return func in EXACT_COUNTERPARTS
-    if func in kinds.CONDITIONAL:  # a division by an activation, which is large if each tensor is
+    if func in MUST_NOT_ROUND:  # a division by an activation, which is large if each tensor is
         return packs_all and func in DIVISIONS and isinstance(args[1], Tensor)
-    return func in OF_PLACES or (func not in HARMLESS and kinds.is_of_torch(func))
+    return func in OF_PLACES or (func not in MAY_ROUND and is_of_torch(func))
 
 
 def broken_by(variant: Variant, sample: Sample, kind: str, is_large: bool) -> list[str] | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import brevact
-from brevact.autograd import attach_region, keeping
+from brevact.autograd import attach_region, store
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import WeakStorage
@@ -89,7 +89,7 @@ def test_training_on_one_buffer_keeps_the_table_small():
     buffer = torch.empty(32, 16)
     for _ in range(100):
         model(buffer.normal_()).sum().backward()
-    assert len(keeping._shared.packs_of(buffer.untyped_storage())) <= 4
+    assert len(store._shared.packs_of(buffer.untyped_storage())) <= 4
 
 
 def test_weak_storage_expires_with_the_last_alias():
@@ -120,7 +120,7 @@ def test_quantize_on_backward_shares_a_tensor_whose_seed_is_a_view():
     quantizer, save_mode = UniformQuantizer(bit_width=2), brevact.SaveMode.QUANTIZE_ON_BACKWARD
     settings = BackwardSettings(quantizer=quantizer, save_mode=save_mode)
     packs, x, block = SharedPacks(), torch.randn(64), torch.arange(256)
-    kept, decoder = keeping.pack(x.detach(), quantizer, save_mode, block[7])
+    kept, decoder = store.pack(x.detach(), quantizer, save_mode, block[7])
     packs.slot(x, settings.key).fill(kept, decoder)
     found, found_decoder = packs.slot(x, settings.key).found
     assert torch.equal(found_decoder.decode(found), decoder.decode(kept))

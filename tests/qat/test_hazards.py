@@ -11,7 +11,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward
-from brevact.autograd import lossless
+from brevact.autograd import known_values
 from tests.qat.cases import CHANNELS, activation, activation_layer
 
 
@@ -132,8 +132,8 @@ def test_nothing_is_known_of_tensors_that_are_gone():
     model = nn.Sequential(activation_layer("uint4", relu=True), qnn.QuantConv2d(CHANNELS, 4, 3))
     brevact.quantize_backward(model, LosslessBackward, min_numel=0)
     gc.collect()
-    known = len(lossless._entries)
+    known = len(known_values._entries)
     for seed in range(3):
         model(activation(seed)).sum().backward()
     gc.collect()
-    assert len(lossless._entries) == known
+    assert len(known_values._entries) == known

@@ -1,0 +1,199 @@
+"""Regions in code that Dynamo traces for `torch.compile`.
+
+Dynamo follows Python code symbolically: it runs :func:`traced_call` for each torch function, :func:`enter` and
+:func:`leave` for each module, which therefore keep to what it understands and have no state but the stack of modes. A
+function with a counterpart becomes a node of its graph (``nodes.call_in_graph``), a function without is left to the
+compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from brevact.autograd.compiled.nodes import FULL_PRECISION, NAMES, call_in_graph
+from brevact.autograd.ops import HANDLERS, ROUNDS_FORWARD
+from brevact.autograd.settings import BackwardSettings
+from brevact.private_names.lookup import refuse_without
+from brevact.private_names.of_torch import (
+    COMPILING,
+    HigherOrderOperator,
+    frame_callback,
+    function_apply_code,
+    function_stack_at,
+    get_overridable_functions,
+    len_function_stack,
+    skip_code,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def skipped_by_dynamo(function: F) -> F:
+    """Let Dynamo run a function as it is where Python calls it, and trace it where it is called in traced code."""
+    skip_code(function.__code__)
+    return function
+
+
+def is_compiled_graph(frame: FrameType) -> bool:
+    """Return whether the function that autograd saves tensors for, applied in this frame, is a compiled graph."""
+    if function_apply_code is not None:
+        if frame.f_code is not function_apply_code:
+            return False
+        frame = frame.f_back or frame
+    return frame.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd.")
+
+
+#: Whether `torch.export` runs: an exported program has no backward pass, so that nothing is packed in it; norms that go
+#: on with rounded values do so there, too.
+is_exporting = torch.compiler.is_exporting
+out_of_dynamo = torch.compiler.disable
+
+
+@skipped_by_dynamo
+def run_outside_dynamo(function: Callable[..., Any], *args: Any) -> None:
+    """Call a function of ours so that Dynamo compiles nothing of it."""
+    if frame_callback() is not None:
+        function = out_of_dynamo(function)
+    function(*args)
+
+
+# Dynamo shows modes the functions of this set alone, where F.hardswish and torch.relu_ are missing.
+get_overridable_functions().update(HANDLERS)
+
+
+class RegionMode(TorchFunctionMode):
+    """A mode with the settings of the innermost region that it stands for, as text (:func:`text_of`)."""
+
+    spelled: str | None
+    norms_only: bool = False
+
+
+class TracingMode(RegionMode):
+    """The region of a module that Dynamo inlines, or of a ``with`` block in traced code.
+
+    Args:
+        spelled: what ops inside store.
+        owner: the module whose forward runs in the region; None for a ``with`` block.
+        norms_only: whether nothing is packed, and norms alone go on with rounded values: for a module in eval mode.
+    """
+
+    def __init__(self, spelled: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
+        super().__init__()
+        refuse_without(COMPILING)
+        self.spelled = spelled
+        self.owner = owner
+        self.norms_only = norms_only
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return traced_call(self, func, types, args, kwargs or {})
+
+
+def text_of(settings: BackwardSettings | None) -> str | None:
+    """The settings of a region as text: empty for full precision, None if there is no text for the quantizer."""
+    return FULL_PRECISION if settings is None else settings.spelled
+
+
+def _quantizes_forward(spelled: str | None) -> bool:
+    """Whether norms go on with rounded values, in eval mode and without gradients too, by the text of the settings."""
+    return spelled is not None and '"quantize_forward": true' in spelled
+
+
+def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a torch function that a mode has caught, by its counterpart if it has one."""
+    for kind in types:
+        if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
+            with mode:
+                return kind.__torch_function__(func, types, args, kwargs)
+    if isinstance(func, HigherOrderOperator):
+        return _call_higher_order(func, args, kwargs)
+    if func is Tensor.unflatten:  # Python code that calls super(), which Dynamo does not follow here
+        func = torch.unflatten
+    elif func is Tensor.__pow__:  # Python functions of a class, which Dynamo does not find in a table
+        func = torch.pow
+    elif func is Tensor.norm:
+        func = torch.norm
+    name = NAMES.get(func)
+    if name is None:
+        return func(*args, **kwargs)
+    if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # rounded norms alone have something to do
+        if func not in ROUNDS_FORWARD or not _quantizes_forward(mode.spelled):
+            return func(*args, **kwargs)
+    if mode.spelled is None:
+        raise TypeError(
+            "the backward quantizer of this region cannot be compiled: it has no text form. Make it a dataclass at the "
+            "top level of a module, with fields that are numbers, strings, None, enums or dtypes; or, for one that "
+            "keeps statistics, as those of Brevitas do, compile without fullgraph=True, so that its layers run as "
+            "they are"
+        )
+    # At full precision, too: in the graph the function is out of reach of a region around this one.
+    if not args and "input" in kwargs:
+        args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
+    named = tuple(key for key, value in kwargs.items() if isinstance(value, nn.Parameter))
+    parameters = (*(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)), *named)
+    return call_in_graph(name, mode.spelled, parameters, args, kwargs)
+
+
+def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an op that traces a function of its own, without regions: what a checkpoint recomputes is not stored."""
+    _inside.higher_order += 1
+    result = func(*args, **kwargs)
+    _inside.higher_order -= 1
+    return result
+
+
+class _Inside:
+    higher_order = 0
+
+
+_inside = _Inside()
+
+
+def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
+    """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
+    refuse_without(COMPILING)
+    around, spelled = _innermost(), text_of(settings)
+    rounds = _quantizes_forward(spelled)
+    if _inside.higher_order:
+        if rounds:
+            raise NotImplementedError(
+                "quantize_forward: norms in a compiled checkpoint cannot go on with rounded values; compile the "
+                "modules that are checkpointed, and checkpoint them outside compiled code"
+            )
+        return
+    if not torch.is_grad_enabled() or is_exporting():
+        if not rounds and (around is None or not _quantizes_forward(around.spelled)):
+            return
+    if around is None:
+        if spelled == FULL_PRECISION or not (module.training or rounds):
+            return
+    elif around.spelled == spelled and not _belongs_to(around, module) and not (around.norms_only and module.training):
+        return
+    TracingMode(spelled, module, not module.training and (around is None or around.norms_only)).__enter__()
+
+
+def leave(module: nn.Module | None) -> None:
+    """Leave the region that :func:`enter` entered for the module, if it did."""
+    around = _innermost()
+    if _belongs_to(around, module):
+        around.__exit__(None, None, None)
+
+
+def _belongs_to(mode: Any, module: nn.Module | None) -> bool:
+    return type(mode) is TracingMode and mode.owner is module
+
+
+def _innermost() -> Any:
+    """The innermost mode that is a region's."""
+    for depth in reversed(range(len_function_stack())):
+        mode = function_stack_at(depth)
+        if isinstance(mode, RegionMode):
+            return mode
+    return None

@@ -1,0 +1,210 @@
+"""Regions in graphs: one node for each torch function with a counterpart.
+
+Dynamo puts the nodes into its graph as they are; AOTAutograd runs them with tensors that have no values, so that the
+same handlers and Functions as without a compiler record what is stored, kernels standing as ops of
+``torch.ops.brevact``.
+
+What differs from a region without a compiler: seeds are drawn by the graph, on the tensor's device, anew in each run
+(of a CUDA graph too); a tensor is taken for an activation if its history in the graph says so; a tensor that several
+ops save is packed once by the compiler, which sees equal ops.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.normalizing import NormInput
+from brevact.autograd.ops import HANDLERS, NORMS, PRODUCTS, run_counterpart
+from brevact.autograd.ops.base import ACTIVATION_DTYPES, Saving, is_inplace
+from brevact.autograd.saved import Saved
+from brevact.autograd.seeds import draw_anew, rank_seed
+from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.store import keep_as_it_is, pack
+from brevact.autograd.weights import comes_from_layer, tensors_in
+from brevact.private_names.lookup import refuse_without
+from brevact.private_names.of_torch import (
+    COMPILING,
+    DisableTorchFunction,
+    EnableTorchFunction,
+    FunctionalTensor,
+    WeakTensorKeyDictionary,
+    tracing_context,
+)
+from brevact.quantizers import Layout, is_traced, read
+
+#: The text of a region without a quantizer.
+FULL_PRECISION = ""
+
+NAMES: dict[Callable, str] = {
+    func: f"{func.__name__} {i}" for i, func in enumerate(dict.fromkeys((*HANDLERS, *PRODUCTS)))
+}
+_FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
+
+
+@torch.compiler.allow_in_graph
+def call_in_graph(
+    name: str, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Record the counterpart of a torch function; the settings travel as text, parameters as positions or names."""
+    refuse_without(COMPILING)
+    func = _FUNCTIONS[name]
+    with DisableTorchFunction():  # the mode that Dynamo followed may be active for real
+        return _call(func, spelled, parameters, args, kwargs)
+
+
+def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+    if spelled != FULL_PRECISION:
+        region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
+        return _call_in(region, func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if func in NAMES:
+        if func not in HANDLERS or (func in NORMS and region.are_weights((args, kwargs))):  # of a weight
+            result = NotImplemented
+        elif not is_inplace(func, args, kwargs):
+            result = run_counterpart(HANDLERS[func], region, func, args, kwargs)
+        else:  # the compiler knows in-place changes by ops of its own, not by Functions
+            region.copy = args[0].clone()
+            result = run_counterpart(HANDLERS[func], region, func, (region.copy, *args[1:]), kwargs)
+            if result is not NotImplemented:
+                result = args[0].copy_(result)
+        if result is not NotImplemented:
+            return result
+        if func in PRODUCTS and not region.are_weights((args, kwargs)):
+            return _Product.apply(func(*args, **kwargs))
+    return func(*args, **kwargs)
+
+
+class _InnerMode(TorchFunctionMode):
+    """Hands the functions that a handler calls to their counterparts, too."""
+
+    def __init__(self, region: _TracedRegion) -> None:
+        super().__init__()
+        self._region = region
+
+    def __enter__(self) -> _InnerMode:
+        self._enabled = EnableTorchFunction()  # which is off in a node of the graph
+        self._enabled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._enabled.__exit__(*exc_info)
+
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        with DisableTorchFunction():
+            return _call_in(self._region, func, args, kwargs or {})
+
+
+class _Product(Saving):
+    """Marks the product of an activation in the graph: what follows is computed from an activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _TracedRegion(Keeper):
+    """What the handlers ask of a region, answered from one call alone."""
+
+    def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
+        self.settings = settings
+        self._parameters = parameters
+        self.mode = _InnerMode(self)
+        self.copy: Tensor | None = None  # of the argument that is overwritten
+
+    def is_activation(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and is_traced(x) and x.dtype in ACTIVATION_DTYPES and x.layout is torch.strided
+
+    def packs_layer_input(self, x: Any) -> bool:
+        return self.is_activation(x) and not any(x is parameter for parameter in self._parameters)
+
+    def packs_input(self, x: Any) -> bool:
+        return self.packs_layer_input(x) and not self.is_weight(x)
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Whether ``x`` is a parameter, or was computed in the graph without a layer: from parameters, it may be."""
+        node = x.grad_fn
+        if self.copy is not None and x is self.copy:  # behind it, the compiler's own copy of an input it overwrites
+            while node is not None and node.name().startswith("CloneBackward"):
+                node = node.next_functions[0][0]
+        if node is None or not node.next_functions:  # an input of the graph
+            return any(x is parameter for parameter in self._parameters)
+        return not comes_from_layer(node)
+
+    def are_weights(self, arguments: Any) -> bool:
+        return all(self.is_weight(x) for x in tensors_in(arguments))
+
+    def torch_runner(self, *tensors: Tensor | None) -> None:
+        return None  # hooks are no part of a graph
+
+    def apply(self, function: Any, *args: Any) -> Any:
+        return function.apply(self, *args)
+
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
+        if x.numel() < self.settings.min_numel or self.settings.is_exact:
+            return keep_as_it_is(x) if norm is None else norm.unpacked(keep_as_it_is(x))
+        quantizer = self.settings.quantizer
+        if norm is not None and self.settings.is_lossless:
+            return norm.unpacked(self.keep(x, share=share))
+        of = "" if norm is None else f" {norm.key}"
+        if self.settings.draws_size:
+            quantizer = self._once(f"quantizer{of}", x, share, lambda: self._sized(x))
+        key = self._once(f"seed{of}", x, share, lambda: draw_anew(x.device)) if quantizer.is_stochastic else 0
+        return pack(x.detach(), quantizer, self.settings.save_mode, key, norm)
+
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
+        return _TracedRegion(self.settings.of_normalized, []).keep(x, norm=norm)
+
+    def keep_activation(self, x: Tensor) -> Saved:
+        # Without a gradient it is a mask or a buffer, which somebody holds anyway.
+        return self.keep(x) if x.requires_grad and not self.is_weight(x) else keep_as_it_is(x)
+
+    def keep_weight(self, x: Tensor) -> Saved:
+        return keep_as_it_is(x)
+
+    def _sized(self, x: Tensor) -> Any:
+        """The quantizer with its size drawn, once for all runs of the graph.
+
+        By the seed of torch's generator and the tensor's place among those of the graph.
+        """
+        numel = int(Layout.of(x).numel)
+        seed = (torch.default_generator.initial_seed() ^ rank_seed()) + numel * _PLACES + _next_place()
+        return self.settings.quantizer.sized(numel, seed % 2**63)
+
+    def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
+        """What is drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
+        if not share or not isinstance(x, FunctionalTensor):  # what Dynamo itself runs leaves no trace
+            return draw()
+        drawn = _drawn.setdefault(x, {})
+        key = name, x._version, self.settings.key
+        if key not in drawn:
+            drawn[key] = draw()
+        return drawn[key]
+
+
+_drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_PLACES = 1 << 20
+_places: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+
+
+def _next_place() -> int:
+    """Count the sizes that were drawn while the graph at hand is traced; 0 outside of a compilation by Dynamo."""
+    context = tracing_context()
+    return 0 if context is None else next(_places.setdefault(context, itertools.count()))

@@ -1,0 +1,63 @@
+"""Forwards that an interrupt has ended: PyTorch calls no hooks when a KeyboardInterrupt leaves a forward.
+
+The regions of such forwards stay entered. Nothing is packed in what they leave behind, until the next region of the
+thread clears it away. Whether a forward still runs is seen from the frames below the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        # Forwards that entered a region: module, region, and the frame that called the module's pre-hook.
+        self.forwards: list[tuple[nn.Module, AbstractContextManager[Any], FrameType]] = []
+
+
+#: The forwards of this thread that entered a region and have not left it, outermost first.
+running = _Running()
+
+
+def is_alive(frame: FrameType | None) -> bool:
+    """Return whether the last forward that entered a region still runs below ``frame``."""
+    if not running.forwards:
+        return True
+    last = running.forwards[-1][2]
+    while frame is not None:
+        if frame is last:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def leave_last() -> FrameType:
+    """Leave the region of the last forward that entered one; return the frame that called its pre-hook."""
+    _, entered, frame = running.forwards.pop()
+    entered.__exit__(None, None, None)
+    return frame
+
+
+def leave_abandoned(frame: FrameType | None) -> None:
+    """Leave regions whose forward does not run below ``frame`` any more."""
+    while not is_alive(frame):
+        leave_last()
+
+
+def leave_forward(module: nn.Module, caller: FrameType) -> None:
+    """Leave the region of the forward of ``module`` that this frame called, and those abandoned inside it."""
+    for forward in running.forwards:
+        if forward[0] is module and _runs_in(forward[2], caller):
+            while leave_last() is not forward[2]:
+                pass
+            return
+
+
+def _runs_in(frame: FrameType, caller: FrameType | None) -> bool:
+    """Whether a forward hook's caller is the frame that called the pre-hook, or the one around it after an error."""
+    return caller is frame or caller is frame.f_back

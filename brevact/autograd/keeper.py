@@ -1,0 +1,106 @@
+"""What handlers ask of the region in which they run: what is an activation, and how a tensor is kept for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.normalizing import NormInput
+from brevact.autograd.saved import Saved
+from brevact.autograd.seeds import SeedStream
+
+
+class TorchRunner(Protocol):
+    """Runs torch's own layers, whose gradients are those of Functions of ours, while hooks keep what they save."""
+
+    def run_torch(self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
+        """Run a layer that saves its input, its weight and statistics, and keep its input as a Function would."""
+        ...
+
+    def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Run a norm, and keep its normalized input.
+
+        Args:
+            norm: what runs it (``norm.forward``) and knows of its statistics.
+            input: its input.
+            weight: one number a channel, or None.
+            bias: as well.
+
+        Returns:
+            The output.
+        """
+        ...
+
+
+class Keeper(Protocol):
+    """A region as handlers see it: the eager one (``regions``), or one call in a traced graph (``compiled.nodes``)."""
+
+    settings: Any
+    """The ``BackwardSettings``: never None where a handler runs."""
+
+    mode: AbstractContextManager[Any]
+    """Hands the torch functions that run in it to their handlers."""
+
+    def is_activation(self, x: Any) -> bool:
+        """Return whether ``x`` is a tensor that a Function of ours can pack."""
+        ...
+
+    def packs_layer_input(self, x: Any) -> bool:
+        """Return whether the input of a layer with weights can be packed: an activation by its place."""
+        ...
+
+    def packs_input(self, x: Any) -> bool:
+        """Return whether the input of a function can be packed: floating point and no weight."""
+        ...
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether ``x`` is a weight of the model that runs in the region."""
+        ...
+
+    def are_weights(self, arguments: Any) -> bool:
+        """Return whether the tensors among nested arguments are weights."""
+        ...
+
+    def torch_runner(self, *tensors: Tensor | None) -> TorchRunner | None:
+        """Return what runs torch's own layer that saves these tensors; None where a Function must run."""
+        ...
+
+    def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+        """Apply one of our Functions, whose saved tensors are packed already."""
+        ...
+
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
+        """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes."""
+        ...
+
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
+        """Keep the input of a norm by a quantizer that has a form for normalized values."""
+        ...
+
+    def keep_activation(self, x: Tensor) -> Saved:
+        """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise."""
+        ...
+
+    def keep_weight(self, x: Tensor) -> Saved:
+        """Keep a weight."""
+        ...
+
+
+class EagerKeeper(Keeper, TorchRunner, Protocol):
+    """A region that runs without a compiler, as saved-tensor hooks and fake quantization see it."""
+
+    seeds: SeedStream
+    packs: bool
+
+    def packs_for(self, saver: FrameType) -> bool:
+        """Return whether what autograd saves below a frame is packed."""
+        ...
+
+    def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+        """Apply one of our Functions that returns a weight, and note that it does."""
+        ...

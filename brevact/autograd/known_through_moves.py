@@ -1,0 +1,129 @@
+"""Ops that move the elements of forward-quantized tensors without changing them: what they return is known, too.
+
+Concatenation, padding, copies in another order, repetition: the kept codes of the sources, and the op itself run again
+when backward asks, give the values back, at no byte more. Maximum pooling returns fewer elements than it reads: their
+codes are picked out (:func:`follow_indices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd import known_values, storage_report
+from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
+from brevact.quantizers import Layout, pack_codes, unpack_codes
+
+
+class _Moved(NamedTuple):
+    """Decoder of what an op returned that moved known tensors.
+
+    Args:
+        func: the op.
+        leaves: its arguments, an index in place of each tensor that is decoded.
+        spec: structure of the arguments.
+        sources: for each of those tensors, the end of what keeps it among the kept tensors, and its decoder.
+        nbytes: of the result.
+    """
+
+    func: Callable[..., Tensor]
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    sources: tuple[tuple[int, Any], ...]
+    nbytes: int
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the tensor."""
+        decoded, start = [], 0
+        for stop, decoder in self.sources:
+            decoded.append(decoder.decode(tensors[start:stop]))
+            start = stop
+        return self.applied(decoded)
+
+    def applied(self, sources: list[Tensor]) -> Tensor:
+        """Apply the op."""
+        leaves = [sources[leaf.place] if type(leaf) is _Source else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        with torch.no_grad():
+            return self.func(*args, **kwargs)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return its product with ``grad``."""
+        return grad * self.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how it is kept, for a report, and its bytes."""
+        return storage_report.EXACT, self.nbytes
+
+
+class _Source(NamedTuple):
+    place: int
+
+
+def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    """Remember what gives the result of one of ops that move elements back, if its arguments are known tensors.
+
+    Args:
+        func: the op.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: what it returned; a view of an argument is known already.
+    """
+    if not known_values.entries or type(result) is not Tensor or known_values.find(result) is not None:
+        return
+    leaves, spec = tree_flatten((args, kwargs))
+    kept: list[Tensor] = []
+    sources: list[tuple[int, Any]] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            known = known_values.find(leaf)
+            if known is None:
+                return
+            kept += known[0]
+            leaves[index] = _Source(len(sources))
+            sources.append((len(kept), known[1]))
+    if sources:
+        moved = _Moved(func, tuple(leaves), spec, tuple(sources), result.nbytes)
+        known_values.register(result, tuple(kept), moved)
+
+
+def follow_indices(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
+    """Remember the codes of the elements of a known tensor that pooling has picked.
+
+    Args:
+        input: (..., *sizes) tensor.
+        index: (..., *outputs) flat indices into the ``rank`` last dimensions of ``input``.
+        out: (..., *outputs) elements at these indices.
+        rank: number of spatial dimensions.
+    """
+    known = known_values.find(input)
+    found = None if known is None else _codes_of(*known)
+    if known is None or found is None or len(known[0]) > 3:  # a mask of NaN, which is not picked from
+        return
+    (_, zero_point, scale), (codes, integers) = known[0], found
+    for x in (zero_point, scale):
+        if x.numel() != 1 and not (known[1] is integers and x.dim() == input.dim() and x.shape[-rank:].numel() == 1):
+            return  # groups of a map have scales of their own
+    picked = torch.empty_like(out, dtype=torch.uint8)
+    picked.copy_(codes.flatten(-rank).gather(-1, index.flatten(-rank)).view(out.shape))
+    layout = Layout.of_sizes(out.shape, out.stride(), integers.layout.dtype)
+    tensors = pack_codes(layout.flatten(picked), integers.bit_width), zero_point, scale
+    known_values.register(out, tensors, integers._replace(layout=layout, nbytes=out.nbytes))
+
+
+def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, known_values.IntegerCodes] | None:
+    """Return the codes of a known tensor in its shape, and the decoder of what it was made of, if that are codes."""
+    if isinstance(decoder, known_values.IntegerCodes):
+        flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
+        return decoder.layout.restore(flat), decoder
+    if isinstance(decoder, known_values.View):
+        found = _codes_of(tensors, decoder.decoder)
+        return found and (found[0].as_strided(decoder.shape, decoder.stride, decoder.offset), found[1])
+    if isinstance(decoder, _Moved) and len(decoder.sources) == 1 and decoder.func is not F.pad:
+        found = _codes_of(tensors, decoder.sources[0][1])
+        return found and (decoder.applied([found[0]]), found[1])
+    return None

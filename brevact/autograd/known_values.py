@@ -1,0 +1,185 @@
+"""Tensors whose values are known by fewer bits: what forward quantizers return.
+
+The output of a fake quantizer is (q - z) * s with few-bit integers q; a fake-quantized weight is a function of the
+weight, which is there anyway. The table knows, for such a tensor, what gives its values back bit for bit (but for the
+sign of a zero): any op that keeps the tensor for backward keeps that instead, whatever the quantizer of its region.
+
+The table holds what it knows as long as the tensor's own storage lives: for codes, a fraction of that storage. It knows
+a tensor by its storage (a weak reference) and version counter, and views of it by their offset, shape and strides.
+Edits that the counter does not see go by ``x.data`` or NumPy: a region that hands either out forgets the tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from brevact.autograd import storage_report
+from brevact.autograd.storages import storage_address, versions_of
+from brevact.quantizers import Layout, pack_codes, unpack_codes
+from brevact.quantizers.tracing import is_traced
+
+
+class IntegerCodes(NamedTuple):
+    """Decoder of (q - z) * s: q are stored as codes, z and s as they are, and which q are NaN.
+
+    Kept tensors are the packed codes, z and s. NaN has the last code, if that is spare. If not, a mask of one bit an
+    element follows where an integer is NaN; on devices that would have to be waited for, and in traced graphs, z is
+    NaN instead, and all that is decoded.
+
+    Args:
+        layout: of q, with its floating-point type.
+        bit_width: bits a code.
+        minimum: integer that code 0 stands for.
+        step: distance of neighbouring integers.
+        nbytes: of the tensor.
+        has_spare: whether the last code stands for no integer (a narrow range, three values in two bits).
+    """
+
+    layout: Layout
+    bit_width: int
+    minimum: int
+    step: int
+    nbytes: int
+    has_spare: bool = False
+
+    def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """Return what is kept."""
+        codes = self.layout.flatten(q)
+        if self.minimum or self.step != 1:
+            codes = (codes - self.minimum) / self.step if self.step != 1 else codes - self.minimum
+        offset = zero_point.detach().clone()
+        if self.has_spare:
+            codes = codes.nan_to_num(self._last)
+            return pack_codes(codes.to(torch.uint8), self.bit_width), offset, scale.detach()
+        poison = q.sum(dtype=torch.float32).mul_(0.0)
+        if q.device.type == "cpu" and not is_traced(q):
+            mask = (pack_codes(codes.isnan().to(torch.uint8), 1),) if poison.isnan() else ()
+            packed = pack_codes((codes.nan_to_num(0) if mask else codes).to(torch.uint8), self.bit_width)
+            return packed, offset, scale.detach(), *mask
+        return pack_codes(codes.to(torch.uint8), self.bit_width), offset.add_(poison), scale.detach()
+
+    @property
+    def _last(self) -> int:
+        return 2**self.bit_width - 1
+
+    def integers(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return q - z."""
+        packed, zero_point, _, *mask = tensors
+        codes = unpack_codes(packed, self.bit_width, self.layout.numel)
+        q = codes.to(self.layout.dtype)
+        if self.step != 1:
+            q = q.mul_(self.step)
+        if self.minimum:
+            q = q.add_(self.minimum)
+        if self.has_spare:
+            q.masked_fill_(codes == self._last, torch.nan)
+        for missing in mask:
+            q.masked_fill_(unpack_codes(missing, 1, self.layout.numel).bool(), torch.nan)
+        return self.layout.restore(q) - zero_point
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the tensor."""
+        return self.integers(tensors) * tensors[2]
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return its product with ``grad``."""
+        return grad * self.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how it is kept, for a report, and its bytes."""
+        return storage_report.EXACT, self.nbytes
+
+
+class Recomputed(NamedTuple):
+    """Decoder of a fake-quantized weight: computes it again from the kept tensors."""
+
+    compute: Callable[..., Tensor]
+    nbytes: int
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the tensor."""
+        with torch.no_grad():
+            return self.compute(*tensors)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return its product with ``grad``."""
+        return grad * self.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how it is kept, for a report, and its bytes."""
+        return storage_report.EXACT, self.nbytes
+
+
+class View(NamedTuple):
+    """Decoder of a view of a tensor that another one decodes."""
+
+    decoder: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad * self.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.decoder.described(tensors)
+
+
+class _Entry(NamedTuple):
+    version: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    decoder: Any
+
+
+_entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
+#: What it holds, without the count that asking for its length takes: while this is empty, no tensor is known.
+entries = _entries.data
+
+
+def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
+    """Remember what gives the values of ``x`` back.
+
+    Args:
+        x: dense tensor, the only one in its storage.
+        tensors: what an op that keeps ``x`` hands to autograd instead.
+        decoder: turns them into ``x``.
+    """
+    if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
+        return
+    versions = versions_of(tensors)
+    _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, versions, decoder)
+
+
+def forget(x: Tensor) -> None:
+    """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
+    if entries and storage_address(x):
+        _entries.pop(x.untyped_storage(), None)
+
+
+def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
+    """Return what keeps ``x`` without a loss, and its decoder, if a forward quantizer made it or what it views.
+
+    Not if a scale or a weight that it was computed from has changed since.
+    """
+    if not entries or x.is_inference() or not storage_address(x):
+        return None
+    entry = _entries.get(x.untyped_storage())
+    if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
+        return None
+    if entry.versions != versions_of(entry.tensors):
+        return None
+    if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
+        return entry.tensors, entry.decoder
+    return entry.tensors, View(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())

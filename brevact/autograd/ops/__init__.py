@@ -1,0 +1,101 @@
+"""What regions know of torch functions: one file an op family, whose ``OPS`` are its rows (:class:`~.op.Op`).
+
+All tables follow from the rows, here. ``HANDLERS`` maps a torch function to its counterpart, which stores packed
+activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops import (
+    attention,
+    convolution,
+    dropout,
+    elementwise,
+    harmless,
+    linear,
+    lookups,
+    losses,
+    metadata,
+    moves,
+    multi_head,
+    piecewise_linear,
+    pooling,
+    powers,
+    probabilities,
+    products,
+    rectifiers,
+    recurrent,
+    selections,
+    smooth,
+    vector_norms,
+)
+from brevact.autograd.ops.norm import calls as norms
+from brevact.autograd.ops.op import Op
+
+#: All rows, in the order of README's table of what is stored.
+OPS: tuple[Op, ...] = (
+    *convolution.OPS,
+    *linear.OPS,
+    *norms.OPS,
+    *smooth.OPS,
+    *powers.OPS,
+    *piecewise_linear.OPS,
+    *rectifiers.OPS,
+    *dropout.OPS,
+    *selections.OPS,
+    *pooling.OPS,
+    *products.OPS,
+    *attention.OPS,
+    *multi_head.OPS,
+    *probabilities.OPS,
+    *losses.OPS,
+    *vector_norms.OPS,
+    *recurrent.OPS,
+    *lookups.OPS,
+    *moves.OPS,
+    *elementwise.OPS,
+    *harmless.OPS,
+    *metadata.OPS,
+)
+
+
+def _functions(holds: Callable[[Op], bool]) -> frozenset[Callable]:
+    """Return the functions of the rows for which something holds."""
+    return frozenset(func for op in OPS if holds(op) for func in op.functions)
+
+
+HANDLERS: dict[Callable, Callable] = {func: op.handler for op in OPS if op.handler for func in op.functions}
+MUST_NOT_ROUND: dict[Callable, Callable[[Keeper, tuple], bool]] = {
+    func: op.must_not_round for op in OPS if op.must_not_round for func in op.functions
+}
+#: What torch's own op saves of them may be packed.
+MAY_ROUND = _functions(lambda op: op.saves is not None)
+LAYERS = _functions(lambda op: op.is_layer)
+LOOKUPS = _functions(lambda op: op.looks_up)
+METADATA = _functions(lambda op: op.is_metadata)
+MOVES = _functions(lambda op: op.moves)
+NORMS = _functions(lambda op: op.is_norm)
+PRODUCTS = _functions(lambda op: op.is_product)
+ROUNDS_FORWARD = _functions(lambda op: op.rounds_forward)
+UNVERSIONED = _functions(lambda op: op.is_unversioned)
+_NOT_BIT_EXACT = _functions(lambda op: not op.is_bit_exact)
+
+
+def run_counterpart(handler: Callable, region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
+
+    Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is lossless and torch's own
+    gradient has other last bits.
+    """
+    if region.settings.is_exact and func in _NOT_BIT_EXACT:
+        return NotImplemented
+    try:
+        return handler(region, func, *args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # not of this call
+            raise
+    return NotImplemented

@@ -1,0 +1,220 @@
+"""What the Functions have in common: saving kept tensors, reading them, refusing a second derivative."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.normalizing import WithStatistics
+from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.store import keep_as_it_is
+from brevact.private_names.of_torch import is_functorch_tensor
+from brevact.quantizers import is_traced
+
+_is_grad_enabled = torch.is_grad_enabled
+
+NO_DOUBLE_BACKWARD = (
+    "double backward (create_graph=True) through an op with backward-quantized activations is not supported: the "
+    "stored codes have no derivative. Run the part of the model that needs second derivatives at full precision (a "
+    "policy rule with None, brevact.restore_backward(model), or outside brevact.backward_quant)"
+)
+
+
+class SavedValue(NamedTuple):
+    """A saved tensor on its way back: decoded when it is asked for."""
+
+    tensors: tuple[Tensor, ...]
+    decoder: Any
+
+    def decode(self) -> Tensor:
+        return self.decoder.decode(self.tensors)
+
+    def multiply(self, grad: Tensor) -> Tensor:
+        """Return the product with ``grad``; packed codes are decoded and multiplied in one pass."""
+        return self.decoder.multiply(self.tensors, grad)
+
+    def with_statistics(self) -> WithStatistics:
+        """Return the input of a norm, or that less its means, and the statistics that belong to it."""
+        return self.decoder.with_statistics(self.tensors)
+
+
+def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) -> None:
+    """Hand tensors to autograd, and the decoders of kept items to ``ctx``.
+
+    Args:
+        ctx: context of the Function.
+        *items: what keeps an activation, or None.
+        exact: tensors that are kept as they are.
+    """
+    tensors: list[Tensor | None] = []
+    recipe: list[tuple[int, int, Decoder] | None] = []
+    stop = 0
+    for item in items:
+        if item is None:
+            recipe.append(None)
+        else:
+            kept, decoder = item
+            start, stop = stop, stop + len(kept)
+            tensors += kept
+            recipe.append((start, stop, decoder))
+    if storage_report.recorders and exact:
+        for x in exact:
+            if x is not None:
+                keep_as_it_is(x)
+    ctx.save_for_backward(*tensors, *exact)
+    ctx.recipe, ctx.kept_count = recipe, stop
+
+
+def load(ctx: Any) -> list[Any]:
+    """Return what :func:`save` was given: :class:`SavedValue` for kept items, exact tensors, and None for None.
+
+    Raises:
+        RuntimeError: the gradient is to be differentiated again.
+    """
+    if _is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+    tensors = ctx.saved_tensors
+    loaded: list[Any] = []
+    for entry in ctx.recipe:
+        if entry is not None:
+            start, stop, decoder = entry
+            entry = SavedValue(tensors[start:stop], decoder)
+        loaded.append(entry)
+    loaded += tensors[ctx.kept_count :]
+    return loaded
+
+
+class Saving(torch.autograd.Function):
+    """A Function that saves packed activations by :func:`save`; reading them, by :func:`load`, is not differentiable.
+
+    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs.
+    """
+
+    is_brevact = True
+    record: Callable[..., Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.record = super(torch.autograd.Function, cls).apply
+        if "forward" in vars(cls):
+            cls.forward = staticmethod(_returning_no_views(cls.forward))
+
+
+def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a forward return tensors by themselves where torch returns views of tensors that nobody else sees.
+
+    Torch refuses in-place changes of views that a Function has made: ``linear`` views the result of a matrix product.
+    """
+
+    @functools.wraps(forward)
+    def wrapped(ctx: Any, *args: Any) -> Any:
+        out = forward(ctx, *args)
+        if type(out) is Tensor and out._is_view() and not any(x is out or x is out._base for x in args):
+            return out.detach()
+        return out
+
+    return wrapped
+
+
+#: Sizes, strides and dtype of a tensor.
+InputLike = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class OfSizes(Saving):
+    """An op whose gradient depends on the sizes of its input alone: it stores nothing and is differentiable twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Any,
+        call: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor, InputLike], Tensor],
+        input: Tensor,
+    ) -> Tensor:
+        ctx.run_backward = backward
+        ctx.input_like = (input.shape, input.stride(), input.dtype)
+        return call(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, ctx.run_backward(grad, ctx.input_like)
+
+
+def blank(input_like: InputLike, grad: Tensor) -> Tensor:
+    """Return a tensor of the input's sizes, whose values nobody reads.
+
+    Its dtype is the gradient's: that of the copy of the input which torch reads under autocast.
+    """
+    shape, stride, _ = input_like
+    return torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device)
+
+
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+_STRIDED = torch.strided
+ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
+def is_plain(x: Any) -> bool:
+    """Return whether ``x`` is a strided tensor of no subclass that could mean something else."""
+    return type(x) in _PLAIN_TYPES and x.layout is _STRIDED and not (x.is_nested or is_functorch_tensor(x))
+
+
+def is_activation(x: Any) -> bool:
+    """Return whether ``x`` is a tensor that a Function of ours can pack: plain, floating point, 16 bits or more."""
+    return (
+        type(x) in _PLAIN_TYPES
+        and x.dtype in ACTIVATION_DTYPES
+        and x.layout is _STRIDED
+        and not (x.is_nested or is_functorch_tensor(x))
+    )
+
+
+def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of a torch function overwrites its first argument."""
+    name = func.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if name.startswith("__i") and name != "__invert__":
+        return True
+    position = _inplace_position(func)
+    return bool(kwargs.get("inplace", False) or (position is not None and position < len(args) and args[position]))
+
+
+@functools.cache
+def _inplace_position(func: Callable) -> int | None:
+    """Position of the parameter ``inplace`` of a Python function."""
+    names = func.__code__.co_varnames[: func.__code__.co_argcount] if isinstance(func, FunctionType) else ()
+    return names.index("inplace") if "inplace" in names else None
+
+
+def requires_grad(*tensors: Tensor | None) -> bool:
+    """Return whether any of the tensors requires a gradient."""
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """Return one number a spatial dimension, as torch's layers accept them."""
+    if type(value) is tuple and len(value) == dims:
+        return value
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values
+
+
+def expanded_one(x: Tensor) -> Tensor:
+    """Return a gradient of ones for ``x``: with it ATen's backward kernels give a derivative or a mask."""
+    one = x.new_ones(()) if is_traced(x) else _one(x.dtype, x.device)
+    return one.expand(x.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=dtype, device=device)

@@ -1,0 +1,188 @@
+"""Convolutions and transposed ones: the input is stored packed, the weight as it is.
+
+With the decoded input x^ and the output gradient g: dL/dw = g (*) x^, dL/dx = g convolved with w (exact), dL/db = sum
+of g. A transposed convolution is the same with the roles of x and g exchanged. Unbiased: linear in x^.
+Source: thesis section 4.2.2; ActNN, arXiv:2104.14129, eq. 5.
+
+Torch's own backward pass reads just that, so that torch's own op runs where the weight trains, the region's hooks
+storing the packed input in the input's place. The Function is for what torch does not do: store nothing for a frozen
+weight, store a weight as it is where autocast casts it, and be a part of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, as_tuple, load, requires_grad, save
+from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
+from brevact.private_names.of_torch import is_any_autocast_enabled
+
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
+
+def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast as autocast does for matrix products, if it is on: float32 and float16 tensors, never float64.
+
+    Doing it here keeps autocast from caching a weight copy that was made without gradients.
+    """
+    if not is_any_autocast_enabled():
+        return tensors
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x is not None and x.dtype is not torch.float64 else x for x in tensors)
+
+
+#: What ``aten.convolution_backward`` asks: stride, padding, dilation, whether it is transposed, output padding, groups.
+_Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+
+
+class _Convolution(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Keeper,
+        convolve: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        geometry: _Geometry,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        x, w, b = to_autocast(input, weight, bias)
+        needs_input, needs_weight = ctx.needs_input_grad[3:5]
+        kept = region.keep(input) if needs_weight else None
+        save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
+        ctx.geometry = geometry
+        ctx.input_like = (input.shape, input.stride(), w.dtype)
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        return convolve(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight = load(ctx)
+        shape, stride, dtype = ctx.input_like
+        mask = list(ctx.needs_input_grad[3:6])
+        if weight is None:  # only the bias trains
+            return (None,) * 5 + (grad.sum([0, *range(2, grad.dim())]),)
+        if kept is None:  # the values do not matter for the input's gradient
+            x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+        else:
+            x = kept.decode()
+        w = weight.decode()
+        if not grad.dtype is x.dtype is w.dtype is dtype:
+            grad, x, w = grad.to(dtype), x.to(dtype), w.to(dtype)
+        grads = _convolution_backward(grad, x, w, ctx.bias_sizes, *ctx.geometry, mask)
+        return None, None, None, *grads
+
+
+def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+    """Split ``padding="same"`` as torch does: the odd element goes to the right, by padding the input."""
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if any(t % 2 for t in total):
+        right = [amount for t in reversed(total) for amount in (0, t % 2)]
+        input = torch.nn.functional.pad(input, right)
+    return input, tuple(t // 2 for t in total)
+
+
+def _can_convolve(region: Keeper, dims: int, input: Any, weight: Any, bias: Tensor | None) -> bool:
+    return (
+        region.packs_layer_input(input)
+        and region.is_activation(weight)
+        and requires_grad(input, weight, bias)
+        and input.dim() in (dims + 1, dims + 2)
+        and weight.dim() == dims + 2
+        and input.numel() > 0
+    )
+
+
+def _convolve(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: tuple[Any, ...],
+    geometry: _Geometry,
+) -> Tensor:
+    runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
+    if runner is not None:
+        return runner.run_torch(func, input, weight, bias, *options)
+    return region.apply(_Convolution, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
+
+
+def _convolution_handler(dims: int) -> Callable:
+    def handle(
+        region: Keeper,
+        func: Callable,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Any:
+        if not _can_convolve(region, dims, input, weight, bias):
+            return NotImplemented
+        steps, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
+        unbatched = input.dim() == dims + 1
+        x = input.unsqueeze(0) if unbatched else input
+        if padding == "same" and all(s == 1 for s in steps):
+            x, padding = _same_padding(x, weight, dilation)
+        elif isinstance(padding, str):
+            if padding != "valid":
+                return NotImplemented  # torch explains what is wrong
+            padding = 0
+        pads = as_tuple(padding, dims)
+        geometry = steps, pads, dilation, False, [0] * dims, groups
+        out = _convolve(region, func, x, weight, bias, (steps, pads, dilation, groups), geometry)
+        return out.squeeze(0) if unbatched else out
+
+    return handle
+
+
+def _transposed_handler(dims: int) -> Callable:
+    def handle(
+        region: Keeper,
+        func: Callable,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        groups: int = 1,
+        dilation: int | Sequence[int] = 1,
+    ) -> Any:
+        if not _can_convolve(region, dims, input, weight, bias):
+            return NotImplemented
+        unbatched = input.dim() == dims + 1
+        x = input.unsqueeze(0) if unbatched else input
+        steps, pads, more, dilation = (as_tuple(value, dims) for value in (stride, padding, output_padding, dilation))
+        geometry = steps, pads, dilation, True, more, groups
+        out = _convolve(region, func, x, weight, bias, (steps, pads, more, groups, dilation), geometry)
+        return out.squeeze(0) if unbatched else out
+
+    return handle
+
+
+STORED = Stored(
+    "convolution, transposed convolution", "the input, packed; the weight as it is", "input exact, weight unbiased"
+)
+OPS = (
+    *(
+        Op(everywhere(f"conv{dims}d"), _convolution_handler(dims), STORED, saves=Saves.FACTORS, is_layer=True)
+        for dims in (1, 2, 3)
+    ),
+    *(
+        Op(everywhere(f"conv_transpose{dims}d"), _transposed_handler(dims), STORED, saves=Saves.FACTORS, is_layer=True)
+        for dims in (1, 2, 3)
+    ),
+    Op(everywhere("conv_tbc", "convolution"), saves=Saves.FACTORS),
+)

@@ -1,0 +1,172 @@
+"""Dropout of elements and of channels: an exact mask of one bit for each number that is drawn.
+
+The gradient is g times the factor that torch gives what it keeps, and 0 elsewhere. Random numbers are those that torch
+draws. Alpha dropout replaces what it drops by SELU's limit and scales all by a = ((1 - p) (1 + alpha'^2 p))^(-1/2),
+which keeps mean and variance. Source: Klambauer et al., arXiv:1706.02515, section "New dropout technique".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
+from brevact.autograd.store import keep_mask
+
+_ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
+
+
+class _Dropout(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
+        if input.device.type == "cpu":  # the same draws and the same rounding as torch's own dropout there
+            noise = F.dropout(torch.ones_like(input), p, True)
+            mask = noise != 0
+            out = input.mul_(noise) if inplace else input * noise
+        else:
+            out, mask = torch.native_dropout(input, p, True)
+            out = input.copy_(out) if inplace else out
+        ctx.factor = 1.0 / (1.0 - p)
+        if inplace:
+            ctx.mark_dirty(input)
+        save(ctx, keep_mask(mask))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        return None, kept.multiply(grad).mul_(ctx.factor), None, None
+
+
+class _Noise(NamedTuple):
+    """What is drawn: one number a channel or an element; and whether alpha dropout follows."""
+
+    of_channels: bool
+    alpha: bool
+
+
+class _ComposedDropout(Saving):
+    """What torch composes of a Bernoulli draw and products."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:
+        if kind.of_channels:
+            noise = input.new_empty((*input.shape[:2], *(1 for _ in input.shape[2:])))
+        else:
+            noise = torch.empty_like(input)
+        noise.bernoulli_(1 - p)
+        save(ctx, keep_mask(noise != 0))
+        if kind.alpha:
+            ctx.factor = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+            shift = noise.add(-1).mul_(_ALPHA * ctx.factor).add_(_ALPHA * ctx.factor * p)
+            noise.mul_(ctx.factor)
+        else:
+            ctx.factor, shift = 1.0 / (1.0 - p), None
+            noise.div_(1 - p)
+        out = input.mul_(noise) if inplace else input.mul(noise)
+        if inplace:
+            ctx.mark_dirty(input)
+        return out if shift is None else out.add_(shift)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        mask = kept.decode()
+        grad_input = kept.multiply(grad) if mask.shape == grad.shape else grad * mask
+        return None, grad_input.mul_(ctx.factor), None, None, None
+
+
+def _drops(region: Keeper, input: Any, p: float, training: bool) -> bool:
+    """Whether some elements are dropped, and not all; otherwise nothing is stored, or torch explains what is wrong."""
+    return region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0
+
+
+def _dropout(
+    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    if not _drops(region, input, p, training):
+        return NotImplemented
+    return region.apply(_Dropout, input, p, inplace)
+
+
+def _compose(region: Keeper, input: Tensor, p: float, training: bool, kind: _Noise, inplace: bool) -> Any:
+    if not _drops(region, input, p, training) or (kind.of_channels and input.dim() < 2) or input.numel() == 0:
+        return NotImplemented
+    return region.apply(_ComposedDropout, input, p, kind, inplace)
+
+
+def _of_maps(dims: int, unbatched: int | None = None) -> Callable:
+    """Make the handler of channel dropout for maps of ``dims`` dimensions, or of ``unbatched`` without a batch."""
+    kind = _Noise(of_channels=True, alpha=False)
+
+    def handle(
+        region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        if not _drops(region, input, p, training) or input.dim() not in (dims, unbatched) or input.numel() == 0:
+            return NotImplemented  # nothing is dropped, or torch warns
+        if input.dim() == dims:
+            return region.apply(_ComposedDropout, input, p, kind, inplace)
+        if inplace:
+            return NotImplemented  # torch changes the input's own shape, and back
+        return region.apply(_ComposedDropout, input.unsqueeze(0), p, kind, False).squeeze(0)
+
+    return handle
+
+
+def _alpha(of_channels: bool) -> Callable:
+    """Make the handler of alpha dropout in ``torch.nn.functional``."""
+
+    def handle(
+        region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> Any:
+        return _compose(region, input, p, training, _Noise(of_channels, True), inplace)
+
+    return handle
+
+
+def _in_torch(run: Callable[[Keeper, Tensor, float, bool, bool], Any]) -> Callable:
+    """Make the handler of a dropout in ``torch``, which overwrites its input if its name says so."""
+
+    def handle(region: Keeper, func: Callable, input: Tensor, p: float, train: bool) -> Any:
+        return run(region, input, p, train, func.__name__.endswith("_"))
+
+    return handle
+
+
+_KINDS = {
+    "feature_dropout": _Noise(True, False),
+    "alpha_dropout": _Noise(False, True),
+    "feature_alpha_dropout": _Noise(True, True),
+}
+_STORED = Stored("dropout of every kind", MASKS, EXACT)
+OPS = (
+    Op((F.dropout,), _dropout, _STORED),
+    Op((F.dropout1d,), _of_maps(3, unbatched=2), _STORED),
+    Op((F.dropout2d,), _of_maps(4), _STORED),
+    Op((F.dropout3d,), _of_maps(5, unbatched=4), _STORED),
+    Op((F.alpha_dropout,), _alpha(of_channels=False), _STORED),
+    Op((F.feature_alpha_dropout,), _alpha(of_channels=True), _STORED),
+    Op(
+        (torch.dropout, torch.dropout_),
+        _in_torch(lambda region, input, p, train, inplace: _dropout(region, torch.dropout, input, p, train, inplace)),
+        _STORED,
+    ),
+    *(
+        Op(
+            (getattr(torch, name), getattr(torch, f"{name}_")),
+            _in_torch(
+                lambda region, input, p, train, inplace, kind=kind: _compose(region, input, p, train, kind, inplace)
+            ),
+            _STORED,
+        )
+        for name, kind in _KINDS.items()
+    ),
+    Op(everywhere("dropout", "native_dropout"), saves=Saves.FACTORS),
+)

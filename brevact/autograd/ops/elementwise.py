@@ -1,0 +1,156 @@
+"""Elementwise products (squeeze-and-excitation, gates, affine scales): each factor is stored packed if it must be.
+
+d(ab)/da = g b^ and d(ab)/db = g a^, summed over broadcast dimensions; a factor is stored only when the other one
+needs a gradient, and weights and small factors are stored as they are. Unbiased, since each gradient is linear in the
+stored factor.
+
+A division by one number a row, a norm or a deviation that is written out, stores its numerator packed by rows, and the
+numbers as they are: d(a/b)/db = -g a^ / b^2.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, is_activation, load, save
+from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, keep_by_rows
+from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
+from brevact.autograd.saved import Saved
+from brevact.autograd.storages import storage_address
+from brevact.autograd.store import keep_as_it_is
+from brevact.quantizers import is_traced
+
+
+class _Multiply(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
+        needs_a, needs_b = ctx.needs_input_grad[2:4]
+        kept_b = _keep(region, b, a) if needs_a else None
+        kept_a = _keep(region, a, b) if needs_b else None
+        if inplace:
+            kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
+        save(ctx, kept_b, kept_a)
+        ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+        out = multiply(a, b)
+        if inplace:
+            ctx.mark_dirty(a)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            None if kept is None else _product(kept, other, grad).sum_to_size(shape).to(dtype)
+            for kept, shape, other, dtype in zip(load(ctx), ctx.shapes, ctx.shapes[::-1], ctx.dtypes, strict=True)
+        ]
+        return None, None, *grads, None
+
+
+def _keep(region: Keeper, x: Tensor, other: Tensor) -> Saved:
+    """Keep a factor; those of a norm that is written out by rows, and the rows' inverse deviations as they are."""
+    if dims_of_inverses(other, x):
+        return keep_as_it_is(x)
+    dims = dims_of_inverses(x, other)
+    if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
+        return keep_by_rows(region, x, dims)
+    return region.keep_activation(x)
+
+
+def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
+    """Copy the tensors that ``kept`` shares with the tensor that the op is about to overwrite."""
+    if kept is None:
+        return None
+    tensors, decoder = kept
+    address = storage_address(overwritten)
+    return tuple(x.clone() if storage_address(x) == address else x for x in tensors), decoder
+
+
+def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
+    return kept.multiply(grad) if shape == grad.shape else grad * kept.decode()
+
+
+def _multiply_handler(inplace: bool) -> Callable:
+    def handle(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
+        if kwargs or not (
+            region.is_activation(input) and region.is_activation(other) and (input.requires_grad or other.requires_grad)
+        ):
+            return NotImplemented  # a number has no gradient and nothing is stored
+        if max(input.numel(), other.numel()) < region.settings.min_numel:
+            return NotImplemented  # there is nothing to pack
+        if input.device != other.device or region.are_weights((input, other)):
+            return NotImplemented
+        if input is other and not inplace:
+            square = keep_square(region, lambda x: func(x, x), input)
+            if square is not NotImplemented:
+                return square
+        return region.apply(_Multiply, func, input, other, inplace)
+
+    return handle
+
+
+class _Divide(Saving):
+    """A tensor over one number a row; the gradients are computed as torch computes them."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, divide: Callable, dims: tuple[int, ...], a: Tensor, b: Tensor) -> Tensor:
+        save(ctx, keep_by_rows(region, a, dims), exact=(b,))
+        return divide(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, b = load(ctx)
+        grad_a = grad / b if ctx.needs_input_grad[3] else None
+        return None, None, None, grad_a, (-grad * ((kept.decode() / b) / b)).sum_to_size(b.shape)
+
+
+def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
+    """Handle division by one number a row; torch's own stores the numerator, too, if the numbers have a gradient."""
+    if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.packs_input(input)):
+        return NotImplemented
+    if not (region.is_activation(other) and input.dtype == other.dtype and input.device == other.device):
+        return NotImplemented
+    if input.numel() < region.settings.min_numel or (input.is_leaf and input.requires_grad and not is_traced(input)):
+        return NotImplemented
+    dims = dims_of_rows(input, other)
+    return region.apply(_Divide, func, dims, input, other) if dims else NotImplemented
+
+
+def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
+    """Whether the denominator of a division, at this place of its arguments, is an activation: 1/b^2 is no noise."""
+    x = args[place] if place < len(args) else None
+    return is_activation(x) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
+
+
+_STORED = Stored("products of activations", "each factor once, packed; a weight as it is", UNBIASED)
+_DIVISION = Stored("division by an activation", "as in PyTorch", EXACT)
+_INVERSIONS = (Tensor.__rtruediv__, Tensor.__rdiv__)  # one function
+_DIVISIONS = (*everywhere("div", "divide", "true_divide"), Tensor.__truediv__, Tensor.__itruediv__)
+OPS = (
+    Op(
+        (
+            *(torch.div, torch.divide, torch.true_divide),
+            *(Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.__truediv__),
+        ),
+        _divide,
+        WRITTEN_OUT,
+    ),
+    Op(
+        (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
+        _multiply_handler(False),
+        _STORED,
+    ),
+    Op((Tensor.mul_, Tensor.multiply_, Tensor.__imul__), _multiply_handler(True), _STORED),
+    Op(everywhere("mul", "multiply", "addcmul", "lerp", "ldexp"), saves=Saves.FACTORS),
+    Op(
+        tuple(func for func in _DIVISIONS if func not in _INVERSIONS),
+        stored=_DIVISION,
+        must_not_round=functools.partial(_divides_by_activation, 1),
+    ),
+    Op(_INVERSIONS, stored=_DIVISION, must_not_round=functools.partial(_divides_by_activation, 0)),
+)

@@ -1,0 +1,74 @@
+"""Statistics that a forward quantizer takes for its scale: what they need for backward is there, or is one element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.recompute import compute_from_weight
+from brevact.private_names.of_torch import DisableTorchFunction
+
+
+class _AbsolutePercentile(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any, region: EagerKeeper, values: tuple[Tensor], x: Tensor, rank: int, dim: int, keepdim: bool
+    ) -> Tensor:
+        found, index = torch.kthvalue(values[0].abs(), rank, dim=dim, keepdim=True)
+        save(ctx, exact=(index, values[0].gather(dim, index).sgn()))
+        ctx.shape, ctx.dim = x.shape, dim
+        return found if keepdim else found.squeeze(dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, sign = load(ctx)
+        zeros = torch.zeros(ctx.shape, dtype=grad.dtype, device=grad.device)
+        return None, None, zeros.scatter_(ctx.dim, index, grad.reshape(sign.shape) * sign), None, None, None
+
+
+def weight_statistics(region: EagerKeeper, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+    """Statistics of a weight; their gradient computes them again.
+
+    Args:
+        region: the region that runs.
+        compute: returns them, without random numbers and without a state of its own.
+        weight: parameter, a view of one, or what is computed from weights alone.
+
+    Returns:
+        What ``compute`` returns.
+    """
+    storage_report.report_op(weight_statistics)
+    return compute_from_weight(region, compute, weight)
+
+
+def absolute_percentile(
+    region: EagerKeeper, x: Tensor, q: float, dim: int | None, keepdim: bool, values: Tensor | None = None
+) -> Tensor:
+    """Percentile of the magnitudes of an activation: the gradient goes to one element, whose place and sign are kept.
+
+    Args:
+        region: the region that runs.
+        x: activation, of two dimensions unless all of it counts.
+        q: percentage.
+        dim: dimension that is reduced, or None for all elements.
+        keepdim: whether it stays, with size 1.
+        values: if ``x`` is the input of a ReLU whose output counts, that output.
+
+    Returns:
+        The percentile, as ``brevitas.core.stats.AbsPercentile`` computes it.
+    """
+    values = x.detach() if values is None else values
+    flat = x
+    if dim is None:
+        flat, values, dim = x.view(-1), values.view(-1), 0
+    rank = math.floor(0.01 * q * flat.shape[dim] + 0.5)
+    storage_report.report_op(absolute_percentile)
+    with DisableTorchFunction():
+        return region.apply(_AbsolutePercentile, (values,), flat, rank, dim, keepdim and flat is x)

@@ -1,0 +1,44 @@
+"""Functions without a counterpart: what torch saves for them, hooks may pack. The rest of the table of ``Saves``."""
+
+from __future__ import annotations
+
+from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
+
+OPS = (
+    Op(
+        everywhere(
+            *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "sum", "mean", "cumsum", "trace"),
+            *("diff", "sum_to_size", "deg2rad", "rad2deg", "floor", "ceil", "round", "trunc", "fix", "frac", "sign"),
+            *("heaviside", "detach", "copy", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu"),
+            *("cuda", "xpu", "view", "view_as", "reshape_as", "unflatten", "ravel", "squeeze", "unsqueeze", "expand"),
+            *("expand_as", "broadcast_to", "broadcast_tensors", "permute", "transpose", "swapaxes", "swapdims"),
+            *("movedim", "moveaxis", "t", "adjoint", "as_strided", "unfold", "fold", "narrow", "narrow_copy"),
+            *("select", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"),
+            *("unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind", "diagonal", "diag"),
+            *("diag_embed", "diagflat", "tril", "triu", "row_stack", "column_stack", "block_diag", "atleast_1d"),
+            *("atleast_2d", "atleast_3d", "meshgrid", "cartesian_prod", "combinations", "fliplr", "flipud"),
+            *("select_scatter", "slice_scatter", "diagonal_scatter", "as_strided_scatter", "native_channel_shuffle"),
+            *("fill", "zero", "fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2"),
+            *("rfftn", "irfftn", "hfft", "ihfft", "hfft2", "ihfft2", "hfftn", "ihfftn", "fftshift", "ifftshift"),
+            *("view_as_real", "view_as_complex", "complex", "real", "imag", "resolve_conj", "resolve_neg"),
+            *("bernoulli", "uniform", "normal", "exponential", "empty_like", "zeros_like", "ones_like", "full_like"),
+            *("rand_like", "randn_like", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "any"),
+            *("all", "argmax", "argmin", "argsort"),
+            *("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"),
+        ),
+        stored=Stored("add, views, fold", NOTHING, EXACT),
+        saves=Saves.PLACES,
+    ),
+    Op(
+        everywhere(
+            *("exp", "exp2", "expm1", "var", "var_mean", "trapezoid", "trapz", "cumulative_trapezoid", "affine_grid"),
+            *("affine_grid_generator", "stft"),
+        ),
+        stored=Stored(
+            "exp, var, lerp, addcmul and other ops of a [closed table](brevact/autograd/ops)",
+            "activations packed, masks 1 bit, weights and indices as they are",
+            "unbiased where linear in what is stored",
+        ),
+        saves=Saves.FACTORS,
+    ),
+)

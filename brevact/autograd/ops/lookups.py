@@ -1,0 +1,210 @@
+"""Ops that move elements: indices, masks and sampling points are stored exactly, elements only where they count.
+
+Their gradient with respect to the elements does not depend on them: torch saves the input of a gather, of a reflected
+or replicated border for its sizes alone. Sampling on a grid stores the grid exactly, since packed points would lie
+between other elements; dL/dgrid is linear in the input, which is packed: unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import InputLike, OfSizes, Saving, blank, load, requires_grad, save
+from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.store import keep_mask
+from brevact.private_names.of_torch import nn_pad
+
+aten = torch.ops.aten
+#: (zeros of the input's sizes, index, output gradient) -> input gradient.
+Scatter = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _Lookup(Saving):
+    """An op that reads elements at an index, or where a mask is set."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], scatter: Scatter, input: Tensor, at: Tensor
+    ) -> Tensor:
+        is_mask = at.dtype is torch.bool
+        save(ctx, keep_mask(at) if is_mask else None, exact=(None if is_mask else at,))
+        ctx.scatter, ctx.sizes = scatter, input.shape
+        return call(input, at)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, index = load(ctx)
+        at = index if mask is None else mask.decode()
+        return None, None, None, ctx.scatter(grad.new_zeros(ctx.sizes), at, grad), None
+
+
+def _looks_up(region: Keeper, input: Any, at: Any) -> bool:
+    return region.packs_input(input) and input.requires_grad and isinstance(at, Tensor) and input.numel() > 0
+
+
+def _gather(region: Keeper, func: Callable, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
+    if kwargs.pop("sparse_grad", False) or kwargs or not _looks_up(region, input, index) or not isinstance(dim, int):
+        return NotImplemented
+    return region.apply(
+        _Lookup,
+        lambda x, i: func(x, dim, i),
+        lambda zeros, i, g: zeros.scatter_add_(dim, i, g),
+        input,
+        index,
+    )
+
+
+def _take_along_dim(region: Keeper, func: Callable, input: Tensor, indices: Tensor, dim: int | None = None) -> Any:
+    if dim is None or not _looks_up(region, input, indices) or input.dim() != indices.dim():
+        return NotImplemented
+    if not -input.dim() <= dim < input.dim():
+        return NotImplemented  # torch explains what is wrong
+    others = [d for d in range(input.dim()) if d != dim % input.dim()]
+    if any(input.shape[d] != indices.shape[d] for d in others):
+        return NotImplemented  # they broadcast
+    length = input.shape[dim]
+
+    def scatter(zeros: Tensor, i: Tensor, grad: Tensor) -> Tensor:
+        return zeros.scatter_add_(dim, torch.where(i < 0, i + length, i), grad)  # negative ones count from the end
+
+    return region.apply(_Lookup, lambda x, i: func(x, i, dim), scatter, input, indices)
+
+
+def _take(region: Keeper, func: Callable, input: Tensor, index: Tensor) -> Any:
+    if not _looks_up(region, input, index):
+        return NotImplemented
+    return region.apply(_Lookup, func, lambda zeros, i, g: zeros.put_(i, g, accumulate=True), input, index)
+
+
+def _masked_select(region: Keeper, func: Callable, input: Tensor, mask: Tensor) -> Any:
+    if not _looks_up(region, input, mask) or mask.shape != input.shape or mask.dtype is not torch.bool:
+        return NotImplemented
+    return region.apply(_Lookup, func, lambda zeros, m, g: zeros.masked_scatter_(m, g), input, mask)
+
+
+_PAD_BACKWARD = {
+    "reflect": (aten.reflection_pad1d_backward, aten.reflection_pad2d_backward, aten.reflection_pad3d_backward),
+    "replicate": (aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward),
+}
+
+
+def _pad(
+    region: Keeper, func: Callable, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None
+) -> Any:
+    if mode not in _PAD_BACKWARD or not region.packs_input(input) or not input.requires_grad or input.numel() == 0:
+        return NotImplemented  # the others store nothing
+    dims = len(pad) // 2
+    if dims not in (1, 2, 3):
+        return NotImplemented
+    pad_backward = _PAD_BACKWARD[mode][dims - 1]
+
+    def backward(grad: Tensor, input_like: InputLike) -> Tensor:
+        return pad_backward(grad, blank(input_like, grad), list(pad))
+
+    return region.apply(OfSizes, lambda x: func(x, pad, mode, value), backward, input)
+
+
+class _GridSample(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Keeper,
+        call: Callable[[Tensor, Tensor], Tensor],
+        options: tuple[int, int, bool],
+        input: Tensor,
+        grid: Tensor,
+    ) -> Tensor:
+        save(ctx, region.keep_activation(input) if ctx.needs_input_grad[4] else None, exact=(grid,))
+        ctx.options, ctx.input_like = options, (input.shape, input.stride(), input.dtype)
+        return call(input, grid)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, grid = load(ctx)
+        x = blank(ctx.input_like, grad) if kept is None else kept.decode()
+        run = aten.grid_sampler_2d_backward if x.dim() == 4 else aten.grid_sampler_3d_backward
+        wanted = list(ctx.needs_input_grad[3:])
+        grads = run(grad, x.to(grad.dtype), grid.to(grad.dtype), *ctx.options, wanted)
+        dtypes = ctx.input_like[2], grid.dtype
+        return (
+            None,
+            None,
+            None,
+            *(g.to(dtype) if needed else None for g, dtype, needed in zip(grads, dtypes, wanted, strict=True)),
+        )
+
+
+def _grid_sampler(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    grid: Tensor,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+) -> Any:
+    if not (region.is_activation(input) and region.is_activation(grid) and requires_grad(input, grid)):
+        return NotImplemented
+    if input.dim() not in (4, 5) or input.numel() == 0:
+        return NotImplemented
+    options = (interpolation_mode, padding_mode, align_corners)
+    return region.apply(_GridSample, lambda x, g: func(x, g, *options), options, input, grid)
+
+
+_INTERPOLATIONS = {"bilinear": 0, "nearest": 1, "bicubic": 2}
+_BORDERS = {"zeros": 0, "border": 1, "reflection": 2}
+
+
+def _grid_sample(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Any:
+    if mode not in _INTERPOLATIONS or padding_mode not in _BORDERS:
+        return NotImplemented  # torch explains what is wrong
+
+    def call(x: Tensor, g: Tensor, *_: Any) -> Tensor:
+        return func(x, g, mode, padding_mode, align_corners)
+
+    options = (_INTERPOLATIONS[mode], _BORDERS[padding_mode], bool(align_corners))
+    return _grid_sampler(region, call, input, grid, *options)
+
+
+_STORED = Stored("embedding, gather and other lookups", "the indices", EXACT)
+_GRID = Stored("sampling on a grid", "the grid; the input, packed, where the grid trains", UNBIASED)
+_GRID_SAMPLERS = (torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
+_INDEXED = ("index_select", "gather", "take", "take_along_dim", "index_put", "index_add", "scatter")
+OPS = (
+    Op((torch.gather, Tensor.gather), _gather, _STORED),
+    Op((torch.take_along_dim, Tensor.take_along_dim), _take_along_dim, _STORED),
+    Op((torch.take, Tensor.take), _take, _STORED),
+    Op((torch.masked_select, Tensor.masked_select), _masked_select, Stored("masked_select", MASKS, EXACT)),
+    Op((F.pad, nn_pad), _pad, Stored("padding", NOTHING, EXACT)),  # the second one is what Dynamo sees of the first
+    Op((F.grid_sample,), _grid_sample, _GRID),
+    Op(_GRID_SAMPLERS, _grid_sampler, _GRID),
+    Op(
+        (Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))),
+        looks_up=True,
+    ),
+    Op(everywhere("embedding"), stored=_STORED, saves=Saves.PLACES, is_layer=True),
+    Op(everywhere("embedding_bag"), saves=Saves.FACTORS, is_layer=True),
+    Op((F.pad,), moves=True),
+    Op(
+        everywhere(
+            *("pad", "constant_pad_nd", "gather", "take", "take_along_dim", "index_select", "index_add", "index_copy"),
+            *("index_fill", "index_put", "put", "scatter", "scatter_add", "masked_fill", "masked_scatter"),
+            *("masked_select", "getitem", "setitem"),
+        ),
+        saves=Saves.PLACES,
+    ),
+)

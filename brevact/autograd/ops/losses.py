@@ -1,0 +1,182 @@
+"""Cross-entropy and negative log-likelihood: the targets are stored as they are, the probabilities packed.
+
+With x_n the logits of a sample, p_n = softmax(x_n) and q_n = (1 - s) w * onehot(y_n) + s / C w (class indices) or
+q_n = w * ((1 - s) t_n + s / C) (class probabilities), for the label smoothing s, C classes and their weights w:
+
+    L_n = -sum_c q_nc log p_nc,    dL_n/dx_n = p_n sum_c q_nc - q_n
+
+It is linear in p, hence unbiased. The mean is that over the weights of the targets (class indices) or over the samples
+(class probabilities). The negative log-likelihood reads log-probabilities, and its gradient, -q_n, none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
+
+_REDUCTIONS = frozenset(("none", "mean", "sum"))
+
+
+class _Options(NamedTuple):
+    """What a loss is told beside its tensors."""
+
+    class_dim: int
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+class _CrossEntropy(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Keeper,
+        call: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        options: _Options,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+    ) -> Tensor:
+        out = call(input, target, weight)
+        p = torch.softmax(input, options.class_dim, dtype=out.dtype)
+        save(ctx, region.keep(p, share=False), exact=(target, weight))
+        ctx.options, ctx.dtype = options, input.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, target, weight = load(ctx)
+        gradient = _of_probabilities if target.is_floating_point() else _of_indices
+        grad_input = gradient(grad, kept.decode(), target, weight, ctx.options).to(ctx.dtype)
+        return None, None, None, grad_input, None, None
+
+
+class _NegativeLogLikelihood(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Keeper,
+        call: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        options: _Options,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+    ) -> Tensor:
+        save(ctx, exact=(target, weight))
+        ctx.options, ctx.input_like = options, (input.shape, input.dtype)
+        return call(input, target, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        target, weight = load(ctx)
+        shape, dtype = ctx.input_like
+        grad_input = torch.zeros(shape, dtype=grad.dtype, device=grad.device)
+        g, y, w_y = _of_samples(grad, grad_input, target, _stretched(weight, grad_input, ctx.options), ctx.options)
+        grad_input.scatter_(ctx.options.class_dim, y, -g * w_y)
+        return None, None, None, grad_input.to(dtype), None, None
+
+
+def _of_indices(grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor:
+    """dL/dx for targets that are class indices (N, d1, ..), from p (N, C, d1, ..)."""
+    dim, s = options.class_dim, options.label_smoothing
+    w = _stretched(weight, p, options)
+    g, y, w_y = _of_samples(grad, p, target, w, options)
+    hit = g * w_y * (1 - s) if s else g * w_y
+    total = hit if not s else hit + g * (s if w is None else s * w.mean())
+    grad_input = p * total
+    grad_input.scatter_add_(dim, y, -hit)
+    if s:
+        grad_input -= g * (s / p.shape[dim]) * (1 if w is None else w)
+    return grad_input
+
+
+def _of_probabilities(grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor:
+    """dL/dx for targets that are class probabilities, of the shape of p (N, C, d1, ..)."""
+    dim, s = options.class_dim, options.label_smoothing
+    w = _stretched(weight, p, options)
+    q = target.to(p.dtype)
+    q = q * (1 - s) + s / p.shape[dim] if s else q
+    q = q if w is None else q * w
+    g = grad.unsqueeze(dim) if options.reduction == "none" else grad
+    g = g / (p.numel() / p.shape[dim]) if options.reduction == "mean" else g
+    return g * (p * q.sum(dim, keepdim=True) - q)
+
+
+def _stretched(weight: Tensor | None, p: Tensor, options: _Options) -> Tensor | None:
+    """Weights (C,) of the classes so that they broadcast with p (N, C, d1, ..)."""
+    if weight is None:
+        return None
+    return weight.to(p.dtype).view([-1 if dim == options.class_dim else 1 for dim in range(p.dim())])
+
+
+def _of_samples(
+    grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dL/dL_n, y_n and w_y (N, 1, d1, ..); dL/dL_n and y_n are 0 where the target is ignored."""
+    y = target.long().unsqueeze(options.class_dim)
+    counts = y != options.ignore_index
+    y = y.where(counts, 0)
+    w_y = p.new_ones(()) if weight is None else weight.expand_as(p).gather(options.class_dim, y)
+    g = grad.unsqueeze(options.class_dim) if options.reduction == "none" else grad
+    if options.reduction == "mean":  # the weights of half precision have a sum beyond its range
+        exact = torch.promote_types(p.dtype, torch.float32)
+        g = (g.to(exact) / (counts * w_y).sum(dtype=exact)).to(p.dtype)
+    return torch.where(counts, g, 0), y, w_y
+
+
+def _handler(function: type[Saving]) -> Callable:
+    """Make the handler of a loss with class targets."""
+
+    def handle(
+        region: Keeper,
+        func: Callable,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float | None = None,
+    ) -> Any:
+        if not (region.packs_input(input) and input.requires_grad and isinstance(target, Tensor)):
+            return NotImplemented
+        if input.numel() < max(1, region.settings.min_numel) or input.dim() == 0:
+            return NotImplemented  # there is nothing to pack
+        if requires_grad(target, weight) or size_average is not None or reduce is not None:
+            return NotImplemented
+        if reduction not in _REDUCTIONS or input.device != target.device:
+            return NotImplemented  # torch explains what is wrong
+        more = {} if label_smoothing is None else {"label_smoothing": label_smoothing}
+
+        def call(x: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
+            return func(x, y, weight=w, ignore_index=ignore_index, reduction=reduction, **more)
+
+        options = _Options(min(1, input.dim() - 1), ignore_index, reduction, label_smoothing or 0.0)
+        return region.apply(function, call, options, input, target, weight)
+
+    return handle
+
+
+OPS = (
+    Op(
+        (F.cross_entropy,),
+        _handler(_CrossEntropy),
+        Stored("cross-entropy", "the probabilities, packed; the targets as they are", UNBIASED),
+        is_bit_exact=False,
+    ),
+    Op(
+        (F.nll_loss,),
+        _handler(_NegativeLogLikelihood),
+        Stored("negative log-likelihood", "the targets as they are", EXACT),
+        is_bit_exact=False,
+    ),
+)

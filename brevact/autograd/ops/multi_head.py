@@ -1,0 +1,34 @@
+"""Multi-head attention: projections, products, softmax and dropout inside it store what they store on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.attention import STORED
+from brevact.autograd.ops.op import Op
+
+_whole = F.multi_head_attention_forward
+
+
+def _multi_head_attention_forward(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run torch's own code with the region's mode, which it would ask for the whole function again."""
+    names = {**_whole.__globals__, "has_torch_function": lambda tensors: False}
+    inside = FunctionType(_whole.__code__, names, _whole.__name__, _whole.__defaults__)
+    with region.mode:
+        return inside(*args, **kwargs)
+
+
+OPS = (
+    Op(
+        (F.multi_head_attention_forward,),
+        _multi_head_attention_forward,
+        STORED,
+        is_bit_exact=False,
+        is_layer=True,
+    ),
+)

@@ -1,0 +1,217 @@
+"""The calls of torch's norms, read into `formulas` for `functions`; what torch should explain is left to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import requires_grad
+from brevact.autograd.ops.norm.formulas import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from brevact.autograd.ops.norm.functions import apply, reacts
+from brevact.autograd.ops.op import Op, Stored, everywhere
+from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
+
+
+def _fit(shape: tuple[int, ...], weight: Any, bias: Any = None) -> bool:
+    """Whether weight and bias are tensors of this shape, or None."""
+    if weight is not None and not (isinstance(weight, Tensor) and weight.shape == shape):
+        return False
+    return bias is None or (isinstance(bias, Tensor) and bias.shape == shape)
+
+
+def _have_last_dims(input: Any, shape: Any) -> bool:
+    """Whether ``shape`` is that of the last dimensions of a tensor."""
+    if not (isinstance(input, Tensor) and isinstance(shape, tuple | list) and shape):
+        return False
+    return tuple(input.shape[-len(shape) :]) == tuple(shape)
+
+
+def _torch_batch_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
+        return NotImplemented
+    if not (training or (running_mean is not None and running_var is not None)):
+        return NotImplemented  # torch explains what is missing
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    running = running_mean, running_var
+    if not training:
+        norm = Frozen(torch.batch_norm, *running, momentum, eps, cudnn_enabled)
+        return apply(region, norm, input, weight, bias)
+    norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
+    is_torchs = requires_grad(input, weight) and region.settings.of_normalized is None
+    runner = region.torch_runner(input, *running) if is_torchs else None
+    if runner is not None:
+        return runner.run_torch_norm(norm, input, weight, bias)
+    return apply(region, norm, input, weight, bias)
+
+
+def _batch_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if training and isinstance(input, Tensor) and input.dim() >= 2:
+        verify_batch_size(input.size())
+    cudnn = torch.backends.cudnn.enabled
+    return _torch_batch_norm(
+        region, func, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
+    )
+
+
+def _torch_instance_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    if not (isinstance(input, Tensor) and input.dim() >= 3 and _fit((input.shape[1],), weight, bias)):
+        return NotImplemented
+    if not (use_input_stats or (running_mean is not None and running_var is not None)):
+        return NotImplemented
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    if use_input_stats:
+        norm = InstanceNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
+    else:
+        norm = Frozen(torch.instance_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
+    return apply(region, norm, input, weight, bias)
+
+
+def _instance_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if use_input_stats and isinstance(input, Tensor) and input.dim() >= 2:
+        verify_spatial_size(input.size())
+    cudnn = torch.backends.cudnn.enabled
+    return _torch_instance_norm(
+        region, func, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn
+    )
+
+
+def _layer_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    if not (_have_last_dims(input, normalized_shape) and _fit(tuple(normalized_shape), weight, bias)):
+        return NotImplemented
+    if not reacts(region, input, weight, bias):
+        return NotImplemented
+    return apply(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
+
+
+def _torch_group_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
+        return NotImplemented
+    if num_groups <= 0 or input.shape[1] % num_groups or not reacts(region, input, weight, bias):
+        return NotImplemented
+    return apply(region, GroupNorm(num_groups, eps), input, weight, bias)
+
+
+def _group_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if isinstance(input, Tensor) and input.dim() >= 2 and num_groups > 0:
+        n, c, *sizes = input.shape
+        verify_batch_size([n * c // num_groups, num_groups, *sizes])
+    return _torch_group_norm(region, func, input, num_groups, weight, bias, eps)
+
+
+def _rms_norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    if not (_have_last_dims(input, normalized_shape) and _fit(tuple(normalized_shape), weight)):
+        return NotImplemented
+    if not reacts(region, input, weight, None, has_mean=False):
+        return NotImplemented
+    return apply(region, RMSNorm(tuple(normalized_shape), eps), input, weight, None)
+
+
+_STORED = Stored(
+    "batch, layer, group, instance and RMS norm",
+    "the normalized input, packed: one scale for rows and channels of any; the inverse deviations as they are",
+    "bias Var/N of one packed copy, negligible for maps",
+)
+_WITH_MEAN: dict[Callable, Callable] = {
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _torch_batch_norm,
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _torch_instance_norm,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    torch.group_norm: _torch_group_norm,
+}
+OPS = (
+    *(
+        Op((func,), handler, _STORED, is_bit_exact=False, is_layer=True, is_norm=True, rounds_forward=True)
+        for func, handler in _WITH_MEAN.items()
+    ),
+    Op((F.rms_norm, torch.rms_norm), _rms_norm, _STORED, is_bit_exact=False, is_layer=True, is_norm=True),
+    Op(everywhere("native_layer_norm", "local_response_norm"), is_layer=True),
+)

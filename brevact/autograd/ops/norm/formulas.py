@@ -1,0 +1,317 @@
+"""Norms as ATen computes them: the output and the statistics of a forward pass, and the gradients from an input.
+
+One small object a call holds the arguments that are no activations. The normalized input is
+N(x) = (x - mean) * invstd, with one mean and one invstd for each group of elements that a norm normalizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from brevact.private_names.of_torch import (
+    batch_norm_impl_index,
+    fused_rms_norm,
+    fused_rms_norm_backward,
+    suggest_memory_format,
+)
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
+
+
+class Norm:
+    """What the Functions ask of a norm by statistics of its input; weights and biases are one number a channel."""
+
+    name: str
+    has_mean = True
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the output, the means and the inverse deviations, as ATen gives them."""
+        raise NotImplementedError
+
+    def backward(
+        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
+    ) -> Gradients:
+        """Return the gradients of input, weight and bias that the mask asks for, by ATen's formula."""
+        raise NotImplementedError
+
+    def inverse(self, spread: Tensor) -> Tensor:
+        """Return the inverse deviations, in float32 or more, of what :meth:`forward` gives in their place."""
+        return spread.to(torch.promote_types(spread.dtype, torch.float32))
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape one number a group so that it broadcasts over a tensor of this shape."""
+        raise NotImplementedError
+
+    @property
+    def key(self) -> Hashable | None:
+        """Equal for norms that normalize a tensor to the same values; None for those with statistics of their own."""
+        return None
+
+    def align_weight(self, weight: Tensor, x: Tensor) -> Tensor:
+        """Shape a weight or a bias so that it broadcasts over ``x``."""
+        return along_channels(weight, x.shape)
+
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        """Return the sum of g for each entry of the bias."""
+        return sum_of_channels(grad)
+
+
+def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Shape (C,) or (N * C,) numbers so that they broadcast over an (N, C, ...) tensor of this shape."""
+    samples = 1 if x.numel() == shape[1] else shape[0]
+    return x.reshape(samples, shape[1], *[1] * (len(shape) - 2))
+
+
+def sum_of_channels(x: Tensor) -> Tensor:
+    """Sum an (N, C, ...) tensor to (C,)."""
+    return x.sum([0, *range(2, x.dim())])
+
+
+@dataclass(eq=False)
+class BatchNorm(Norm):
+    """Batch norm by the statistics of the batch; updates the running ones."""
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    momentum: float
+    eps: float
+    cudnn_enabled: bool
+    name = "batch_norm"
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        running = self.running_mean, self.running_var
+        out, mean, invstd, _, _ = batch_norm_impl_index(
+            x, weight, bias, *running, True, self.momentum, self.eps, self.cudnn_enabled
+        )
+        return out, mean, invstd
+
+    def backward(
+        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
+    ) -> Gradients:
+        return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return along_channels(statistic, shape)
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.eps
+
+
+@dataclass(eq=False)
+class InstanceNorm(BatchNorm):
+    """Instance norm by the statistics of each sample: the batch norm of a batch of one with N * C channels."""
+
+    name = "instance_norm"
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        n, c = x.shape[:2]
+        running = [_repeat(kept, n) for kept in (self.running_mean, self.running_var)]
+        out, mean, invstd, _, _ = batch_norm_impl_index(
+            *(_as_one(x), _repeat(weight, n), _repeat(bias, n), *running, True),
+            *(self.momentum, self.eps, self.cudnn_enabled),
+        )
+        for kept, repeated in zip((self.running_mean, self.running_var), running, strict=True):
+            if kept is not None:
+                kept.copy_(repeated.view(n, c).mean(0))
+        return out.view(x.shape), mean, invstd
+
+    def backward(
+        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
+    ) -> Gradients:
+        weight = _spread(weight, x)
+        return self._of_samples(super().backward(_as_one(grad), _as_one(x), mean, invstd, weight, mask), x)
+
+    def _of_samples(self, grads: Gradients, x: Tensor) -> Gradients:
+        """Shape the gradients of the one batch as those of the samples, whose weights are the same."""
+        grad_input, *sums = grads
+        sums = [None if total is None else total.view(x.shape[:2]).sum(0) for total in sums]
+        return None if grad_input is None else grad_input.view(x.shape), *sums
+
+
+def _repeat(x: Tensor | None, samples: int) -> Tensor | None:
+    return None if x is None else x.repeat(samples)
+
+
+def _spread(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """Repeat a weight in backward, in other words than in forward, of which a graph would keep the result."""
+    return None if weight is None else weight.expand(x.shape[:2]).reshape(-1)
+
+
+def _as_one(x: Tensor) -> Tensor:
+    return x.contiguous().view(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+@dataclass(eq=False)
+class Frozen(Norm):
+    """A batch or instance norm whose statistics are constants: one mean and one variance a channel."""
+
+    function: Callable[..., Tensor]
+    mean: Tensor
+    var: Tensor
+    momentum: float
+    eps: float
+    cudnn_enabled: bool
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.function.__name__
+
+    def inverse(self, spread: Tensor) -> Tensor:
+        return torch.rsqrt(super().inverse(spread) + self.eps)
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return along_channels(statistic, shape)
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return output, means and variances."""
+        rest = False, self.momentum, self.eps, self.cudnn_enabled
+        out = self.function(x, weight, bias, self.mean, self.var, *rest)
+        if self.function is torch.instance_norm:  # which writes to the statistics even so
+            return out, self.mean.clone(), self.var.clone()
+        return out, self.mean, self.var
+
+    def backward(
+        self, grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, mask: list[bool]
+    ) -> Gradients:
+        return _batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
+
+
+@dataclass(eq=False)
+class LayerNorm(Norm):
+    """Layer norm over the last dimensions; weight and bias are one number an element of those."""
+
+    normalized_shape: tuple[int, ...]
+    eps: float
+    name = "layer_norm"
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.native_layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
+    ) -> Gradients:
+        # Of the bias ATen reads the dtype: the weight's.
+        return _layer_norm_backward(grad, x, self.normalized_shape, mean, invstd, weight, weight, mask)
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return statistic
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.normalized_shape, self.eps
+
+    def align_weight(self, weight: Tensor, x: Tensor) -> Tensor:
+        return weight
+
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        return grad.sum_to_size(self.normalized_shape)
+
+
+@dataclass(eq=False)
+class GroupNorm(Norm):
+    """Group norm over the elements of a sample's channels, a number of channels a group."""
+
+    groups: int
+    eps: float
+    name = "group_norm"
+
+    def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
+        n, c = x.shape[:2]
+        return n, c, x.numel() // (n * c), self.groups
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dense = x.contiguous(memory_format=_format_of(x))
+        return torch.native_group_norm(dense, _dense(weight), _dense(bias), *self._sizes(x), self.eps)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
+    ) -> Gradients:
+        order = _format_of(x)
+        grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
+        return _group_norm_backward(grad, x, mean, invstd, _dense(weight), *self._sizes(x), mask)
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        n, c = shape[:2]
+        return along_channels(statistic[:, :, None].expand(n, self.groups, c // self.groups).reshape(n * c), shape)
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.groups, self.eps
+
+
+def _dense(weight: Tensor | None) -> Tensor | None:
+    """A weight as ATen's group norm reads it: without a look at its strides."""
+    return None if weight is None else weight.contiguous()
+
+
+def _format_of(x: Tensor) -> torch.memory_format:
+    """The memory order in which ATen's group norm reads an input."""
+    return suggest_memory_format(x) if x.device.type in ("cpu", "xpu") else torch.contiguous_format
+
+
+@dataclass(eq=False)
+class RMSNorm(Norm):
+    """RMS norm over the last dimensions: x * invstd with the inverse root of the mean square in place of invstd."""
+
+    normalized_shape: tuple[int, ...]
+    eps: float | None
+    name = "rms_norm"
+    has_mean = False
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, weight: Tensor | None, bias: None
+    ) -> tuple[Tensor, None, Tensor]:
+        if x.is_cuda and not self._is_fused(x, weight):  # ATen's own fused kernel is for one dtype and memory order
+            square, eps = x.to(_accumulated(x.dtype)).square(), self.eps
+            eps = torch.finfo(square.dtype).eps if eps is None else eps
+            invstd = square.mean(self._dims, keepdim=True).add_(eps).rsqrt_()
+            return torch.rms_norm(x, self.normalized_shape, weight, self.eps), None, invstd
+        out, invstd = fused_rms_norm(x, self.normalized_shape, weight, self.eps)
+        return out, None, invstd
+
+    def backward(  # type: ignore[override]
+        self, grad: Tensor, x: Tensor, mean: None, invstd: Tensor, weight: Tensor | None, mask: list[bool]
+    ) -> Gradients:
+        """dx = invstd * (g w - x^ mean(g w x^)), dw = sum of g x^, with x^ = x * invstd."""
+        if x.is_cuda and grad.dtype is x.dtype and self._is_fused(x, weight):
+            return *fused_rms_norm_backward(grad, x, self.normalized_shape, invstd, weight, mask[:2]), None
+        normalized = x.to(invstd.dtype) * invstd
+        grad_input = grad_weight = None
+        if mask[1]:
+            grad_weight = (grad * normalized).sum_to_size(self.normalized_shape)
+        if mask[0]:
+            grad_input = grad.to(invstd.dtype) if weight is None else grad.to(invstd.dtype) * weight
+            mean = (grad_input * normalized).mean(self._dims, keepdim=True)
+            grad_input = grad_input.addcmul(normalized, mean, value=-1).mul_(invstd)
+        return grad_input, grad_weight, None
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return statistic
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.normalized_shape, self.eps
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        return tuple(range(-len(self.normalized_shape), 0))
+
+    @staticmethod
+    def _is_fused(x: Tensor, weight: Tensor | None) -> bool:
+        is_alike = fused_rms_norm_backward is not None and (weight is None or weight.dtype is x.dtype)
+        return is_alike and suggest_memory_format(x) is torch.contiguous_format
+
+
+def _accumulated(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,172 @@
+"""Norms: their normalized input x^ = (x - mean) * invstd is stored packed, and the inverse deviations as they are.
+
+The backward pass is PyTorch's own formula on x^ / invstd, the input less its means, which it reads as well as the
+input. It reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a
+feature map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: what is quantized is normalized, so that groups of
+other scales in one bucket do not add their noise to each other's gradients. Batch norm by the statistics of the batch
+is torch's own op, where it can be, as convolutions are; it is given x^ / invstd + mean.
+
+A quantizer with ``of_normalized`` stores x^ on a fixed grid. Where a group held NaN or an infinity its invstd is NaN,
+and so are the gradients. With ``quantize_forward`` the affine step reads the stored values in place of x^, and the
+gradient passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXiv:1702.08231, sections 1.3 to
+1.5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.normalizing import NormInput, normalized_early
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.norm.formulas import Frozen, Norm, along_channels, sum_of_channels
+from brevact.autograd.saved import Saved
+from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
+
+
+def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
+    """Return whether a region has something to do for a norm with these arguments."""
+    if has_mean and region.settings.quantizes_forward:
+        return region.is_activation(input) and input.numel() > 0
+    return region.packs_layer_input(input) and input.numel() > 0 and requires_grad(input, weight, bias)
+
+
+def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Run a norm that a region :func:`reacts` to."""
+    rounds = norm.has_mean and region.settings.quantizes_forward
+    if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
+        return region.apply(_Frozen if isinstance(norm, Frozen) else _Norm, norm, input, weight, bias)
+    run = _run_frozen if isinstance(norm, Frozen) else _run_levels
+    return run(region, norm, input, *_to_autocast(norm, input, weight, bias))[0]
+
+
+class _Norm(Saving):
+    """A norm by statistics of its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        reads_x = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        x, w, b = _to_autocast(norm, input, weight, bias)
+        ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
+        if norm.has_mean and region.settings.of_normalized is not None:
+            out, kept = _run_levels(region, norm, input, x, w, b)
+        else:
+            out, mean, invstd = norm.forward(x, w, b)
+            kept = region.keep(input, norm=NormInput(norm, mean, invstd, x.dtype)) if reads_x else None
+        save(ctx, kept if reads_x else None, exact=(weight,) if reads_x else (None,))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight = load(ctx)
+        norm, mask = ctx.norm, list(ctx.needs_input_grad[2:5])
+        grad_input = grad_weight = None
+        if kept is not None:
+            dtype, weight_dtype = ctx.dtypes
+            x, mean, invstd = kept.with_statistics()
+            x = x if x.dtype is dtype else x.to(dtype)
+            w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
+            wanted = [*mask[:2], mask[2] and w is not None]  # ATen gives no bias its gradient without a weight
+            grads = norm.backward(grad, x, mean, invstd, w, wanted)
+            if wanted == mask:
+                return None, None, *grads
+            grad_input, grad_weight, _ = grads
+        return None, None, grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
+
+
+class _Frozen(Saving):
+    """A norm whose statistics are constants: it reads its input for the gradient of the weight alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, norm: Frozen, input: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        x, w, b = _to_autocast(norm, input, weight, bias)
+        kept = mark = None
+        if region.settings.quantizes_forward:
+            out, kept, var, mark = _run_frozen(region, norm, input, x, w, b)
+        else:
+            out, mean, var = norm.forward(x, w, b)
+            if ctx.needs_input_grad[3]:
+                kept = region.keep(input, norm=NormInput(norm, mean, var, x.dtype))
+        if ctx.needs_input_grad[3]:
+            save(ctx, kept, exact=(weight, None, mark))
+        else:
+            save(ctx, None, exact=(weight, var, None))
+        ctx.norm, ctx.dtype = norm, x.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, weight, var, mark = load(ctx)
+        mask = list(ctx.needs_input_grad[2:5])
+        if kept is None:
+            return None, None, *_frozen_backward(grad, weight, ctx.norm.inverse(var), mask)
+        x, mean, var = kept.with_statistics()
+        grad_input, grad_weight, grad_bias = ctx.norm.backward(grad, x.to(ctx.dtype), mean, var, weight, mask)
+        return None, None, grad_input, grad_weight if mark is None else grad_weight + mark, grad_bias
+
+
+def _frozen_backward(
+    grad: Tensor, weight: Tensor | None, invstd: Tensor, mask: list[bool]
+) -> tuple[Tensor | None, None, Tensor | None]:
+    """Gradients of x and bias when mean and variance are constants: g * weight * invstd, sum of g."""
+    grad_input = grad_bias = None
+    if mask[0]:
+        factor = invstd if weight is None else weight * invstd
+        grad_input = grad * along_channels(factor.to(grad.dtype), grad.shape)
+    if mask[2]:
+        grad_bias = sum_of_channels(grad)
+    return grad_input, None, grad_bias
+
+
+def _run_levels(
+    region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Saved]:
+    """Output, and what keeps the normalized input; its invstd is NaN where the statistics are no finite numbers."""
+    out, mean, invstd = norm.forward(x, weight, bias)
+    invstd = mean * 0 + invstd
+    kept = region.keep_levels(input, NormInput(norm, mean, invstd, x.dtype))
+    if region.settings.quantizes_forward:
+        _write_affine(out, norm, kept, norm.align(invstd - invstd, x.shape), weight, bias)
+    return out, kept
+
+
+def _run_frozen(
+    region: Keeper, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Saved, Tensor, Tensor]:
+    """Output, what keeps N(x), variances, and a zero a channel: NaN where it holds a value that is not finite."""
+    out, mean, var = norm.forward(x, weight, bias)
+    kept = region.keep_levels(input, NormInput(norm, mean, var, x.dtype))
+    mark = x * 0
+    _write_affine(out, norm, kept, mark, weight, bias)
+    return out, kept, var, sum_of_channels(mark)
+
+
+def _write_affine(
+    out: Tensor, norm: Norm, kept: Saved, mark: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """Overwrite ``out`` with weight * N^ + bias, N^ being what is kept; ``mark`` is 0, or NaN where N(x) was none."""
+    levels = normalized_early(kept) + mark
+    if weight is not None:
+        levels.mul_(norm.align_weight(weight, levels))
+    if bias is not None:
+        levels.add_(norm.align_weight(bias, levels))
+    out.copy_(levels)
+
+
+def _to_autocast(norm: Norm, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast to float32 where autocast runs this norm in it."""
+    if not is_any_autocast_enabled():
+        return tensors
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not (
+        torch.is_autocast_enabled(device) and has_kernel_for_key(f"aten::{norm.name}", f"Autocast{device.upper()}")
+    ):
+        return tensors
+    return tuple(x.float() if x is not None and x.dtype is not torch.float64 else x for x in tensors)

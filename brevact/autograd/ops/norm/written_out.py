@@ -1,0 +1,104 @@
+"""Norms that are written out: their input is kept by rows of one scale.
+
+``x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)``, as Llama and its like compute an RMS norm, or ``x`` over a
+root: the square and the product, or the quotient, save x, and their gradients multiply its error by powers of a row's
+inverse deviation. Rows are divided by their own root mean square before they are packed, which takes two more bytes a
+row, once for both ops.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.normalizing import NormInput
+from brevact.autograd.saved import Saved
+
+#: Elements of the shortest rows that a scale of their own is worth.
+SHORTEST_ROW = 64
+#: Norms that a row is divided by: their inverses, and those of the inverses, are normal bfloat16 numbers.
+_SMALLEST_NORM, _LARGEST_NORM = 1e-30, torch.finfo(torch.float32).max
+#: Nodes whose results are inverse deviations.
+_INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
+
+
+class RowScale(NamedTuple):
+    """Rows of elements along dimensions, counted from the last, with the inverse of their root mean square."""
+
+    dims: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        return "rows", self.dims
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return statistic
+
+    def inverse(self, spread: Tensor) -> Tensor:
+        return spread.float()
+
+
+def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:
+    """Keep an activation whose rows may differ in scale.
+
+    Args:
+        region: the region that runs.
+        x: the activation.
+        dims: dimensions of a row, counted from the last.
+
+    Returns:
+        What keeps it; with a bfloat16 number a row where it is packed.
+    """
+    length = math.prod(x.shape[dim] for dim in dims)
+    inverse = math.sqrt(length) / _finite_norm(x.detach(), dims).clamp(_SMALLEST_NORM, _LARGEST_NORM)
+    return region.keep(x, norm=NormInput(RowScale(dims), None, inverse.bfloat16(), x.dtype, whole=True))
+
+
+def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """2-norm of each row's finite elements; the copy without the others is spared where a look is free."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if type(x) is Tensor and x.is_cpu:
+        norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
+        if norm.isfinite().all():
+            return norm
+    return torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0), dim=dims, keepdim=True, dtype=dtype)
+
+
+def are_rows(x: Tensor, dims: tuple[int, ...]) -> bool:
+    """Return whether rows along these dimensions are long enough for scales of their own."""
+    return x.dim() > 0 and math.prod(x.shape[dim] for dim in dims) >= SHORTEST_ROW
+
+
+def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
+    """Dimensions of the rows of ``x`` that a factor multiplies, if it is an inverse deviation for each row.
+
+    Args:
+        x: an activation.
+        factor: what it is multiplied by.
+
+    Returns:
+        Dimensions, counted from the last; none for any other factor.
+    """
+    node = factor.grad_fn
+    return dims_of_rows(x, factor) if node is not None and node.name().startswith(_INVERSES) else ()
+
+
+def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
+    """Dimensions of the rows of ``x`` for each of which a factor has one number.
+
+    Args:
+        x: an activation.
+        factor: what it is multiplied by, or divided by.
+
+    Returns:
+        Dimensions, counted from the last; none for any other factor.
+    """
+    if factor.dim() != x.dim():
+        return ()
+    dims = tuple(dim for dim in range(-x.dim(), 0) if factor.shape[dim] == 1 and x.shape[dim] > 1)
+    is_factor = all(factor.shape[dim] == x.shape[dim] for dim in range(-x.dim(), 0) if dim not in dims)
+    return dims if dims and is_factor and are_rows(x, dims) else ()

@@ -1,0 +1,66 @@
+"""Operands of products and attention: views of one tensor share what is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.saved import Decoder, Saved
+from brevact.private_names.of_torch import is_any_autocast_enabled
+from brevact.quantizers import is_traced
+
+
+class _Viewed(NamedTuple):
+    """Decodes a tensor, then makes the view of it that was used."""
+
+    decoder: Decoder
+    order: tuple[int, ...]
+    shape: torch.Size
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.decoder.decode(tensors).permute(self.order).expand(self.shape)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad * self.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.decoder.described(tensors)
+
+
+def keep_operand(region: Keeper, x: Tensor) -> Saved:
+    """Keep an operand that may be a weight or a view: the pack is that of the tensor in the order of its memory.
+
+    So a key and its transpose, the heads of a projection and a tensor that was expanded are packed once.
+    """
+    # A compiler sees a view as another tensor; variables and weights are kept as they are.
+    if is_traced(x) or (x.is_leaf and x.requires_grad) or region.is_weight(x):
+        return region.keep_activation(x)
+    strides = x.stride()
+    apart = [i for i, size in enumerate(x.shape) if size > 1 and strides[i]]
+    order = list(range(x.dim()))
+    for i, source in zip(apart, sorted(apart, key=lambda i: -strides[i]), strict=True):
+        order[i] = source
+    base = x
+    for i, size in enumerate(x.shape):
+        if size > 1 and not strides[i]:  # expanded: one of its equal slices, with the stride that a dimension of 1 has
+            base = base.select(i, 0).unsqueeze(i)
+    if base is x and order == list(range(x.dim())):
+        return region.keep(x)
+    tensors, decoder = region.keep(base.permute(order))
+    inverse = tuple(order.index(i) for i in range(x.dim()))
+    return tensors, _Viewed(decoder, inverse, x.shape)
+
+
+def without_autocast_cache(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call torch inside a Function: copies of weights that autocast makes there have no graph, for no other op."""
+    if not (is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
+        return call(*args, **kwargs)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(True)

@@ -1,0 +1,166 @@
+"""Piecewise linear functions: an exact mask of one bit an element.
+
+The gradient is g where the mask is set and slope * g elsewhere. NaN inputs pass the gradient on, as PyTorch's own
+backward kernels do. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arXiv:2104.14129, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, expanded_one, load, save
+from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored
+from brevact.autograd.ops.torch_rules import clamp_passes_bounds
+from brevact.autograd.store import keep_mask
+
+aten = torch.ops.aten
+
+
+class _Pieces(NamedTuple):
+    """Where the gradient passes, and by which factors it is multiplied inside and outside of the mask."""
+
+    mask: Callable[[Tensor], Tensor]
+    inplace: bool = False
+    inside: float = 1.0
+    outside: float = 0.0
+
+
+class _PiecewiseLinear(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
+        save(ctx, keep_mask(pieces.mask(input), pieces.outside / pieces.inside))
+        ctx.inside = pieces.inside
+        out = call(input)
+        if pieces.inplace:
+            ctx.mark_dirty(input)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        grad_input = kept.multiply(grad)
+        return None, None, None, grad_input if ctx.inside == 1.0 else grad_input.mul_(ctx.inside)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x  # pack_mask reads a floating-point tensor as ~(x <= 0)
+
+
+def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
+    return _Pieces(_itself, inplace)
+
+
+def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool(), inplace)
+
+
+def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
+    return _hardtanh(input, 0.0, 6.0, inplace)
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=1 / 6)
+
+
+def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: x > 0, inplace, outside=float(negative_slope))
+
+
+def _frozen_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> _Pieces:
+    return _leaky_relu(input, (lower + upper) / 2)
+
+
+def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
+    return _Pieces(lambda x: aten.threshold_backward(expanded_one(x), x, threshold).bool(), inplace)
+
+
+def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
+    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, lambd).bool())
+
+
+def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
+    return _Pieces(lambda x: aten.hardshrink_backward(expanded_one(x), x, lambd).bool())
+
+
+def _clamp(input: Tensor, min: float | None = None, max: float | None = None) -> _Pieces:
+    if any(isinstance(bound, Tensor) for bound in (min, max)) or (min is None and max is None):
+        raise TypeError("bounds that are tensors have gradients of their own")
+
+    def mask(x: Tensor) -> Tensor:
+        above, below = (torch.ge, torch.le) if clamp_passes_bounds() else (torch.gt, torch.lt)
+        if min is None or max is None:
+            return below(x, max) if min is None else above(x, min)
+        return above(x, min) & below(x, max)
+
+    return _Pieces(mask)
+
+
+def _clamp_min(input: Tensor, min: float) -> _Pieces:
+    return _clamp(input, min=min)
+
+
+def _clamp_max(input: Tensor, max: float) -> _Pieces:
+    return _clamp(input, max=max)
+
+
+def _nan_to_num(
+    input: Tensor, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> _Pieces:
+    return _Pieces(torch.isfinite)
+
+
+def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Callable:
+    """Make the handler of a function whose parameters ``rule`` has, too."""
+
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            pieces = rule(*args, **kwargs)
+        except TypeError:
+            return NotImplemented  # torch explains what is wrong
+        input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
+        if not region.packs_input(input) or not input.requires_grad:
+            return NotImplemented
+        if always_inplace and not pieces.inplace:
+            pieces = pieces._replace(inplace=True)
+        return region.apply(_PiecewiseLinear, lambda x: func(x, *rest, **kwargs), pieces, input)
+
+    return handle
+
+
+#: Randomized ReLU outside of training: a leaky ReLU with the mean slope. The rest is in ``rectifiers``.
+frozen_rrelu, frozen_rrelu_ = _handler(_frozen_rrelu), _handler(_frozen_rrelu, always_inplace=True)
+_RULES = {
+    _relu: (F.relu, torch.relu, Tensor.relu),
+    _hardtanh: (F.hardtanh,),
+    _relu6: (F.relu6,),
+    _hardsigmoid: (F.hardsigmoid,),
+    _leaky_relu: (F.leaky_relu,),
+    _threshold: (F.threshold, torch.threshold),
+    _softshrink: (F.softshrink,),
+    _hardshrink: (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
+    _clamp: (torch.clamp, torch.clip, Tensor.clamp, Tensor.clip),
+    _nan_to_num: (torch.nan_to_num, Tensor.nan_to_num),
+    _clamp_min: (torch.clamp_min, Tensor.clamp_min),
+    _clamp_max: (torch.clamp_max, Tensor.clamp_max),
+}
+_INPLACE_RULES = {
+    _relu: (F.relu_, torch.relu_, Tensor.relu_),
+    _hardtanh: (F.hardtanh_,),
+    _leaky_relu: (F.leaky_relu_,),
+    _threshold: (F.threshold_, torch.threshold_),
+    _clamp: (torch.clamp_, torch.clip_, Tensor.clamp_, Tensor.clip_),
+    _nan_to_num: (torch.nan_to_num_, Tensor.nan_to_num_),
+    _clamp_min: (torch.clamp_min_, Tensor.clamp_min_),
+    _clamp_max: (torch.clamp_max_, Tensor.clamp_max_),
+}
+_STORED = Stored("ReLU, ReLU6, LeakyReLU, Hardtanh, Hardshrink, clamp", MASKS, EXACT)
+OPS = (
+    *(Op(funcs, _handler(rule), _STORED) for rule, funcs in _RULES.items()),
+    *(Op(funcs, _handler(rule, always_inplace=True), _STORED) for rule, funcs in _INPLACE_RULES.items()),
+)

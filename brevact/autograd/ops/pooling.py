@@ -1,0 +1,324 @@
+"""Pooling: max-pooling stores the position in its window in the fewest bits, average pooling stores nothing.
+
+A maximum's flat index i in the input map is stored as its position in the window, sum over the dimensions of
+(coordinate - window start) / dilation * place value: ceil(log2(window elements)) bits. Exact.
+Source: DIVISION, arXiv:2208.04187, section 3.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.known_through_moves import follow_indices
+from brevact.autograd.ops.base import OfSizes, Saving, blank, load, save
+from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
+from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
+from brevact.quantizers import pack_codes, unpack_codes
+
+aten = torch.ops.aten
+_INTEGERS = frozenset((int, torch.SymInt))
+
+
+class _Starts(NamedTuple):
+    """First input element of window i along a dimension: i * numerator // denominator - padding."""
+
+    numerator: int
+    denominator: int
+    padding: int
+
+
+class _Windows(NamedTuple):
+    """Windows of a pooling op over the spatial dimensions: input sizes, first elements, dilation, extent."""
+
+    input: tuple[int, ...]
+    starts: tuple[_Starts, ...]
+    dilation: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @property
+    def bit_width(self) -> int:
+        return max(1, (math.prod(self.extent) - 1).bit_length())
+
+    def _start(self, dim: int, like: Tensor) -> Tensor:
+        """First elements of the windows of ``like`` (.., *outputs), computed on its device: a copy there would wait."""
+        rank = len(self.input)
+        numerator, denominator, padding = self.starts[dim]
+        first = torch.arange(like.shape[dim - rank], device=like.device) * numerator // denominator - padding
+        return first.view([-1 if axis == dim else 1 for axis in range(rank)])
+
+    def position(self, index: Tensor) -> Tensor:
+        """Flat input index (.., *outputs) -> position in the window."""
+        code, place = torch.zeros_like(index), 1
+        for dim in reversed(range(len(self.input))):
+            coordinate = index % self.input[dim]
+            index = index // self.input[dim]
+            code += (coordinate - self._start(dim, index)) // self.dilation[dim] * place
+            place *= self.extent[dim]
+        return code
+
+    def index(self, code: Tensor) -> Tensor:  # type: ignore[override]
+        """Position in the window (.., *outputs) -> flat input index."""
+        index, stride = torch.zeros_like(code), 1
+        for dim in reversed(range(len(self.input))):
+            coordinate = code % self.extent[dim] * self.dilation[dim] + self._start(dim, code)
+            code = code // self.extent[dim]
+            index += coordinate * stride
+            stride *= self.input[dim]
+        return index
+
+
+class _MaxPool(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, pool: Callable, backward: Callable, windows: Callable, input: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, index = pool(input)
+        geometry = windows(out)
+        follow_indices(input, index, out, len(geometry.input))
+        codes = geometry.position(index).to(torch.int32).reshape(-1)
+        save(ctx, exact=(pack_codes(codes, geometry.bit_width),))
+        ctx.windows, ctx.run_backward, ctx.out_shape = geometry, backward, index.shape
+        ctx.input_like = (input.shape, input.stride(), input.dtype)
+        ctx.mark_non_differentiable(index)
+        ctx.set_materialize_grads(False)
+        return out, index
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        (packed,) = load(ctx)
+        codes = unpack_codes(packed, ctx.windows.bit_width, math.prod(ctx.out_shape))
+        index = ctx.windows.index(codes.to(torch.int64).view(ctx.out_shape))
+        return None, None, None, None, ctx.run_backward(grad, blank(ctx.input_like, grad), index)
+
+
+def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
+    """Make the handler of max-pooling; ``returns_index`` None: the caller says so by ``return_indices``."""
+    rank = max(dims, 2)  # 1-d pooling runs as 2-d pooling over maps of height one
+    pool, pool_backward = {
+        2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
+        3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
+    }[rank]
+
+    def handle(
+        region: Keeper,
+        func: Callable,
+        input: Tensor,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if _can_pool(region, input, dims) else None
+        if sizes is None or (sizes[0][-1] - 1) * sizes[3][-1] >= input.shape[-1] + 2 * sizes[2][-1]:
+            return NotImplemented  # torch explains what is wrong
+        flat = rank - dims
+        padding = (0,) * flat + sizes[2]
+        kernel, stride, dilation = ((1,) * flat + sizes[i] for i in (0, 1, 3))
+        geometry = (kernel, stride, padding, dilation, ceil_mode)
+
+        def windows(out: Tensor) -> _Windows:
+            starts = tuple(_Starts(s, 1, p) for s, p in zip(stride, padding, strict=True))
+            return _Windows(tuple(x.shape[-rank:]), starts, dilation, kernel)
+
+        x = input.unsqueeze(-2) if flat else input
+        out, index = region.apply(
+            _MaxPool, lambda x: pool(x, *geometry), lambda g, x, i: pool_backward(g, x, *geometry, i), windows, x
+        )
+        out, index = (out.squeeze(-2), index.squeeze(-2)) if flat else (out, index)
+        wants_index = return_indices if returns_index is None else returns_index
+        return (out, index) if wants_index else out
+
+    return handle
+
+
+def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
+    """Windows [floor(i n / m), ceil((i + 1) n / m)) of adaptive pooling from n to m elements."""
+    starts = tuple(_Starts(n, m, 0) for n, m in zip(input, output, strict=True))
+    extent = tuple(max(-(-(i + 1) * n // m) - i * n // m for i in range(m)) for n, m in zip(input, output, strict=True))
+    return _Windows(tuple(input), starts, (1,) * len(starts), extent)
+
+
+def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...]:
+    """Sizes of the result; none where torch explains what is wrong."""
+    sizes = (output_size,) * dims if isinstance(output_size, int) or output_size is None else tuple(output_size)
+    sizes = sizes * dims if len(sizes) == 1 else sizes
+    if len(sizes) != dims:
+        return ()
+    return tuple(n if size is None else size for size, n in zip(sizes, input.shape[-dims:], strict=True))
+
+
+def _adaptive_max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
+    rank = max(dims, 2)
+    pool, pool_backward = {
+        2: (aten.adaptive_max_pool2d, aten.adaptive_max_pool2d_backward),
+        3: (aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
+    }[rank]
+
+    def handle(region: Keeper, func: Callable, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
+        if not _can_pool(region, input, dims):
+            return NotImplemented
+        size = _adaptive_size(output_size, input, dims)
+        if not size or min(size) <= 0:
+            return NotImplemented
+        size = (1,) * (rank - dims) + size
+        x = input.unsqueeze(-2) if rank != dims else input
+        windows = _adaptive_windows(x.shape[-rank:], size)
+        out, index = region.apply(_MaxPool, lambda x: pool(x, size), pool_backward, lambda out: windows, x)
+        out, index = (out.squeeze(-2), index.squeeze(-2)) if rank != dims else (out, index)
+        wants_index = return_indices if returns_index is None else returns_index
+        return (out, index) if wants_index else out
+
+    return handle
+
+
+def _avg_pool_handler(dims: int) -> Callable:
+    rank = max(dims, 2)
+    pool_backward = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank]
+
+    def handle(
+        region: Keeper,
+        func: Callable,
+        input: Tensor,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        if not _can_pool(region, input, dims) or (dims == 1 and divisor_override is not None):
+            return NotImplemented
+        sizes = _window_sizes(dims, kernel_size, stride, padding, 1)
+        if sizes is None:
+            return NotImplemented
+        flat = rank - dims
+        kernel, steps = ((1,) * flat + each for each in sizes[:2])
+        pads = (0,) * flat + sizes[2]
+        divisor = () if dims == 1 else (divisor_override,)
+
+        def backward(grad: Tensor, input_like: tuple) -> Tensor:
+            g, x = (t.unsqueeze(-2) if flat else t for t in (grad, blank(input_like, grad)))
+            result = pool_backward(g, x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override)
+            return result.squeeze(-2) if flat else result
+
+        call = (*sizes[:3], ceil_mode, count_include_pad, *divisor)
+        return region.apply(OfSizes, lambda x: func(x, *call), backward, input)
+
+    return handle
+
+
+def _adaptive_avg_pool_backward(dims: int) -> Callable:
+    rank = max(dims, 2)
+    pool_backward = {2: adaptive_avg_pool2d_backward, 3: adaptive_avg_pool3d_backward}[rank]
+
+    def backward(grad: Tensor, input_like: tuple) -> Tensor:
+        shape = input_like[0]
+        if math.prod(grad.shape[-dims:]) == 1:
+            return grad.expand(shape) / math.prod(shape[-dims:])  # dense, as in torch: the ops before round alike
+        g, x = (t.unsqueeze(-2) if rank != dims else t for t in (grad, blank(input_like, grad)))
+        result = pool_backward(g, x)
+        return result.squeeze(-2) if rank != dims else result
+
+    return backward
+
+
+def _adaptive_avg_pool_handler(dims: int) -> Callable:
+    backward = _adaptive_avg_pool_backward(dims)
+
+    def handle(region: Keeper, func: Callable, input: Tensor, output_size: Any) -> Any:
+        if not _can_pool(region, input, dims):
+            return NotImplemented
+        return region.apply(OfSizes, lambda x: func(x, output_size), backward, input)
+
+    return handle
+
+
+def _interpolate(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if mode != "area" or not isinstance(input, Tensor) or input.dim() not in (3, 4, 5):
+        return NotImplemented  # the others store nothing
+    dims = input.dim() - 2
+    if not _can_pool(region, input, dims):
+        return NotImplemented
+
+    def call(x: Tensor) -> Tensor:
+        return func(x, size, scale_factor, mode, *args, **kwargs)
+
+    return region.apply(OfSizes, call, _adaptive_avg_pool_backward(dims), input)
+
+
+def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:
+    """Kernel, stride, padding and dilation, a number a dimension each; None for what torch might refuse."""
+    stride = kernel if stride is None or (isinstance(stride, list | tuple) and not stride) else stride
+    sizes = []
+    for value, least in ((kernel, 1), (stride, 1), (padding, 0), (dilation, 1)):
+        values = tuple(value) if isinstance(value, list | tuple) else (value,)
+        values = values * dims if len(values) == 1 else values
+        if len(values) != dims or not all(type(x) in _INTEGERS and x >= least for x in values):
+            return None
+        sizes.append(values)
+    return sizes if all(2 * p <= k for k, p in zip(sizes[0], sizes[2], strict=True)) else None
+
+
+def _can_pool(region: Keeper, input: Any, dims: int) -> bool:
+    return (
+        region.packs_layer_input(input)
+        and input.requires_grad
+        and input.dim() in (dims + 1, dims + 2)
+        and input.numel() > 0
+    )
+
+
+_MAXIMUM = Stored("max-pooling, adaptive too", "position in the window, ceil(log2(window)) bits", EXACT)
+_AVERAGE = Stored("average pooling", NOTHING, EXACT)
+OPS = (
+    Op((F.max_pool1d,), _max_pool_handler(1, None), _MAXIMUM),
+    Op((F.max_pool2d,), _max_pool_handler(2, None), _MAXIMUM),
+    Op((F.max_pool3d,), _max_pool_handler(3, None), _MAXIMUM),
+    Op((torch.max_pool1d,), _max_pool_handler(1, False), _MAXIMUM),
+    Op((torch.max_pool2d,), _max_pool_handler(2, False), _MAXIMUM),
+    Op((torch.max_pool3d,), _max_pool_handler(3, False), _MAXIMUM),
+    Op((F.max_pool1d_with_indices,), _max_pool_handler(1, True), _MAXIMUM),
+    Op((F.max_pool2d_with_indices,), _max_pool_handler(2, True), _MAXIMUM),
+    Op((F.max_pool3d_with_indices,), _max_pool_handler(3, True), _MAXIMUM),
+    Op((F.adaptive_max_pool1d,), _adaptive_max_pool_handler(1, None), _MAXIMUM),
+    Op((F.adaptive_max_pool2d,), _adaptive_max_pool_handler(2, None), _MAXIMUM),
+    Op((F.adaptive_max_pool3d,), _adaptive_max_pool_handler(3, None), _MAXIMUM),
+    Op((F.adaptive_max_pool1d_with_indices,), _adaptive_max_pool_handler(1, True), _MAXIMUM),
+    Op((F.adaptive_max_pool2d_with_indices,), _adaptive_max_pool_handler(2, True), _MAXIMUM),
+    Op((F.adaptive_max_pool3d_with_indices,), _adaptive_max_pool_handler(3, True), _MAXIMUM),
+    Op((F.avg_pool1d,), _avg_pool_handler(1), _AVERAGE),
+    Op((F.avg_pool2d,), _avg_pool_handler(2), _AVERAGE),
+    Op((F.avg_pool3d,), _avg_pool_handler(3), _AVERAGE),
+    Op((F.adaptive_avg_pool1d,), _adaptive_avg_pool_handler(1), _AVERAGE),
+    Op((F.adaptive_avg_pool2d,), _adaptive_avg_pool_handler(2), _AVERAGE),
+    Op((F.adaptive_avg_pool3d,), _adaptive_avg_pool_handler(3), _AVERAGE),
+    Op((F.interpolate,), _interpolate, Stored("interpolation", NOTHING, EXACT)),
+    Op(
+        everywhere(
+            *(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg", "max", "adaptive_max") for dims in (1, 2, 3)),
+            *("fractional_max_pool2d", "fractional_max_pool3d", "max_unpool1d", "max_unpool2d", "max_unpool3d"),
+            *("interpolate", "upsample"),
+        ),
+        saves=Saves.PLACES,
+    ),
+)

@@ -1,0 +1,92 @@
+"""Powers with a constant exponent above 2: the quantized derivative is stored, so that the gradient stays unbiased.
+
+y = x^p, dL/dx = g * p x^(p-1) with the stored derivative. A square saves x itself, by its rows;
+powers below 1 have a derivative without bound and stay exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
+from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
+from brevact.quantizers import is_traced
+
+
+class _Power(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, power: Callable, input: Tensor, exponent: float) -> Tensor:
+        save(ctx, region.keep(power(input, exponent - 1) * exponent, share=False))
+        return power(input, exponent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        return None, None, kept.multiply(grad), None
+
+
+class _Square(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, square: Callable, input: Tensor, *exponent: float) -> Tensor:
+        save(ctx, keep_by_rows(region, input, (-1,)))
+        return square(input, *exponent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        return None, None, kept.multiply(grad).mul_(2.0), *(None for _ in ctx.needs_input_grad[3:])
+
+
+def keep_square(region: Keeper, func: Callable, input: Any, *exponent: float) -> Any:
+    """Keep what is squared by its rows: their mean may be a variance. Small tensors are torch's."""
+    if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
+        return NotImplemented
+    if (input.is_leaf and not is_traced(input)) or not are_rows(input, (-1,)):
+        return NotImplemented
+    return region.apply(_Square, func, input, *exponent)
+
+
+def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 2 or isinstance(args[1], bool) or not isinstance(args[1], int | float):
+        return NotImplemented
+    input, exponent = args
+    if exponent == 2:
+        return keep_square(region, func, input, exponent)
+    if not (exponent > 2 and region.packs_input(input) and input.requires_grad):
+        return NotImplemented
+    return region.apply(_Power, torch.pow, input, exponent)
+
+
+def _is_steep(region: Keeper, args: tuple) -> bool:
+    """Whether a power is steeper or singular in what it saves: x^2 saves a factor of its gradient, 2x."""
+    return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
+
+
+WRITTEN_OUT = Stored(
+    "RMS norm written out (`x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)`, `x` over a root, a norm or a "
+    "deviation)",
+    "the input, packed by rows of one scale, once",
+    "bias Var/N of one packed copy",
+)
+OPS = (
+    Op(
+        (torch.pow, Tensor.pow, Tensor.__pow__),
+        _pow,
+        Stored("x^p with p > 2", "the derivative, packed", UNBIASED),
+        is_bit_exact=False,
+    ),
+    Op(
+        (torch.square, Tensor.square),
+        keep_square,
+        WRITTEN_OUT,
+        is_bit_exact=False,
+    ),
+    Op(everywhere("square"), saves=Saves.FACTORS),
+    Op((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__), must_not_round=_is_steep),
+)

@@ -1,0 +1,227 @@
+"""Matrix products: each factor that is an activation is stored packed, weights and small factors as they are.
+
+With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the decoded A^, B^, summed over broadcast
+dimensions. A factor is stored only when the other one needs a gradient. Unbiased: each gradient is linear in the one
+factor that it reads, also in products of a tensor with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
+
+
+class _Matmul(NamedTuple):
+    """The gradients of ``torch.matmul``; of products whose sum over the batch is returned, too."""
+
+    first: torch.Size
+    second: torch.Size
+
+    def of_first(self, grad: Tensor, b: Tensor) -> Tensor:
+        """dL/dA = g B^T."""
+        grad, b = self._matrices(grad), b.unsqueeze(-1) if b.dim() == 1 else b
+        if len(self.first) <= 2 < grad.dim():
+            batch = list(range(grad.dim() - 2))
+            b = b.expand(*grad.shape[:-2], *b.shape[-2:])
+            return torch.tensordot(grad, b, dims=([*batch, -1], [*batch, -1])).reshape(self.first)
+        return (grad @ b.mT).sum_to_size(self.first if len(self.first) > 1 else (1, *self.first)).reshape(self.first)
+
+    def of_second(self, grad: Tensor, a: Tensor) -> Tensor:
+        """dL/dB = A^T g."""
+        grad, a = self._matrices(grad), a.unsqueeze(-2) if a.dim() == 1 else a
+        if len(self.second) <= 2 < grad.dim():
+            batch = list(range(grad.dim() - 2))
+            a = a.expand(*grad.shape[:-2], *a.shape[-2:])
+            return torch.tensordot(a, grad, dims=([*batch, -2], [*batch, -2])).reshape(self.second)
+        return (
+            (a.mT @ grad).sum_to_size(self.second if len(self.second) > 1 else (*self.second, 1)).reshape(self.second)
+        )
+
+    def _matrices(self, grad: Tensor) -> Tensor:
+        """Give the gradient the dimensions that vectors lack."""
+        grad = grad.unsqueeze(-1) if len(self.second) == 1 else grad
+        return grad.unsqueeze(-2) if len(self.first) == 1 else grad
+
+
+class _Einsum(NamedTuple):
+    """The gradients of an ``einsum`` of two operands, by the labels of their dimensions."""
+
+    first: str
+    second: str
+    out: str
+    sizes: dict[str, int]
+
+    def of_first(self, grad: Tensor, b: Tensor) -> Tensor:
+        return self._gradient(self.first, grad, self.second, b)
+
+    def of_second(self, grad: Tensor, a: Tensor) -> Tensor:
+        return self._gradient(self.second, grad, self.first, a)
+
+    def _gradient(self, labels: str, grad: Tensor, other_labels: str, other: Tensor) -> Tensor:
+        """Contract the gradient with the other operand; what was summed in one operand alone is broadcast."""
+        found = "".join(label for label in labels if label in self.out or label in other_labels)
+        result = torch.einsum(f"{self.out},{other_labels}->{found}", grad, other)
+        for i, label in enumerate(labels):
+            if label not in found:
+                result = result.unsqueeze(i)
+        return result.expand([self.sizes[label] for label in labels])
+
+
+class _Product(Saving):
+    """``beta * added + alpha * product(a, b)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Keeper,
+        multiply: Callable[..., Tensor],
+        rule: _Matmul | _Einsum,
+        a: Tensor,
+        b: Tensor,
+        added: Tensor | None,
+        factors: tuple[float, float],
+    ) -> Tensor:
+        out = without_autocast_cache(multiply, a, b, added)
+        needs_a, needs_b = ctx.needs_input_grad[3:5]
+        kept_b = keep_operand(region, b) if needs_a else None
+        save(ctx, kept_b, keep_operand(region, a) if needs_b else None)
+        ctx.rule, ctx.factors, ctx.dtype, ctx.dtypes = rule, factors, out.dtype, (a.dtype, b.dtype)
+        ctx.added_like = None if added is None else (added.shape, added.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept_b, kept_a = load(ctx)
+        alpha, beta = ctx.factors
+        grad_a = grad_b = grad_added = None
+        scaled = grad if alpha == 1 else grad * alpha
+        if kept_b is not None:
+            grad_a = ctx.rule.of_first(scaled, kept_b.decode().to(ctx.dtype)).to(ctx.dtypes[0])
+        if kept_a is not None:
+            grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype)).to(ctx.dtypes[1])
+        if ctx.needs_input_grad[5]:
+            shape, dtype = ctx.added_like
+            grad_added = (grad if beta == 1 else grad * beta).sum_to_size(shape).to(dtype)
+        return None, None, None, grad_a, grad_b, grad_added, None
+
+
+def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
+    """Return whether a Function stores the factors: there is an activation among them, and a gradient."""
+    if not (region.is_activation(a) and region.is_activation(b) and (added is None or region.is_activation(added))):
+        return False
+    if not requires_grad(a, b, added) or max(a.numel(), b.numel()) < region.settings.min_numel:
+        return False
+    return a.device == b.device and not region.are_weights((a, b))
+
+
+def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **kwargs: Any) -> Any:
+    """Handle products of two tensors; the second one has another name in each torch function."""
+    if len(others) + len(kwargs) != 1 or not kwargs.keys() <= {"other", "mat2", "vec", "tensor"}:
+        return NotImplemented
+    name, other = next(iter(kwargs.items()), (None, *others))
+    if not _can_pack(region, input, other):
+        return NotImplemented
+
+    def multiply(a: Tensor, b: Tensor, _: None) -> Tensor:
+        return func(a, b) if name is None else func(a, **{name: b})
+
+    return region.apply(_Product, multiply, _Matmul(input.shape, other.shape), input, other, None, (1, 1))
+
+
+def _multiply_reversed(region: Keeper, func: Callable, input: Tensor, other: Any) -> Any:
+    if not _can_pack(region, other, input):
+        return NotImplemented
+    rule = _Matmul(other.shape, input.shape)
+    return region.apply(_Product, lambda a, b, _: func(b, a), rule, other, input, None, (1, 1))
+
+
+def _multiply_add(
+    region: Keeper,
+    func: Callable,
+    input: Any,
+    first: Any = None,
+    second: Any = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    **kwargs: Any,
+) -> Any:
+    """Handle ``beta * input + alpha * first @ second``."""
+    if kwargs or not isinstance(input, Tensor) or not _can_pack(region, first, second, input):
+        return NotImplemented
+
+    def multiply(a: Tensor, b: Tensor, added: Tensor) -> Tensor:
+        return func(added, a, b, beta=beta, alpha=alpha)
+
+    rule = _Matmul(first.shape, second.shape)
+    return region.apply(_Product, multiply, rule, first, second, input, (alpha, beta))
+
+
+def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> Any:
+    """Handle equations of two operands; one of them alone keeps nothing, more are left to the hooks."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if len(operands) != 2 or not isinstance(equation, str) or not _can_pack(region, *operands):
+        return NotImplemented
+    rule = _parse(equation.replace(" ", ""), *(x.shape for x in operands))
+    if rule is None:
+        return NotImplemented
+    return region.apply(_Product, lambda a, b, _: func(equation, a, b), rule, *operands, None, (1, 1))
+
+
+def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
+    """Read an equation of two operands; None for repeated indices, ellipses, broadcast sizes and mistakes."""
+    left, arrow, out = equation.partition("->")
+    labels = left.split(",")
+    if len(labels) != 2 or not all(not part or part.isalpha() for part in (*labels, out)):
+        return None
+    if not arrow:
+        out = "".join(sorted(label for label in set("".join(labels)) if "".join(labels).count(label) == 1))
+    if any(len(set(part)) < len(part) for part in (*labels, out)) or not set(out) <= set("".join(labels)):
+        return None
+    sizes: dict[str, int] = {}
+    for part, shape in zip(labels, shapes, strict=True):
+        if len(part) != len(shape) or any(
+            sizes.setdefault(x, size) != size for x, size in zip(part, shape, strict=True)
+        ):
+            return None
+    return _Einsum(*labels, out, sizes)
+
+
+_TWO = ("matmul", "mm", "bmm", "mv", "dot")
+_ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
+_STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
+OPS = (
+    Op(
+        (
+            *(getattr(home, name) for home in (torch, Tensor) for name in _TWO),
+            torch.linalg.matmul,
+            Tensor.__matmul__,
+        ),
+        _multiply,
+        _STORED,
+        is_bit_exact=False,
+    ),
+    Op((Tensor.__rmatmul__,), _multiply_reversed, _STORED, is_bit_exact=False),
+    Op(
+        tuple(getattr(home, name) for home in (torch, Tensor) for name in _ADDED),
+        _multiply_add,
+        _STORED,
+        is_bit_exact=False,
+    ),
+    Op((torch.einsum,), _einsum, _STORED, saves=Saves.FACTORS, is_bit_exact=False, is_product=True),
+    Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS, is_product=True),
+    Op(
+        everywhere("vdot", "inner", "outer", "ger", "addr", "kron", "cross", "vecdot", "tensordot", "chain_matmul"),
+        saves=Saves.FACTORS,
+    ),
+    Op(everywhere("multi_dot"), saves=Saves.FACTORS),
+)

@@ -1,0 +1,110 @@
+"""Chains of ops that are recorded again in the backward pass, from a weight or from the one tensor that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import known_values
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.base import Saving, load, save
+from brevact.private_names.of_torch import DisableTorchFunction
+
+
+@contextmanager
+def outside_regions(device: torch.device) -> Iterator[None]:
+    """Record a graph as if no region, no hooks and no autocast were active where the backward pass runs.
+
+    Args:
+        device: of what is recorded.
+    """
+    with (
+        torch.enable_grad(),
+        DisableTorchFunction(),
+        torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def _gradients(
+    compute: Callable[..., Tensor], tensors: list[Tensor], needs: tuple[bool, ...], grad: Tensor
+) -> list[Tensor | None]:
+    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs, strict=True)]
+    with outside_regions(grad.device):
+        found = iter(torch.autograd.grad(compute(*leaves), [x for x in leaves if x.requires_grad], grad))
+    return [next(found) if needed else None for needed in needs]
+
+
+class _OfWeight(Saving):
+    is_brevact = False  # what it returns is computed from weights
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        save(ctx, exact=tensors)
+        ctx.compute = compute
+        out = compute(*tensors)
+        if out.shape == tensors[0].shape:  # statistics are small: kept as they are
+            known_values.register(out, tuple(x.detach() for x in tensors), known_values.Recomputed(compute, out.nbytes))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_gradients(ctx.compute, load(ctx), ctx.needs_input_grad[1:], grad)
+
+
+class _OfQuotient(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+        quotient = x / scale
+        save(ctx, exact=(quotient, scale))
+        ctx.compute = compute
+        out = compute(quotient, scale)
+        known_values.register(out, (quotient, scale.detach()), known_values.Recomputed(compute, out.nbytes))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        quotient, scale = load(ctx)
+        needs_x, needs_scale = ctx.needs_input_grad[2:]
+        through, of_scale = _gradients(ctx.compute, [quotient, scale], (True, needs_scale), grad)
+        if needs_scale:
+            of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
+        return None, None, through / scale if needs_x else None, of_scale
+
+
+def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Compute something of a weight; its gradient computes it again.
+
+    Args:
+        region: the region that runs.
+        compute: computes it, without random numbers and without a state of its own.
+        *tensors: the weight (a parameter, a view of one, or what is computed from weights alone), and others.
+
+    Returns:
+        What ``compute`` returns.
+    """
+    with DisableTorchFunction():
+        return region.apply_to_weight(_OfWeight, compute, *tensors)
+
+
+def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
+    """Compute something of x / scale, which alone is kept, at full precision; its gradient computes it again.
+
+    What reads the result keeps the quotient, too.
+
+    Args:
+        region: the region that runs.
+        compute: takes the quotient and the scale; without random numbers and without a state of its own.
+        x: activation.
+        scale: of a shape that broadcasts to that of ``x``.
+
+    Returns:
+        What ``compute`` returns, a new tensor.
+    """
+    with DisableTorchFunction():
+        return region.apply(_OfQuotient, compute, x, scale)

@@ -1,0 +1,130 @@
+"""Rectifiers that one mask and one number do not describe: PReLU, randomized ReLU, the absolute value.
+
+PReLU, with the mask m = (x > 0): dL/dx = g where m, else w g, exact; dL/dw = -sum(g r^) with r = max(-x, 0) stored
+packed if the weight trains, unbiased since it is linear in r. Randomized ReLU in training stores its slopes packed:
+unbiased, too; on a channels_last CPU tensor torch saves them in another order than it used them, and its gradient is
+wrong there. The absolute value stores the sign in two bits: exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops import piecewise_linear
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.convolution import to_autocast
+from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored
+from brevact.autograd.store import keep_mask
+from brevact.private_names.of_torch import has_kernel_for_key
+
+aten = torch.ops.aten
+
+
+class _PReLU(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Tensor:
+        x, w = input, weight
+        if has_kernel_for_key("aten::prelu", f"Autocast{input.device.type.upper()}"):
+            x, w = to_autocast(input, weight)
+        needs_input, needs_weight = ctx.needs_input_grad[2:]
+        below = region.keep((-x).relu_(), share=False) if needs_weight else None
+        save(ctx, keep_mask(x > 0) if needs_input else None, below, exact=(weight,))
+        ctx.dtype = x.dtype
+        return func(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask, below, weight = load(ctx)
+        sizes = [-1 if dim == min(1, grad.dim() - 1) else 1 for dim in range(grad.dim())]
+        w = weight.to(ctx.dtype).view(sizes if weight.numel() > 1 else [1] * grad.dim())
+        grad_input = None if mask is None else torch.where(mask.decode(), grad, w * grad)
+        grad_weight = None
+        if below is not None:
+            grad_weight = below.multiply(grad).neg_().sum_to_size(w.shape).view(weight.shape).to(weight.dtype)
+        return None, None, grad_input, grad_weight
+
+
+def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any:
+    if not (region.packs_layer_input(input) and region.is_activation(weight) and requires_grad(input, weight)):
+        return NotImplemented
+    if weight.numel() > 1 and (input.dim() < 2 or input.shape[1] != weight.numel()):
+        return NotImplemented  # torch explains what is wrong
+    return region.apply(_PReLU, func, input, weight) if weight.dim() < 2 else NotImplemented
+
+
+class _RReLU(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, input: Tensor, lower: float, upper: float, inplace: bool) -> Tensor:
+        slopes = torch.empty_like(input, memory_format=torch.contiguous_format)  # torch writes them in this order
+        run = aten.rrelu_with_noise_ if inplace else aten.rrelu_with_noise
+        out = run(input, slopes, lower, upper, True)
+        if inplace:
+            ctx.mark_dirty(input)
+        save(ctx, region.keep(slopes, share=False))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        return None, kept.multiply(grad), None, None, None
+
+
+def _rrelu(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    inplace = inplace or func is torch.rrelu_
+    if not training:
+        frozen = piecewise_linear.frozen_rrelu_ if inplace else piecewise_linear.frozen_rrelu
+        return frozen(region, torch.rrelu_ if inplace else torch.rrelu, input, lower, upper)
+    if not (region.packs_input(input) and input.requires_grad and 0 <= lower <= upper):
+        return NotImplemented
+    return region.apply(_RReLU, input, lower, upper, inplace)
+
+
+class _Absolute(Saving):
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, func: Callable, inplace: bool, input: Tensor) -> Tensor:
+        save(ctx, keep_mask(input > 0), keep_mask(input < 0))
+        if inplace:
+            ctx.mark_dirty(input)
+        return func(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        above, below = load(ctx)
+        sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
+        return None, None, None, sign.mul_(grad)
+
+
+def _absolute(inplace: bool) -> Callable:
+    def handle(region: Keeper, func: Callable, input: Tensor) -> Any:
+        if not region.packs_input(input) or not input.requires_grad:
+            return NotImplemented
+        return region.apply(_Absolute, func, inplace, input)
+
+    return handle
+
+
+_ABSOLUTE = Stored("abs", MASKS, EXACT)
+OPS = (
+    Op(
+        (torch.prelu, Tensor.prelu),
+        _prelu,
+        Stored("PReLU", "a mask; what lies below zero, packed, where the weight trains", UNBIASED),
+    ),
+    Op((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu, Stored("randomized ReLU", "the slopes, packed", UNBIASED)),
+    Op((torch.abs, torch.absolute, Tensor.abs, Tensor.absolute, Tensor.__abs__), _absolute(False), _ABSOLUTE),
+    Op((torch.abs_, Tensor.abs_, Tensor.absolute_), _absolute(True), _ABSOLUTE),
+)

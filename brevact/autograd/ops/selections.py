@@ -1,0 +1,180 @@
+"""Maxima, minima and sums that skip NaN: which elements were chosen is stored in exact masks.
+
+What torch saves are the elements themselves, which its backward pass compares again: packed ones would differ from what
+was chosen. amax, amin and max() share the gradient evenly among equal elements; maximum and minimum give each of two
+equal elements a half. The maximum along one dimension stores indices, as torch does. nansum and nanmean store which
+elements are numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.torch_rules import fmax_shares_ties
+from brevact.autograd.store import keep_mask
+
+
+class _Extreme(Saving):
+    """The extreme of some dimensions: one bit an element."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dims: list[int], finds_nan: bool, input: Tensor
+    ) -> Tensor:
+        out = call(input)
+        ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
+        ctx.dims = dims
+        value = out.view(ctx.sizes)
+        mask = input == value
+        save(ctx, keep_mask(torch.where(value.isnan(), input.isnan(), mask) if finds_nan else mask))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        mask = kept.decode()
+        count = mask.sum(ctx.dims, keepdim=True) if ctx.dims else mask
+        return None, None, None, None, grad.reshape(ctx.sizes) * mask / count
+
+
+class _Either(Saving):
+    """The larger or smaller one of two elements.
+
+    Two masks say whether the first one and the second one was chosen: both if they are equal, none if one is NaN. One
+    mask is enough where the second is chosen if the first is not.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], rule: _Rule, a: Tensor, b: Tensor
+    ) -> Tensor:
+        x, y = a.detach(), b.detach()
+        is_first = rule.is_first(x, y)
+        if not rule.ignores_nan:
+            save(ctx, keep_mask(is_first), keep_mask(rule.is_first(y, x)))
+        elif fmax_shares_ties():
+            is_second = rule.is_first(y, x) | (x.isnan() & ~y.isnan())
+            save(ctx, keep_mask(is_first | y.isnan()), keep_mask(is_second))
+        else:
+            save(ctx, keep_mask(is_first | y.isnan()))
+        ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+        return call(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        first, *second = (kept.decode() for kept in load(ctx))
+        if second:
+            grad = torch.where(first & second[0], grad / 2, grad)
+            lost = second[0] & ~first, first & ~second[0]
+        else:
+            lost = ~first, first
+        grads = (
+            grad.masked_fill(mask, 0).sum_to_size(shape).to(dtype) if needed else None
+            for mask, shape, dtype, needed in zip(lost, ctx.shapes, ctx.dtypes, ctx.needs_input_grad[3:], strict=True)
+        )
+        return None, None, None, *grads
+
+
+class _Rule(NamedTuple):
+    """Whether the first one of two elements is chosen, which may be NaN; and whether NaN never is."""
+
+    is_first: Callable[[Tensor, Tensor], Tensor]
+    ignores_nan: bool = False
+
+
+def _extreme(region: Keeper, func: Callable, input: Tensor, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
+    if kwargs or not (region.packs_input(input) and input.requires_grad and 0 < input.dim() and input.numel() > 0):
+        return NotImplemented
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    dims = [d % input.dim() for d in dims] or list(range(input.dim()))
+    return region.apply(_Extreme, lambda x: func(x, dim, keepdim), dims, False, input)
+
+
+class _OfNumbers(Saving):
+    """The sum or the mean of the elements that are not NaN: one bit an element."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dims: list[int], divides: bool, input: Tensor
+    ) -> Tensor:
+        save(ctx, keep_mask(input.isnan().logical_not_()))
+        ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
+        ctx.dims, ctx.divides, ctx.dtype = dims, divides, input.dtype
+        return call(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        mask, grad = kept.decode(), grad.reshape(ctx.sizes)
+        if ctx.divides:
+            grad = grad / mask.sum(ctx.dims, keepdim=True)
+        return None, None, None, None, grad.to(ctx.dtype) * mask
+
+
+def _of_numbers(divides: bool) -> Callable:
+    """Make the handler of ``nansum`` or ``nanmean``."""
+
+    def handle(
+        region: Keeper, func: Callable, input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any
+    ) -> Any:
+        if kwargs.pop("out", None) is not None or not (region.packs_input(input) and input.requires_grad):
+            return NotImplemented
+        if input.dim() == 0 or input.numel() == 0:
+            return NotImplemented
+        dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+        dims = [d % input.dim() for d in dims] or list(range(input.dim()))
+        return region.apply(_OfNumbers, lambda x: func(x, dim, keepdim, **kwargs), dims, divides, input)
+
+    return handle
+
+
+def _either(rule: _Rule) -> Callable:
+    def handle(region: Keeper, func: Callable, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
+        if kwargs or not (region.is_activation(input) and region.is_activation(other)):
+            return NotImplemented
+        if not requires_grad(input, other) or input.device != other.device or region.are_weights((input, other)):
+            return NotImplemented
+        return region.apply(_Either, func, rule, input, other)
+
+    return handle
+
+
+def _whole_or_either(rule: _Rule) -> Callable:
+    """Make the handler of ``max`` or ``min``: of a tensor, of two, or along one dimension."""
+    of_two = _either(rule)
+
+    def handle(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            return of_two(region, func, input, args[0])
+        if list(kwargs) == ["other"] and not args:
+            return of_two(region, func, input, kwargs["other"])
+        if args or kwargs or not (region.packs_input(input) and input.requires_grad and input.numel() > 0):
+            return NotImplemented  # along a dimension: indices are stored
+        return region.apply(_Extreme, func, list(range(input.dim())), True, input)
+
+    return handle
+
+
+_NANSUM, _NANMEAN = _of_numbers(False), _of_numbers(True)
+_MAXIMUM, _MINIMUM = _Rule(torch.ge), _Rule(torch.le)
+_STORED = Stored("max, min, nansum, nanmean", MASKS, EXACT)
+OPS = (
+    Op((torch.amax, torch.amin, Tensor.amax, Tensor.amin), _extreme, _STORED),
+    Op((torch.nansum, Tensor.nansum), _NANSUM, _STORED),
+    Op((torch.nanmean, Tensor.nanmean), _NANMEAN, _STORED),
+    Op((torch.max, Tensor.max), _whole_or_either(_MAXIMUM), _STORED),
+    Op((torch.min, Tensor.min), _whole_or_either(_MINIMUM), _STORED),
+    Op((torch.maximum, Tensor.maximum), _either(_MAXIMUM), _STORED),
+    Op((torch.minimum, Tensor.minimum), _either(_MINIMUM), _STORED),
+    Op((torch.fmax, Tensor.fmax), _either(_Rule(torch.ge, ignores_nan=True)), _STORED),
+    Op((torch.fmin, Tensor.fmin), _either(_Rule(torch.le, ignores_nan=True)), _STORED),
+    Op(everywhere("where"), stored=Stored("where", MASKS, EXACT), saves=Saves.PLACES),
+    Op(everywhere("sort", "msort", "topk", "kthvalue", "mode", "cummax", "cummin"), saves=Saves.PLACES),
+)

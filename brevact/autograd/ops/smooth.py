@@ -1,0 +1,213 @@
+"""Smooth activation functions: the quantized derivative is stored, so that the gradient stays unbiased.
+
+dL/dx = g * f'(x): with E[q] = f'(x) for the stored q, E[g q] is the exact gradient. Storing a quantized x and applying
+f' to it would not be unbiased, since f' is not linear. Functions whose derivative is linear in what torch saves anyway
+(exp, square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, expanded_one, load, save
+from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
+
+#: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
+Derivative = Callable[[Tensor, Tensor], Tensor]
+
+aten = torch.ops.aten
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+
+
+class _Smooth(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], derivative: Derivative, input: Tensor, inplace: bool
+    ) -> Tensor:
+        save(ctx, region.keep(derivative(expanded_one(input), input), share=False))
+        out = call(input)
+        if inplace:
+            ctx.mark_dirty(input)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = load(ctx)
+        return None, None, None, kept.multiply(grad), None
+
+
+def _silu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
+    return aten.silu_backward.default, inplace
+
+
+def _hardswish(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
+    return aten.hardswish_backward.default, inplace
+
+
+def _mish(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
+    return aten.mish_backward.default, inplace
+
+
+def _gelu(input: Tensor, *, approximate: str = "none") -> tuple[Derivative, bool]:
+    return lambda one, x: aten.gelu_backward(one, x, approximate=approximate), False
+
+
+def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> tuple[Derivative, bool]:
+    return lambda one, x: aten.softplus_backward(one, x, beta, threshold), False
+
+
+def _log_sigmoid(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: torch.sigmoid(-x), False
+
+
+def _sigmoid(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
+    return lambda one, x: aten.sigmoid_backward(one, torch.sigmoid(x)), inplace
+
+
+def _tanh(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
+    return lambda one, x: aten.tanh_backward(one, torch.tanh(x)), inplace
+
+
+def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
+    return lambda one, x: aten.elu_backward(one, alpha, 1.0, 1.0, False, x), inplace
+
+
+def _celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
+    return lambda one, x: aten.elu_backward(one, alpha, 1.0, 1.0 / alpha, False, x), inplace
+
+
+def _selu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
+    return lambda one, x: aten.elu_backward(one, _SELU_ALPHA, _SELU_SCALE, 1.0, False, x), inplace
+
+
+def _softsign(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: (x.abs() + 1).square().reciprocal(), False
+
+
+def _tanhshrink(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.tanh().square(), False
+
+
+def _sin(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.cos(), False
+
+
+def _cos(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: -x.sin(), False
+
+
+def _atan(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: (x.square() + 1).reciprocal(), False
+
+
+def _erf(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)), False
+
+
+def _erfc(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)), False
+
+
+def _asinh(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: (x.square() + 1).rsqrt(), False
+
+
+def _sinh(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.cosh(), False
+
+
+def _cosh(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.sinh(), False
+
+
+class _GLU(Saving):
+    """a sigmoid(b) of the halves (a, b): sigmoid(b) and a sigmoid'(b) are stored."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
+        out = call(input)
+        slopes = aten.glu_backward(expanded_one(out), input, dim).chunk(2, dim)
+        save(ctx, *(region.keep(slope.contiguous(), share=False) for slope in slopes))
+        ctx.dim = dim
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, torch.cat([kept.multiply(grad) for kept in load(ctx)], ctx.dim)
+
+
+def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
+    if not region.packs_input(input) or not input.requires_grad:
+        return NotImplemented
+    return region.apply(_GLU, lambda x: func(x, dim), dim, input)
+
+
+def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool = False) -> Callable:
+    """Make the handler of a function whose parameters ``rule`` has, too."""
+
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            derivative, inplace = rule(*args, **kwargs)
+        except TypeError:
+            return NotImplemented  # torch explains what is wrong
+        input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
+        if not region.packs_input(input) or not input.requires_grad:
+            return NotImplemented
+        return region.apply(
+            _Smooth, lambda x: func(x, *rest, **kwargs), derivative, input, bool(inplace) or always_inplace
+        )
+
+    return handle
+
+
+_RULES = {
+    _silu: (F.silu,),
+    _hardswish: (F.hardswish,),
+    _mish: (F.mish,),
+    _gelu: (F.gelu,),
+    _softplus: (F.softplus,),
+    _log_sigmoid: (F.logsigmoid,),
+    _sigmoid: (F.sigmoid, torch.sigmoid, torch.special.expit, Tensor.sigmoid),
+    _tanh: (F.tanh, torch.tanh, Tensor.tanh),
+    _elu: (F.elu,),
+    _celu: (F.celu, torch.celu),
+    _selu: (F.selu, torch.selu),
+    _softsign: (F.softsign,),
+    _tanhshrink: (F.tanhshrink,),
+    _sin: (torch.sin, Tensor.sin),
+    _cos: (torch.cos, Tensor.cos),
+    _atan: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
+    _erf: (torch.erf, torch.special.erf, Tensor.erf),
+    _erfc: (torch.erfc, torch.special.erfc, Tensor.erfc),
+    _asinh: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
+    _sinh: (torch.sinh, Tensor.sinh),
+    _cosh: (torch.cosh, Tensor.cosh),
+}
+_INPLACE_RULES = {
+    _sigmoid: (torch.sigmoid_, Tensor.sigmoid_),
+    _tanh: (torch.tanh_, Tensor.tanh_),
+    _elu: (F.elu_,),
+    _celu: (F.celu_,),
+    _selu: (F.selu_,),
+}
+_STORED = Stored(
+    "SiLU, GELU, Hardswish, Sigmoid, Tanh, Mish, ELU, GLU, Softplus, sin, sinh, erf and the like",
+    "the derivative, packed",
+    UNBIASED,
+)
+OPS = (
+    *(Op(funcs, _handler(rule), _STORED, is_bit_exact=False) for rule, funcs in _RULES.items()),
+    *(
+        Op(funcs, _handler(rule, always_inplace=True), _STORED, is_bit_exact=False)
+        for rule, funcs in _INPLACE_RULES.items()
+    ),
+    Op((F.glu,), _glu, _STORED, is_bit_exact=False),
+    Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
+)

@@ -1,0 +1,328 @@
+"""Vector norms, deviations and what divides by them: the normalized tensor is stored packed, the norms as they are.
+
+With n = |x| along some dimensions and u = x / n (0 where n is 0, as torch has it):
+
+    norm                 dL/dx = g u
+    pairwise_distance    n = |a - b + eps|:  dL/da = g u,  dL/db = -g u
+    std                  dL/dx = g z / (N - c),  z = (x - mean) / std  (0 where std is 0),  c the correction
+    var                  dL/dx = 2 g z std / (N - c)
+    cosine_similarity    s = sum(u v):  dL/dx = g (v - s u) / |x|,  dL/dy = g (u - s v) / |y|
+    normalize            y = x / max(n, eps):  dL/dx = (g - y sum(g y)) / n,  and g / eps where n < eps
+
+Each is linear in the tensors that are packed, given the norms, which are as small as the number of vectors: unbiased.
+``normalize`` alone is quadratic in its output, of which one packed copy is stored, shared with what reads the output: a
+bias of -Var(y) g, that of softmax and of RMS norm. What is packed has one scale, however different the norms are: a
+rounding error of x itself, of the step of a bucket's largest vector, would be divided by the norm of its smallest.
+
+Along fewer than :data:`LEAST_LENGTH` elements the norms are no small tensors beside what they are norms of: torch runs,
+at full precision. So are all other norms, whose gradients choose by elements or are singular in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.op import UNBIASED, Op, Stored
+
+#: Elements of the shortest vector whose norm is small beside it.
+LEAST_LENGTH = 16
+
+
+class _Group(NamedTuple):
+    """The dimensions of a tensor along which it is reduced."""
+
+    dims: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Sizes of the result with these dimensions kept."""
+
+    length: int
+    """Elements of each vector."""
+
+
+def _group(x: Tensor, dim: Any) -> _Group | None:
+    """Read a ``dim`` argument; None for one that torch refuses, and for vectors that are too short."""
+    dims = tuple(range(x.dim())) if dim is None or dim == () else (dim,) if isinstance(dim, int) else tuple(dim)
+    if not all(isinstance(d, int) and -x.dim() <= d < x.dim() for d in dims):
+        return None
+    dims = tuple(d % x.dim() for d in dims)
+    length = math.prod(x.shape[d] for d in dims)
+    if len(set(dims)) < len(dims) or length < LEAST_LENGTH:
+        return None
+    return _Group(dims, tuple(1 if d in dims else size for d, size in enumerate(x.shape)), length)
+
+
+def _over(x: Tensor, norm: Tensor) -> Tensor:
+    """x / norm, and 0 where the norm is 0."""
+    return (x / norm).masked_fill_(norm == 0, 0)
+
+
+class _Norm(Saving):
+    """The 2-norm of a - b + eps, or of a alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Keeper,
+        call: Callable[..., Tensor],
+        group: _Group,
+        eps: float,
+        a: Tensor,
+        b: Tensor | None,
+    ) -> Tensor:
+        out = call(a) if b is None else call(a, b)
+        difference = a if b is None else a - b + eps
+        save(ctx, region.keep(_over(difference, out.reshape(group.sizes)), share=False))
+        ctx.sizes, ctx.shapes = group.sizes, (a.shape, None if b is None else b.shape)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (unit,) = load(ctx)
+        along = unit.decode() * grad.reshape(ctx.sizes)
+        grad_a = along.sum_to_size(ctx.shapes[0]) if ctx.needs_input_grad[4] else None
+        grad_b = -along.sum_to_size(ctx.shapes[1]) if ctx.needs_input_grad[5] else None
+        return None, None, None, None, grad_a, grad_b
+
+
+class _Deviation(Saving):
+    """The standard deviation or its square, alone or with the mean."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        region: Keeper,
+        call: Callable[[Tensor], Any],
+        group: _Group,
+        correction: float,
+        is_squared: bool,
+        input: Tensor,
+    ) -> Any:
+        result = call(input)
+        std = (result[0] if isinstance(result, tuple) else result).reshape(group.sizes)
+        std = std.sqrt() if is_squared else std
+        centred = input - input.mean(group.dims, keepdim=True)
+        save(ctx, region.keep(_over(centred, std), share=False), exact=(std,) if is_squared else ())
+        ctx.group, ctx.divisor = group, group.length - correction
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_mean: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        kept, *std = load(ctx)
+        factor = grad.reshape(ctx.group.sizes) / ctx.divisor
+        grad_input = kept.decode() * (factor * (2 * std[0]) if std else factor)
+        if grad_mean is not None:
+            grad_input += grad_mean.reshape(ctx.group.sizes) / ctx.group.length
+        return None, None, None, None, None, grad_input
+
+
+class _CosineSimilarity(Saving):
+    """sum(u v) with u = x / max(|x|, eps), whose gradient torch takes as if nothing bounded the norms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], dim: int, eps: float, x: Tensor, y: Tensor
+    ) -> Tensor:
+        out = call(x, y)
+        norms = [torch.linalg.vector_norm(each, 2, dim, keepdim=True) for each in (x, y)]
+        units = [each / norm.clamp_min(eps) for each, norm in zip((x, y), norms, strict=True)]
+        save(ctx, *(region.keep(unit, share=False) for unit in units), exact=(*norms, out))
+        ctx.dim, ctx.eps = dim, eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        u, v, norm_x, norm_y, cosine = load(ctx)
+        u, v = u.decode(), v.decode()
+        grad, cosine = grad.unsqueeze(ctx.dim), cosine.unsqueeze(ctx.dim)
+        grads: list[Tensor | None] = []
+        pairs = (u, v, norm_x), (v, u, norm_y)
+        for (own, other, norm), needed in zip(pairs, ctx.needs_input_grad[4:], strict=True):
+            bounded = norm.clamp_min(ctx.eps)
+            lengthened = (
+                (ctx.eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
+            )  # bounded / norm, where that overflows
+            along = cosine * own * lengthened
+            grads.append((grad * (other - along) / bounded).sum_to_size(own.shape) if needed else None)
+        return None, None, None, None, *grads
+
+
+class _Normalize(Saving):
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], group: _Group, eps: float, input: Tensor
+    ) -> Tensor:
+        out = call(input)
+        norm = torch.linalg.vector_norm(input, 2, group.dims, keepdim=True)
+        save(ctx, region.keep(out.detach()), exact=(norm,))
+        ctx.dims, ctx.eps = group.dims, eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, norm = load(ctx)
+        y = kept.decode()
+        across = (grad * y).sum(ctx.dims, keepdim=True).masked_fill_(norm < ctx.eps, 0)
+        return None, None, None, None, (grad - y * across) / norm.clamp_min(ctx.eps)
+
+
+def _packs(region: Keeper, x: Any) -> bool:
+    return region.packs_input(x) and x.requires_grad and x.numel() >= max(1, region.settings.min_numel)
+
+
+def _norm_of(region: Keeper, call: Callable[..., Tensor], input: Any, dim: Any) -> Any:
+    group = _group(input, dim) if _packs(region, input) else None
+    return NotImplemented if group is None else region.apply(_Norm, call, group, 0.0, input, None)
+
+
+def _norm(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: None = None,
+    dtype: None = None,
+) -> Any:
+    if p not in ("fro", 2) or out is not None or dtype is not None:
+        return NotImplemented
+    return _norm_of(region, lambda x: func(x, p, dim, keepdim), input, dim)
+
+
+def _vector_norm(
+    region: Keeper, func: Callable, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False
+) -> Any:
+    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), x, dim) if ord == 2 else NotImplemented
+
+
+def _linalg_norm(
+    region: Keeper, func: Callable, A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False
+) -> Any:
+    of_vector = ord is None or (ord == "fro" and (dim is None or not isinstance(dim, int)))
+    if not of_vector and not (ord == 2 and isinstance(dim, int)):
+        return NotImplemented  # another norm, or that of a matrix
+    if ord == "fro" and (A.dim() != 2 if dim is None else len(dim) != 2):
+        return NotImplemented  # torch explains what is wrong
+    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), A, dim)
+
+
+def _matrix_norm(
+    region: Keeper, func: Callable, A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False
+) -> Any:
+    if ord != "fro" or not isinstance(dim, tuple | list) or len(dim) != 2:
+        return NotImplemented
+    return _norm_of(region, lambda x: func(x, ord, dim, keepdim), A, tuple(dim))
+
+
+def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, eps: float) -> Any:
+    """Handle the 2-norm of a difference, which may be broadcast."""
+    if not (region.is_activation(a) and region.is_activation(b) and requires_grad(a, b) and a.device == b.device):
+        return NotImplemented
+    if a.dtype != b.dtype or region.are_weights((a, b)) or 0 in (a.dim(), b.dim()):
+        return NotImplemented
+    try:
+        shape = torch.broadcast_shapes(a.shape, b.shape)
+    except RuntimeError:
+        return NotImplemented  # torch explains what is wrong
+    like = a.new_empty(()).expand(shape)
+    group = _group(like, dim) if like.numel() >= max(1, region.settings.min_numel) else None
+    return NotImplemented if group is None else region.apply(_Norm, call, group, eps, a, b)
+
+
+def _pairwise_distance(
+    region: Keeper, func: Callable, x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Any:
+    if p != 2:
+        return NotImplemented
+    return _distance(region, lambda a, b: func(a, b, p, eps, keepdim), x1, x2, -1, eps)
+
+
+def _dist(region: Keeper, func: Callable, input: Tensor, other: Tensor, p: float = 2) -> Any:
+    return _distance(region, lambda a, b: func(a, b, p), input, other, None, 0.0) if p == 2 else NotImplemented
+
+
+def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    known = {"dim", "unbiased", "correction", "keepdim"}
+    if not _packs(region, input) or not kwargs.keys() <= known or len(args) > 3:
+        return NotImplemented
+    named = dict(kwargs)
+    if args and isinstance(args[0], bool):  # std(unbiased)
+        names: tuple[str, ...] = ("unbiased",)
+    else:
+        names = ("dim", "unbiased", "keepdim")
+    if len(args) > len(names):
+        return NotImplemented
+    named.update(zip(names, args, strict=False))
+    correction = named.get("correction")
+    correction = (1 if named.get("unbiased", True) else 0) if correction is None else correction
+    group = _group(input, named.get("dim"))
+    if group is None or not isinstance(correction, int | float) or correction >= group.length:
+        return NotImplemented
+    is_squared = func in _VARIANCES
+    return region.apply(_Deviation, lambda x: func(x, *args, **kwargs), group, float(correction), is_squared, input)
+
+
+def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+    if not (region.is_activation(x1) and region.is_activation(x2) and requires_grad(x1, x2) and x1.device == x2.device):
+        return NotImplemented
+    if x1.dtype != x2.dtype or region.are_weights((x1, x2)) or x1.dim() != x2.dim():
+        return NotImplemented
+    if max(x1.numel(), x2.numel()) < max(1, region.settings.min_numel):
+        return NotImplemented  # there is nothing to pack
+    groups = _group(x1, dim), _group(x2, dim)
+    if groups[0] is None or groups[1] is None or groups[0].length != groups[1].length:
+        return NotImplemented
+    (axis,) = groups[0].dims
+    return region.apply(_CosineSimilarity, lambda a, b: func(a, b, dim, eps), axis, eps, x1, x2)
+
+
+def _normalize(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    p: float = 2.0,
+    dim: Any = 1,
+    eps: float = 1e-12,
+    out: None = None,
+) -> Any:
+    group = _group(input, dim) if p == 2 and out is None and _packs(region, input) else None
+    if group is None:
+        return NotImplemented
+    return region.apply(_Normalize, lambda x: func(x, p, dim, eps), group, eps, input)
+
+
+_VARIANCES = (torch.var, Tensor.var, torch.var_mean)
+_STORED = Stored(
+    "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
+    "the normalized input, packed; the norms as they are",
+    UNBIASED,
+)
+_NORMALIZED = Stored(
+    "`F.normalize`",
+    "the output, packed, shared with what reads it; the norms as they are",
+    "bias Var of one packed copy",
+)
+OPS = (
+    *(
+        Op(funcs, handler, _STORED, is_bit_exact=False)
+        for funcs, handler in (
+            ((torch.norm, Tensor.norm), _norm),
+            ((torch.linalg.vector_norm,), _vector_norm),
+            ((torch.linalg.norm,), _linalg_norm),
+            ((torch.linalg.matrix_norm,), _matrix_norm),
+            ((torch.pairwise_distance, F.pairwise_distance), _pairwise_distance),
+            ((torch.dist, Tensor.dist), _dist),
+            ((torch.std, Tensor.std, torch.std_mean, *_VARIANCES), _deviation),
+            ((torch.cosine_similarity, F.cosine_similarity), _cosine_similarity),
+        )
+    ),
+    Op((F.normalize,), _normalize, _NORMALIZED, is_bit_exact=False),
+)

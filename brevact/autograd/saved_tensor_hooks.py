@@ -1,0 +1,260 @@
+"""Saved-tensor hooks of a region: what reaches autograd by no Function of ours.
+
+Torch's own convolution or batch norm, which a region runs in place of a Function (``Region.run_torch``): its input is
+kept as a Function would keep it, its weight and statistics as they are. Of other ops, floating-point activations are
+packed, boolean tensors take one bit an element, everything else (weights, indices, small tensors) passes through; of
+ops that make weights of weights nothing is stored that can be computed again.
+PyTorch does not check passed-through tensors for in-place changes while hooks are active; the hooks do. Hooks that were
+active around the region see each tensor that is really stored.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.known_values import View
+from brevact.autograd.normalizing import NormInput
+from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
+from brevact.autograd.saved import Saved
+from brevact.autograd.storages import versions_of
+from brevact.autograd.store import AS_IT_IS, keep_as_it_is, keep_mask, keep_small
+from brevact.autograd.transforms import NO_TRANSFORMS
+from brevact.autograd.weights_again import Recipe, remember
+from brevact.private_names.of_torch import current_graph_task, pop_hooks, push_hooks, top_hooks
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_dynamo_compiling
+#: Classes of torch.utils.checkpoint whose hooks stand around a forward pass and around its recomputation.
+_CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
+
+
+class _SavedByHook:
+    """What a pack hook returns: handles of the kept tensors, and how to get the tensor back.
+
+    In its place, for a tensor that is kept as it is where no hooks are around the region: the tensor and its version.
+    """
+
+    __slots__ = ("decoder", "handles", "unpack", "versions")
+
+    def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
+        """Store what keeps the tensor, or hand it to hooks around the region."""
+        tensors, self.decoder = kept
+        if outer is None:
+            self.handles, self.unpack = tensors, None
+            self.versions = versions_of(tensors)
+        else:
+            pack, self.unpack = outer
+            self.handles = tuple(pack(x) for x in tensors)
+
+    def tensor(self) -> Tensor:
+        if self.unpack is not None:
+            return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
+        for x, version in zip(self.handles, self.versions, strict=True):
+            if version >= 0 and x._version != version:
+                _refuse(x, version)
+        return self.decoder.decode(self.handles)
+
+
+def _refuse(x: Tensor, version: int) -> None:
+    """Raise for a tensor that was at this version, unless compiled autograd traces it, where versions are others."""
+    if not _is_compiling():
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the "
+            "in-place operation out-of-place, or copy the tensor first"
+        )
+
+
+class _Suspended:
+    """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
+
+    For what a Function of ours saves, and for ops whose gradient is singular in what they save.
+    """
+
+    def __init__(self, hooks: SavedTensorHooks) -> None:
+        self._hooks = hooks
+
+    def __enter__(self) -> None:
+        self._hooks.pop()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._hooks.push()
+
+
+class SavedTensorHooks:
+    """The saved-tensor hooks of one region; entered inside another region's, they take their place.
+
+    A region of full precision has none.
+
+    Args:
+        region: the region.
+        around: the hooks of the region around it, if there is one.
+    """
+
+    def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
+        self._region = region
+        self._around = around
+        self.pair = (self._pack, _unpack)
+        self._replaced: SavedTensorHooks | None = None
+        self._outer: tuple[Callable, Callable] | None = None
+        self.suspended = _Suspended(self)
+        self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
+        # Input and weight of torch's own layer that runs in place of a Function.
+        self.layer: tuple[Tensor, Tensor | None] | None = None
+        # The input of torch's own norm, kept once its statistics are there.
+        self.waiting: list[tuple[_SavedByHook, Tensor]] | None = None
+        self._of_weights: list[tuple[_SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
+
+    def __enter__(self) -> None:
+        around = self._around
+        if around is not None and around.are_innermost():
+            self._replaced = around
+            around.pop()
+        self._outer = top_hooks(True)
+        if self._region.settings is None:
+            return
+        try:
+            self.push()
+        except RuntimeError as error:
+            if self._replaced is not None:
+                self._replaced.push()
+            raise NotImplementedError(NO_TRANSFORMS) from error
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._region.settings is not None:
+            self.pop()
+        if self._replaced is not None:
+            self._replaced.push()
+
+    def are_in_recomputation(self) -> bool:
+        """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
+        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])
+
+    def push(self) -> None:
+        """Activate the hooks."""
+        push_hooks(*self.pair)
+
+    def pop(self) -> None:
+        """Deactivate the hooks, which must be the innermost ones."""
+        pop_hooks()
+
+    def are_innermost(self) -> bool:
+        """Return whether no other saved-tensor hooks were entered inside the region."""
+        return top_hooks(True) == self.pair
+
+    def are_in_checkpoint(self) -> bool:
+        """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
+        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
+
+    def keep_waiting(self, norm: NormInput) -> None:
+        """Keep the input of torch's own norm, which has run."""
+        with self.suspended:
+            for stored, x in self.waiting or ():
+                stored.fill(self._region.keep(x, norm=norm), self._outer)
+
+    def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a torch function that makes a weight of weights: of what is computed again nothing is stored.
+
+        What stands for the tensors that torch stores, its result among them, is known when it has run.
+        """
+        collected = self._of_weights = []
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._of_weights = None
+        remember(self._region, func, args, kwargs, result, [x for _, x in collected])
+        for stored, x in collected:
+            kept = self._region.keep_weight(x)
+            if kept[1] is AS_IT_IS and x.grad_fn is not None:
+                kept = (x.detach(),), AS_IT_IS
+            stored.fill(kept, self._outer)
+        return result
+
+    def _pack(self, x: Tensor) -> _SavedByHook | tuple[Tensor, int]:
+        if self._of_weights is not None:
+            stored = _SavedByHook()
+            self._of_weights.append((stored, x))
+            return stored
+        layer = self.layer
+        if layer is not None and x is layer[1]:
+            kept = self._region.keep_weight(x)
+        elif layer is not None and x.shape != layer[0].shape:
+            kept = keep_as_it_is(x)  # statistics
+        elif self.waiting is not None:
+            stored = _SavedByHook()
+            self.waiting.append((stored, x.detach()))
+            return stored
+        else:  # a layer's input, or a copy of it in another order of memory
+            with self.suspended:  # a quantizer may use autograd, too
+                kept = self._keep(x) if layer is None or x is not layer[0] else self._region.keep(x)
+        if kept[1] is AS_IT_IS:
+            (x,) = kept[0]
+            if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
+                x = x.detach()
+            if self._outer is None:
+                return x, x._version
+            kept = (x,), AS_IT_IS
+        stored = _SavedByHook()
+        stored.fill(kept, self._outer)
+        return stored
+
+    def _is_frozen_weight(self, x: Tensor) -> bool:
+        """Whether ``x`` looks like autocast's copy of a frozen weight."""
+        return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
+
+    def _keep(self, x: Tensor) -> Saved:
+        region = self._region
+        settings = region.settings
+        if settings is None or not region.packs:
+            why = storage_report.NO_QUANTIZER
+        elif not is_plain(x):
+            why = storage_report.OTHER_KIND
+        elif x.numel() < settings.min_numel:
+            return self._keep_small(x)
+        elif not region.packs_for(sys._getframe(2)):
+            why = storage_report.OUT_OF_SIGHT
+        elif x.dtype is torch.bool:
+            return keep_mask(x)
+        elif not is_activation(x):
+            why = storage_report.NO_FLOATS
+        elif self._is_frozen_weight(x):
+            why = storage_report.WEIGHT
+        else:
+            return region.keep_activation(x)
+        return keep_as_it_is(x, why)
+
+    def _keep_small(self, x: Tensor) -> Saved:
+        """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
+        if x.is_floating_point() and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
+            return keep_small(x)
+        return keep_as_it_is(x, storage_report.SMALL if x.is_floating_point() else storage_report.NO_FLOATS)
+
+
+def _is_whole(decoder: Any) -> bool:
+    """Whether a decoded tensor is the one that was stored, so that autograd may differentiate through it."""
+    while isinstance(decoder, View):
+        decoder = decoder.decoder
+    return decoder is AS_IT_IS or isinstance(decoder, Recipe)
+
+
+def sizes_of(x: Tensor) -> tuple[int, ...]:
+    """Sizes other than one, in order of size: the same for a transposed or unsqueezed copy."""
+    return tuple(sorted(size for size in x.shape if size != 1))
+
+
+def _unpack(stored: _SavedByHook | tuple[Tensor, int]) -> Tensor:
+    if isinstance(stored, tuple):
+        x, version = stored
+        if x._version != version:
+            _refuse(x, version)
+        return x
+    if _is_grad_enabled() and not _is_whole(stored.decoder) and current_graph_task() != -1:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+    return stored.tensor()

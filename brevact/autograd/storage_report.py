@@ -1,0 +1,113 @@
+"""How each tensor that autograd stores is stored, and why: recorded while a report is made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from brevact.autograd.saved import Saved
+from brevact.autograd.storages import storage_address
+
+#: Ways of storing a tensor.
+PACKED, MASKED, EXACT, FULL_PRECISION = "packed", "mask", "exact", "full precision"
+
+NO_QUANTIZER = "no quantizer applies"
+NOT_NOISE = "a rounding error in it would not be noise on the gradient"
+SMALL = "fewer elements than min_numel"
+WEIGHT = "a weight, or computed from weights alone"
+VARIABLE = "a variable that requires gradients: somebody holds it"
+NEEDED = "indices, statistics and weights that the gradient needs"
+NO_FLOATS = "not floating point: indices, or the workspace of a library"
+OTHER_KIND = "a tensor of another kind: sparse, nested, or of a subclass"
+OUT_OF_SIGHT = "saved by a compiled graph, or after an interrupt"
+EXACT_POLICY = "the quantizer packs what is exact alone"
+ON_BACKWARD = "quantized when backward starts"
+_EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """How one tensor is stored.
+
+    Args:
+        how: "packed", "mask" (one bit an element), "exact" (its values matter: indices, statistics, codes) or
+            "full precision".
+        why: the reason, for what is neither packed nor a mask.
+        tensor_bytes: bytes of the tensor as a plain op would store it.
+    """
+
+    how: str
+    why: str
+    tensor_bytes: int
+
+
+class Recorder:
+    """Knows the torch function that runs, and how the tensors are kept that autograd is about to store.
+
+    What keeps a tensor calls ``report_saved``; hooks around the region, which see each tensor that is stored, ask.
+    """
+
+    def __init__(self) -> None:
+        self.op = ""
+        self._why = NO_QUANTIZER
+        self._reported: dict[int, SavedTensor] = {}
+
+    def report_op(self, func: Callable, why: str) -> None:
+        """Take note of the torch function that runs, and why it stores what nobody reports."""
+        self.op = getattr(func, "__name__", str(func))
+        self._why = why
+        self._reported.clear()
+
+    def report_saved(self, kept: Saved, why: str = "") -> None:
+        """Take note of how a tensor is kept."""
+        tensors, decoder = kept
+        how, tensor_bytes = decoder.described(tensors)
+        how = EXACT if how == FULL_PRECISION and why in _EXACTLY else how
+        for x in tensors:
+            self._reported[storage_address(x)] = SavedTensor(how, why, tensor_bytes)
+            tensor_bytes = 0
+
+    def stored(self, x: Tensor) -> SavedTensor:
+        """Return how a tensor that reaches the hooks around the region is kept."""
+        found = self._reported.get(storage_address(x))
+        if found is None:
+            return SavedTensor(EXACT if self._why in _EXACTLY else FULL_PRECISION, self._why, x.nbytes)
+        return found
+
+
+class _OfThread(threading.local):
+    recorder: Recorder | None = None
+
+
+_of_thread = _OfThread()
+#: Recorders of all threads: while there are none, nobody need look for one.
+recorders: list[Recorder] = []
+
+
+def report_op(func: Callable, why: str = NEEDED) -> None:
+    """Tell the recorder of a report, if there is one, which function runs, and why it stores what nobody reports."""
+    if _of_thread.recorder is not None:
+        _of_thread.recorder.report_op(func, why)
+
+
+def report_saved(kept: Saved, why: str) -> None:
+    """Tell the recorder of a report, if there is one, how a tensor is kept."""
+    if _of_thread.recorder is not None:
+        _of_thread.recorder.report_saved(kept, why)
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record what regions of this thread store."""
+    outer, recorder = _of_thread.recorder, Recorder()
+    _of_thread.recorder = recorder
+    recorders.append(recorder)
+    try:
+        yield recorder
+    finally:
+        recorders.remove(recorder)
+        _of_thread.recorder = outer

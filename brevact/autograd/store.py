@@ -1,0 +1,238 @@
+"""How one tensor is kept for backward: as it is, packed, or in full precision until backward starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import known_values, storage_report
+from brevact.autograd.normalizing import NormInput
+from brevact.autograd.saved import Saved
+from brevact.autograd.seeds import SeedStream
+from brevact.autograd.settings import BackwardSettings, SaveMode
+from brevact.autograd.sharing import SharedPacks, Slot
+from brevact.quantizers import (
+    Layout,
+    PackedActivation,
+    PackedSpec,
+    is_traced,
+    mask_multiply,
+    pack_mask,
+    quantize,
+    unpack_mask,
+)
+
+
+class _AsItIs:
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return tensors[0]
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad * tensors[0]
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.FULL_PRECISION, tensors[0].nbytes
+
+
+class _Packed:
+    __slots__ = ("_spec",)
+
+    def __init__(self, spec: PackedSpec) -> None:
+        self._spec = spec
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return PackedActivation(self._spec, tensors[0]).dequantize()
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.PACKED, _bytes_of(self._spec.layout)
+
+
+class _PackedOnBackward(NamedTuple):
+    quantizer: Any
+    seed: int | None
+
+    def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        seed = tensors[1] if self.seed is None else self.seed
+        return quantize(self.quantizer, _without_gaps(tensors[0]), seed)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self._pack(tensors).dequantize()
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return self._pack(tensors).dequantize_multiply(grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.FULL_PRECISION, tensors[0].nbytes
+
+
+class _Mask(NamedTuple):
+    layout: Layout
+    negative_slope: float
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return unpack_mask(tensors[0], self.layout)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.MASKED, _bytes_of(self.layout)
+
+
+_is_grad_enabled = torch.is_grad_enabled
+AS_IT_IS = _AsItIs()
+_shared = SharedPacks()
+
+
+def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
+    """Keep ``x`` itself."""
+    kept = (x,), AS_IT_IS
+    return reported(kept, why) if storage_report.recorders else kept
+
+
+def keep_small(x: Tensor) -> Saved:
+    """Keep a small tensor; a view of a larger storage, a class token say, is copied, so as not to hold all of it."""
+    if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes:
+        x = x.detach().clone()
+    return keep_as_it_is(x, storage_report.SMALL)
+
+
+def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
+    """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
+    return reported(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
+
+
+def reported(kept: Saved, why: str = "") -> Saved:
+    """Tell the recorder of a report, if there is one, how a tensor is kept."""
+    if storage_report.recorders:
+        storage_report.report_saved(kept, why)
+    return kept
+
+
+def keep_packed(
+    x: Tensor,
+    settings: BackwardSettings,
+    seeds: SeedStream,
+    share: bool = True,
+    repeats: bool = False,
+    place: int = 0,
+    norm: NormInput | None = None,
+) -> Saved:
+    """Keep ``x`` as the region's settings say.
+
+    Args:
+        x: floating-point tensor of any shape and strides.
+        settings: the region's settings.
+        seeds: the region's ``SeedStream``.
+        share: whether ``x`` outlives this op as a tensor that other ops may save too; it is then packed once.
+        repeats: whether a checkpoint wants tensors of the same sizes again when it recomputes them: random sizes then
+            follow from the number of elements alone.
+        place: how many tensors the region has kept before, for quantizers that collect statistics of each.
+        norm: where ``x`` is the input of a norm: its normalized values are packed, and its statistics kept beside.
+
+    Returns:
+        What is known to give ``x`` back without a loss, the output of a forward quantizer; otherwise the packed
+        tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
+    """
+    known = _keep_unpacked(x, settings, share)
+    if known is not None:
+        return known if norm is None else _with_statistics(known, norm)
+    if norm is not None and settings.is_lossless:
+        return _with_statistics(keep_packed(x, settings, seeds, share, repeats, place), norm)
+    slot = _slot(x, settings, repeats, norm) if share else None
+    found = None if slot is None else slot.found
+    if found is None:
+        quantizer = settings.quantizer
+        if settings.draws_size:
+            numel = Layout.of(x).numel
+            quantizer = quantizer.sized(numel, numel if repeats else seeds.next_on_host())
+        if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
+            x = x.detach()
+        if settings.observes:
+            quantizer = quantizer.observed(x if norm is None else norm.normalize(x), place)
+        seed = seeds.next(x.device) if quantizer.is_stochastic else 0
+        found = pack(x, quantizer, settings.save_mode, seed, norm)
+        if slot is not None:
+            slot.fill(*found)
+    if storage_report.recorders:
+        storage_report.report_saved(
+            found, storage_report.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else ""
+        )
+        _report_statistics(found)
+    return found
+
+
+def _with_statistics(kept: Saved, norm: NormInput) -> Saved:
+    """Keep the statistics of a norm beside its input, which is kept without a loss."""
+    kept = norm.unpacked(kept)
+    if storage_report.recorders:
+        _report_statistics(kept)
+    return kept
+
+
+def _report_statistics(kept: Saved) -> None:
+    """Tell the recorder which of the kept tensors are statistics of a norm."""
+    tensors, decoder = kept
+    for statistic in tensors[len(tensors) - getattr(decoder, "statistics", 0) :]:
+        keep_as_it_is(statistic)
+
+
+def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool) -> Saved | None:
+    """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
+    if x.numel() < settings.min_numel:
+        return keep_small(x)
+    known = known_values.find(x) if share and known_values.entries else None
+    if known is not None:
+        return reported(known)
+    return keep_as_it_is(x, storage_report.EXACT_POLICY) if settings.is_exact else None
+
+
+def _slot(x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Slot | None:
+    """Return the place of what ops share: that of ``x``, or that of its normalized values."""
+    if norm is None:
+        return _shared.slot(x, (settings.key, repeats))
+    return None if norm.key is None else _shared.slot(x, (settings.key, repeats, norm.key))
+
+
+def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:
+    """Keep ``x``, or its normalized values, packed, or to be packed with this seed when backward starts."""
+    if norm is not None:
+        return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)
+    if save_mode is SaveMode.SAVE_QUANTIZED:
+        packed = quantize(quantizer, x if x.is_contiguous() else _without_gaps(x), seed)
+        return (packed.buffer,), _Packed(packed.spec)
+    if isinstance(seed, int):
+        return (x,), _PackedOnBackward(quantizer, seed)
+    return (x, seed), _PackedOnBackward(quantizer, None)
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy where its strides leave gaps, so that decoding allocates no more than its elements.
+
+    Expanded dimensions stay expanded: what is stored of ``x`` are its distinct elements.
+    """
+    if x.is_contiguous():
+        return x
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != 0:
+            if stride != expected:
+                break
+            expected *= size
+    else:
+        return x
+    distinct = x
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0:
+            distinct = distinct.narrow(dim, 0, 1)
+    return distinct.contiguous().expand(x.shape)
+
+
+def _bytes_of(layout: Layout) -> int:
+    return math.prod(layout.shape) * layout.dtype.itemsize

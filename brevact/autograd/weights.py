@@ -1,0 +1,236 @@
+"""Which tensors are weights: those are never compressed.
+
+A weight is a parameter, a buffer of a module that runs, a view of one of these, or a tensor computed from
+parameters alone (a fake-quantized weight, the copy that autocast makes, a LoRA product). Ops with a Function of their
+own know which argument is the weight; this module answers for the tensors that reach the saved-tensor hooks.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from brevact.autograd.storages import WeakStorage, storage_address
+from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
+
+#: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
+_WEIGHT_NUMEL = "brevact.weight_numel"
+#: Nodes of layers, which ran where no region saw them: what they return is an activation.
+_PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
+_LAYER_NODES = (
+    *(
+        "ConvolutionBackward",
+        "EmbeddingBackward",
+        "NativeBatchNormBackward",
+        "CudnnBatchNormBackward",
+        "MiopenBatchNormBackward",
+        "NativeLayerNormBackward",
+    ),
+    *("NativeGroupNormBackward", "ScaledDotProduct", "MaxPool", "AvgPool", "IndexSelectBackward"),
+)
+#: Chains from a weight to its fake-quantized form are some 30 nodes long.
+_MAX_NODES = 128
+_SWEEP_FLOOR = 64
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors among nested arguments or results."""
+    if isinstance(value, Tensor):
+        return [value]
+    found, pending = [], [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            pending += reversed(value)
+        elif isinstance(value, dict):
+            pending += value.values()
+    return found
+
+
+def is_parameter(x: Tensor) -> bool:
+    """Return whether ``x`` is a parameter, or a tensor of another class that is marked as one."""
+    kind = type(x)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter))  # whose own check is slow
+
+
+class ModelState:
+    """The weights that a root region knows by their storage.
+
+    Parameters and buffers of the modules that run, and what is computed from them without a gradient (a sign, a mask).
+
+    Args:
+        owner: the module that the region belongs to; None: modules are noticed as they run.
+    """
+
+    def __init__(self, owner: nn.Module | None) -> None:
+        self._owner = owner
+        self._modules: dict[nn.Module, None] = {}
+        self._addresses: frozenset[int] | None = None
+        self._derived: dict[int, WeakStorage] = {}
+        self._sweep_at = _SWEEP_FLOOR
+        if owner is None:
+            _watchers.add(self)
+
+    def see(self, module: nn.Module) -> None:
+        """Notice a module that runs."""
+        if module not in self._modules and (module._parameters or module._buffers):
+            self._modules[module] = None
+            self._addresses = None
+
+    def __contains__(self, address: int) -> bool:
+        """Return whether the storage at ``address`` is that of a weight."""
+        if self._addresses is None:
+            modules = self._modules if self._owner is None else self._owner.modules()
+            self._addresses = frozenset(
+                storage_address(tensor)
+                for module in modules
+                for tensor in (*module._parameters.values(), *module._buffers.values())
+                if tensor is not None
+            )
+        if address in self._addresses:
+            return True
+        derived = self._derived.get(address)
+        return derived is not None and not derived.expired()
+
+    def mark_weight(self, output: Any, *, weight: bool) -> None:
+        """Note whether what an op returned is a weight: on its graph node, or by its storage if it has none."""
+        for x in tensors_in(output):
+            node = x.grad_fn
+            if node is not None:
+                node.metadata[_WEIGHT_NUMEL] = x.numel() if weight else 0
+            elif weight and x.layout is torch.strided:
+                storage = x.untyped_storage()
+                if len(self._derived) >= self._sweep_at:
+                    self._derived = {key: known for key, known in self._derived.items() if not known.expired()}
+                    self._sweep_at = max(_SWEEP_FLOOR, 2 * len(self._derived))
+                self._derived[storage._cdata] = WeakStorage(storage)
+            elif self._derived:
+                self._derived.pop(storage_address(x), None)
+
+    def close(self) -> None:
+        """Stop watching modules."""
+        if self._owner is None:
+            _watchers.remove(self)
+
+
+class _Watchers:
+    """The states that watch the modules of their thread, and the hook on all modules that tells them.
+
+    The hook is there while somebody watches, always under one key: compiled code is guarded by the keys of such hooks.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._key = RemovableHandle(global_forward_pre_hooks).id
+
+    def add(self, state: ModelState) -> None:
+        self._states().append(state)
+        with self._lock:
+            self._count += 1
+            global_forward_pre_hooks[self._key] = _tell_watchers
+
+    def remove(self, state: ModelState) -> None:
+        self._states().remove(state)
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                global_forward_pre_hooks.pop(self._key, None)
+
+    def tell(self, module: nn.Module) -> None:
+        for state in self._states():
+            state.see(module)
+
+    def _states(self) -> list[ModelState]:
+        if not hasattr(self._of_thread, "states"):
+            self._of_thread.states = []
+        return self._of_thread.states
+
+
+def _tell_watchers(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        _watchers.tell(module)
+
+
+skip_code(_tell_watchers.__code__)  # Dynamo runs it as it is, unless it inlines it
+_watchers = _Watchers()
+
+
+def is_weight(x: Tensor, state: ModelState) -> bool:
+    """Return whether ``x`` is a weight.
+
+    Args:
+        x: any tensor.
+        state: what the region knows of its model.
+    """
+    if is_parameter(x):
+        return True
+    node = x.grad_fn
+    if node is not None:
+        return _comes_from_weights_alone(node, x.numel())
+    return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
+
+
+def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bool:
+    """Walk the graph up to ops that were seen, and to leaves.
+
+    What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
+    no gradient: a result larger than all the weights it came from is one.
+    """
+    if _is_own(node):
+        return False
+    pending: list[torch.autograd.graph.Node] = [node]
+    seen: set[torch.autograd.graph.Node] = set()
+    largest = 0
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        marked = node.metadata.get(_WEIGHT_NUMEL)
+        if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
+            return False
+        if marked is None and node.name().startswith((*_LAYER_NODES, *_PRODUCT_NODES)):
+            return False
+        if marked is not None:
+            largest = max(largest, marked)
+            continue
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            if not isinstance(variable, nn.Parameter):
+                return False
+            largest = max(largest, variable.numel())
+        pending.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return 0 < numel <= largest
+
+
+def comes_from_layer(node: torch.autograd.graph.Node) -> bool:
+    """Return whether a layer has run on the way to a graph node; a matrix product may be one of weights and is none."""
+    pending: list[torch.autograd.graph.Node] = [node]
+    seen: set[torch.autograd.graph.Node] = set()
+    while pending:
+        node = pending.pop()
+        if len(seen) > _MAX_NODES or _is_own(node) or node.name().startswith(_LAYER_NODES):
+            return True
+        seen.add(node)
+        pending.extend(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)
+    return False
+
+
+def is_known_activation(x: Any) -> bool:
+    """Return whether ``x`` is an activation by its graph node alone, without a walk through the graph."""
+    if type(x) is not Tensor:
+        return False
+    node = x.grad_fn
+    return node is not None and (_is_own(node) or node.metadata.get(_WEIGHT_NUMEL) == 0)
+
+
+def _is_own(node: torch.autograd.graph.Node) -> bool:
+    return isinstance(node, BackwardCFunction) and getattr(node._forward_cls, "is_brevact", False)

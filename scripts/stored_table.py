@@ -1,0 +1,52 @@
+"""Write README's table of what is stored, which follows from the rows of ``brevact.autograd.ops``.
+
+Run it in a checkout: ``python -m scripts.stored_table``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from brevact.autograd.ops import OPS
+from brevact.autograd.ops.op import EXACT, Stored
+
+README = Path(__file__).parents[1] / "README.md"
+HEAD = "| op | kept for backward | gradient |\n|---|---|---|\n"
+#: What no op decides by itself.
+OF_ALL_OPS = (
+    Stored(
+        "weights made of weights (weight standardization, weight and spectral norm, parametrizations, LoRA products)",
+        "the parameter; they are computed again: change it, also by `.data`, after the backward pass",
+        EXACT,
+    ),
+    Stored(
+        "other people's `autograd.Function`s, scripted code, operators of other libraries",
+        "activations packed, masks 1 bit, weights and indices as they are",
+        "unbiased where linear in what is stored",
+    ),
+    Stored(
+        "logarithms, roots, other losses, decompositions of matrices, every other torch function",
+        "as in PyTorch",
+        EXACT,
+    ),
+)
+
+
+def stored_table() -> str:
+    """Return the table; ops of which the same is said share a row."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for stored in (*(op.stored for op in OPS if op.stored is not None), *OF_ALL_OPS):
+        ops = names.setdefault((stored.kept, stored.gradient), [])
+        if stored.op not in ops:
+            ops.append(stored.op)
+    return HEAD + "".join(f"| {', '.join(ops)} | {kept} | {gradient} |\n" for (kept, gradient), ops in names.items())
+
+
+def with_table(readme: str) -> str:
+    """Return the text of README with the table in its place."""
+    return re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: stored_table(), readme)
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text("utf-8")), "utf-8")
