@@ -14,11 +14,6 @@ from pathlib import Path
 import brevact
 
 PACKAGE = Path(brevact.__file__).parent
-#: Imports that close a circle, with the reason.
-EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("brevact.quantizers.dispatch", "brevact.quantizers.uniform"): "an annotation: the quantizer whose codes are made",
-    ("brevact.quantizers.dispatch", "brevact.quantizers.normalizing"): "an annotation: the groups of a norm",
-}
 
 
 def _name_of(path: Path) -> str:
@@ -44,8 +39,6 @@ def test_imports_make_no_circle():
         name: {other for other in _imports(ast.parse(path.read_text("utf-8")), set(paths)) if other != name}
         for name, path in paths.items()
     }
-    for module, imported in EXCEPTIONS:
-        graph.get(module, set()).discard(imported)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

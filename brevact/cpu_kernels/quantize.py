@@ -1,4 +1,4 @@
-"""Kernel that quantizes: positions on each group's grid, rounding, packing; `reference.quantize_uniform`'s bytes."""
+"""Kernel that quantizes: positions on each group's grid, rounding, packing; `passes.quantize_uniform`'s bytes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def quantize_normalized(
         The packed normalized values.
     """
     layout = Layout.of(x)
-    if type(quantizer) is not UniformQuantizer or x.dtype not in _FUSED or not layout.is_dense or x.is_neg():
+    is_uniform = type(quantizer) is UniformQuantizer and not quantizer.is_lossless
+    if not is_uniform or x.dtype not in _FUSED or not layout.is_dense or x.is_neg():
         return quantize(quantizer, normalize(x, mean, invstd), seed)
     values = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
     if is_traced(x):

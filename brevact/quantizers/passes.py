@@ -187,9 +187,10 @@ def quantize_normalized(
         place: Which is whose.
         buffer: uint8 tensor, zero where it has padding; codes, minima and scales are written.
     """
-    z = _by_groups(x.detach(), plan, place).float()
-    z = z if mean is None else z - mean.view(-1, 1, place.row, 1)
-    quantize_uniform(z * factor.view(-1, 1, place.row, 1), plan, seed, buffer)
+    z = _by_groups(x.detach(), plan, place).to(torch.float32, copy=True)
+    if mean is not None:
+        z.sub_(mean.view(-1, 1, place.row, 1))
+    quantize_uniform(z.mul_(factor.view(-1, 1, place.row, 1)), plan, seed, buffer)
 
 
 @run_by_kernels

@@ -1,4 +1,4 @@
-"""Kernels that quantize and pack; `reference.quantize_uniform`'s bytes. R blocks, W columns, Q or G groups."""
+"""Kernels that quantize and pack; `passes.quantize_uniform`'s bytes. R blocks, W columns, Q or G groups."""
 
 import triton
 import triton.language as tl
@@ -102,7 +102,7 @@ def quantize_whole_blocks(
         INNER: Elements of a group, at most ROWS * BLOCK.
         BLOCK: Elements of a block.
         ROWS: Blocks of a tile.
-        PLACE: See `Normalization.place`.
+        PLACE: See `geometry.Place`.
     """
     W: tl.constexpr = BLOCK // 8
     if INNER >= W:
@@ -169,7 +169,7 @@ def quantize_ragged_block(
         GROUPS_2: BLOCK // INNER rounded up to a power of two.
         INNER_2: INNER rounded up to a power of two.
         COLUMNS_2: BLOCK // 8 rounded up to a power of two.
-        PLACE: See `Normalization.place`.
+        PLACE: See `geometry.Place`.
     """
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane

@@ -100,6 +100,10 @@ def _of_uniform(name: str, x: Tensor, other: Tensor) -> list[tuple[Any, ...]]:
     return calls
 
 
+#: Passes that one of the backends does without: its kernels draw the words where they use them.
+_LAWS_ALONE = frozenset(("random_words",))
+
+
 def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "cpu") -> None:
     """A launcher has the parameters of the law of its name, and writes and returns the same.
 
@@ -110,6 +114,7 @@ def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "c
     """
     law, launch = getattr(passes, name).law, getattr(launchers, name, None)
     if launch is None:
+        assert name in _LAWS_ALONE, f"{launchers.__name__} has no launcher for it"
         return
     assert list(inspect.signature(launch).parameters) == list(inspect.signature(law).parameters)
     for arguments in arguments_of(name):

@@ -22,6 +22,8 @@ ALL = {**IMAGE_MODELS, **MODELS}
 QUICK = ("vit_tiny_patch16_224", "repvgg_a0", "mobilenetv4_conv_small", "convnextv2_atto", "shufflenet_v2_x0_5")
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in ALL]
 
+#: Norms that packed rows and channels of other scales together had errors of 96 to 3e8 times the gradient.
+EXPLODED = 10.0
 #: Where 3 times the norm of the gradient is too little at 2 bits: 49 SiLUs whose noise adds up, over maps of 2x2 (3.4).
 MOST_NOISE = {"efficientnet_b0": 4.0}
 
@@ -96,7 +98,8 @@ def test_real_models_train_as_they_are(name):
     errors = [errors_of(gradient(subject, 0), expected, subject.model) for subject in (eight, two)]
     report = brevact.memory_report(two.model, two.batch)
     assert packed_at(spied) and not packed_weights(spied)
-    assert 0.0 < min(errors[0]) and max(errors[0]) < 0.1 and max(errors[1]) < MOST_NOISE.get(name, 3.0), errors
+    assert 0.0 < errors[0][0] < 0.1 and errors[1][0] < MOST_NOISE.get(name, 3.0), errors
+    assert errors[0][1] < 0.1 and errors[1][1] < EXPLODED, errors
     assert report.ratio >= 8.0, str(report).splitlines()[-40:]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_activation, load, save
-from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, keep_by_rows
+from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Saved
@@ -110,7 +110,7 @@ class _Divide(Saving):
 
 
 def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: Any) -> Any:
-    """Handle division by one number a row; torch's own stores the numerator, too, if the numbers have a gradient."""
+    """Handle division by one number a row: a deviation, or one of few; torch's own stores the numerator for it, too."""
     if kwargs or not (isinstance(other, Tensor) and other.requires_grad and region.packs_input(input)):
         return NotImplemented
     if not (region.is_activation(other) and input.dtype == other.dtype and input.device == other.device):
@@ -118,7 +118,9 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
     if input.numel() < region.settings.min_numel or (input.is_leaf and input.requires_grad and not is_traced(input)):
         return NotImplemented
     dims = dims_of_rows(input, other)
-    return region.apply(_Divide, func, dims, input, other) if dims else NotImplemented
+    if not dims or region.settings.is_exact or (other.numel() >= region.settings.min_numel and not is_deviation(other)):
+        return NotImplemented
+    return region.apply(_Divide, func, dims, input, other)
 
 
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:

@@ -263,6 +263,8 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
     named.update(zip(names, args, strict=False))
     correction = named.get("correction")
     correction = (1 if named.get("unbiased", True) else 0) if correction is None else correction
+    if named.get("dim") == ():
+        return NotImplemented  # torch's gradient has a factor of its own there
     group = _group(input, named.get("dim"))
     if group is None or not isinstance(correction, int | float) or correction >= group.length:
         return NotImplemented

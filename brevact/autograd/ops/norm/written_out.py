@@ -24,6 +24,12 @@ SHORTEST_ROW = 64
 _SMALLEST_NORM, _LARGEST_NORM = 1e-30, torch.finfo(torch.float32).max
 #: Nodes whose results are inverse deviations.
 _INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
+#: Nodes whose results are deviations or norms, ours among them; and those that add to a result, bound or convert it.
+_DEVIATIONS = (
+    *("SqrtBackward", "StdBackward", "LinalgVectorNormBackward", "NormBackward", "PowBackward"),
+    *("_NormBackward", "_DeviationBackward"),
+)
+_ON_THE_WAY = ("AddBackward", "ClampBackward", "ClampMinBackward", "MaximumBackward", "ToCopyBackward")
 
 
 class RowScale(NamedTuple):
@@ -85,6 +91,14 @@ def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
     """
     node = factor.grad_fn
     return dims_of_rows(x, factor) if node is not None and node.name().startswith(_INVERSES) else ()
+
+
+def is_deviation(x: Tensor) -> bool:
+    """Return whether a tensor is the result of a root, a norm or a deviation, with something added or a bound."""
+    node = x.grad_fn
+    while node is not None and node.name().startswith(_ON_THE_WAY):
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith(_DEVIATIONS)
 
 
 def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
