@@ -217,7 +217,7 @@ def _outcomes(*removals: list[str], compiles: bool = False) -> list[tuple[dict[s
     run = subprocess.run(
         [sys.executable, "-c", WITHOUT, json.dumps((str(PACKAGE), compiles, removals))],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-        timeout=1200,
+        timeout=2400,
         capture_output=True,
         text=True,
     )
