@@ -154,3 +154,18 @@ def test_a_norm_over_another_dimension():
     found, _ = gradient(norm, x, settings(bit_width=8, bucket_size=512, min_numel=1000), grad)
     error = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 2 * 8 / 255
+
+
+def test_a_quotient_whose_denominator_is_no_deviation_is_torchs():
+    """Where there are as many rows as elements that are packed, and under a lossless policy, twice differentiable."""
+    x = torch.randn(40, 96)
+    for chosen in (settings(min_numel=0), settings(bit_width=32)):
+        leaf = x.clone().requires_grad_()
+        with region(chosen):
+            h = leaf * 1
+            y = h / h.sum(-1, keepdim=True)
+        (found,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
+        plain = x.clone().requires_grad_()
+        z = plain / plain.sum(-1, keepdim=True)
+        (expected,) = torch.autograd.grad(z.square().sum(), plain, create_graph=True)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
