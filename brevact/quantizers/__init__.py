@@ -8,7 +8,14 @@ from brevact.quantizers.layout import Layout
 from brevact.quantizers.mixed import MixedQuantizer
 from brevact.quantizers.mixing_quantizer import MixingQuantizer
 from brevact.quantizers.normalized import NormalizedFormat, NormalizedQuantizer
-from brevact.quantizers.normalizing import denormalize, normalize, quantize_normalized
+from brevact.quantizers.normalizing import (
+    PointFunction,
+    decode_affine,
+    decode_through,
+    denormalize,
+    normalize,
+    quantize_normalized,
+)
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.residuals import ResidualQuantizer
@@ -32,11 +39,14 @@ __all__ = [
     "PackedActivation",
     "PackedSpec",
     "Part",
+    "PointFunction",
     "ResidualQuantizer",
     "Rounding",
     "SignMagnitudeQuantizer",
     "UniformQuantizer",
     "WeibullQuantizer",
+    "decode_affine",
+    "decode_through",
     "denormalize",
     "draw_seed",
     "is_traced",

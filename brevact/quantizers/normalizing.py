@@ -7,7 +7,7 @@ several of them has the same step for all. The statistics are the norm's own, wh
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -99,26 +99,85 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
         infinite, of elements that are 0 as soon as they are normalized, counts as 0.
     """
     layout, buffer = packed.layout, packed.buffer
-    is_uniform = type(packed.quantizer) is UniformQuantizer and layout.dtype is torch.float32 and dtype in _FUSED
-    if is_uniform and is_traced(buffer):
+    if is_traced(buffer) and _is_fused(packed, dtype):
         return torch.ops.brevact.denormalize(buffer, mean, invstd, *packed.spec.spelled[:3], dtype)
     sigma = invstd.to(layout.dtype).reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)
-    if is_uniform and type(buffer) is Tensor:
-        norm = _groups(layout, mean, sigma)
+    return decode_affine(packed, sigma, mean, dtype)
+
+
+def decode_affine(packed: PackedActivation, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Decode a tensor z and apply an affine map to it: z * scale + shift.
+
+    It is computed in float32 (float64 for float64), and clamped to the finite range where `dtype` is float16.
+
+    Args:
+        packed: A packed tensor.
+        scale: Factors, of a shape that broadcasts to that of the tensor; None for 1.
+        shift: What to add, of the same shape as `scale`; None for 0.
+        dtype: Data type of the result.
+
+    Returns:
+        Tensor of the packed one's shape and strides.
+    """
+    layout, buffer = packed.layout, packed.buffer
+    if scale is not None and type(buffer) is Tensor and _is_fused(packed, dtype):
+        norm = _groups(layout, shift, scale)
         if norm is not None:
             wanted = Layout.of_sizes(layout.shape, layout.stride, dtype)
             x = wanted.empty(buffer.device)
             passes.denormalize(buffer, plan_of(packed.spec), *norm, x)
             return x
     z = packed.dequantize()
-    x = _distinct(z, z).mul_(_distinct(sigma, z))
-    if mean is not None:
-        x.add_(_distinct(mean, z).to(z.dtype))
+    x = _distinct(z, z)
+    if scale is not None:
+        x = x.mul_(_distinct(scale, z))
+    if shift is not None:
+        x = x.add_(_distinct(shift, z).to(z.dtype))
     if dtype is torch.float16:
         limit = torch.finfo(dtype).max
         x.clamp_(-limit, limit)
     x = x.to(dtype)
     return x if x.shape == z.shape else x.expand(z.shape)
+
+
+class PointFunction(Protocol):
+    """A function of one number, applied to each element of a tensor; hashable, equal where it computes the same."""
+
+    def __hash__(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return a new tensor of the shape and strides of `x`."""
+        ...
+
+
+def decode_through(
+    packed: PackedActivation,
+    function: PointFunction,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    dtype: torch.dtype,
+    grad: Tensor | None = None,
+) -> Tensor:
+    """Decode a tensor z and apply a function behind an affine map: f(z * scale + shift), or its product with `grad`.
+
+    Args:
+        packed: A packed tensor.
+        function: The function f.
+        scale: Factors, of a shape that broadcasts to that of the tensor; None for 1.
+        shift: What to add, of the same shape as `scale`; None for 0.
+        dtype: Data type of what the function is applied to.
+        grad: Tensor of the packed one's shape, to multiply; None for the values alone.
+
+    Returns:
+        Tensor of the packed one's shape and strides; of those of `grad`, where there is one.
+    """
+    values = function(decode_affine(packed, scale, shift, dtype))
+    return values if grad is None else grad * values
+
+
+def _is_fused(packed: PackedActivation, dtype: torch.dtype) -> bool:
+    """Whether kernels of the uniform format decode the tensor and map it on the way."""
+    return type(packed.quantizer) is UniformQuantizer and packed.layout.dtype is torch.float32 and dtype in _FUSED
 
 
 #: Types that kernels normalize on the way; of float64 the law is in float64.
