@@ -1,8 +1,9 @@
-"""Tensors whose values are known by fewer bits: what forward quantizers return.
+"""Tensors whose values are known by fewer bits: what forward quantizers return, and what derives from packed tensors.
 
 The output of a fake quantizer is (q - z) * s with few-bit integers q; a fake-quantized weight is a function of the
 weight, which is there anyway. The table knows, for such a tensor, what gives its values back bit for bit (but for the
-sign of a zero): any op that keeps the tensor for backward keeps that instead, whatever the quantizer of its region.
+sign of a zero): any op that keeps the tensor for backward keeps that instead, whatever the quantizer of its region. What is derived from packed tensors
+(``derived``) is known but for their rounding errors: it serves a region whose own would be no smaller.
 
 The table holds what it knows as long as the tensor's own storage lives: for codes, a fraction of that storage. It knows
 a tensor by its storage (a weak reference) and version counter, and views of it by their offset, shape and strides.
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from brevact.autograd import storage_report
+from brevact.autograd.quality import EXACT, Quality
+from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import storage_address, versions_of
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 from brevact.quantizers.tracing import is_traced
@@ -123,6 +126,11 @@ class View(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    @property
+    def quality(self) -> Quality:
+        quality: Quality = getattr(self.decoder, "quality", EXACT)
+        return quality
+
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
 
@@ -141,6 +149,7 @@ class _Entry(NamedTuple):
     tensors: tuple[Tensor, ...]
     versions: tuple[int, ...]
     decoder: Any
+    quality: Quality
 
 
 _entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
@@ -148,18 +157,20 @@ _entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDic
 entries = _entries.data
 
 
-def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
+def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, *, is_dirty: bool = False) -> None:
     """Remember what gives the values of ``x`` back.
 
     Args:
         x: dense tensor, the only one in its storage.
         tensors: what an op that keeps ``x`` hands to autograd instead.
         decoder: turns them into ``x``.
+        is_dirty: whether a Function that has changed ``x`` in place is about to say so, which counts as a change.
     """
     if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
         return
     versions = versions_of(tensors)
-    _entries[x.untyped_storage()] = _Entry(x._version, x.shape, x.stride(), x.dtype, tensors, versions, decoder)
+    version, quality = x._version + is_dirty, getattr(decoder, "quality", EXACT)
+    _entries[x.untyped_storage()] = _Entry(version, x.shape, x.stride(), x.dtype, tensors, versions, decoder, quality)
 
 
 def forget(x: Tensor) -> None:
@@ -168,10 +179,15 @@ def forget(x: Tensor) -> None:
         _entries.pop(x.untyped_storage(), None)
 
 
-def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
-    """Return what keeps ``x`` without a loss, and its decoder, if a forward quantizer made it or what it views.
+def find(x: Tensor, settings: BackwardSettings | None = None) -> tuple[tuple[Tensor, ...], Any] | None:
+    """Return what keeps ``x``, or what it views, and its decoder, if it is known.
 
     Not if a scale or a weight that it was computed from has changed since.
+
+    Args:
+        x: any tensor.
+        settings: of the region that reads it, whose own error a derived tensor's may take the place of; None where
+            ``x`` must be known without a loss.
     """
     if not entries or x.is_inference() or not storage_address(x):
         return None
@@ -179,6 +195,8 @@ def find(x: Tensor) -> tuple[tuple[Tensor, ...], Any] | None:
     if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
         return None
     if entry.versions != versions_of(entry.tensors):
+        return None
+    if not entry.quality.is_exact and not (settings is not None and entry.quality.serves(settings)):
         return None
     if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
         return entry.tensors, entry.decoder

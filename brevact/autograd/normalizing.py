@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.quality import Quality
 from brevact.quantizers import (
     Layout,
     PackedActivation,
     PackedSpec,
+    PointFunction,
+    decode_affine,
+    decode_through,
     denormalize,
     is_traced,
     normalize,
@@ -41,6 +45,13 @@ class Statistics(Protocol):
 
     def inverse(self, spread: Tensor) -> Tensor:
         """Return the inverse deviations, of the numbers that the norm keeps for them."""
+
+
+class Affine(Protocol):
+    """What is asked of a norm that goes on with x^ * weight + bias."""
+
+    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape a weight or a bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
 
 
 class NormInput(NamedTuple):
@@ -101,6 +112,68 @@ class NormInput(NamedTuple):
         return (x, *seeds, *self.statistics), decoder
 
 
+def output_of(
+    norm: Affine, kept: tuple[tuple[Tensor, ...], Any], out: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[tuple[Tensor, ...], Any] | None:
+    """Keep the output of a norm as an affine function of its normalized input.
+
+    Args:
+        norm: the norm.
+        kept: what keeps its input.
+        out: its output.
+        weight: its weight, copied here: what happens to it before backward does not matter.
+        bias: as well.
+
+    Returns:
+        What keeps the output; None where the input is not packed.
+    """
+    tensors, decoder = kept
+    if not isinstance(decoder, _Packed | _PackedOnBackward):
+        return None
+    sources = decoder.sources(tensors)
+    affine = tuple(x.detach() if is_traced(x) else x.detach().clone() for x in (weight, bias) if x is not None)
+    has = weight is not None, bias is not None
+    return (*sources, *affine), _Output(norm, decoder, len(sources), has, out.dtype, out.nbytes)
+
+
+class _Output(NamedTuple):
+    """Decoder of the output of a norm, x^ * weight + bias; its tensors are what keeps x^, the weight and the bias."""
+
+    norm: Affine
+    source: _Packed | _PackedOnBackward
+    count: int
+    has: tuple[bool, bool]
+    dtype: torch.dtype
+    nbytes: int
+
+    @property
+    def quality(self) -> Quality:
+        return self.source.quality
+
+    def _read(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
+        packed = self.source.packed(tensors[: self.count])
+        affine = list(tensors[self.count :])
+        scale, shift = (
+            self.norm.align_weight(affine.pop(0), packed.layout.shape) if there else None for there in self.has
+        )
+        return packed, scale, shift
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return decode_affine(*self._read(tensors), self.dtype)
+
+    def decode_through(
+        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
+    ) -> Tensor:
+        packed, scale, shift = self._read(tensors)
+        return decode_through(packed, function, scale, shift, self.dtype, grad)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad * self.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.DERIVED, self.nbytes
+
+
 class _Reading:
     """Decoder of the input of a norm; the last of its tensors are statistics, so many."""
 
@@ -141,13 +214,25 @@ class _Packed(_Reading):
     def __init__(self, norm: Statistics, spec: PackedSpec[Any], dtype: torch.dtype, statistics: int) -> None:
         self._norm, self._spec, self._dtype, self.statistics = norm, spec, dtype, statistics
 
+    @property
+    def quality(self) -> Quality:
+        return Quality(self._spec.quantizer)
+
+    def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the normalized values."""
+        return tensors[:1]
+
+    def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        """Return the normalized values, packed."""
+        return PackedActivation(self._spec, tensors[0])
+
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
-        packed = PackedActivation(self._spec, tensors[0])
+        packed = self.packed(tensors)
         return _read(self._norm, packed, tensors[1] if self.statistics == 2 else None, tensors[-1], self._dtype)
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the normalized values."""
-        return PackedActivation(self._spec, tensors[0]).dequantize()
+        return self.packed(tensors).dequantize()
 
     def normalized_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return them by one more dimension: a compiler that saw the same op in backward would keep its result."""
@@ -170,6 +255,18 @@ class _PackedOnBackward(_Reading):
         self._norm, self._quantizer, self._seed = norm, quantizer, seed
         self._dtype, self._whole, self.statistics = dtype, whole, statistics
 
+    @property
+    def quality(self) -> Quality:
+        return Quality(self._quantizer)
+
+    def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the normalized values."""
+        return tensors
+
+    def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        """Return the normalized values, packed."""
+        return self._pack(tensors)[0]
+
     def _pack(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor]:
         seed = tensors[1] if self._seed is None else self._seed
         mean = tensors[-2] if self.statistics == 2 else None
@@ -182,7 +279,7 @@ class _PackedOnBackward(_Reading):
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the normalized values."""
-        return self._pack(tensors)[0].dequantize()
+        return self.packed(tensors).dequantize()
 
     normalized_in_graph = normalized
 

@@ -26,7 +26,7 @@ from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, running
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.known_through_moves import follow
-from brevact.autograd.normalizing import NormInput
+from brevact.autograd.normalizing import Affine, NormInput, output_of
 from brevact.autograd.ops import (
     HANDLERS,
     LAYERS,
@@ -45,7 +45,7 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, sizes_of
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
-from brevact.autograd.store import keep_as_it_is, keep_packed, reported
+from brevact.autograd.store import find_packed, keep_as_it_is, keep_packed, reported
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
 from brevact.autograd.weights import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
@@ -220,7 +220,8 @@ class Region(EagerKeeper):
         try:
             hooks.layer, hooks.waiting = (input, weight), []
             out, mean, spread = norm.forward(input, weight, bias)
-            hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, whole=True))
+            kept = hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, whole=True))
+            self.know_output(norm, kept, out, weight, bias)
             return out
         finally:
             hooks.layer = hooks.waiting = None
@@ -260,6 +261,29 @@ class Region(EagerKeeper):
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         place = next(self.places) if settings.observes else 0
         return keep_packed(x, settings, self.seeds, share, repeats, place, norm)
+
+    def know_output(
+        self, norm: Affine, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> None:
+        """Remember that the output of a norm derives from what keeps its input."""
+        known = None if kept is None or not self.settings.derives else output_of(norm, kept, out, weight, bias)
+        if known is not None:
+            self.register(out, known)
+
+    def find_known(self, x: Tensor) -> Saved | None:
+        """Return what ``x`` is known by, if that is as good as what the region would keep."""
+        return known_values.find(x, self.settings) if known_values.entries else None
+
+    def find_kept(self, x: Tensor) -> Saved | None:
+        """Return what ``x`` is known by, or what keeps it for an op that has run."""
+        known = self.find_known(x)
+        if known is None and self.settings.derives:
+            known = find_packed(x, self.settings, self.settings.draws_size and self.hooks.are_in_checkpoint())
+        return known
+
+    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False) -> None:
+        """Remember what a tensor is known by; ``is_dirty`` says that a Function is about to mark it as changed."""
+        known_values.register(out, *kept, is_dirty=is_dirty)
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""

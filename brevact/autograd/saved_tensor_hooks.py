@@ -153,11 +153,14 @@ class SavedTensorHooks:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
-    def keep_waiting(self, norm: NormInput) -> None:
-        """Keep the input of torch's own norm, which has run."""
+    def keep_waiting(self, norm: NormInput) -> Saved | None:
+        """Keep the input of torch's own norm, which has run, and return what keeps it."""
+        kept = None
         with self.suspended:
             for stored, x in self.waiting or ():
-                stored.fill(self._region.keep(x, norm=norm), self._outer)
+                kept = self._region.keep(x, norm=norm)
+                stored.fill(kept, self._outer)
+        return kept
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch function that makes a weight of weights: of what is computed again nothing is stored.

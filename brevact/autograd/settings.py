@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import itertools
@@ -39,8 +40,18 @@ _numbers = itertools.count()
 
 #: Bits of what the fake quantization of a forward quantizer rounds away, where its scale is learned.
 DEFAULT_RESIDUAL_BIT_WIDTH = 2
+#: Bits that a packed tensor must have for what curved functions of it derive from it.
+DEFAULT_DERIVE_MIN_BITS = 4
+#: Bits of query and key of attention, whose products are exponentiated.
+DEFAULT_SCORE_BIT_WIDTH = 8
 #: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
 DEFAULT_MIN_NUMEL = 4096
+
+
+def bits_of(quantizer: Any) -> int:
+    """Return the bits of a code; 0 for quantizers that do not say."""
+    width = getattr(getattr(quantizer, "format", quantizer), "bit_width", 0)
+    return width if isinstance(width, int) else 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,16 +78,22 @@ class BackwardSettings:
         min_numel: tensors with fewer elements are stored as they are.
         residual_bit_width: bits an element for what a forward quantizer rounds away, and for the mask of what it
             clips, stored where its scale is learned: 2 to 8, stochastically rounded; 32 stores its input as it is.
+        derive_min_bits: bits that a packed tensor must have for smooth functions of it to be derived from it; affine
+            and piecewise linear ones are at any width, since they are unbiased. 0 derives nothing: each op stores its
+            own tensor.
+        score_bit_width: bits of query and key of attention, 2 to 8, where the quantizer has fewer.
 
     Raises:
         TypeError: ``quantizer`` cannot quantize.
-        ValueError: unknown ``save_mode``, negative ``min_numel``, or another ``residual_bit_width``.
+        ValueError: unknown ``save_mode``, negative ``min_numel``, or a number of bits that is not accepted.
     """
 
     quantizer: Any
     save_mode: SaveMode = field(default=SaveMode.SAVE_QUANTIZED)
     min_numel: int = field(default=DEFAULT_MIN_NUMEL)
     residual_bit_width: int = field(default=DEFAULT_RESIDUAL_BIT_WIDTH)
+    derive_min_bits: int = field(default=DEFAULT_DERIVE_MIN_BITS)
+    score_bit_width: int = field(default=DEFAULT_SCORE_BIT_WIDTH)
     key: int = field(init=False, repr=False, compare=False)
     """Number that equal settings share in this process: quick to hash."""
     spelled: str | None = field(init=False, repr=False, compare=False)
@@ -92,6 +109,12 @@ class BackwardSettings:
 
     is_exact: bool = field(init=False, repr=False, compare=False)
     """Whether activations are stored as they are, and only what is exact is packed: masks, codes of the forward."""
+
+    derives: bool = field(init=False, repr=False, compare=False)
+    """Whether tensors are derived from what is packed."""
+
+    derives_curved: bool = field(init=False, repr=False, compare=False)
+    """Whether smooth functions are derived from what the quantizer packs."""
 
     is_lossless: bool = field(init=False, repr=False, compare=False)
     """Whether the quantizer gives back what it took, so that norms let it have their input, not what they normalize."""
@@ -125,8 +148,13 @@ class BackwardSettings:
                 f"residual_bit_width={brief(width)} must be an integer from 2 to 8, or 32 to store the input of a "
                 f"forward quantizer as it is; the default is {DEFAULT_RESIDUAL_BIT_WIDTH}"
             )
+        _check_bits("derive_min_bits", self.derive_min_bits, 0, "0 derives nothing", DEFAULT_DERIVE_MIN_BITS)
+        _check_bits("score_bit_width", self.score_bit_width, 2, "of query and key", DEFAULT_SCORE_BIT_WIDTH)
         object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
         object.__setattr__(self, "is_lossless", bool(getattr(self.quantizer, "is_lossless", False)))
+        derives = self.derive_min_bits > 0 and not (self.is_exact or self.is_lossless)
+        object.__setattr__(self, "derives", derives)
+        object.__setattr__(self, "derives_curved", derives and bits_of(self.quantizer) >= self.derive_min_bits)
         object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))
         rounds = getattr(self.quantizer, "of_normalized", None) is not None
         rounds = rounds and getattr(self.quantizer, "quantize_forward", False)
@@ -134,10 +162,10 @@ class BackwardSettings:
         object.__setattr__(self, "observes", callable(getattr(self.quantizer, "observed", None)))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
-            fields: tuple[Any, ...] = (self.save_mode, self.min_numel, self.residual_bit_width)
+            fields = self._fields[1:]
         else:
             keys, has_text = _keys, _has_text(self.quantizer)
-            fields = (self.quantizer, self.save_mode, self.min_numel, self.residual_bit_width)
+            fields = self._fields
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
         object.__setattr__(self, "spelled", spell(self) if has_text else None)
 
@@ -147,8 +175,20 @@ class BackwardSettings:
         quantizer = getattr(self.quantizer, "of_normalized", None)
         if quantizer is None:
             return None
-        return BackwardSettings(quantizer, self.save_mode, 0 if self.quantizes_forward else self.min_numel)
+        least = 0 if self.quantizes_forward else self.min_numel
+        return BackwardSettings(quantizer, self.save_mode, least, derive_min_bits=self.derive_min_bits)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields: keys do not outlive the process."""
-        return BackwardSettings, (self.quantizer, self.save_mode, self.min_numel, self.residual_bit_width)
+        return BackwardSettings, self._fields
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.init)
+
+
+def _check_bits(name: str, value: Any, least: int, meaning: str, default: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 8:
+        raise ValueError(
+            f"{name}={brief(value)} must be an integer from {least} to 8 ({meaning}); the default is {default}"
+        )

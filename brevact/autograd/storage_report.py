@@ -13,7 +13,7 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 
 #: Ways of storing a tensor.
-PACKED, MASKED, EXACT, FULL_PRECISION = "packed", "mask", "exact", "full precision"
+PACKED, MASKED, EXACT, DERIVED, FULL_PRECISION = "packed", "mask", "exact", "derived", "full precision"
 
 NO_QUANTIZER = "no quantizer applies"
 NOT_NOISE = "a rounding error in it would not be noise on the gradient"
@@ -34,8 +34,8 @@ class SavedTensor:
     """How one tensor is stored.
 
     Args:
-        how: "packed", "mask" (one bit an element), "exact" (its values matter: indices, statistics, codes) or
-            "full precision".
+        how: "packed", "mask" (one bit an element), "exact" (its values matter: indices, statistics, codes), "derived"
+            (a function of what is stored already) or "full precision".
         why: the reason, for what is neither packed nor a mask.
         tensor_bytes: bytes of the tensor as a plain op would store it.
     """

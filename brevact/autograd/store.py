@@ -10,6 +10,7 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.normalizing import NormInput
+from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -18,6 +19,8 @@ from brevact.quantizers import (
     Layout,
     PackedActivation,
     PackedSpec,
+    PointFunction,
+    decode_through,
     is_traced,
     mask_multiply,
     pack_mask,
@@ -49,6 +52,16 @@ class _Packed:
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
 
+    def decode_through(
+        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
+    ) -> Tensor:
+        packed = PackedActivation(self._spec, tensors[0])
+        return decode_through(packed, function, None, None, self._spec.layout.dtype, grad)
+
+    @property
+    def quality(self) -> Quality:
+        return Quality(self._spec.quantizer)
+
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.PACKED, _bytes_of(self._spec.layout)
 
@@ -56,6 +69,10 @@ class _Packed:
 class _PackedOnBackward(NamedTuple):
     quantizer: Any
     seed: int | None
+
+    @property
+    def quality(self) -> Quality:
+        return Quality(self.quantizer)
 
     def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
         seed = tensors[1] if self.seed is None else self.seed
@@ -137,8 +154,8 @@ def keep_packed(
         norm: where ``x`` is the input of a norm: its normalized values are packed, and its statistics kept beside.
 
     Returns:
-        What is known to give ``x`` back without a loss, the output of a forward quantizer; otherwise the packed
-        tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
+        What is known to give ``x`` back, the codes of a forward quantizer or what ``x`` derives from; otherwise the
+        packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
     """
     known = _keep_unpacked(x, settings, share)
     if known is not None:
@@ -187,10 +204,16 @@ def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool) -> Saved 
     """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
     if x.numel() < settings.min_numel:
         return keep_small(x)
-    known = known_values.find(x) if share and known_values.entries else None
+    known = known_values.find(x, settings) if share and known_values.entries else None
     if known is not None:
         return reported(known)
     return keep_as_it_is(x, storage_report.EXACT_POLICY) if settings.is_exact else None
+
+
+def find_packed(x: Tensor, settings: BackwardSettings, repeats: bool = False) -> Saved | None:
+    """Return what keeps ``x`` packed for an op that has run, if there is one."""
+    slot = _slot(x, settings, repeats, None)
+    return None if slot is None else slot.found
 
 
 def _slot(x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Slot | None:

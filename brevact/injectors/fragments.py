@@ -15,7 +15,12 @@ import torch
 from brevitas.inject import value
 
 from brevact.autograd import BackwardSettings, SaveMode
-from brevact.autograd.settings import DEFAULT_MIN_NUMEL, DEFAULT_RESIDUAL_BIT_WIDTH
+from brevact.autograd.settings import (
+    DEFAULT_DERIVE_MIN_BITS,
+    DEFAULT_MIN_NUMEL,
+    DEFAULT_RESIDUAL_BIT_WIDTH,
+    DEFAULT_SCORE_BIT_WIDTH,
+)
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.slot import build_slot_proxy
@@ -81,12 +86,16 @@ class MixedBuckets(Buckets):
 class SaveQuantized(Fragment):
     """Store packed codes from the forward pass on; tensors below ``min_numel`` elements stay as they are.
 
-    Where a forward quantizer has a learned scale, what it rounds away is stored in ``residual_bit_width`` bits.
+    Where a forward quantizer has a learned scale, what it rounds away is stored in ``residual_bit_width`` bits. Tensors
+    that are smooth functions of one that is packed in at least ``derive_min_bits`` bits are derived from it; 0 derives
+    nothing. Query and key of attention take at least ``score_bit_width`` bits.
     """
 
     save_mode = SaveMode.SAVE_QUANTIZED
     min_numel = DEFAULT_MIN_NUMEL
     residual_bit_width = DEFAULT_RESIDUAL_BIT_WIDTH
+    derive_min_bits = DEFAULT_DERIVE_MIN_BITS
+    score_bit_width = DEFAULT_SCORE_BIT_WIDTH
 
 
 class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
@@ -100,7 +109,5 @@ class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
     forward_quant = None
 
     @value
-    def backward_settings(quantizer, save_mode, min_numel, residual_bit_width):
-        return BackwardSettings(
-            quantizer, save_mode=save_mode, min_numel=min_numel, residual_bit_width=residual_bit_width
-        )
+    def backward_settings(quantizer, save_mode, min_numel, residual_bit_width, derive_min_bits, score_bit_width):
+        return BackwardSettings(quantizer, save_mode, min_numel, residual_bit_width, derive_min_bits, score_bit_width)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.normalizing import WithStatistics
@@ -184,6 +185,34 @@ def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
         return True
     position = _inplace_position(func)
     return bool(kwargs.get("inplace", False) or (position is not None and position < len(args) and args[position]))
+
+
+class Value(NamedTuple):
+    """A function of one tensor, the first argument of a torch function; never in place.
+
+    Args:
+        function: of torch.
+        args: its other arguments.
+        kwargs: its keyword arguments.
+    """
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+        """Return the function that a call computes, of what follows its first argument."""
+        if function.__name__.endswith("_") and not function.__name__.endswith("__"):
+            name = function.__name__[:-1]
+            function = next(getattr(home, name) for home in (torch, F, Tensor) if hasattr(home, name))
+        position = _inplace_position(function)
+        if position is not None and position <= len(args):
+            args = (*args[: position - 1], False, *args[position:])
+        return Value(function, args, tuple((key, value) for key, value in kwargs.items() if key != "inplace"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.args, **dict(self.kwargs))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.derived import ByMask, derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
@@ -26,6 +27,7 @@ _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
 class _Dropout(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
+        source = region.find_kept(input)
         if input.device.type == "cpu":  # the same draws and the same rounding as torch's own dropout there
             noise = F.dropout(torch.ones_like(input), p, True)
             mask = noise != 0
@@ -34,9 +36,11 @@ class _Dropout(Saving):
             out, mask = torch.native_dropout(input, p, True)
             out = input.copy_(out) if inplace else out
         ctx.factor = 1.0 / (1.0 - p)
+        kept = keep_mask(mask)
+        derive(region, out, ByMask(ctx.factor), ((input, source), (mask, kept)), is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
-        save(ctx, keep_mask(mask))
+        save(ctx, kept)
         return out
 
     @staticmethod
@@ -62,7 +66,8 @@ class _ComposedDropout(Saving):
         else:
             noise = torch.empty_like(input)
         noise.bernoulli_(1 - p)
-        save(ctx, keep_mask(noise != 0))
+        kept, source = keep_mask(noise != 0), region.find_kept(input)
+        save(ctx, kept)
         if kind.alpha:
             ctx.factor = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
             shift = noise.add(-1).mul_(_ALPHA * ctx.factor).add_(_ALPHA * ctx.factor * p)
@@ -71,6 +76,8 @@ class _ComposedDropout(Saving):
             ctx.factor, shift = 1.0 / (1.0 - p), None
             noise.div_(1 - p)
         out = input.mul_(noise) if inplace else input.mul(noise)
+        if shift is None:
+            derive(region, out, ByMask(ctx.factor), ((input, source), (noise, kept)), is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
         return out if shift is None else out.add_(shift)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_activation, load, save
 from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
@@ -38,7 +39,9 @@ class _Multiply(Saving):
             kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
         save(ctx, kept_b, kept_a)
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+        operands = [(x, kept or region.find_kept(x)) for x, kept in ((a, kept_a), (b, kept_b))]
         out = multiply(a, b)
+        derive(region, out, torch.mul, operands, is_pointwise=a.shape == b.shape, most_packed=2, is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(a)
         return out
@@ -54,7 +57,9 @@ class _Multiply(Saving):
 
 def _keep(region: Keeper, x: Tensor, other: Tensor) -> Saved:
     """Keep a factor; those of a norm that is written out by rows, and the rows' inverse deviations as they are."""
-    if dims_of_inverses(other, x):
+    if dims_of_inverses(other, x) or (
+        x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None
+    ):
         return keep_as_it_is(x)
     dims = dims_of_inverses(x, other)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):

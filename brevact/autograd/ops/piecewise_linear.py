@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.derived import ByMask, derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, expanded_one, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored
@@ -29,14 +30,20 @@ class _Pieces(NamedTuple):
     inplace: bool = False
     inside: float = 1.0
     outside: float = 0.0
+    #: The function again, of its input and the mask; the input may be a derived one, on the other side of a corner.
+    value: Callable[..., Tensor] | None = ByMask()
 
 
 class _PiecewiseLinear(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
-        save(ctx, keep_mask(pieces.mask(input), pieces.outside / pieces.inside))
+        kept = keep_mask(pieces.mask(input), pieces.outside / pieces.inside)
+        save(ctx, kept)
         ctx.inside = pieces.inside
+        source = region.find_known(input)
         out = call(input)
+        if source is not None and pieces.value is not None:
+            derive(region, out, pieces.value, ((input, source), (input, kept)), is_dirty=pieces.inplace)
         if pieces.inplace:
             ctx.mark_dirty(input)
         return out
@@ -48,6 +55,22 @@ class _PiecewiseLinear(Saving):
         return None, None, None, grad_input if ctx.inside == 1.0 else grad_input.mul_(ctx.inside)
 
 
+class _Bounded(NamedTuple):
+    """A linear function where the mask is set, the nearer one of two bounds elsewhere; None for the other bound."""
+
+    low: float | None
+    high: float | None
+    slope: float = 1.0
+    shift: float = 0.0
+
+    def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x if self.slope == 1.0 and self.shift == 0.0 else x * self.slope + self.shift
+        if self.low is None or self.high is None:
+            return torch.where(mask, x, self.high if self.low is None else self.low)
+        bounds = torch.full_like(x, self.low).masked_fill_(x > (self.low + self.high) / 2, self.high)
+        return torch.where(mask, x, bounds)
+
+
 def _itself(x: Tensor) -> Tensor:
     return x  # pack_mask reads a floating-point tensor as ~(x <= 0)
 
@@ -57,7 +80,10 @@ def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
 
 
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
-    return _Pieces(lambda x: aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool(), inplace)
+    def mask(x: Tensor) -> Tensor:
+        return aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool()
+
+    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val))
 
 
 def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
@@ -65,7 +91,8 @@ def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
-    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=1 / 6)
+    value = _Bounded(0.0, 1.0, slope=1 / 6, shift=0.5)
+    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=1 / 6, value=value)
 
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
@@ -77,11 +104,17 @@ def _frozen_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> 
 
 
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
-    return _Pieces(lambda x: aten.threshold_backward(expanded_one(x), x, threshold).bool(), inplace)
+    def mask(x: Tensor) -> Tensor:
+        return aten.threshold_backward(expanded_one(x), x, threshold).bool()
+
+    return _Pieces(mask, inplace, value=_Bounded(value, None))
 
 
 def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, lambd).bool())
+    def value(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask, x - x.sign() * lambd, 0.0)
+
+    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, lambd).bool(), value=value)
 
 
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
@@ -98,7 +131,7 @@ def _clamp(input: Tensor, min: float | None = None, max: float | None = None) ->
             return below(x, max) if min is None else above(x, min)
         return above(x, min) & below(x, max)
 
-    return _Pieces(mask)
+    return _Pieces(mask, value=_Bounded(min, max))
 
 
 def _clamp_min(input: Tensor, min: float) -> _Pieces:
@@ -112,7 +145,7 @@ def _clamp_max(input: Tensor, max: float) -> _Pieces:
 def _nan_to_num(
     input: Tensor, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> _Pieces:
-    return _Pieces(torch.isfinite)
+    return _Pieces(torch.isfinite, value=None)
 
 
 def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Callable:

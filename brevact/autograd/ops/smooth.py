@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.derived import derive, function_of, keep_source
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, expanded_one, load, save
+from brevact.autograd.ops.base import Saving, Value, expanded_one, load, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
@@ -26,13 +27,34 @@ aten = torch.ops.aten
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 
+class Slope(NamedTuple):
+    """The derivative of a smooth function, as a function of one number."""
+
+    derivative: Derivative
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.derivative(expanded_one(x), x)
+
+
 class _Smooth(Saving):
     @staticmethod
     def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], derivative: Derivative, input: Tensor, inplace: bool
+        ctx: Any,
+        region: Keeper,
+        call: Callable[[Tensor], Tensor],
+        derivative: Derivative,
+        value: Value | None,
+        input: Tensor,
+        inplace: bool,
     ) -> Tensor:
-        save(ctx, region.keep(derivative(expanded_one(input), input), share=False))
+        source = None if value is None else keep_source(region, input)
+        kept = None if source is None else function_of(Slope(derivative), (source,), input, is_curved=True)
+        if kept is None:
+            kept = region.keep(Slope(derivative)(input), share=False)
+        save(ctx, kept)
         out = call(input)
+        if source is not None and value is not None:
+            derive(region, out, value, ((input, source),), is_curved=True, is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
         return out
@@ -40,7 +62,7 @@ class _Smooth(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        return None, None, None, kept.multiply(grad), None
+        return None, None, None, None, kept.multiply(grad), None
 
 
 def _silu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
@@ -149,8 +171,13 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     return region.apply(_GLU, lambda x: func(x, dim), dim, input)
 
 
+#: Functions without a bounded slope, or of many turns: a rounding error of their input is no small one of theirs.
+_STEEP = frozenset((_sin, _cos, _sinh, _cosh))
+
+
 def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool = False) -> Callable:
     """Make the handler of a function whose parameters ``rule`` has, too."""
+    is_gentle = rule not in _STEEP
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -160,9 +187,9 @@ def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool 
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
-        return region.apply(
-            _Smooth, lambda x: func(x, *rest, **kwargs), derivative, input, bool(inplace) or always_inplace
-        )
+        value = Value.of(func, rest, kwargs) if is_gentle else None
+        inplace = bool(inplace) or always_inplace
+        return region.apply(_Smooth, lambda x: func(x, *rest, **kwargs), derivative, value, input, inplace)
 
     return handle
 

@@ -57,9 +57,9 @@ class Norm:
         """Equal for norms that normalize a tensor to the same values; None for those with statistics of their own."""
         return None
 
-    def align_weight(self, weight: Tensor, x: Tensor) -> Tensor:
-        """Shape a weight or a bias so that it broadcasts over ``x``."""
-        return along_channels(weight, x.shape)
+    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape a weight or a bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
+        return along_channels(weight, shape)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         """Return the sum of g for each entry of the bias."""
@@ -70,6 +70,11 @@ def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Shape (C,) or (N * C,) numbers so that they broadcast over an (N, C, ...) tensor of this shape."""
     samples = 1 if x.numel() == shape[1] else shape[0]
     return x.reshape(samples, shape[1], *[1] * (len(shape) - 2))
+
+
+def along_last_dims(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Give numbers of the last dimensions of a tensor of this shape as many dimensions as it has."""
+    return x.view(*[1] * (len(shape) - x.dim()), *x.shape)
 
 
 def sum_of_channels(x: Tensor) -> Tensor:
@@ -211,8 +216,8 @@ class LayerNorm(Norm):
     def key(self) -> Hashable:
         return self.name, self.normalized_shape, self.eps
 
-    def align_weight(self, weight: Tensor, x: Tensor) -> Tensor:
-        return weight
+    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return along_last_dims(weight, shape)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.sum_to_size(self.normalized_shape)
@@ -298,6 +303,9 @@ class RMSNorm(Norm):
 
     def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
         return statistic
+
+    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return along_last_dims(weight, shape)
 
     @property
     def key(self) -> Hashable:

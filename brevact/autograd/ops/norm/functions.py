@@ -58,6 +58,8 @@ class _Norm(Saving):
         else:
             out, mean, invstd = norm.forward(x, w, b)
             kept = region.keep(input, norm=NormInput(norm, mean, invstd, x.dtype)) if reads_x else None
+        if reads_x:
+            region.know_output(norm, kept, out, w, b)
         save(ctx, kept if reads_x else None, exact=(weight,) if reads_x else (None,))
         return out
 
@@ -95,6 +97,7 @@ class _Frozen(Saving):
             if ctx.needs_input_grad[3]:
                 kept = region.keep(input, norm=NormInput(norm, mean, var, x.dtype))
         if ctx.needs_input_grad[3]:
+            region.know_output(norm, kept, out, w, b)
             save(ctx, kept, exact=(weight, None, mark))
         else:
             save(ctx, None, exact=(weight, var, None))
@@ -154,9 +157,9 @@ def _write_affine(
     """Overwrite ``out`` with weight * N^ + bias, N^ being what is kept; ``mark`` is 0, or NaN where N(x) was none."""
     levels = normalized_early(kept) + mark
     if weight is not None:
-        levels.mul_(norm.align_weight(weight, levels))
+        levels.mul_(norm.align_weight(weight, levels.shape))
     if bias is not None:
-        levels.add_(norm.align_weight(bias, levels))
+        levels.add_(norm.align_weight(bias, levels.shape))
     out.copy_(levels)
 
 

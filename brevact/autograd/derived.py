@@ -1,0 +1,342 @@
+"""Tensors that are functions of what is stored already: they are kept as that function, at no byte of their own.
+
+Behind a norm, x^ is packed once. Its output y = gamma x^ + beta, an activation act(y), its derivative act'(y) and the
+product of act(y) with a small gate follow from it, and so does what views, pads or concatenates them. The table of
+known values (``known_values``) holds such a tensor as an expression over sources: packed tensors, masks, and small
+tensors and weights as they are. An op that keeps a derived tensor for backward keeps its sources.
+
+Linear functions of stochastically rounded values are unbiased at any width. Curved ones are not,
+E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so that they are derived from sources of enough bits alone
+(``derive_min_bits``). A sum of two packed tensors is none of their functions here: it is stored once, and a new chain
+begins behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.keeper import Keeper
+from brevact.autograd.known_values import View
+from brevact.autograd.quality import EXACT, Quality
+from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.store import AS_IT_IS
+from brevact.private_names.of_torch import is_any_autocast_enabled
+from brevact.quantizers import is_traced
+
+#: Calls in an expression: what decodes costs no more than a few passes.
+MOST_CALLS = 24
+#: Elements of a result for each element of a factor that is kept as it is beside it: half a bit an element.
+ELEMENTS_OF_SMALL = 64
+
+
+class Call(NamedTuple):
+    """An expression: a function of other expressions; an integer names a source.
+
+    Args:
+        function: takes tensors and returns a new one, or a view of one; :class:`ByMask` takes a source as it is kept.
+        operands: what it takes.
+        only: the one source of an expression that is pointwise from there on; -1 for others.
+    """
+
+    function: Callable[..., Tensor]
+    operands: tuple[Call | int, ...]
+    only: int
+
+    @property
+    def calls(self) -> int:
+        """Number of calls in the expression."""
+        return 1 + sum(operand.calls for operand in self.operands if isinstance(operand, Call))
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the value of a pointwise expression of one source, x."""
+        return self.function(*(operand.of(x) if isinstance(operand, Call) else x for operand in self.operands))
+
+    def renumbered(self, numbers: Sequence[int]) -> Call:
+        """Return the expression for sources that have other numbers."""
+        operands = [o.renumbered(numbers) if isinstance(o, Call) else numbers[o] for o in self.operands]
+        return Call(self.function, tuple(operands), -1 if self.only < 0 else numbers[self.only])
+
+
+class _Composed(NamedTuple):
+    """A pointwise expression of one source, as a function of one number."""
+
+    expression: Call
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.expression.of(x)
+
+
+class ByMask(NamedTuple):
+    """A product with a mask, or with 1 and its negative slope, and with a factor; the mask stays packed.
+
+    Args:
+        factor: the factor.
+    """
+
+    factor: float = 1.0
+
+    def __call__(self, *operands: Any) -> Tensor:
+        raise NotImplementedError("the decoder of a mask computes its products")
+
+    def product(self, values: Tensor, mask: Saved) -> Tensor:
+        """Return the product of values and a kept mask."""
+        tensors, decoder = mask
+        if decoder.layout.shape == values.shape:  # type: ignore[attr-defined]
+            values = decoder.multiply(tensors, values)
+        else:
+            values = values * decoder.decode(tensors)
+        return values if self.factor == 1.0 else values.mul_(self.factor)
+
+
+class Derived(NamedTuple):
+    """Decoder of a derived tensor; its tensors are those of its sources, one after the other.
+
+    Args:
+        expression: what gives the tensor back; an integer for the source itself.
+        sources: decoders of the sources, and the number of tensors of each.
+        shape: of the tensor.
+        stride: of the tensor, which is dense.
+        dtype: of the tensor.
+        quality: of the tensor.
+    """
+
+    expression: Call
+    sources: tuple[tuple[Decoder, int], ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    quality: Quality
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the tensor."""
+        return self._computed(tensors, None)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return its product with ``grad``."""
+        return self._computed(tensors, grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how it is kept, for a report, and its bytes."""
+        how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
+        return how, math.prod(self.shape) * self.dtype.itemsize
+
+    def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
+        """Return what keeps each source."""
+        parts, start = [], 0
+        for decoder, count in self.sources:
+            parts.append((tensors[start : start + count], decoder))
+            start += count
+        return parts
+
+    def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+        with ExitStack() as stack:
+            if torch.is_grad_enabled():
+                stack.enter_context(torch.no_grad())
+            if is_any_autocast_enabled():
+                stack.enter_context(torch.autocast(tensors[0].device.type, enabled=False))
+            parts = self.parts(tensors)
+            if grad is not None:
+                product = _fused(self.expression, parts, grad)
+                if product is not None:
+                    return product
+            values = _value(self.expression, parts, {}).to(self.dtype)
+            if not is_traced(values) and values.stride() != self.stride:
+                dense = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=values.device)
+                values = dense.copy_(values)
+            return values if grad is None else grad * values
+
+
+def _fused(expression: Call, parts: list[Saved], grad: Tensor | None) -> Tensor | None:
+    """Value of a pointwise expression of one source, which its decoder computes on the way; None for others."""
+    if expression.only < 0:
+        return None
+    tensors, decoder = parts[expression.only]
+    decode_through = getattr(decoder, "decode_through", None)
+    return None if decode_through is None else decode_through(tensors, _Composed(expression), grad)
+
+
+def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor:
+    if isinstance(expression, int):
+        if expression not in decoded:
+            tensors, decoder = parts[expression]
+            decoded[expression] = decoder.decode(tensors)
+        return decoded[expression]
+    if isinstance(expression.function, ByMask):
+        values, mask = expression.operands
+        return expression.function.product(_value(values, parts, decoded), parts[mask])  # type: ignore[index]
+    fused = _fused(expression, parts, None)
+    if fused is not None:
+        return fused
+    return expression.function(*(_value(operand, parts, decoded) for operand in expression.operands))
+
+
+class _Restrided(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.as_strided(self.shape, self.stride, self.offset)
+
+
+class _Expressions:
+    """Operands of an expression that is built: each source once."""
+
+    def __init__(self) -> None:
+        self.sources: list[Saved] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self.quality = EXACT
+        #: Whether two operands read the same packed tensor.
+        self.overlap = False
+        self.packed: set[int] = set()
+
+    def add(self, kept: Saved) -> Call | int:
+        """Return the expression of one more operand."""
+        tensors, decoder = kept
+        if isinstance(decoder, View):
+            whole = self.add((tensors, decoder.decoder))
+            return Call(_Restrided(decoder.shape, decoder.stride, decoder.offset), (whole,), -1)
+        if isinstance(decoder, Derived):
+            numbers = [self._number(part) for part in decoder.parts(tensors)]
+            self._meet(decoder.quality, {n for n in numbers if not quality_of(self.sources[n][1]).is_exact})
+            return decoder.expression.renumbered(numbers)
+        number, quality = self._number(kept), quality_of(decoder)
+        self._meet(quality, set() if quality.is_exact else {number})
+        return number
+
+    def _meet(self, quality: Quality, packed: set[int]) -> None:
+        self.quality = self.quality.with_other(quality)
+        self.overlap = self.overlap or bool(self.packed & packed)
+        self.packed |= packed
+
+    def _number(self, kept: Saved) -> int:
+        tensors, decoder = kept
+        key = (id(decoder), *map(id, tensors))
+        number = self._numbers.setdefault(key, len(self.sources))
+        if number == len(self.sources):
+            self.sources.append(kept)
+        return number
+
+
+def quality_of(decoder: Any) -> Quality:
+    """Return how good a tensor is that a decoder gives back; those that say nothing give it back without a loss."""
+    return getattr(decoder, "quality", EXACT)
+
+
+def function_of(
+    function: Callable[..., Tensor],
+    operands: Sequence[Saved],
+    like: Tensor,
+    *,
+    is_curved: bool = False,
+    is_pointwise: bool = True,
+    most_packed: int = 1,
+) -> Saved | None:
+    """Keep a function of tensors that are kept.
+
+    Args:
+        function: takes the tensors, and returns the one that is kept.
+        operands: what keeps the tensors.
+        like: tensor of the sizes, strides and dtype of the result.
+        is_curved: whether the function is not linear in each operand.
+        is_pointwise: whether an element of the result depends on the elements at its place alone.
+        most_packed: packed tensors that the result may depend on.
+
+    Returns:
+        What keeps the result; None where it depends on too much.
+    """
+    found = _Expressions()
+    expressions = tuple([found.add(kept) for kept in operands])
+    if len(found.packed) > most_packed:
+        return None
+    only = -1
+    if is_pointwise and len(found.sources) == 1 and all(isinstance(x, int) or x.only >= 0 for x in expressions):
+        only = 0
+    expression = Call(function, expressions, only)
+    if expression.calls > MOST_CALLS:
+        return None
+    quality = found.quality
+    if (is_curved or found.overlap) and not quality.is_exact:
+        quality = quality._replace(is_curved=True)
+    sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
+    tensors = tuple(x for kept, _ in found.sources for x in kept)
+    return tensors, Derived(expression, sources, tuple(like.shape), like.stride(), like.dtype, quality)
+
+
+def derive(
+    region: Keeper,
+    out: Tensor,
+    function: Callable[..., Tensor],
+    operands: Sequence[tuple[Tensor, Saved | None]],
+    *,
+    is_curved: bool = False,
+    is_pointwise: bool = True,
+    most_packed: int = 1,
+    is_dirty: bool = False,
+) -> None:
+    """Remember what an op has returned as a function of what keeps its operands, if all of them are kept.
+
+    Args:
+        region: the region in which it ran.
+        out: what it returned.
+        function: computes it again, of the operands.
+        operands: each with what the op keeps for it; None where it keeps nothing.
+        is_curved: see :func:`function_of`.
+        is_pointwise: see :func:`function_of`.
+        most_packed: see :func:`function_of`.
+        is_dirty: whether a Function is about to mark ``out`` as changed.
+    """
+    if not region.settings.derives:
+        return
+    kept, is_known = [], False
+    for x, own in operands:
+        found = _kept_operand(region, x, own, out)
+        if found is None:
+            return
+        is_known = is_known or found[1] is not AS_IT_IS
+        kept.append(found)
+    if is_known:
+        options = {"is_curved": is_curved, "is_pointwise": is_pointwise, "most_packed": most_packed}
+        derived = function_of(function, kept, out, **options)  # type: ignore[arg-type]
+        if derived is not None:
+            region.register(out, derived, is_dirty=is_dirty)
+
+
+def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:
+    """Return what keeps an operand: small ones as they are, weights in a copy, since both may change."""
+    kept = own if own is not None and own[1] is not AS_IT_IS else region.find_kept(x)
+    if kept is not None:
+        return kept
+    if x.numel() * ELEMENTS_OF_SMALL > out.numel():
+        return None
+    if own is not None and not region.is_weight(x):
+        return own
+    return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
+
+
+def keep_source(region: Keeper, x: Tensor) -> Saved | None:
+    """Keep the input of a smooth function, if the function and its derivative are to be derived from it.
+
+    Args:
+        region: the region that runs.
+        x: the input.
+
+    Returns:
+        What keeps it; None where a region stores the derivative instead.
+    """
+    known = region.find_known(x)
+    if known is not None:
+        quality = quality_of(known[1])
+        is_good = quality.is_exact or quality._replace(is_curved=True).serves(region.settings)
+        return known if is_good else None
+    if not region.settings.derives_curved or x.numel() < region.settings.min_numel:
+        return None
+    kept = region.keep(x)
+    return None if kept[1] is AS_IT_IS else kept

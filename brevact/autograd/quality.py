@@ -1,0 +1,48 @@
+"""How good a tensor is that others are derived from, or that is derived itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from brevact.autograd.settings import BackwardSettings, bits_of
+
+
+class Quality(NamedTuple):
+    """How good a derived tensor is: that of the worst of its sources.
+
+    Args:
+        quantizer: of the packed source; None where all sources are kept without a loss.
+        is_curved: whether a curved function of a packed source lies on the way.
+    """
+
+    quantizer: Any = None
+    is_curved: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing was lost on the way."""
+        return self.quantizer is None
+
+    def serves(self, settings: BackwardSettings) -> bool:
+        """Return whether a reader with these settings loses nothing by a derived tensor in place of a packed one."""
+        if self.is_exact:
+            return True
+        if not settings.derives or (self.is_curved and bits_of(self.quantizer) < settings.derive_min_bits):
+            return False
+        reader = settings.quantizer
+        if self.quantizer == reader:
+            return True
+        is_fine = bits_of(self.quantizer) >= bits_of(reader) > 0
+        return is_fine and (bool(self.quantizer.is_stochastic) or not reader.is_stochastic)
+
+    def with_other(self, other: Quality) -> Quality:
+        """Return the quality of what reads two tensors."""
+        is_curved = self.is_curved or other.is_curved
+        if self.quantizer is None or other.quantizer is None:
+            return Quality(self.quantizer or other.quantizer, is_curved)
+        coarser = min(self.quantizer, other.quantizer, key=lambda q: (bits_of(q), not q.is_stochastic))
+        return Quality(coarser, is_curved)
+
+
+#: Of a tensor that is kept without a loss.
+EXACT = Quality()
