@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,14 @@ from brevact.autograd.known_values import View
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.store import AS_IT_IS
-from brevact.private_names.of_torch import is_any_autocast_enabled
+from brevact.private_names.of_torch import TreeSpec, is_any_autocast_enabled, tree_flatten, tree_unflatten
 from brevact.quantizers import is_traced
 
 #: Calls in an expression: what decodes costs no more than a few passes.
 MOST_CALLS = 24
+#: Elements that a mean which is derived is computed of, and packed tensors that one is put together of.
+MOST_AVERAGED, MOST_MOVED = 16, 4
+_DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__"))
 #: Elements of a result for each element of a factor that is kept as it is beside it: half a bit an element.
 ELEMENTS_OF_SMALL = 64
 
@@ -340,3 +344,79 @@ def keep_source(region: Keeper, x: Tensor) -> Saved | None:
         return None
     kept = region.keep(x)
     return None if kept[1] is AS_IT_IS else kept
+
+
+class _Spread(NamedTuple):
+    """A call of a torch function as a function of the tensors among its arguments."""
+
+    function: Callable[..., Tensor]
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        given = iter(tensors)
+        leaves = [next(given) if leaf is Tensor else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.function(*args, **kwargs)
+
+
+class Kind(Enum):
+    """What is known of a function whose results are followed."""
+
+    LINEAR = "an element is linear in those at its place of each tensor"
+    AVERAGE = "an element is the mean of some"
+    MOVE = "elements of the arguments, in another order"
+
+
+def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
+    """Return what keeps the arguments of a call that is to be followed; None where too little is known of them.
+
+    Args:
+        region: the region that runs.
+        tensors: the arguments, before the call.
+    """
+    if not tensors or not region.settings.derives:
+        return None
+    largest = max(x.numel() for x in tensors)
+    operands = []
+    for x in tensors:
+        kept = region.find_kept(x)
+        if kept is None and x.numel() * ELEMENTS_OF_SMALL > largest:
+            return None
+        operands.append((x, kept))
+    return operands
+
+
+def follow(
+    region: Keeper,
+    func: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Tensor,
+    operands: list[tuple[Tensor, Saved | None]],
+    kind: Kind,
+) -> None:
+    """Remember the result of a torch function as a function of what keeps its arguments.
+
+    Args:
+        region: the region that runs.
+        func: the function; not one that works in place.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        out: what it has returned; what is a view of an argument is known as that.
+        operands: what :func:`operands_of` returned.
+        kind: what is known of the function.
+    """
+    if type(out) is not Tensor or not out.is_floating_point() or region.find_known(out) is not None:
+        return
+    if kind is Kind.AVERAGE and max(x.numel() for x, _ in operands) > MOST_AVERAGED * out.numel():
+        return  # to decode them all costs more than one code is worth
+    if func.__name__ in _DIVISIONS and any(kept and not quality_of(kept[1]).is_exact for _, kept in operands[1:]):
+        return
+    leaves, spec = tree_flatten((args, kwargs))
+    found = _Spread(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+    derive(
+        *(region, out, found, operands),
+        is_pointwise=kind is Kind.LINEAR and all(x.shape == out.shape for x, _ in operands),
+        most_packed=MOST_MOVED if kind is Kind.MOVE else 1,
+    )

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.quality import Quality
+from brevact.autograd.quality import EXACT, Quality
+from brevact.autograd.transforms import is_distributed
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -121,8 +122,8 @@ def output_of(
         norm: the norm.
         kept: what keeps its input.
         out: its output.
-        weight: its weight, copied here: what happens to it before backward does not matter.
-        bias: as well.
+        weight: its weight.
+        bias: its bias.
 
     Returns:
         What keeps the output; None where the input is not packed.
@@ -131,9 +132,20 @@ def output_of(
     if not isinstance(decoder, _Packed | _PackedOnBackward):
         return None
     sources = decoder.sources(tensors)
-    affine = tuple(x.detach() if is_traced(x) else x.detach().clone() for x in (weight, bias) if x is not None)
+    affine = tuple(_as_now(x, x is weight) for x in (weight, bias) if x is not None)
     has = weight is not None, bias is not None
     return (*sources, *affine), _Output(norm, decoder, len(sources), has, out.dtype, out.nbytes)
+
+
+def _as_now(x: Tensor, is_weight: bool) -> Tensor:
+    """Return a weight or a bias as it is now: in a copy, since plain PyTorch allows a bias to change before backward.
+
+    A weight may not, as PyTorch keeps it for backward itself. Where processes share parameters (FSDP), their memory is
+    freed between the passes.
+    """
+    if is_traced(x) or (is_weight and not is_distributed()):
+        return x.detach()
+    return x.detach().clone()
 
 
 class _Output(NamedTuple):
@@ -174,6 +186,33 @@ class _Output(NamedTuple):
         return storage_report.DERIVED, self.nbytes
 
 
+class Zeros(NamedTuple):
+    """Decoder of zeros, for which nothing is kept."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def like(x: Tensor) -> Zeros:
+        """Return the decoder of zeros of the sizes of ``x``."""
+        return Zeros(x.shape, x.dtype, x.device)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.EXACT, self.size.numel() * self.dtype.itemsize
+
+
+def is_centred(decoder: Any) -> bool:
+    """Return whether a decoder gives the input of a norm less its means."""
+    return isinstance(decoder, _Packed | _PackedOnBackward)
+
+
 class _Reading:
     """Decoder of the input of a norm; the last of its tensors are statistics, so many."""
 
@@ -197,6 +236,10 @@ class _Unpacked(_Reading):
 
     def __init__(self, decoder: Any, statistics: int) -> None:
         self._decoder, self.statistics = decoder, statistics
+
+    @property
+    def quality(self) -> Quality:
+        return getattr(self._decoder, "quality", EXACT)
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
         mean = tensors[-2] if self.statistics == 2 else None

@@ -23,13 +23,16 @@ from torch import Tensor, nn
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.compiled import mode as compiled_mode
+from brevact.autograd.derived import Kind, follow, operands_of
 from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, running
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.known_through_moves import follow
+from brevact.autograd.known_through_moves import follow as follow_exactly
 from brevact.autograd.normalizing import Affine, NormInput, output_of
 from brevact.autograd.ops import (
+    AVERAGES,
     HANDLERS,
     LAYERS,
+    LINEAR,
     LOOKUPS,
     METADATA,
     MOVES,
@@ -38,7 +41,7 @@ from brevact.autograd.ops import (
     UNVERSIONED,
     run_counterpart,
 )
-from brevact.autograd.ops.base import is_activation
+from brevact.autograd.ops.base import is_activation, out_of_place
 from brevact.autograd.ops.metadata import stores_nothing
 from brevact.autograd.ops.rounding import ALGORITHMS, must_not_round
 from brevact.autograd.saved import Saved
@@ -220,7 +223,7 @@ class Region(EagerKeeper):
         try:
             hooks.layer, hooks.waiting = (input, weight), []
             out, mean, spread = norm.forward(input, weight, bias)
-            kept = hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, whole=True))
+            kept = hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype))
             self.know_output(norm, kept, out, weight, bias)
             return out
         finally:
@@ -351,11 +354,14 @@ class _EagerMode(compiled_mode.RegionMode):
         if handler is not None and not (func in NORMS and region.makes_weight(func, args, kwargs)):
             if running.forwards and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
+            followed = _Followed(region, func, args, kwargs) if func in _FOLLOWED else None
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
-                if func in MOVES:
-                    follow(func, args, kwargs, result)
+                if followed is not None:
+                    followed.register(result)
                 return result
+        else:
+            followed = _Followed(region, func, args, kwargs) if func in _FOLLOWED else None
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
         if makes_weight or (not region.settings.is_exact and (is_inside or must_not_round(region, func, args))):
             if storage_report.recorders:
@@ -372,9 +378,37 @@ class _EagerMode(compiled_mode.RegionMode):
             finally:
                 region.hooks.cast_shapes = frozenset()
         region.mark_weight(result, makes_weight)
-        if func in MOVES:
-            follow(func, args, kwargs, result)
+        if followed is not None and not makes_weight:
+            followed.register(result)
         return result
+
+
+class _Followed:
+    """A call whose result is remembered as a function of what keeps its arguments.
+
+    Args:
+        region: the region that runs.
+        func: a function that moves elements, or is linear.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+
+    __slots__ = ("_call", "_operands", "_region")
+
+    def __init__(self, region: Region, func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._region, self._call = region, (func, args, kwargs)
+        self._operands = operands_of(region, tensors_in((args, kwargs)))
+
+    def register(self, result: Any) -> None:
+        """Remember the result of the call."""
+        func, args, kwargs = self._call
+        if func in MOVES:
+            follow_exactly(func, args, kwargs, result)
+        if self._operands is not None:
+            follow(self._region, out_of_place(func), args, kwargs, result, self._operands, _FOLLOWED[func])
+
+
+_FOLLOWED = dict.fromkeys(LINEAR, Kind.LINEAR) | dict.fromkeys(AVERAGES, Kind.AVERAGE) | dict.fromkeys(MOVES, Kind.MOVE)
 
 
 def _is_in_algorithm(caller: FrameType | None) -> bool:

@@ -20,10 +20,10 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.known_values import View
-from brevact.autograd.normalizing import NormInput
+from brevact.autograd.normalizing import NormInput, Zeros, is_centred
 from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.saved import Saved
-from brevact.autograd.storages import versions_of
+from brevact.autograd.storages import storage_address, versions_of
 from brevact.autograd.store import AS_IT_IS, keep_as_it_is, keep_mask, keep_small
 from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.autograd.weights_again import Recipe, remember
@@ -154,12 +154,22 @@ class SavedTensorHooks:
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
 
     def keep_waiting(self, norm: NormInput) -> Saved | None:
-        """Keep the input of torch's own norm, which has run, and return what keeps it."""
+        """Keep what torch's own norm, which has run, wants to save, and return what keeps its input.
+
+        The packed input comes back less its means: those are 0 then, and are not kept.
+        """
         kept = None
+        waiting, layer = self.waiting or [], self.layer
         with self.suspended:
-            for stored, x in self.waiting or ():
-                kept = self._region.keep(x, norm=norm)
-                stored.fill(kept, self._outer)
+            for stored, x in waiting:
+                if layer is not None and x.shape == layer[0].shape:
+                    kept = self._region.keep(x, norm=norm)
+                    stored.fill(kept, self._outer)
+            for stored, x in waiting:
+                if layer is None or x.shape != layer[0].shape:
+                    is_mean = norm.mean is not None and storage_address(x) == storage_address(norm.mean)
+                    is_zero = is_mean and kept is not None and is_centred(kept[1])
+                    stored.fill(((), Zeros.like(x)) if is_zero else keep_as_it_is(x), self._outer)
         return kept
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -188,12 +198,12 @@ class SavedTensorHooks:
         layer = self.layer
         if layer is not None and x is layer[1]:
             kept = self._region.keep_weight(x)
-        elif layer is not None and x.shape != layer[0].shape:
-            kept = keep_as_it_is(x)  # statistics
         elif self.waiting is not None:
             stored = _SavedByHook()
             self.waiting.append((stored, x.detach()))
             return stored
+        elif layer is not None and x.shape != layer[0].shape:
+            kept = keep_as_it_is(x)  # statistics
         else:  # a layer's input, or a copy of it in another order of memory
             with self.suspended:  # a quantizer may use autograd, too
                 kept = self._keep(x) if layer is None or x is not layer[0] else self._region.keep(x)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.autograd import forward_ad
 
 from brevact.private_names.of_torch import functorch_interpreter
@@ -23,6 +24,11 @@ NO_ROUNDED_NORMS = (
     "torch.jit.trace. Use torch.export.export to make a program of the model, or call brevact.restore_backward(model) "
     "first, which changes what the model computes"
 )
+
+
+def is_distributed() -> bool:
+    """Return whether several processes train a model, perhaps with parts of its parameters each."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_transformed() -> bool:

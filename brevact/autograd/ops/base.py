@@ -187,6 +187,20 @@ def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("inplace", False) or (position is not None and position < len(args) and args[position]))
 
 
+@functools.cache
+def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the torch function that computes what one computes in place; others as they are."""
+    name = function.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    elif name.startswith("__i") and name != "__invert__":
+        name = f"__{name[3:]}"
+    else:
+        return function
+    found: Callable[..., Tensor] = next(getattr(home, name) for home in (Tensor, torch, F) if hasattr(home, name))
+    return found
+
+
 class Value(NamedTuple):
     """A function of one tensor, the first argument of a torch function; never in place.
 
@@ -203,9 +217,7 @@ class Value(NamedTuple):
     @staticmethod
     def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
         """Return the function that a call computes, of what follows its first argument."""
-        if function.__name__.endswith("_") and not function.__name__.endswith("__"):
-            name = function.__name__[:-1]
-            function = next(getattr(home, name) for home in (torch, F, Tensor) if hasattr(home, name))
+        function = out_of_place(function)
         position = _inplace_position(function)
         if position is not None and position <= len(args):
             args = (*args[: position - 1], False, *args[position:])

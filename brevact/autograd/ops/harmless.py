@@ -7,6 +7,14 @@ from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywher
 OPS = (
     Op(
         everywhere(
+            *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "mul", "multiply", "div", "divide"),
+            *("true_divide", "truediv", "to", "type", "type_as", "float", "double", "half", "bfloat16"),
+        ),
+        is_linear=True,
+    ),
+    Op(everywhere("mean"), is_average=True),
+    Op(
+        everywhere(
             *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "sum", "mean", "cumsum", "trace"),
             *("diff", "sum_to_size", "deg2rad", "rad2deg", "floor", "ceil", "round", "trunc", "fix", "frac", "sign"),
             *("heaviside", "detach", "copy", "to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu"),

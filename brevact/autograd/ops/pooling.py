@@ -312,6 +312,7 @@ OPS = (
     Op((F.adaptive_avg_pool1d,), _adaptive_avg_pool_handler(1), _AVERAGE),
     Op((F.adaptive_avg_pool2d,), _adaptive_avg_pool_handler(2), _AVERAGE),
     Op((F.adaptive_avg_pool3d,), _adaptive_avg_pool_handler(3), _AVERAGE),
+    Op(everywhere(*(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg") for dims in (1, 2, 3))), is_average=True),
     Op((F.interpolate,), _interpolate, Stored("interpolation", NOTHING, EXACT)),
     Op(
         everywhere(
