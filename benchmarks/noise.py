@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -111,12 +112,11 @@ def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.
     task = TASKS[name]
     settings = settings_of(task, options.data)
     if options.quick:
-        size = 60_000 if hasattr(settings, "text_file") else min(settings.train_size or 1_280, 1_280)
+        size = 30_000 if hasattr(settings, "text_file") else min(settings.train_size or 1_280, 1_280)
         settings = replace(settings, train_size=size, epochs=2)
     learner = Learner(task, settings)
     file = None if options.cache is None else options.cache / f"{name}.pt".replace(" ", "-").lower()
-    with tqdm(total=settings.epochs * len(learner.train), desc=f"{name} learns", unit="step") as bar:
-        learner.learn(file, bar.update)
+    learner.learn(f"{name} learns", file)
     model = LossOf(learner.objective).train()
     batches = list(itertools.islice(learner.later_batches(), options.unit_batches))
     total = options.unit_batches + len(policies) * options.batches * options.draws
@@ -271,6 +271,10 @@ def plot(rows: Sequence[Row]) -> Figure:
             short = row["policy"].replace("Backward", "")
             panel.annotate(short, (mib, figure_of), (4, 4), textcoords="offset points", fontsize=7)
         panel.set(title=model, xlabel="kept for backward (MiB a batch)", xscale="log", yscale="log")
+        panel.margins(x=0.15)
+        panel.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 3, 5, 7)))
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_ylabel("noise (hollow: bias²), in minibatch noise")
         panel.grid(alpha=0.3, which="both")
     return figure

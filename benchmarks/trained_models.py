@@ -7,13 +7,14 @@ scikit-learn's digits, mirrored at random. All of it follows from the seed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from recipes import char_gpt, efficientnetv2, images, vit
 from recipes.data import Batches, ImageDataset
@@ -117,12 +118,12 @@ class Learner:
         """What takes the steps."""
         return Trainer(self.objective, self.settings, CPU, len(self.train))
 
-    def learn(self, cache: Path | None, on_step: Callable[[], object]) -> None:
-        """Take all steps, or those weights that an earlier run with the same settings has written.
+    def learn(self, label: str, cache: Path | None) -> None:
+        """Take all steps, or the weights that an earlier run with the same settings has written.
 
         Args:
+            label: of the progress bar.
             cache: file with weights; None for none.
-            on_step: called after each step.
         """
         facts = {name: value for name, value in asdict(self.settings).items() if name != "data_dir"}
         key = repr((facts, torch.__version__))
@@ -132,8 +133,9 @@ class Learner:
                 self.objective.load_state_dict(found["state"])
                 return
         trainer = self.trainer()
-        for epoch in range(1, self.settings.epochs + 1):
-            trainer.train_epoch(self.train, epoch, on_step)
+        with tqdm(total=self.settings.epochs * len(self.train), desc=label, unit="step") as bar:
+            for epoch in range(1, self.settings.epochs + 1):
+                trainer.train_epoch(self.train, epoch, bar.update)
         if cache is not None:
             cache.parent.mkdir(parents=True, exist_ok=True)
             state = {"key": key, "state": self.objective.state_dict()}
