@@ -104,6 +104,14 @@ def check_columns(path: str, names: Iterable[str]) -> None:
         )
 
 
+def read_rows(path: str) -> list[dict[str, str]]:
+    """The rows of a CSV; none where there is no such file."""
+    if not os.path.exists(path):
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def _header(path: str) -> list[str]:
     if not os.path.exists(path):
         return []

@@ -21,7 +21,8 @@ class Batches:
         batch_size: images in a batch.
         device: where the pixels are kept and the batches are made.
         train: shuffle, and leave out the incomplete last batch.
-        augment: random crop of the image padded by an eighth of its size, and random horizontal flip.
+        augment: random crop of the padded image, and random horizontal flip.
+        padding: pixels on each side before the crop; None for an eighth of the image's size, 0 for flips alone.
         seed: of order and augmentation.
     """
 
@@ -34,6 +35,7 @@ class Batches:
         device: torch.device,
         train: bool = False,
         augment: bool = False,
+        padding: int | None = None,
         seed: int = 0,
     ) -> None:
         self.images = split.images.to(device)
@@ -41,6 +43,7 @@ class Batches:
         self.batch_size = min(batch_size, len(split)) if train else batch_size
         self.train = train
         self.augment = augment
+        self.padding = self.images.shape[-1] // 8 if padding is None else padding
         self.seed = seed
         self._mean = torch.tensor(normalization.mean, device=device).view(1, -1, 1, 1) * 255
         self._std = torch.tensor(normalization.std, device=device).view(1, -1, 1, 1) * 255
@@ -60,7 +63,7 @@ class Batches:
             chosen = order[start : start + self.batch_size]
             images = self.images[chosen]
             if self.augment:
-                images = crop_and_flip(images, images.shape[-1] // 8, generator)
+                images = crop_and_flip(images, self.padding, generator)
             yield (images.float() - self._mean) / self._std, self.labels[chosen]
 
 

@@ -44,6 +44,15 @@ def test_batches_depend_on_seed_and_epoch_alone():
     assert not torch.equal(content(1, 2), content(2, 2))
 
 
+def test_batches_without_padding_mirror_and_shift_nothing():
+    plain, mirrored = (
+        next(iter(make_batches(train=True, **more).epoch())) for more in ({}, {"augment": True, "padding": 0})
+    )
+    assert torch.equal(plain[1], mirrored[1])
+    same = [(a == b).all() or (a == b.flip(-1)).all() for a, b in zip(plain[0], mirrored[0], strict=True)]
+    assert all(same) and not torch.equal(plain[0], mirrored[0])
+
+
 @pytest.mark.parametrize(("height", "width"), [(8, 8), (4, 6)])
 def test_crop_and_flip_gives_shifted_and_mirrored_images(height, width):
     padding, count = 2, 400

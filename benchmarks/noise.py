@@ -1,0 +1,330 @@
+"""What quantization does to the gradients of trained models, in units of the noise between minibatches, over bytes.
+
+    python -m benchmarks.noise --data data --csv benchmarks/results/noise.csv --plot docs/noise.png
+
+Models of the recipes learn for a few hundred steps at full precision. Then, with g_b the exact gradient of batch b, all
+weights in one vector, h_bs the gradient of the same batch under a policy with seed s, and E the mean over seeds:
+
+noise = mean_b E |h_bs - E h_bs|^2 / V,    bias^2 = mean_b |E h_bs - g_b|^2 / V,    V = variance of g_b over batches
+
+each estimated without bias: sums of squares over the draws less one, and from the squared mean error the sampling
+variance that is in it. Noise 1 is what halving the batch adds; both scale as 1 / batch size like V, so that neither
+depends on it. Nothing but quantization is random: no dropout. Bytes are those of `brevact.memory_report`, the loss
+included.
+
+A policy is a name of brevact, with settings, and with other quantizers for parts of the model: StochBackward2bit,
+StochBackward4bit:bucket_size=256, StochBackward2bit+norms=StochBackward4bit+loss=None (parts: norms, activations,
+linear, attention, loss).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import brevact
+from benchmarks.policy_names import NamedPolicy, named_policy
+from benchmarks.records import append_rows, check_columns, print_table
+from benchmarks.trained_models import TASKS, Learner, LossOf, data_name, settings_of
+
+Row = dict[str, Any]
+Batch = dict[str, Tensor]
+
+_QUANTIZERS = (*(f"StochBackward{bits}bit" for bits in (2, 3, 4, 8)), "NearestBackward2bit", "NearestBackward4bit")
+POLICIES = (*_QUANTIZERS, "StochBackward2bit4bitMix", "L4Backward", "StochL4Backward", "CONV_NET", "TRANSFORMER")
+POLICIES += ("DEFAULT",) if hasattr(brevact, "DEFAULT") else ()
+COLUMNS = (
+    *("model", "data", "policy", "noise", "noise_se", "bias2", "bias2_se", "saved_bytes", "plain_bytes", "ratio"),
+    *("batch_size", "batches", "draws", "unit_batches", "loss"),
+)
+
+
+class Estimate(NamedTuple):
+    """A figure and its standard error."""
+
+    value: float
+    error: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", choices=TASKS, default=list(TASKS), metavar="MODEL", help=", ".join(TASKS)
+    )
+    parser.add_argument("--policies", nargs="+", type=named_policy, default=None, help=", ".join(POLICIES))
+    parser.add_argument("--data", type=Path, help="folder that holds CIFAR-10; without it, scikit-learn's digits")
+    parser.add_argument("--batches", type=int, default=6, help="that policies are measured on (default: %(default)s)")
+    parser.add_argument("--draws", type=int, default=4, help="seeds a batch (default: %(default)s)")
+    parser.add_argument("--unit-batches", type=int, default=32, help="for the unit V (default: %(default)s)")
+    parser.add_argument("--cache", type=Path, help="folder that keeps trained weights for a next run")
+    parser.add_argument("--csv", help="append the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw noise over bytes into this file")
+    parser.add_argument("--markdown", type=Path, help="write a page with the table to this file")
+    parser.add_argument("--quick", action="store_true", help="a minute: one epoch on less data, few batches and draws")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.batches, options.draws, options.unit_batches = 2, 2, 8
+    for name, least in (("batches", 2), ("draws", 2), ("unit_batches", max(3, options.batches))):
+        if (value := getattr(options, name)) < least:
+            parser.error(f"--{name.replace('_', '-')} {value} is not possible: use at least {least}")
+    if options.csv:
+        check_columns(options.csv, COLUMNS)
+    policies = options.policies or [named_policy(name) for name in POLICIES]
+    rows = []
+    for name in options.models:
+        for row in measure_model(name, policies, options):
+            rows.append(row)
+            if options.csv:
+                append_rows([row], options.csv)
+    print_table([readable(row) for row in rows])
+    if options.plot:
+        plot(rows).savefig(options.plot, dpi=120)
+    if options.markdown:
+        options.markdown.write_text(markdown(rows, options.plot), encoding="utf-8")
+
+
+def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.Namespace) -> Iterator[Row]:
+    """Train a model, or take its weights from the cache, and measure policies on it.
+
+    Args:
+        name: key of `TASKS`.
+        policies: to measure.
+        options: of the command line.
+
+    Yields:
+        One row a policy, with the keys `COLUMNS`.
+    """
+    task = TASKS[name]
+    settings = settings_of(task, options.data)
+    if options.quick:
+        size = 30_000 if hasattr(settings, "text_file") else min(settings.train_size or 1_280, 1_280)
+        settings = replace(settings, train_size=size, epochs=2)
+    learner = Learner(task, settings)
+    file = None if options.cache is None else options.cache / f"{name}.pt".replace(" ", "-").lower()
+    learner.learn(f"{name} learns", file)
+    model = LossOf(learner.objective).train()
+    batches = list(itertools.islice(learner.later_batches(), options.unit_batches))
+    total = options.unit_batches + len(policies) * options.batches * options.draws
+    with tqdm(total=total, desc=name, unit="gradient") as bar:
+        exact = torch.stack([gradient(model, batch, 0, bar.update) for batch in batches])
+        unit = batch_variance(exact)
+        batches = batches[: options.batches]
+        with torch.no_grad():
+            loss = sum(float(model(**batch)) for batch in batches) / len(batches)
+        for policy in policies:
+            changed = policy.apply(copy.deepcopy(model))
+            noise, bias2 = compare(changed, batches, exact, unit, options.draws, bar.update)
+            report = brevact.memory_report(changed, batches[0])
+            yield {
+                "model": name,
+                "data": data_name(settings),
+                "policy": policy.name,
+                "noise": f"{noise.value:.4g}",
+                "noise_se": f"{noise.error:.2g}",
+                "bias2": f"{bias2.value:.4g}",
+                "bias2_se": f"{bias2.error:.2g}",
+                "saved_bytes": report.saved_bytes,
+                "plain_bytes": report.plain_bytes,
+                "ratio": f"{report.ratio:.2f}",
+                "batch_size": settings.batch_size,
+                "batches": options.batches,
+                "draws": options.draws,
+                "unit_batches": options.unit_batches,
+                "loss": f"{loss:.4f}",
+            }
+
+
+def gradient(model: nn.Module, batch: Batch, seed: int, on_gradient: Callable[[], object] = lambda: None) -> Tensor:
+    """All weight gradients in one vector; buffers, such as a norm's running statistics, stay as they are.
+
+    Args:
+        model: returns a loss.
+        batch: its keyword arguments.
+        seed: of quantizers.
+        on_gradient: called afterwards.
+    """
+    before = [buffer.clone() for buffer in model.buffers()]
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(**batch).backward()
+    with torch.no_grad():
+        for buffer, old in zip(model.buffers(), before, strict=True):
+            buffer.copy_(old)
+    on_gradient()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def batch_variance(gradients_BW: Tensor) -> Estimate:
+    """Variance of gradients over batches, summed over weights; its error is the jackknife's.
+
+    Args:
+        gradients_BW: at least 3 batches x weights.
+    """
+    batches = len(gradients_BW)
+    squares_B = (gradients_BW - gradients_BW.mean(0)).double().square().sum(1)
+    # Leaving out batch b, the sum of squares is less by squares_b * B / (B - 1).
+    return Estimate(float(squares_B.sum() / (batches - 1)), float(squares_B.std() * math.sqrt(batches) / (batches - 2)))
+
+
+def compare(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    exact_BW: Tensor,
+    unit: Estimate,
+    draws: int,
+    on_gradient: Callable[[], object] = lambda: None,
+) -> tuple[Estimate, Estimate]:
+    """Noise and squared bias of a model's gradients.
+
+    Args:
+        model: with a policy; returns a loss.
+        batches: at least 2.
+        exact_BW: gradients of these batches, or of more, at full precision.
+        unit: variance of exact gradients between batches.
+        draws: seeds a batch, at least 2; no two batches share one.
+        on_gradient: called after each gradient.
+
+    Returns:
+        Noise and bias^2 in the unit. Their errors are those of the mean over batches and that of the unit, as if the
+        two were independent.
+    """
+    figures = []
+    for index, batch in enumerate(batches):
+        seeds = range(1 + index * draws, 1 + (index + 1) * draws)
+        errors = [gradient(model, batch, seed, on_gradient) - exact_BW[index] for seed in seeds]
+        figures.append(variance_and_bias(torch.stack(errors)))
+    noise_B, bias2_B = torch.tensor(figures, dtype=torch.float64).T
+    return _in_units(noise_B, unit), _in_units(bias2_B, unit)
+
+
+def variance_and_bias(errors_DW: Tensor) -> tuple[float, float]:
+    """Unbiased estimates of the variance and of the squared mean of random vectors, summed over elements.
+
+    Args:
+        errors_DW: at least 2 independent draws x elements.
+
+    Returns:
+        sum_w S_w^2, which is exactly 0 for draws that are equal, and |mean|^2 - sum_w S_w^2 / D, which may be
+        negative.
+    """
+    errors_DW = errors_DW.double()
+    variance = (errors_DW - errors_DW[0]).var(0).sum()
+    return float(variance), float(errors_DW.mean(0).square().sum() - variance / len(errors_DW))
+
+
+def _in_units(values_B: Tensor, unit: Estimate) -> Estimate:
+    mean, error = float(values_B.mean()), float(values_B.std() / math.sqrt(len(values_B)))
+    return Estimate(mean / unit.value, math.hypot(error, mean * unit.error / unit.value) / unit.value)
+
+
+def readable(row: Row) -> dict[str, str]:
+    """A row of the table that people read."""
+    return {
+        "model": row["model"],
+        "policy": row["policy"],
+        "noise": f"{float(row['noise']):.4f} ± {float(row['noise_se']):.4f}",
+        "bias²": f"{float(row['bias2']):.4f} ± {float(row['bias2_se']):.4f}",
+        "kept": f"{row['saved_bytes'] / 2**20:.2f} MiB",
+        "times less": row["ratio"],
+    }
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """Noise, and bias^2 where it is larger, over bytes: a panel a model, a point a policy.
+
+    Args:
+        rows: of `measure_model`.
+
+    Returns:
+        The figure. What is 0 has no place on its axes and is left out.
+    """
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(12, 4.2 * math.ceil(len(models) / 2)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(math.ceil(len(models) / 2), 2, squeeze=False).flatten()
+    for panel in panels[len(models) :]:
+        panel.remove()
+    for panel, model in zip(panels, models, strict=False):
+        for row in (row for row in rows if row["model"] == model):
+            noise, bias2, mib = float(row["noise"]), float(row["bias2"]), row["saved_bytes"] / 2**20
+            mostly_noise = noise >= bias2
+            figure_of, error = (noise, row["noise_se"]) if mostly_noise else (bias2, row["bias2_se"])
+            if figure_of <= 0:
+                continue
+            style = {"color": "C0"} if mostly_noise else {"color": "C3", "markerfacecolor": "none"}
+            panel.errorbar(mib, figure_of, float(error), fmt="o", markersize=5, capsize=2, **style)
+            short = row["policy"].replace("Backward", "")
+            panel.annotate(short, (mib, figure_of), (4, 4), textcoords="offset points", fontsize=7)
+        panel.set(title=model, xlabel="kept for backward (MiB a batch)", xscale="log", yscale="log")
+        panel.margins(x=0.15)
+        panel.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 3, 5, 7)))
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.set_ylabel("noise (hollow: bias²), in minibatch noise")
+        panel.grid(alpha=0.3, which="both")
+    return figure
+
+
+def markdown(rows: Sequence[Row], picture: Path | None) -> str:
+    """A page with the table.
+
+    Args:
+        rows: of `measure_model`.
+        picture: beside the page; None for none.
+
+    Returns:
+        The text.
+    """
+    lines = ["# Noise", "", *inspect.cleandoc(_PAGE).splitlines(), ""]
+    if picture is not None:
+        lines += [f"![Noise of the gradients over the bytes kept]({picture.name})", ""]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        first = mine[0]
+        lines += [
+            f"## {model}",
+            "",
+            f"Data: {first['data']}, batches of {first['batch_size']}, loss {float(first['loss']):.2f}; full precision "
+            f"keeps {first['plain_bytes'] / 2**20:.2f} MiB a batch.",
+            "",
+            "| policy | noise | bias² | MiB a batch | times less |",
+            "|---|---|---|---|---|",
+        ]
+        for row in mine:
+            _, policy, *cells = readable(row).values()
+            lines.append(f"| `{policy}` | {' | '.join(cells).replace(' MiB', '')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+_PAGE = """
+    Noise and bias of the gradients of trained models under backward policies, in units of the noise between
+    minibatches, and the bytes that a training step keeps. Made by `python -m benchmarks.noise --data data
+    --markdown docs/noise.md --plot docs/noise.png`; models, data and steps are in `benchmarks/trained_models.py`.
+
+    With g the exact gradient of a batch, all weights in one vector, h the same under a policy, and E the mean over
+    the seeds of stochastic rounding: *noise* is E |h - E h|² and *bias²* is |E h - g|², means over batches, divided by
+    the variance of g between batches of that size. Both are estimated without bias, so that a bias of 0 may come out
+    negative. Noise 1 doubles the variance of a training step's gradient, as halving the batch does. Figures come with
+    their standard errors. *MiB a batch* are the distinct storages that autograd keeps, weights left out, the loss's
+    own included.
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Backward policies as words of a command line.
+
+StochBackward2bit                                        a quantizer, or a policy, of brevact
+StochBackward4bit:bucket_size=256,save_mode='...'        with settings
+StochBackward2bit+norms=StochBackward4bit+loss=None      but for some parts of the model
+None                                                     full precision
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+
+import brevact
+from brevact.policies import computes_attention, is_activation_function, is_norm
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def is_linear(name: str, module: nn.Module) -> bool:
+    """Whether a module is a convolution or a linear layer."""
+    return isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+
+
+def is_loss(name: str, module: nn.Module) -> bool:
+    """Whether a module is a cross-entropy."""
+    return isinstance(module, nn.CrossEntropyLoss)
+
+
+#: Rules for parts of a model, by the names that words use.
+PARTS: dict[str, Callable[[str, nn.Module], bool]] = {
+    "norms": is_norm,
+    "activations": is_activation_function,
+    "linear": is_linear,
+    "attention": computes_attention,
+    "loss": is_loss,
+}
+
+
+@dataclass(frozen=True)
+class NamedPolicy:
+    """A policy and the words that name it.
+
+    Args:
+        name: as the command line has it.
+        source: what `brevact.quantize_backward` takes; None for full precision.
+        settings: its keyword arguments.
+    """
+
+    name: str
+    source: Any
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def apply(self, model: M) -> M:
+        """Give a model this policy, in place."""
+        return model if self.source is None else brevact.quantize_backward(model, self.source, **self.settings)
+
+
+def named_policy(words: str) -> NamedPolicy:
+    """Read a policy; for argparse.
+
+    Args:
+        words: NAME[:SETTING=VALUE,...][+PART=NAME[:...]...], see the top of this file.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such name, part or setting.
+    """
+    whole, *parts = words.split("+")
+    source, settings = _source(whole)
+    if parts:
+        rules: dict[Any, Any] = {}
+        for part in parts:
+            name, separator, words_of_part = part.partition("=")
+            if not separator or name not in PARTS:
+                raise argparse.ArgumentTypeError(
+                    f"+{part} is not of the form +PART=NAME, PART one of {', '.join(PARTS)}"
+                )
+            rules[PARTS[name]] = _with_settings(*_source(words_of_part))
+        source, settings = {**rules, "*": _with_settings(source, settings)}, {}
+    try:
+        source = brevact.Policy(source) if parts else source
+        policy = NamedPolicy(words, source, settings)
+        policy.apply(nn.Sequential(nn.Linear(1, 1)))
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{words}: {error}") from error
+    return policy
+
+
+def _source(words: str) -> tuple[Any, dict[str, Any]]:
+    """What a name stands for, and its settings."""
+    name, separator, rest = words.partition(":")
+    settings = dict(_setting(each) for each in rest.split(",")) if separator else {}
+    if name == "None":
+        if settings:
+            raise argparse.ArgumentTypeError(f"{words}: full precision has no settings; leave them out")
+        return None, settings
+    known = [item for item in brevact.__all__ if re.fullmatch(r"[A-Z][A-Z_]+|[A-Z]\w*Backward(\d\w*)?", item)]
+    if name not in known:
+        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]
+        raise argparse.ArgumentTypeError(
+            f"{name} is not a backward quantizer or policy of brevact; nearest: {', '.join(nearest)}; "
+            "None is full precision"
+        )
+    return getattr(brevact, name), settings
+
+
+def _with_settings(source: Any, settings: dict[str, Any]) -> Any:
+    return source.let(**settings) if settings else source
+
+
+def _setting(words: str) -> tuple[str, Any]:
+    name, separator, value = words.partition("=")
+    if not separator or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{words!r} is not of the form setting=value, such as bucket_size=256")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
