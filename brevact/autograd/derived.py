@@ -25,6 +25,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import View
+from brevact.autograd.normalizing import Affine, output_of
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.store import AS_IT_IS
@@ -272,6 +273,24 @@ def function_of(
     sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
     tensors = tuple(x for kept, _ in found.sources for x in kept)
     return tensors, Derived(expression, sources, tuple(like.shape), like.stride(), like.dtype, quality)
+
+
+def derive_output(
+    region: Keeper, norm: Affine, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """Remember that the output of a norm derives from what keeps its input, if that is packed.
+
+    Args:
+        region: the region in which it ran.
+        norm: the norm.
+        kept: what keeps its input, if anything does.
+        out: its output.
+        weight: its weight.
+        bias: its bias.
+    """
+    known = None if kept is None or not region.settings.derives else output_of(norm, kept, out, weight, bias)
+    if known is not None:
+        region.register(out, known)
 
 
 def derive(

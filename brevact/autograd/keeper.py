@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from brevact.autograd.normalizing import Affine, NormInput
+from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import SeedStream
 
@@ -80,12 +80,6 @@ class Keeper(Protocol):
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""
-        ...
-
-    def know_output(
-        self, norm: Affine, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> None:
-        """Remember that the output of a norm derives from what keeps its input."""
         ...
 
     def find_known(self, x: Tensor) -> Saved | None:

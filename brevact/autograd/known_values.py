@@ -2,8 +2,9 @@
 
 The output of a fake quantizer is (q - z) * s with few-bit integers q; a fake-quantized weight is a function of the
 weight, which is there anyway. The table knows, for such a tensor, what gives its values back bit for bit (but for the
-sign of a zero): any op that keeps the tensor for backward keeps that instead, whatever the quantizer of its region. What is derived from packed tensors
-(``derived``) is known but for their rounding errors: it serves a region whose own would be no smaller.
+sign of a zero): any op that keeps the tensor for backward keeps that instead, whatever the quantizer of its region.
+What is derived from packed tensors (``derived``) is known but for their rounding errors: it serves a region whose own
+would be no smaller.
 
 The table holds what it knows as long as the tensor's own storage lives: for codes, a fraction of that storage. It knows
 a tensor by its storage (a weak reference) and version counter, and views of it by their offset, shape and strides.

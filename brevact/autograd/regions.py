@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.derived import Kind, follow, operands_of
+from brevact.autograd.derived import Kind, derive_output, follow, operands_of
 from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, running
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.known_through_moves import follow as follow_exactly
-from brevact.autograd.normalizing import Affine, NormInput, output_of
+from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops import (
     AVERAGES,
     HANDLERS,
@@ -224,7 +224,7 @@ class Region(EagerKeeper):
             hooks.layer, hooks.waiting = (input, weight), []
             out, mean, spread = norm.forward(input, weight, bias)
             kept = hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype))
-            self.know_output(norm, kept, out, weight, bias)
+            derive_output(self, norm, kept, out, weight, bias)
             return out
         finally:
             hooks.layer = hooks.waiting = None
@@ -264,14 +264,6 @@ class Region(EagerKeeper):
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         place = next(self.places) if settings.observes else 0
         return keep_packed(x, settings, self.seeds, share, repeats, place, norm)
-
-    def know_output(
-        self, norm: Affine, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> None:
-        """Remember that the output of a norm derives from what keeps its input."""
-        known = None if kept is None or not self.settings.derives else output_of(norm, kept, out, weight, bias)
-        if known is not None:
-            self.register(out, known)
 
     def find_known(self, x: Tensor) -> Saved | None:
         """Return what ``x`` is known by, if that is as good as what the region would keep."""

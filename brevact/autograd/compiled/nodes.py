@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from brevact.autograd.derived import quality_of
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops import HANDLERS, NORMS, PRODUCTS, run_counterpart
@@ -157,7 +158,21 @@ class _TracedRegion(Keeper):
     def apply(self, function: Any, *args: Any) -> Any:
         return function.apply(self, *args)
 
+    def find_known(self, x: Tensor) -> Saved | None:
+        version, known = _known.get(x, (None, None)) if isinstance(x, FunctionalTensor) else (None, None)
+        return known if version == x._version and quality_of(known[1]).serves(self.settings) else None
+
+    def find_kept(self, x: Tensor) -> Saved | None:
+        return self.find_known(x)
+
+    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False) -> None:
+        if isinstance(out, FunctionalTensor) and not is_dirty:  # what Dynamo itself runs leaves no trace
+            _known[out] = out._version, kept
+
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
+        known = self.find_known(x) if share and norm is None else None
+        if known is not None:
+            return known
         if x.numel() < self.settings.min_numel or self.settings.is_exact:
             return keep_as_it_is(x) if norm is None else norm.unpacked(keep_as_it_is(x))
         quantizer = self.settings.quantizer
@@ -200,6 +215,8 @@ class _TracedRegion(Keeper):
 
 
 _drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+#: Tensors of a graph that derive from packed ones: their versions, and what keeps them.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _PLACES = 1 << 20
 _places: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 

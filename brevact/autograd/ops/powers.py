@@ -7,23 +7,38 @@ powers below 1 have a derivative without bound and stay exact.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from brevact.autograd.derived import derive, function_of, keep_source
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.base import Saving, Value, load, save
 from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.quantizers import is_traced
 
 
+class _Slope(NamedTuple):
+    power: Callable
+    exponent: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        slope: Tensor = self.power(x, self.exponent - 1) * self.exponent
+        return slope
+
+
 class _Power(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, power: Callable, input: Tensor, exponent: float) -> Tensor:
-        save(ctx, region.keep(power(input, exponent - 1) * exponent, share=False))
-        return power(input, exponent)
+        slope, source = _Slope(power, exponent), keep_source(region, input)
+        kept = None if source is None else function_of(slope, (source,), input, is_curved=True)
+        save(ctx, region.keep(slope(input), share=False) if kept is None else kept)
+        out = power(input, exponent)
+        if source is not None:
+            derive(region, out, Value(power, (exponent,), ()), ((input, source),), is_curved=True)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from brevact.autograd.derived import derive_output
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput, normalized_early
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
@@ -59,7 +60,7 @@ class _Norm(Saving):
             out, mean, invstd = norm.forward(x, w, b)
             kept = region.keep(input, norm=NormInput(norm, mean, invstd, x.dtype)) if reads_x else None
         if reads_x:
-            region.know_output(norm, kept, out, w, b)
+            derive_output(region, norm, kept, out, w, b)
         save(ctx, kept if reads_x else None, exact=(weight,) if reads_x else (None,))
         return out
 
@@ -97,7 +98,7 @@ class _Frozen(Saving):
             if ctx.needs_input_grad[3]:
                 kept = region.keep(input, norm=NormInput(norm, mean, var, x.dtype))
         if ctx.needs_input_grad[3]:
-            region.know_output(norm, kept, out, w, b)
+            derive_output(region, norm, kept, out, w, b)
             save(ctx, kept, exact=(weight, None, mark))
         else:
             save(ctx, None, exact=(weight, var, None))
