@@ -7,8 +7,8 @@ tensors and weights as they are. An op that keeps a derived tensor for backward 
 
 Linear functions of stochastically rounded values are unbiased at any width. Curved ones are not,
 E[f(x~)] = f(x) + f''(x) Var[x~] / 2 + ..., so that they are derived from sources of enough bits alone
-(``derive_min_bits``). A sum of two packed tensors is none of their functions here: it is stored once, and a new chain
-begins behind it.
+(``derive_min_bits``). A residual sum reads two packed tensors; one of more is stored once, and a new chain begins
+behind it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from brevact.quantizers import is_traced
 MOST_CALLS = 24
 #: Elements that a mean which is derived is computed of, and packed tensors that one is put together of.
 MOST_AVERAGED, MOST_MOVED = 16, 4
+#: Packed tensors of which a sum or a product is derived; the sum of more is stored, and a new chain begins with it.
+MOST_COMBINED = 2
 _DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__"))
 #: Elements of a result for each element of a factor that is kept as it is beside it: half a bit an element.
 ELEMENTS_OF_SMALL = 64
@@ -201,6 +203,8 @@ class _Expressions:
         #: Whether two operands read the same packed tensor.
         self.overlap = False
         self.packed: set[int] = set()
+        #: Packed tensors that one operand alone reads.
+        self.most = 0
 
     def add(self, kept: Saved) -> Call | int:
         """Return the expression of one more operand."""
@@ -220,6 +224,7 @@ class _Expressions:
         self.quality = self.quality.with_other(quality)
         self.overlap = self.overlap or bool(self.packed & packed)
         self.packed |= packed
+        self.most = max(self.most, len(packed))
 
     def _number(self, kept: Saved) -> int:
         tensors, decoder = kept
@@ -242,7 +247,7 @@ def function_of(
     *,
     is_curved: bool = False,
     is_pointwise: bool = True,
-    most_packed: int = 1,
+    most_packed: int = MOST_COMBINED,
 ) -> Saved | None:
     """Keep a function of tensors that are kept.
 
@@ -252,14 +257,14 @@ def function_of(
         like: tensor of the sizes, strides and dtype of the result.
         is_curved: whether the function is not linear in each operand.
         is_pointwise: whether an element of the result depends on the elements at its place alone.
-        most_packed: packed tensors that the result may depend on.
+        most_packed: packed tensors of several operands that the result may depend on.
 
     Returns:
         What keeps the result; None where it depends on too much.
     """
     found = _Expressions()
     expressions = tuple([found.add(kept) for kept in operands])
-    if len(found.packed) > most_packed:
+    if len(found.packed) > max(most_packed, found.most):
         return None
     only = -1
     if is_pointwise and len(found.sources) == 1 and all(isinstance(x, int) or x.only >= 0 for x in expressions):
@@ -301,7 +306,7 @@ def derive(
     *,
     is_curved: bool = False,
     is_pointwise: bool = True,
-    most_packed: int = 1,
+    most_packed: int = MOST_COMBINED,
     is_dirty: bool = False,
 ) -> None:
     """Remember what an op has returned as a function of what keeps its operands, if all of them are kept.
@@ -437,5 +442,5 @@ def follow(
     derive(
         *(region, out, found, operands),
         is_pointwise=kind is Kind.LINEAR and all(x.shape == out.shape for x, _ in operands),
-        most_packed=MOST_MOVED if kind is Kind.MOVE else 1,
+        most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
     )

@@ -41,7 +41,7 @@ class _Multiply(Saving):
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
         operands = [(x, kept or region.find_kept(x)) for x, kept in ((a, kept_a), (b, kept_b))]
         out = multiply(a, b)
-        derive(region, out, torch.mul, operands, is_pointwise=a.shape == b.shape, most_packed=2, is_dirty=inplace)
+        derive(region, out, torch.mul, operands, is_pointwise=a.shape == b.shape, is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(a)
         return out
