@@ -30,7 +30,7 @@ class _Pieces(NamedTuple):
     inplace: bool = False
     inside: float = 1.0
     outside: float = 0.0
-    #: The function again, of its input and the mask; the input may be a derived one, on the other side of a corner.
+    #: The function again, of its input, a derived one perhaps that is beyond a corner, and the mask; None: of no use.
     value: Callable[..., Tensor] | None = ByMask()
 
 
@@ -111,10 +111,7 @@ def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fa
 
 
 def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    def value(x: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask, x - x.sign() * lambd, 0.0)
-
-    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, lambd).bool(), value=value)
+    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, lambd).bool(), value=None)
 
 
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:

@@ -1,0 +1,447 @@
+"""Tensors that derive from one packed tensor: no byte of their own, and gradients that are the formula of its values."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import brevact
+from brevact import StochBackward2bit, StochBackward4bit, StochBackward8bit
+from brevact.autograd import SaveMode, known_values, region
+from brevact.autograd.store import find_packed
+from tests.autograd.measuring import settings, watch_saved
+
+FOUR = settings(bit_width=4)
+#: Bytes of :func:`images` packed in 4 bits: codes, and a scale and a minimum for each bucket of 64.
+ONE = 4 * 8 * 256 // 2 + 4 * 8 * 256 // 64 * 6
+#: (tensor of four dimensions) -> its norm, with a weight and a bias that are neither 1 nor 0.
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch": lambda x: F.batch_norm(x, None, None, *_affine(x.shape[1]), training=True),
+    "batch without affine": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch, frozen": lambda x: F.batch_norm(x, torch.zeros(8), torch.full((8,), 4.0), *_affine(x.shape[1])),
+    "instance": lambda x: F.instance_norm(x, None, None, *_affine(x.shape[1])),
+    "group": lambda x: F.group_norm(x, 4, *_affine(x.shape[1])),
+    "layer": lambda x: F.layer_norm(x, x.shape[-1:], *_affine(x.shape[-1])),
+    "layer over two": lambda x: F.layer_norm(x, x.shape[-2:]),
+    "rms": lambda x: F.rms_norm(x, x.shape[-1:], _affine(x.shape[-1])[0]),
+}
+SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "silu in place": lambda x: F.silu(x, inplace=True),
+    "silu, positional": lambda x: F.silu(x, True),
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "sigmoid": torch.sigmoid,
+    "sigmoid in place": torch.sigmoid_,
+    "tanh": Tensor.tanh,
+    "elu": lambda x: F.elu(x, 0.5),
+    "softplus": lambda x: F.softplus(x, beta=2),
+    "power": lambda x: x.pow(3),
+}
+#: Written out, as the models of Hugging Face have them.
+WRITTEN_OUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh GELU": lambda x: 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "quick GELU": lambda x: x * torch.sigmoid(1.702 * x),
+    "gate of itself": lambda x: x * F.silu(x),
+    "scalars": lambda x: (2 - (x * 3 + 1) / 4).neg().float(),
+    "scalars in place": lambda x: x.mul_(3).add_(1).div_(4),
+    "scale a channel": lambda x: x * (torch.arange(8.0) + 1).view(8, 1, 1),
+}
+
+
+def _affine(channels: int) -> tuple[Tensor, Tensor]:
+    return torch.linspace(0.5, 2, channels, requires_grad=True), torch.linspace(-1, 1, channels, requires_grad=True)
+
+
+def images(requires_grad: bool = True) -> Tensor:
+    """Channels of scales that differ by a hundred."""
+    scales = torch.logspace(-1, 1, 8).view(8, 1, 1)
+    return (torch.randn(4, 8, 16, 16) * scales + scales).requires_grad_(requires_grad)
+
+
+def normalized(chosen=FOUR, norm: str = "batch") -> tuple[Tensor, Tensor]:
+    """Return the output of a norm in the region that is active, and what it is decoded to."""
+    y = NORMS[norm](images() * 1)
+    known = known_values.find(y, chosen)
+    assert known is not None
+    return y, known[1].decode(known[0])
+
+
+def vector_jacobian_product(function: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    return torch.autograd.grad(function(leaf * 1), leaf, grad)[0]
+
+
+def is_as_good(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results agree but for the roundings of a few ops in float32."""
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_output_of_a_norm_decodes_within_a_step(norm):
+    chosen = settings(bit_width=8)
+    with region(chosen):
+        y, decoded = normalized(chosen, norm)
+    assert decoded.shape == y.shape and decoded.stride() == y.stride() and decoded.dtype == y.dtype
+    # x^ has a range below 2 sqrt(N) for the N = 1024 elements of a group, of which a step is 1/255; weights are below 2
+    assert (decoded - y).abs().max() < 2 * 2 * 32 / 255
+    assert not torch.equal(decoded, y)
+
+
+@pytest.mark.parametrize("function", {**SMOOTH, **WRITTEN_OUT})
+def test_gradients_are_the_formula_of_the_decoded_tensor(function):
+    function = {**SMOOTH, **WRITTEN_OUT}[function]
+    with watch_saved() as saved, region(FOUR):
+        y, decoded = normalized()
+        out = function(y)
+        grad = torch.randn(out.shape)
+        known = known_values.find(out, FOUR)
+    packed = {x.data_ptr(): x.nbytes for x in saved.tensors if x.dtype is torch.uint8}
+    assert list(packed.values()) == [ONE] and all(x.dtype is torch.uint8 or x.numel() <= 16 for x in saved.tensors)
+    if y is not out:  # of one that is overwritten there is no gradient to ask for
+        expected = vector_jacobian_product(function, decoded, grad)
+        assert is_as_good(torch.autograd.grad(out, y, grad)[0], expected)
+    assert known is not None
+    assert is_as_good(known[1].decode(known[0]), function(decoded.clone()))
+    assert known[1].decode(known[0]).stride() == out.stride()
+
+
+@pytest.mark.parametrize("function", {**SMOOTH, **WRITTEN_OUT})
+def test_in_place_gradients_reach_what_is_below(function):
+    """The gradient of the norm's bias is the sum of that of its output, which is no leaf once it is overwritten."""
+    function = {**SMOOTH, **WRITTEN_OUT}[function]
+    bias = torch.zeros(8, requires_grad=True)
+    with region(FOUR):
+        y = F.batch_norm(images() * 1, None, None, None, bias, training=True)
+        known = known_values.find(y, FOUR)
+        decoded = known[1].decode(known[0])
+        out = function(y)
+        grad = torch.randn(out.shape)
+    expected = vector_jacobian_product(function, decoded, grad).sum((0, 2, 3))
+    assert is_as_good(torch.autograd.grad(out, bias, grad)[0], expected)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu", "none"])
+@pytest.mark.parametrize("norm", ["batch", "group", "batch, frozen"])
+def test_a_convolution_behind_reads_the_same_tensor(act, norm):
+    function = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "none": lambda x: x}[act]
+    weight = torch.randn(4, 8, 3, 3, requires_grad=True)
+    with watch_saved() as saved, region(FOUR):
+        y, decoded = normalized(norm=norm)
+        mask = y > 0
+        out = F.conv2d(function(y), weight, padding=1)
+    values = decoded * mask if act == "relu" else function(decoded)
+    grad = torch.randn(out.shape)
+    found = torch.autograd.grad(out, weight, grad)[0]
+    assert is_as_good(found, torch.nn.grad.conv2d_weight(values, weight.shape, grad, padding=1))
+    codes = {x.data_ptr(): x.nbytes for x in saved.tensors if x.dtype is torch.uint8}
+    assert sum(codes.values()) == ONE + (y.numel() // 8 if act == "relu" else 0)
+
+
+def test_a_linear_layer_behind_a_layer_norm_at_any_width():
+    for chosen in (settings(bit_width=2), settings(bit_width=3)):
+        weight = torch.randn(5, 16, requires_grad=True)
+        with region(chosen):
+            y, decoded = normalized(chosen, "layer")
+            out = F.linear(y, weight)
+        grad = torch.randn(out.shape)
+        found = torch.autograd.grad(out, weight, grad)[0]
+        assert is_as_good(found, grad.flatten(0, -2).T @ decoded.flatten(0, -2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.relu,
+        lambda x: F.relu(x, inplace=True),
+        lambda x: F.leaky_relu(x, 0.1),
+        F.relu6,
+        F.hardtanh,
+        F.hardsigmoid,
+        lambda x: F.hardshrink(x, 0.3),
+        lambda x: F.threshold(x, 0.1, -2.0),
+        lambda x: x.clamp(min=-0.5),
+        lambda x: x.clamp(-0.5, 0.7),
+        lambda x: x.clamp_max(0.7),
+    ],
+)
+def test_piecewise_linear_functions_have_the_exact_mask(function):
+    with region(settings(bit_width=2)):
+        y, decoded = normalized(settings(bit_width=2))
+        plain = y.detach().clone().requires_grad_()
+        out = function(y)
+        known = known_values.find(out, settings(bit_width=2))
+    values = known[1].decode(known[0])
+    slope = torch.autograd.grad(function(plain * 1).sum(), plain)[0]
+    expected = function(plain.detach().clone())
+    inside = slope != 0  # there the error is that of the decoded tensor, times the slope
+    assert torch.allclose(values[inside], (expected + slope * (decoded - plain))[inside], atol=1e-5)
+    wrong = values[~inside] != expected[~inside]  # the other bound, where the decoded tensor is nearer to it
+    assert wrong.sum() <= 0.2 * wrong.numel()
+
+
+def test_smooth_functions_need_bits_and_can_be_turned_off():
+    def kept(bit_width: int, **options: object) -> int:
+        with watch_saved() as saved, region(settings(bit_width=bit_width, **options)):
+            F.conv2d(F.silu(NORMS["batch"](images() * 1)), torch.randn(4, 8, 1, 1, requires_grad=True))
+        return sum({x.data_ptr(): x.nbytes for x in saved.tensors if x.dtype is torch.uint8}.values())
+
+    one = {bits: 4 * 8 * 256 * bits // 8 + 4 * 8 * 256 // 64 * 6 for bits in (2, 3, 4, 8)}
+    assert kept(4) == one[4] and kept(8) == one[8]
+    assert kept(2) == 3 * one[2] and kept(3) == 3 * one[3]
+    assert kept(2, derive_min_bits=2) == one[2] and kept(4, derive_min_bits=5) == 3 * one[4]
+    assert kept(4, derive_min_bits=0) == 3 * one[4]
+
+
+def test_nothing_derives_for_readers_that_want_more():
+    weight = torch.randn(4, 8, 1, 1, requires_grad=True)
+    for finer, derives in ((settings(bit_width=8), False), (settings(bit_width=2), True)):
+        with region(FOUR):
+            y = NORMS["batch"](images() * 1)
+        with watch_saved() as saved, region(finer):
+            F.conv2d(y, weight)
+        assert any(x.nbytes == ONE for x in saved.tensors) == derives
+
+
+def test_what_a_full_precision_region_reads_is_stored_as_it_is():
+    weight = torch.randn(4, 8, 1, 1, requires_grad=True)
+    with watch_saved() as saved, region(FOUR):
+        y = NORMS["batch"](images() * 1)
+        with region(None):
+            F.conv2d(y, weight)
+    assert saved.holds(y)
+
+
+def test_products_with_gates_masks_and_weights_store_nothing():
+    gate = torch.rand(4, 8, 1, 1, requires_grad=True)
+    scale = torch.randn(8, 1, 1, requires_grad=True)
+    with watch_saved() as saved, region(FOUR):
+        y, decoded = normalized()
+        out = F.silu(y) * (gate * 1) * scale
+        known = known_values.find(out, FOUR)
+    assert all(x.numel() <= 32 for x in saved.tensors if x.dtype is not torch.uint8)
+    assert len({x.data_ptr() for x in saved.tensors if x.dtype is torch.uint8}) == 1
+    grads = torch.autograd.grad(out, [y, gate, scale], torch.ones_like(out))
+    leaves = [x.detach().requires_grad_() for x in (decoded, gate, scale)]
+    expected = torch.autograd.grad((F.silu(leaves[0]) * leaves[1] * leaves[2]).sum(), leaves)
+    assert all(is_as_good(a, b) for a, b in zip(grads, expected, strict=True))
+    assert is_as_good(known[1].decode(known[0]), F.silu(decoded) * gate * scale)
+
+
+@pytest.mark.parametrize("drop", [lambda x: F.dropout(x, 0.3), lambda x: F.dropout2d(x, 0.3)])
+def test_dropout_is_followed(drop):
+    with region(settings(bit_width=4)):
+        y, decoded = normalized()
+        out = drop(y)
+        known = known_values.find(out, FOUR)
+    factor = torch.where(out != 0, 1 / 0.7, 0.0)
+    assert is_as_good(known[1].decode(known[0]), decoded * factor)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.permute(0, 2, 3, 1),
+        lambda x: x.permute(0, 2, 3, 1).contiguous(),
+        lambda x: x.flatten(1),
+        lambda x: F.pad(x, (1, 1, 2, 0)),
+        lambda x: torch.cat([x, F.silu(x), x[:, :2]], 1),
+        lambda x: x.chunk(2, 1)[1],
+        lambda x: F.pixel_shuffle(x, 2),
+        lambda x: F.avg_pool2d(x, 2),
+        lambda x: torch.cat((-x[..., 8:], x[..., :8]), -1),
+        lambda x: x * x.sigmoid() + x,
+        lambda x: (x * torch.ones(16)) + torch.cat((-x[..., 8:], x[..., :8]), -1) * torch.full((16,), 0.5),  # rotary
+    ],
+)
+def test_moves_views_and_averages_are_followed(move):
+    with region(FOUR):
+        y, decoded = normalized()
+        out = move(y)
+        known = known_values.find(out, FOUR)
+    assert known is not None
+    assert is_as_good(known[1].decode(known[0]), move(decoded))
+
+
+def test_gated_units_keep_the_two_projections_alone():
+    gate, up = (torch.randn(64, 96, requires_grad=True) for _ in range(2))
+    weight = torch.randn(8, 96, requires_grad=True)
+    with watch_saved() as saved, region(FOUR):
+        a, b = gate * 1, up * 1
+        out = F.linear(F.silu(a) * b, weight)
+        one, two = (find_packed(x, FOUR) for x in (a, b))
+    assert len({x.data_ptr() for x in saved.tensors if x.dtype is torch.uint8}) == 2
+    grad = torch.randn(out.shape)
+    leaves = [x.detach().requires_grad_() for x in (weight, one[1].decode(one[0]), two[1].decode(two[0]))]
+    expected = torch.autograd.grad(F.linear(F.silu(leaves[1]) * leaves[2], leaves[0]), leaves, grad)
+    found = torch.autograd.grad(out, [weight, a, b], grad)
+    assert all(is_as_good(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_residual_sum_of_two_is_derived_and_one_of_more_is_stored():
+    with region(FOUR):
+        first, one = normalized()
+        second, two = normalized(norm="group")
+        third, _ = normalized(norm="instance")
+        total = first + second
+        known = known_values.find(total, FOUR)
+        assert is_as_good(known[1].decode(known[0]), one + two)
+        assert known_values.find(total + third, FOUR) is None
+
+
+def test_weights_are_those_of_the_forward_pass():
+    conv, norm = nn.Conv2d(8, 4, 1), nn.BatchNorm2d(8)
+    brevact.quantize_backward(nn.Sequential(norm, nn.SiLU(), conv), FOUR)
+    results = []
+    for change in (False, True):
+        torch.manual_seed(1)
+        x = images()
+        out = conv(F.silu(norm(x)))
+        if change:
+            with torch.no_grad():
+                norm.bias.add_(3)
+        results.append(torch.autograd.grad(out.square().sum(), conv.weight)[0])
+        norm.reset_parameters()
+    assert torch.equal(*results)
+
+
+def test_a_changed_weight_of_a_norm_raises_as_in_pytorch():
+    norm, weight = nn.BatchNorm2d(8), torch.randn(4, 8, 1, 1, requires_grad=True)
+    with region(FOUR):
+        out = F.conv2d(F.silu(norm(images() * 1)), weight)
+    with torch.no_grad():
+        norm.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_tensor_that_changes_is_no_longer_what_it_was():
+    with region(FOUR):
+        y, _ = normalized()
+        view = y[0]
+        view.add_(images()[0].detach())
+        assert known_values.find(y, FOUR) is None and known_values.find(view, FOUR) is None
+
+
+@pytest.mark.parametrize("act", [F.silu, F.relu])
+def test_both_save_modes_have_the_same_gradients(act):
+    def gradients(mode: SaveMode) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        weight, x = torch.randn(4, 8, 3, 3, requires_grad=True), images()
+        with region(settings(bit_width=4, save_mode=mode)):
+            loss = F.conv2d(act(NORMS["batch"](x * 1)), weight).square().sum()
+        return torch.autograd.grad(loss, [weight, x])
+
+    now, later = gradients(SaveMode.SAVE_QUANTIZED), gradients(SaveMode.QUANTIZE_ON_BACKWARD)
+    assert all(torch.equal(a, b) for a, b in zip(now, later, strict=True))
+
+
+def _block() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.SiLU(inplace=True),
+        nn.Conv2d(16, 8, 1),
+        nn.BatchNorm2d(8),
+    )
+
+
+def _run(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(3)
+    grad = torch.randn(x.shape, dtype=x.dtype)
+    (model(x) * grad).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return grads
+
+
+def test_offloaded_and_checkpointed_blocks_have_the_gradients_of_plain_ones():
+    model, x = brevact.quantize_backward(_block(), StochBackward4bit, min_numel=0), images()
+    plain = _run(model, x)
+    with torch.autograd.graph.save_on_cpu():
+        assert all(torch.equal(a, b) for a, b in zip(plain, _run(model, x), strict=True))
+    again = _run(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    outer = nn.Sequential(model)
+    outer.forward = lambda x: checkpoint(model, x, use_reentrant=False)  # type: ignore[method-assign]
+    found = _run(outer, x)
+    assert all((a - b).norm() <= 0.3 * b.norm() + 1e-2 for a, b in zip(found, plain, strict=True))
+
+
+def test_two_backward_passes_and_a_module_that_runs_twice():
+    model, x = brevact.quantize_backward(_block(), StochBackward4bit, min_numel=0), images()
+    loss = model(model(x)).square().sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(first, model.parameters(), strict=True))
+
+
+def test_a_derived_tensor_holds_neither_itself_nor_its_source():
+    with region(FOUR):
+        y = NORMS["batch"](images() * 1)
+        out = F.silu(y)
+        known = known_values.find(out, FOUR)
+        codes = weakref.ref(known[0][0])
+        storage = weakref.ref(y.untyped_storage())
+        loss = F.conv2d(out, torch.randn(4, 8, 1, 1, requires_grad=True)).sum()
+    del y, known, out
+    gc.collect()
+    assert storage() is None and codes() is not None
+    loss.backward()
+    del loss
+    gc.collect()
+    assert codes() is None
+
+
+def test_autocast_and_half_precision():
+    model, x = _block(), images()
+    brevact.quantize_backward(model, StochBackward8bit, min_numel=0)
+    plain = _block()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = _run(model, x), _run(plain, x)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 0.05 * b.norm() + 1e-3
+    found, expected = _run(model.bfloat16(), x.bfloat16()), _run(plain.bfloat16(), x.bfloat16())
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 0.1 * b.norm() + 1e-2
+
+
+def test_layers_with_a_quantizer_of_their_own_share_a_chain():
+    import brevact.nn as bnn
+
+    options = {"act_quant": StochBackward4bit, "act_min_numel": 0}
+    model = nn.Sequential(bnn.BatchNorm2d(8, **options), bnn.SiLU(**options), bnn.QuantConv2d(8, 4, 1, **options))
+    with watch_saved() as saved:
+        model(images() * 1)
+    assert len({x.data_ptr() for x in saved.tensors if x.dtype is torch.uint8}) == 1
+
+
+def test_values_that_are_not_finite_stay_so():
+    x = images(requires_grad=False)
+    x[0, 0, 0, 0] = torch.nan
+    weight = torch.randn(4, 8, 1, 1, requires_grad=True)
+    with region(FOUR):
+        out = F.conv2d(F.silu(F.group_norm(x.requires_grad_() * 1, 8)), weight)
+    grad = torch.autograd.grad(out.sum(), weight)[0]
+    assert grad[:, 0].isnan().all() and grad[:, 1:].isfinite().all()
+
+
+def test_fewer_bits_than_two_quantizers_would_take():
+    model = _block()
+    x = images()
+    derived = brevact.memory_report(brevact.quantize_backward(model, StochBackward4bit), x)
+    brevact.restore_backward(model)
+    apart = brevact.memory_report(brevact.quantize_backward(model, StochBackward2bit), x)
+    assert derived.saved_bytes < apart.saved_bytes
