@@ -1,4 +1,4 @@
-"""Tensors that derive from one packed tensor: no byte of their own, and gradients that are the formula of its values."""
+"""Tensors that derive from a packed one: no byte of their own, and gradients that are the formula of its values."""
 
 from __future__ import annotations
 
