@@ -186,11 +186,11 @@ def decode_through(
     is_plain = type(buffer) is Tensor and not any(
         x is not None and is_functorch_tensor(x) for x in (buffer, scale, shift)
     )
-    if not is_plain or not layout.is_dense or layout.numel == 0 or not _is_uniform(packed, dtype):
+    if not is_plain or not layout.is_dense or layout.numel == 0:
         values = function(decode_affine(packed, scale, shift, dtype))
         return values if grad is None else grad * values
     other = grad if grad is not None and _is_readable(grad, layout) else None
-    found = _looked_up(packed, function, scale, shift, dtype, other)
+    found = _looked_up(packed, function, scale, shift, dtype, other) if _is_uniform(packed, dtype) else None
     values = _in_pieces(decode_affine(packed, scale, shift, dtype), function, other) if found is None else found
     return values if grad is None or other is not None else grad * values
 

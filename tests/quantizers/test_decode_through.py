@@ -63,8 +63,8 @@ def test_values_are_those_of_the_law(name, stored):
     for number, (bits, bucket) in enumerate(((4, 512), (3, 100), (8, 64), (1, 1000), (4, None))):
         x[(0,) * x.dim()] = (0.5, float("nan"))[number % 2]
         packed = UniformQuantizer(bit_width=bits, bucket_size=bucket).quantize(x, 3)
-        dtype = (torch.float64,) if stored is torch.float64 else TYPES
-        for which, dtype in zip(AFFINE, itertools.cycle(dtype), strict=False):
+        types = (torch.float64,) if stored is torch.float64 else TYPES
+        for which, dtype in zip(AFFINE, itertools.cycle(types), strict=False):
             affine = scale if which in ("both", "scale") else None, shift if which in ("both", "shift") else None
             same(decode_through(packed, bend, *affine, dtype), law(packed, bend, *affine, dtype))
             for grad_dtype in (*TYPES, torch.float64):
