@@ -39,13 +39,15 @@ SEGMENT_INNER, SEGMENT_RUN, SLOTS = range(3)
 
 @inlined
 def _emit_levels(levels, values, codes, factor, mean, target, kind, at):
-    """Write levels * factor + mean, within the range of the type, to a table."""
-    for q in range(codes):
-        store(values, q, load(levels, q) * factor + mean)
+    """Write levels * factor + mean, within the range of the type, to a table; loops of constant length are fast."""
+    y = advance(f32_at(target), at) if kind == FLOAT32 and codes == REGISTER else values
+    for q in range(REGISTER):
+        store(y, q, load(levels, q) * factor + mean)
     if kind == FLOAT16:
-        for q in range(codes):
+        for q in range(REGISTER):
             store(values, q, limited(load(values, q), np.float32(LIMITS[FLOAT16])))
-    emit(values, target, kind, at, codes)
+    if kind != FLOAT32 or codes < REGISTER:
+        emit(values, target, kind, at, codes)
 
 
 @kernel
@@ -68,20 +70,20 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)
     last, top, limit = (load(table, NUMEL) - 1) // run, np.float32(codes - 1), np.float32(LIMITS[kind])
     groups, scale_kind, minimum_kind = load(table, GROUPS), load(table, SCALE_KIND), load(table, MINIMUM_KIND)
-    levels, values = f32_scratch(codes), f32_scratch(codes)
+    levels, values = f32_scratch(REGISTER), f32_scratch(REGISTER)
     for bucket in range(start, stop):
         m, s = read_metadata(minimum, minimum_kind, bucket % groups), read_metadata(scale, scale_kind, bucket % groups)
         if is_plain(m, s, top, limit):
-            for q in range(codes):
+            for q in range(REGISTER):
                 store(levels, q, m + s * np.float32(np.int32(q)))
         else:
-            for q in range(codes):
+            for q in range(REGISTER):
                 store(levels, q, decoded(np.float32(np.int32(q)), m, s, top, limit))
         if kind == BFLOAT16:
-            for q in range(codes):
+            for q in range(REGISTER):
                 store(levels, q, bfloat16_to_float(float_to_bfloat16(load(levels, q))))
         elif kind == FLOAT16:
-            for q in range(codes):
+            for q in range(REGISTER):
                 store(levels, q, half_to_float(float_to_half(load(levels, q))))
         at = bucket * slots * codes
         if norm_at == 0:

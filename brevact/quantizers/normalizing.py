@@ -163,11 +163,11 @@ def decode_through(
 ) -> Tensor:
     """Decode a tensor z and apply a function behind an affine map: f(z * scale + shift), or its product with `grad`.
 
-    Where runs of elements share a bucket and a scale (see `geometry.Segments`) and are long enough beside the number of
-    codes, the function is applied to a table of what the codes of each run stand for, and elements are looked up there:
-    two equal codes of a run have the same value. Otherwise, it is applied to pieces of the decoded tensor. Torch's own
-    functions may differ by roundings between the two, as they do between elements of one tensor on the CPU. Which way
-    is taken depends on quantizer, layout, types and the shape of `scale` alone.
+    Up to 4 bits, where runs of elements that share a bucket and a scale (see `geometry.Segments`) have 64 elements or
+    more in the mean, the function is applied to a table of what the codes of each run stand for, and elements are
+    looked up there: equal codes of a run have equal values. Otherwise, it is applied to pieces of the decoded tensor.
+    Torch's own functions may differ by roundings between the two, as they do between elements of one tensor on the CPU.
+    Which way is taken depends on quantizer, layout, types and the shape of `scale` alone.
 
     Args:
         packed: A packed tensor.
@@ -183,10 +183,7 @@ def decode_through(
         memory order, otherwise of those that torch gives the product.
     """
     layout, buffer = packed.layout, packed.buffer
-    is_plain = type(buffer) is Tensor and not any(
-        x is not None and is_functorch_tensor(x) for x in (buffer, scale, shift)
-    )
-    if not is_plain or not layout.is_dense or layout.numel == 0:
+    if layout.numel == 0 or not layout.is_dense or not _has_memory(buffer, scale, shift):
         values = function(decode_affine(packed, scale, shift, dtype))
         return values if grad is None else grad * values
     other = grad if grad is not None and _is_readable(grad, layout) else None
@@ -203,7 +200,7 @@ def _looked_up(
     dtype: torch.dtype,
     other: Tensor | None,
 ) -> Tensor | None:
-    """What `decode_through` returns, by a table of all codes of all segments; None where that does not pay."""
+    """What `decode_through` returns, by a table of all codes of all segments; None where segments are short."""
     layout, buffer = packed.layout, packed.buffer
     mean, factor, place = None, None, None
     if shift is not None and scale is None:
@@ -214,12 +211,13 @@ def _looked_up(
             return None
         mean, factor, place = norm
     plan = plan_of(packed.spec)
-    segments = _worthwhile_segments(plan.geometry, place)
+    segments = _long_segments(plan.geometry, place)
     if segments is None:
         return None
     levels = torch.empty(segments.rows, 1 << plan.geometry.bit_width, dtype=dtype, device=buffer.device)
     passes.map_levels(buffer, plan, layout.dtype, mean, factor, place, segments, levels)
     table = function(levels)
+    del levels
     if table.dtype not in _FUSED:
         return None
     target = layout if other is None else Layout.of(other)
@@ -246,12 +244,19 @@ def _in_pieces(x: Tensor, function: PointFunction, other: Tensor | None) -> Tens
 
 
 @functools.lru_cache(maxsize=4096)
-def _worthwhile_segments(geometry: Geometry, place: Place | None) -> Segments | None:
-    """Segments of a tensor, if a table of their codes is small beside it."""
+def _long_segments(geometry: Geometry, place: Place | None) -> Segments | None:
+    """Segments of a tensor, if codes are few, and elements of a segment are many in the mean."""
     if geometry.bit_width > 4:
         return None
     segments = Segments.of(geometry, place)
-    return segments if geometry.numel >= 2 * segments.rows << geometry.bit_width else None
+    return segments if geometry.numel >= _LEAST_OF_SEGMENTS * segments.rows else None
+
+
+def _has_memory(buffer: Tensor, *statistics: Tensor | None) -> bool:
+    """Whether bytes and statistics are plain tensors, and none of a traced graph or of a transform of torch.func."""
+    if type(buffer) is not Tensor or is_functorch_tensor(buffer):
+        return False
+    return all(x is None or not is_functorch_tensor(x) for x in statistics)
 
 
 def _is_readable(grad: Tensor, layout: Layout) -> bool:
@@ -274,6 +279,8 @@ def _is_fused(packed: PackedActivation, dtype: torch.dtype) -> bool:
 
 #: Types that kernels normalize on the way; of float64 the law is in float64.
 _FUSED = frozenset((torch.float32, torch.bfloat16, torch.float16))
+#: Elements of a segment from which on a table pays; at 4 bits it has a quarter of the tensor's size then.
+_LEAST_OF_SEGMENTS = 64
 #: Elements to which a function is applied at once: few enough for a cache on the CPU, enough for a whole GPU.
 _CPU_PIECE, _GPU_PIECE = 1 << 17, 1 << 24
 

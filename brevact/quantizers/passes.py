@@ -240,7 +240,7 @@ def map_levels(
 
     Args:
         buffer: Bytes of the plan.
-        plan: Plan of the tensor.
+        plan: Plan of the tensor, of at most 4 bits a code.
         dtype: float32, bfloat16 or float16, type of z.
         mean: (M,) float32 means, in the memory order of the tensor; None for 0.
         factor: (M,) float32 factors, None for 1; then `mean` is None as well.

@@ -52,7 +52,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 def is_looked_up(packed, scale: Tensor | None) -> bool:
     place = None if scale is None else normalizing._groups(packed.layout, None, scale).place
-    return normalizing._worthwhile_segments(plan_of(packed.spec).geometry, place) is not None
+    return normalizing._long_segments(plan_of(packed.spec).geometry, place) is not None
 
 
 @pytest.mark.parametrize("name", ORDERS)
