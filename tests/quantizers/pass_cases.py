@@ -88,12 +88,13 @@ def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
 def _of_uniform(name: str, x: Tensor, other: Tensor) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     mean, factor, place = torch.randn(15), torch.rand(15), Place(219, 3, 219, 73)
-    for bucket_size in (64, 100) if "normal" not in name else (64,):
+    of_segments = name in ("map_levels", "look_up")
+    for bucket_size in (64, 100, 256) if of_segments else (64, 100) if "normal" not in name else (64,):
         spec = PackedSpec.of(UniformQuantizer(bit_width=3, bucket_size=bucket_size), Layout.of(x))
         plan, buffer = plan_of(spec), torch.zeros(spec.nbytes, dtype=torch.uint8)
         passes.quantize_uniform.law(x, plan, SEED, buffer)
         empty, target = Unwritten(spec.nbytes, pattern=0), Unwritten(_N, torch.float32)
-        if name in ("map_levels", "look_up"):
+        if of_segments:
             calls += _of_segments(name, buffer, plan, mean, factor, other)
             continue
         calls += {
@@ -110,7 +111,7 @@ def _of_segments(
 ) -> list[tuple[Any, ...]]:
     """Segments in every relation of the groups' runs to those of the statistics."""
     calls: list[tuple[Any, ...]] = []
-    places = (None, Place(219, 3, 219, 73), Place(73, 1, 1, 1), Place(365, 1, 1, 1), Place(_N, 1, _N, _N))
+    places = (None, Place(219, 3, 219, 73), Place(128, 1, 1, 1), Place(365, 1, 1, 1), Place(_N, 1, _N, _N))
     types = (torch.float32, torch.bfloat16, torch.float16)
     for number, place in enumerate(places):
         segments = Segments.of(plan.geometry, place)
