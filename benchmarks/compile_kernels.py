@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.offline_compiler import collected, compile_launch, resources
 from benchmarks.records import write_rows
 from brevact import triton_kernels
-from brevact.geometry import Grid, Place
+from brevact.geometry import Grid, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, UniformQuantizer
 from brevact.quantizers.uniform import plan_of
 from brevact.triton_kernels import Launch
@@ -45,9 +45,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 GRID_OPERATIONS = ("grid_nearest", "grid_stochastic", "grid_dequantize", "grid_moments")
 NORM_OPERATIONS = ("normalize", "denormalize")
+TABLE_OPERATIONS = ("map_levels", "look_up", "look_up_multiply")
 OPERATIONS = (
     *("nearest", "stochastic", "dequantize", "dequantize_multiply"),
     *NORM_OPERATIONS,
+    *TABLE_OPERATIONS,
     *("masks", "codes"),
     *GRID_OPERATIONS,
 )
@@ -149,6 +151,8 @@ def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         yield from _grid_launches(variant)
     elif variant.operation in NORM_OPERATIONS:
         yield from _norm_launches(variant)
+    elif variant.operation in TABLE_OPERATIONS:
+        yield from _table_launches(variant)
     else:
         yield from _uniform_launches(variant)
 
@@ -217,6 +221,32 @@ def _norm_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         (launch,) = launches
         wide = 8 * (launch.constants["ROWS"] > 0)
         yield launch, 0 if decodes else wide, wide if decodes else 0
+
+
+def _table_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
+    """No affine map, a batch norm's channels of maps, and of maps whose planes lie in several segments."""
+    if variant.bit_width > 4:
+        return
+    quantizer, x = _subject(variant)
+    spec = PackedSpec.of(quantizer, Layout.of(x))
+    plan, buffer, numel = plan_of(spec), spec.empty(x), x.numel()
+    for place in (None, Place(numel, 64, 64 * 4096, 4096), Place(numel, 64, 64 * 196, 196)):
+        segments = Segments.of(plan.geometry, place)
+        factor = None if place is None else _meta(64, torch.float32)
+        for dtype in DTYPES.values():
+            table = _meta((segments.rows, 1 << variant.bit_width), dtype)
+            other = _meta(numel, dtype) if variant.operation == "look_up_multiply" else None
+            with collected() as launches:
+                if variant.operation == "map_levels":
+                    triton_kernels.map_levels(buffer, plan, x.dtype, factor, factor, place, segments, table)
+                else:
+                    triton_kernels.look_up(buffer, plan, segments, table.float(), other, x)
+            for launch in launches:
+                aligned = launch.constants.get("ROWS", 0) > 0
+                wide = 8 * (aligned and other is not None and other.itemsize >= x.itemsize)
+                yield launch, wide, 8 * aligned
+            if variant.operation == "look_up":
+                break
 
 
 def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:

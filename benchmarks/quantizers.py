@@ -1,5 +1,8 @@
 """Time and peak memory of the uniform quantizer beside `x.clone()` of the same tensor.
 
+Decoding through SiLU, or through its derivative times a gradient, stands beside what torch makes of the decoded tensor;
+"maps" have an affine map for each of 64 channels of 32 x 32 elements, "rows" one for each of 768 elements of a row.
+
     python -m benchmarks.quantizers --csv quantizers.csv
 
 Every operation is timed in turns with `clone()`, so that both see the same machine; times are medians, ratios are to
@@ -10,20 +13,26 @@ is the growth of the resident set during a call, less the result, relative to th
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks.process_memory import return_free_memory
 from benchmarks.records import write_rows
-from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer
+from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer, decode_affine, decode_through
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 OPERATIONS = ("nearest", "stochastic", "dequantize into a buffer", "dequantize", "dequantize * other")
+SHAPES = {"maps": ((64, 32, 32), (1, 64, 1, 1)), "rows": ((768,), (1, 768))}
+"""Shape of a sample, and that of the factors of an affine map."""
 
 Row = dict[str, object]
 
@@ -59,7 +68,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Row]:
                     result = call()
                     times[operation].append(1e3 * (time.perf_counter() - start))
                     del result
-            clone = statistics.median(times["clone"][1:])
+            clone, dequantize = (statistics.median(times[operation][1:]) for operation in ("clone", "dequantize"))
             for operation, call in operations.items():
                 p20, median, p80 = _percentiles(times[operation][1:])  # the first call warms up
                 extra = _peak_extra(call, x, operation)
@@ -73,6 +82,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Row]:
                     "p20_ms": f"{p20:.2f}",
                     "p80_ms": f"{p80:.2f}",
                     "ratio_to_clone": f"{median / clone:.2f}",
+                    "ratio_to_dequantize": f"{median / dequantize:.2f}",
                     "peak_extra": "" if extra is None else f"{extra:.1%}",
                     "numba": _numba_version(),
                 }
@@ -89,7 +99,41 @@ def _operations(x: Tensor, buffer: Tensor, bit_width: int, bucket_size: int) -> 
         packed.dequantize,
         lambda: packed.dequantize_multiply(x, out=buffer),
     )
-    return {"clone": x.clone, **dict(zip(OPERATIONS, calls, strict=True))}
+    return {"clone": x.clone, **dict(zip(OPERATIONS, calls, strict=True)), **_through(x, stochastic)}
+
+
+def _through(x: Tensor, quantizer: UniformQuantizer) -> dict[str, Callable[[], object]]:
+    """Decoding through an affine map and a function."""
+    calls: dict[str, Callable[[], object]] = {}
+    for name, (sample, shape) in {"": ((), ()), **SHAPES}.items():
+        count = x.numel() // math.prod(sample)
+        part = x[: count * math.prod(sample)].view(count, *sample)
+        scale, shift = (torch.rand(shape) + 0.5, torch.randn(shape)) if name else (None, None)
+        # What a norm stores is float32, whatever the type of its input.
+        packed, where = (quantizer.quantize(part.float()), f" of {name}") if name else (quantizer.quantize(part), "")
+        for operation, function, grad in (("SiLU", F.silu, None), ("SiLU' * other", silu_derivative, part)):
+            arguments = (packed, function, scale, shift, x.dtype, grad)
+            calls[f"dequantize with {operation}{where}"] = functools.partial(decode_through, *arguments)
+            calls[f"torch's {operation}{where}"] = functools.partial(_by_torch, *arguments)
+    return calls
+
+
+def silu_derivative(x: Tensor) -> Tensor:
+    """Derivative of SiLU, as torch computes it."""
+    return torch.ops.aten.silu_backward(torch.ones_like(x), x)
+
+
+def _by_torch(
+    packed: PackedActivation,
+    function: Callable[[Tensor], Tensor],
+    scale: Tensor | None,
+    shift: Tensor | None,
+    dtype: torch.dtype,
+    grad: Tensor | None,
+) -> Tensor:
+    """What `decode_through` is defined by."""
+    values = function(decode_affine(packed, scale, shift, dtype))
+    return values if grad is None else grad * values
 
 
 def _percentiles(times: list[float]) -> tuple[float, float, float]:
@@ -99,7 +143,7 @@ def _percentiles(times: list[float]) -> tuple[float, float, float]:
     return cuts[0], statistics.median(times), cuts[3]
 
 
-def _peak_extra(call: Callable[[], object], x: Tensor, operation: str) -> float | None:
+def _peak_extra(call: Callable[[], Any], x: Tensor, operation: str) -> float | None:
     """Largest growth of the resident set during a call, less the bytes of a new result, relative to the input."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not status.exists() or not reset.exists():
@@ -113,7 +157,8 @@ def _peak_extra(call: Callable[[], object], x: Tensor, operation: str) -> float 
     before = kibibytes("VmHWM:")
     result = call()
     grown = 1024 * (kibibytes("VmHWM:") - before)
-    fresh = result.nbytes if isinstance(result, PackedActivation) or operation in ("clone", "dequantize") else 0
+    into_buffer = operation in ("dequantize into a buffer", "dequantize * other")
+    fresh = 0 if into_buffer else result.nbytes
     return (grown - fresh) / (x.numel() * x.element_size())
 
 

@@ -194,6 +194,42 @@ class Place(NamedTuple):
     run: int
 
 
+class Segments(NamedTuple):
+    """Runs of elements that lie in one group of a quantizer and have one affine map: equal codes of one decode alike.
+
+    Element e lies in run b = e // inner of a group, and in run e // run of elements with the same statistics. Its
+    segment is number b * slots + e // run - b * inner // run: as many slots for each b, some of which may be unused.
+
+    Args:
+        inner: Consecutive elements of one group, see `Geometry`.
+        run: Consecutive elements with the same statistics.
+        slots: Most runs of the latter that meet one of the former.
+        rows: Slots of the whole tensor.
+    """
+
+    inner: int
+    run: int
+    slots: int
+    rows: int
+
+    @staticmethod
+    def of(geometry: Geometry, place: Place | None) -> Segments:
+        """Segments of a tensor.
+
+        Args:
+            geometry: Its groups.
+            place: Its statistics, or None where there is no affine map.
+
+        Returns:
+            Its division.
+        """
+        inner, run, slots = geometry.inner, max(geometry.numel, 1), 1
+        if place is not None:
+            run = place.run if place.row > 1 else place.outer
+            slots = (run - math.gcd(inner, run) + inner - 1) // run + 1
+        return Segments(inner, run, slots, -(-geometry.numel // inner) * slots)
+
+
 def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Join the ranges of parts; see `quantizers.passes.ranges`.
 

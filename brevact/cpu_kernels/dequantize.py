@@ -49,13 +49,13 @@ def limited(y, limit):
 
 
 @inlined
-def _is_plain(m, s, top, limit):
+def is_plain(m, s, top, limit):
     """Whether no value of a group comes near the limit of the result's type, and no code stands for NaN."""
     return not is_flagged(s) and abs(m) + s * top < np.float32(0.5) * limit
 
 
 @inlined
-def _decoded(q, m, s, top, limit):
+def decoded(q, m, s, top, limit):
     """Value of a code: NaN for the last one of a flagged group, which at 1 bit has one other, for the middle."""
     flagged, step = is_flagged(s), abs(s)
     base = m + step * np.float32(0.5) if flagged and top < np.float32(2.0) else m
@@ -65,12 +65,12 @@ def _decoded(q, m, s, top, limit):
 @inlined
 def _decode_segment(q, count, m, s, top, limit):
     """Replace codes by their values, in place."""
-    if _is_plain(m, s, top, limit):
+    if is_plain(m, s, top, limit):
         for e in range(count):
             store(q, e, m + s * load(q, e))
     else:
         for e in range(count):
-            store(q, e, _decoded(load(q, e), m, s, top, limit))
+            store(q, e, decoded(load(q, e), m, s, top, limit))
 
 
 @inlined
@@ -78,7 +78,7 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, valu
     """Values of planes first to last of one group, from the joined codes 0 to 3 and 4 to 7 of each column."""
     mask = np.uint32((1 << bit_width) - 1)
     top = np.float32(mask)
-    plain = _is_plain(m, s, top, limit)
+    plain = is_plain(m, s, top, limit)
     for i in range(first, last):
         shift = np.uint32((i & 3) * bit_width)
         plane = advance(values, i * columns)
@@ -89,7 +89,7 @@ def _decode_planes(low, high, first, last, columns, bit_width, m, s, limit, valu
         else:
             for j in range(columns):
                 q = np.float32(np.int32(np.uint32(load(words, j) >> shift) & mask))
-                store(plane, j, _decoded(q, m, s, top, limit))
+                store(plane, j, decoded(q, m, s, top, limit))
 
 
 @inlined
@@ -99,7 +99,7 @@ def _decode_each(q, count, group, scale, minimum, top, limit, flagged, table):
     if flagged and any_flagged(scale, scale_kind, group, count):
         for g in range(count):
             m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)
-            store(q, g, _decoded(load(q, g), m, s, top, limit))
+            store(q, g, decoded(load(q, g), m, s, top, limit))
     else:
         for g in range(count):
             m, s = read_metadata(minimum, minimum_kind, group + g), read_metadata(scale, scale_kind, group + g)

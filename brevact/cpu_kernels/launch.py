@@ -22,9 +22,10 @@ from brevact.cpu_kernels.memory import LARGEST_BLOCK
 from brevact.cpu_kernels.moments import COLUMNS, add_moments
 from brevact.cpu_kernels.pooling_blocks import join_maps_tiles, split_maps_tiles
 from brevact.cpu_kernels.quantize import quantize_blocks
+from brevact.cpu_kernels.segments import look_up_blocks, map_levels_blocks
 from brevact.cpu_kernels.tables import KINDS, GroupTable, grid_table, map_table
 from brevact.cpu_kernels.teams import share
-from brevact.geometry import Geometry, Grid, MapBlocks, Place, UniformPlan, ranges_of_keys
+from brevact.geometry import Geometry, Grid, MapBlocks, Place, Segments, UniformPlan, ranges_of_keys
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -190,6 +191,41 @@ def denormalize(
     _dequantize(buffer, _uniform_table(plan, target.dtype, False), plan, None, target, ctypes.addressof(words))
 
 
+def map_levels(
+    buffer: Tensor,
+    plan: UniformPlan,
+    dtype: torch.dtype,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    segments: Segments,
+    table: Tensor,
+) -> None:
+    """See the law."""
+    own, words = _uniform_table(plan, dtype, False), _words_of_segments(segments)
+    norm = None if factor is None or place is None else _words_of(mean, factor, place)
+    codes = buffer.data_ptr()
+    metadata = codes + plan.scale_at, codes + plan.minimum_at
+    norm_at, segments_at = 0 if norm is None else ctypes.addressof(norm), ctypes.addressof(words)
+    arguments = (*metadata, norm_at, segments_at, table.data_ptr(), KINDS[table.dtype], own.address)
+    entries = segments.slots << plan.geometry.bit_width
+    share(map_levels_blocks, arguments, segments.rows // segments.slots, entries, torch.get_num_threads())
+
+
+def look_up(
+    buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
+) -> None:
+    """See the law."""
+    own, words, block = (
+        _uniform_table(plan, target.dtype, False),
+        _words_of_segments(segments),
+        plan.geometry.block_size,
+    )
+    factor, kind = (0, 0) if other is None else (other.data_ptr(), KINDS[other.dtype])
+    pointers = buffer.data_ptr(), ctypes.addressof(words), table.data_ptr(), factor, kind, target.data_ptr()
+    share(look_up_blocks, (*pointers, own.address), own.blocks, block, torch.get_num_threads())
+
+
 def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """Quantize the tensor of some groups of another one, which are read where they lie.
 
@@ -258,6 +294,12 @@ _uniform_table = functools.lru_cache(maxsize=4096)(_table_of)
 def _words_of(mean: Tensor | None, factor: Tensor, place: Place) -> ctypes.Array:
     """Words of a normalization, as kernels read them."""
     return (ctypes.c_int64 * 6)(0 if mean is None else mean.data_ptr(), factor.data_ptr(), *place)
+
+
+@functools.lru_cache(maxsize=4096)
+def _words_of_segments(segments: Segments) -> ctypes.Array:
+    """Words of segments, as kernels read them."""
+    return (ctypes.c_int64 * 4)(*segments)
 
 
 def _affine(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, MapBlocks, Place, UniformPlan
+from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid, MapBlocks, Place, Segments, UniformPlan
 from brevact.quantizers import reference
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.philox import ROUNDS, philox4x32
@@ -152,18 +152,23 @@ def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, 
     geometry = plan.geometry
     flat = flat_memory(target, geometry.numel)
     factor = None if other is None else flat_memory(other, geometry.numel)
-    codes, minimum, scale = plan.split(buffer)
-    base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
-    top = (1 << geometry.bit_width) - 1
+    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, buffer.device)
+        q = unpack_chunk(buffer, geometry.bit_width, start, stop, columns, geometry.block_size)
+        y = _decoded(q, group, buffer, plan, flat.dtype)
+        flat[start:stop] = y if factor is None else y * factor[start:stop]
+
+
+def _decoded(q: Tensor, group: Tensor, buffer: Tensor, plan: UniformPlan, dtype: torch.dtype) -> Tensor:
+    """What codes stand for in groups, of shapes that broadcast; see `dequantize_uniform`."""
+    _, minimum, scale = plan.split(buffer)
+    base, step, flagged = minimum[group].float(), scale[group].float().abs(), torch.signbit(scale[group])
+    top = (1 << plan.geometry.bit_width) - 1
     if top == 1:
         base = torch.where(flagged, base + step * 0.5, base)
-    limit = min(torch.finfo(flat.dtype).max, torch.finfo(torch.float32).max)
-    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
-        group = group_index(start, stop, geometry, codes.device)
-        q = unpack_chunk(codes, geometry.bit_width, start, stop, columns, geometry.block_size)
-        y = (base[group] + step[group] * q.float()).clamp(-limit, limit)
-        y = y.masked_fill(flagged[group] & (q == top), float("nan")).to(flat.dtype)
-        flat[start:stop] = y if factor is None else y * factor[start:stop]
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    y = (base + step * q.float()).clamp(-limit, limit)
+    return y.masked_fill(flagged & (q == top), float("nan")).to(dtype)
 
 
 @run_by_kernels
@@ -215,6 +220,76 @@ def denormalize(
         limit = torch.finfo(target.dtype).max
         z.clamp_(-limit, limit)
     _by_groups(target, plan, place).copy_(z)
+
+
+@run_by_kernels
+def map_levels(
+    buffer: Tensor,
+    plan: UniformPlan,
+    dtype: torch.dtype,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    segments: Segments,
+    table: Tensor,
+) -> None:
+    """What each code of each segment stands for behind an affine map: z * factor + mean.
+
+    z is decoded as `dequantize_uniform` decodes it, the map is computed in float32, and clamped to the finite range of
+    float16 where that is the table's type. Slots beyond the last run of statistics have the map of that run.
+
+    Args:
+        buffer: Bytes of the plan.
+        plan: Plan of the tensor, of at most 4 bits a code.
+        dtype: float32, bfloat16 or float16, type of z.
+        mean: (M,) float32 means, in the memory order of the tensor; None for 0.
+        factor: (M,) float32 factors, None for 1; then `mean` is None as well.
+        place: Which is whose, None where there are no factors.
+        segments: Segments of the plan's geometry and the place.
+        table: (segments.rows, 2^b) contiguous float32, bfloat16 or float16 tensor, written.
+    """
+    geometry, device = plan.geometry, buffer.device
+    codes = 1 << geometry.bit_width
+    q = torch.arange(codes, device=device)
+    for start, stop, _ in chunks(table.numel(), codes):
+        index = torch.arange(start // codes, stop // codes, device=device)
+        bucket, slot = index // segments.slots, index % segments.slots
+        y = _decoded(q, (bucket % geometry.groups)[:, None], buffer, plan, dtype).float()
+        if factor is not None and place is not None:
+            run = (bucket * segments.inner // segments.run + slot).clamp(max=(geometry.numel - 1) // segments.run)
+            first = run * segments.run
+            at = first // place.outer * place.row + first % place.inner // place.run
+            y = y * factor[at, None] if mean is None else y * factor[at, None] + mean[at, None]
+        if table.dtype is torch.float16:
+            limit = torch.finfo(table.dtype).max
+            y = y.clamp(-limit, limit)
+        table[start // codes : stop // codes] = y
+
+
+@run_by_kernels
+def look_up(
+    buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
+) -> None:
+    """Decode by a table of what each code of each segment stands for, and multiply in float32.
+
+    Args:
+        buffer: Bytes of the plan.
+        plan: Plan of the tensor, of at most 4 bits a code.
+        segments: Its segments.
+        table: (segments.rows, 2^b) contiguous float32 values.
+        other: Factor, float32, bfloat16 or float16 and dense in the memory order of the tensor, or None.
+        target: Tensor of such a type that is dense in that order, written; may be `other`.
+    """
+    geometry = plan.geometry
+    flat = flat_memory(target, geometry.numel)
+    factor = None if other is None else flat_memory(other, geometry.numel)
+    for start, stop, columns in chunks(geometry.numel, geometry.block_size):
+        q = unpack_chunk(buffer, geometry.bit_width, start, stop, columns, geometry.block_size)
+        element = torch.arange(start, stop, device=buffer.device)
+        bucket = element // segments.inner
+        slot = element // segments.run - bucket * segments.inner // segments.run
+        y = table[bucket * segments.slots + slot, q]
+        flat[start:stop] = y if factor is None else y * factor[start:stop].float()
 
 
 def _by_groups(x: Tensor, plan: UniformPlan, place: Place) -> Tensor:

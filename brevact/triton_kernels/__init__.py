@@ -7,6 +7,7 @@ from brevact.triton_kernels.grids import dequantize_grid, moments, quantize_grid
 from brevact.triton_kernels.launch import Launch, takes
 from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.triton_kernels.pooling import join_maps, split_maps
+from brevact.triton_kernels.segments import look_up, map_levels
 from brevact.triton_kernels.uniform import denormalize, dequantize_uniform, quantize_normalized, quantize_uniform
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "dequantize_grid",
     "dequantize_uniform",
     "join_maps",
+    "look_up",
+    "map_levels",
     "mask_multiply",
     "moments",
     "pack_codes",

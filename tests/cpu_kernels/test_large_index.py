@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from brevact.cpu_kernels.dequantize import dequantize_blocks
 from brevact.cpu_kernels.quantize import quantize_blocks
-from brevact.cpu_kernels.tables import GroupTable
-from brevact.geometry import Geometry
+from brevact.cpu_kernels.segments import look_up_blocks, map_levels_blocks
+from brevact.cpu_kernels.tables import KINDS, GroupTable
+from brevact.geometry import Geometry, Place, Segments
 from brevact.quantizers import Granularity, Layout, Rounding, UniformQuantizer
 from brevact.quantizers.philox import column_bits
 from brevact.quantizers.reference import calibrate, pack, round_codes
@@ -42,6 +45,33 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
     y = torch.full((BLOCK,), float("nan"))
     dequantize_blocks(*pointers, 0, y.data_ptr() - 4 * first, table.address, 0, first_block, first_block + 1)
     assert torch.equal(y, m + s * q)
+
+
+@pytest.mark.parametrize("first_block", [0, 2**22, 2**23 + 5, 2**36])
+def test_tables_far_into_a_tensor(first_block: int):
+    torch.manual_seed(0)
+    first, bit_width, run = first_block * BLOCK, 3, 200
+    numel = first + BLOCK
+    geometry = Geometry(numel, bit_width, BLOCK, BLOCK, first_block + 1, True)
+    table, segments = GroupTable(geometry, torch.float32, False), Segments.of(geometry, Place(run, 1, 1, 1))
+    words = (ctypes.c_int64 * 4)(*segments)
+    element, first_run = torch.arange(first, numel), first // run
+    runs = int(element[-1]) // run - first_run + 1
+    factor, m, s = torch.rand(runs), torch.randn(1), torch.rand(1)
+    norm = (ctypes.c_int64 * 6)(0, factor.data_ptr() - 4 * first_run, run, 1, 1, 1)
+    values = torch.full((segments.slots, 8), float("nan"))
+    at = values.data_ptr() - 4 * 8 * segments.slots * first_block
+    metadata = s.data_ptr() - 4 * first_block, m.data_ptr() - 4 * first_block
+    addresses = ctypes.addressof(norm), ctypes.addressof(words)
+    map_levels_blocks(*metadata, *addresses, at, KINDS[torch.float32], table.address, first_block, first_block + 1)
+    slots = torch.arange(segments.slots).clamp(max=runs - 1)
+    assert torch.equal(values, (m + s * torch.arange(8)) * factor[slots, None])
+
+    q = torch.randint(8, (BLOCK,))
+    codes, y = pack(q, bit_width, BLOCK), torch.full((BLOCK,), float("nan"))
+    pointers = codes.data_ptr() - first // 8 * bit_width, ctypes.addressof(words), at, 0, 0, y.data_ptr() - 4 * first
+    look_up_blocks(*pointers, table.address, first_block, first_block + 1)
+    assert torch.equal(y, values[element // run - first_run, q])
 
 
 @pytest.mark.parametrize("rounding", Rounding)

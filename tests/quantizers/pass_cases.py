@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.geometry import Grid, MapBlocks, Place, packed_bytes
+from brevact.geometry import Grid, MapBlocks, Place, Segments, UniformPlan, packed_bytes
 from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, passes
 from brevact.quantizers.uniform import plan_of
 from tests.quantizers.grid_cases import buckets, random_grid, values_around
@@ -28,11 +28,13 @@ class Unwritten:
         numel: Number of elements.
         dtype: Their type.
         pattern: Byte that memory holds before.
+        shape: Its shape, None for one dimension.
     """
 
     numel: int
     dtype: torch.dtype = torch.uint8
     pattern: int = 0xFF
+    shape: tuple[int, ...] | None = None
 
 
 def arguments_of(name: str) -> list[tuple[Any, ...]]:
@@ -86,17 +88,44 @@ def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
 def _of_uniform(name: str, x: Tensor, other: Tensor) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     mean, factor, place = torch.randn(15), torch.rand(15), Place(219, 3, 219, 73)
-    for bucket_size in (64, 100) if "normal" not in name else (64,):
+    of_segments = name in ("map_levels", "look_up")
+    for bucket_size in (64, 100, 256) if of_segments else (64, 100) if "normal" not in name else (64,):
         spec = PackedSpec.of(UniformQuantizer(bit_width=3, bucket_size=bucket_size), Layout.of(x))
         plan, buffer = plan_of(spec), torch.zeros(spec.nbytes, dtype=torch.uint8)
         passes.quantize_uniform.law(x, plan, SEED, buffer)
         empty, target = Unwritten(spec.nbytes, pattern=0), Unwritten(_N, torch.float32)
+        if of_segments:
+            calls += _of_segments(name, buffer, plan, mean, factor, other)
+            continue
         calls += {
             "quantize_uniform": [(x, plan, seed, empty) for seed in (None, SEED, torch.tensor(SEED))],
             "dequantize_uniform": [(buffer, plan, None, target), (buffer, plan, other, target)],
             "quantize_normalized": [(x, plan, SEED, m, factor, place, empty) for m in (None, mean)],
             "denormalize": [(buffer, plan, m, factor, place, target) for m in (None, mean)],
         }[name]
+    return calls
+
+
+def _of_segments(
+    name: str, buffer: Tensor, plan: UniformPlan, mean: Tensor, factor: Tensor, other: Tensor
+) -> list[tuple[Any, ...]]:
+    """Segments in every relation of the groups' runs to those of the statistics."""
+    calls: list[tuple[Any, ...]] = []
+    places = (None, Place(219, 3, 219, 73), Place(128, 1, 1, 1), Place(365, 1, 1, 1), Place(_N, 1, _N, _N))
+    types = (torch.float32, torch.bfloat16, torch.float16)
+    for number, place in enumerate(places):
+        segments = Segments.of(plan.geometry, place)
+        size = segments.rows << plan.geometry.bit_width
+        if name == "map_levels":
+            for k, dtype in enumerate(types):
+                affine = (None, None) if place is None else (mean if (number + k) % 2 else None, factor)
+                table = Unwritten(size, types[(number + k) % 3], shape=(segments.rows, -1))
+                calls.append((buffer, plan, dtype, *affine, place, segments, table))
+            continue
+        values = torch.randn(segments.rows, size // segments.rows)
+        for kind in types:
+            for factors in (None, *(other.to(dtype) for dtype in types)):
+                calls.append((buffer, plan, segments, values, factors, Unwritten(_N, kind)))
     return calls
 
 
@@ -138,7 +167,8 @@ def _placed(arguments: tuple[Any, ...], device: torch.device | str) -> list[Any]
     for argument in arguments:
         if isinstance(argument, Unwritten):
             memory = torch.full((argument.numel * argument.dtype.itemsize,), argument.pattern, dtype=torch.uint8)
-            argument = memory.to(device).view(argument.dtype)
+            shape = argument.shape or (argument.numel,)
+            argument = memory.to(device).view(argument.dtype).view(shape)
         elif isinstance(argument, Grid):
             parts = (argument.levels, argument.bounds, argument.offset, argument.scale)
             argument = Grid(*(None if part is None else part.to(device) for part in parts), argument.marks)

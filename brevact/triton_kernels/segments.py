@@ -1,0 +1,157 @@
+"""Decoding by a table of what each code of each segment stands for: kernels and launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from brevact.geometry import Place, Segments, UniformPlan
+from brevact.triton_kernels.dequantize import load_grid
+from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, widen
+from brevact.triton_kernels.launch import Launch, tiling
+from brevact.triton_kernels.normalize import LARGEST_RUN, NO_STATISTICS
+from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
+
+LEVELS_TILE = 1024
+"""Entries of a table that a program writes."""
+_ROUNDINGS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@triton.jit(
+    do_not_specialize=["entries", "inner", "run", "slots", "last", "groups", "outer", "places", "span", "place_run"],
+    do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
+)
+def map_levels_kernel(
+    scale_ptr, minimum_ptr, table_ptr, entries, inner, run, slots, last, groups, largest,
+    mean_ptr, factor_ptr, outer, places, span, place_run,
+    BIT_WIDTH: tl.constexpr, ROUNDING: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Values of TILE codes behind the affine map of their segments.
+
+    ROUNDING: type to which decoded values are rounded, 0 float32, 1 bfloat16, 2 float16. `last` is the number of the
+    last run of statistics.
+    """
+    entry = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid = entry < entries
+    q, row = (entry % (1 << BIT_WIDTH)).to(tl.uint32), entry >> BIT_WIDTH
+    bucket = row // slots
+    group = bucket % groups
+    base, step, flagged = load_grid(scale_ptr + group, minimum_ptr + group, valid, BIT_WIDTH)
+    y = base + step * float_of_code(q, BIT_WIDTH)
+    y = maximum(minimum(y, largest), -largest)
+    y = tl.where(flagged & (q == (1 << BIT_WIDTH) - 1), float("nan"), y)
+    if ROUNDING == 1:
+        y = widen(cast(y, tl.bfloat16))
+    elif ROUNDING == 2:
+        y = widen(cast(y, tl.float16))
+    if factor_ptr is not None:
+        first = tl.minimum(bucket * inner // run + (row - bucket * slots), last) * run
+        at = first // outer * places + first % span // place_run
+        y = y * tl.load(factor_ptr + at, mask=valid, other=0.0)
+        if mean_ptr is not None:
+            y = y + tl.load(mean_ptr + at, mask=valid, other=0.0)
+    if table_ptr.dtype.element_ty == tl.float16:
+        y = maximum(minimum(y, 65504.0), -65504.0)
+    tl.store(table_ptr + entry, cast(y, table_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _segment_of(first, offset, inner, run, slots, SLOTS: tl.constexpr):
+    """Segment of element first (int64) + offset (int32), see `geometry.Segments`; SLOTS: whether it has several."""
+    into = (first % inner).to(tl.uint32)
+    beyond = (into + offset.to(tl.uint32)) // inner.to(tl.uint32)  # runs of groups after the first one
+    segment = (first // inner + beyond) * slots
+    if SLOTS:
+        start = first - into  # of the first one
+        within, width = (start % run).to(tl.uint32), run.to(tl.uint32)
+        slot = (within + into + offset.to(tl.uint32)) // width - (within + beyond * inner.to(tl.uint32)) // width
+        segment += slot.to(tl.int32)
+    return segment
+
+
+@triton.jit
+def _look_up_tile(
+    codes_ptr, rows_ptr, other_ptr, target_ptr, first, row, column, stride, limit, inner, run, slots,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Look up a tile, and multiply by `other` unless that is None. ALIGNED: a whole block's plane is in one segment."""
+    packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
+    for i in tl.static_range(8):
+        valid = element_mask(i, row, column, stride, limit, RAGGED)
+        offset = row * BLOCK + i * stride
+        if RAGGED or not ALIGNED:
+            segment = _segment_of(first, offset + column, inner, run, slots, SLOTS)
+        else:
+            segment = _segment_of(first, offset, inner, run, slots, SLOTS)
+        q = unpack_code(packed, i, BIT_WIDTH).to(tl.int32)
+        y = tl.load(rows_ptr + ((segment << BIT_WIDTH) + q), mask=valid, other=0.0)
+        pointers = first + (offset + column)
+        if other_ptr is not None:
+            y = y * widen(tl.load(other_ptr + pointers, mask=valid))
+        tl.store(target_ptr + pointers, cast(y, target_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["numel", "inner", "run", "slots"])
+def look_up_kernel(
+    codes_ptr, rows_ptr, other_ptr, target_ptr, numel, inner, run, slots,
+    BIT_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS_2: tl.constexpr,
+    SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Look up: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size."""
+    if ROWS > 0:
+        first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
+        _look_up_tile(
+            codes_ptr, rows_ptr, other_ptr, target_ptr, first, row, column, stride, rows, inner, run, slots,
+            BIT_WIDTH, BLOCK, SLOTS, ALIGNED, RAGGED=False,
+        )  # fmt: skip
+    first, row, column, stride, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
+    if count > 0:
+        _look_up_tile(
+            codes_ptr, rows_ptr, other_ptr, target_ptr, first, row, column, stride, count, inner, run, slots,
+            BIT_WIDTH, BLOCK, SLOTS, ALIGNED, RAGGED=True,
+        )  # fmt: skip
+
+
+def map_levels(
+    buffer: Tensor,
+    plan: UniformPlan,
+    dtype: torch.dtype,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    segments: Segments,
+    table: Tensor,
+) -> None:
+    """See the law."""
+    geometry, entries = plan.geometry, table.numel()
+    _, minimum, scale = plan.split(buffer)
+    last = max(geometry.numel - 1, 0) // segments.run
+    sizes = (entries, segments.inner, segments.run, segments.slots, last, geometry.groups, torch.finfo(dtype).max)
+    statistics = NO_STATISTICS if place is None else (mean, factor, *place)
+    constants = {"BIT_WIDTH": geometry.bit_width, "ROUNDING": _ROUNDINGS[dtype], "TILE": LEVELS_TILE}
+    arguments = (scale, minimum, table, *sizes, *statistics)
+    Launch(map_levels_kernel, (-(-entries // LEVELS_TILE),), arguments, constants).run()
+
+
+def look_up(
+    buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
+) -> None:
+    """Where the kernel's integers reach."""
+    geometry = plan.geometry
+    run = segments.run if segments.slots > 1 else segments.inner
+    if max(segments.inner, run) > LARGEST_RUN:
+        return NotImplemented
+    tiles = tiling(geometry.numel, geometry.block_size, target.itemsize)
+    columns = geometry.block_size // 8
+    constants = {
+        "BIT_WIDTH": geometry.bit_width,
+        "BLOCK": geometry.block_size,
+        "ROWS": tiles.rows,
+        "COLUMNS_2": tiles.columns,
+        "SLOTS": segments.slots > 1,
+        "ALIGNED": segments.inner % columns == 0 and run % columns == 0,
+    }
+    arguments = (plan.split(buffer)[0], table, other, target, geometry.numel, segments.inner, run, segments.slots)
+    Launch(look_up_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
