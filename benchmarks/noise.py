@@ -313,8 +313,9 @@ def markdown(rows: Sequence[Row], picture: Path | None) -> str:
         lines += [
             f"## {model}",
             "",
-            f"Data: {first['data']}, batches of {first['batch_size']}, loss {float(first['loss']):.2f}; full precision "
-            f"keeps {int(first['plain_bytes']) / 2**20:.2f} MiB a batch.",
+            f"Data: {first['data']}; {first['batches']} batches of {first['batch_size']}, {first['draws']} seeds each, "
+            f"the unit from {first['unit_batches']}; loss {float(first['loss']):.2f}. Full precision keeps "
+            f"{int(first['plain_bytes']) / 2**20:.2f} MiB a batch.",
             "",
             "| policy | noise | bias² | MiB a batch | times less |",
             "|---|---|---|---|---|",
