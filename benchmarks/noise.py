@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import brevact
 from benchmarks.policy_names import NamedPolicy, named_policy
-from benchmarks.records import append_rows, check_columns, print_table
+from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, Learner, LossOf, data_name, settings_of
 
 Row = dict[str, Any]
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=4, help="seeds a batch (default: %(default)s)")
     parser.add_argument("--unit-batches", type=int, default=32, help="for the unit V (default: %(default)s)")
     parser.add_argument("--cache", type=Path, help="folder that keeps trained weights for a next run")
-    parser.add_argument("--csv", help="append the rows to this file")
+    parser.add_argument("--csv", help="append the rows to this file; plot and page then show all that it has")
     parser.add_argument("--plot", type=Path, help="draw noise over bytes into this file")
     parser.add_argument("--markdown", type=Path, help="write a page with the table to this file")
     parser.add_argument("--quick", action="store_true", help="a minute: one epoch on less data, few batches and draws")
@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.csv:
                 append_rows([row], options.csv)
     print_table([readable(row) for row in rows])
+    if options.csv:
+        rows = latest(read_rows(options.csv))
     if options.plot:
         plot(rows).savefig(options.plot, dpi=120)
     if options.markdown:
@@ -232,16 +234,27 @@ def _in_units(values_B: Tensor, unit: Estimate) -> Estimate:
     return Estimate(mean / unit.value, math.hypot(error, mean * unit.error / unit.value) / unit.value)
 
 
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each model and policy, models together."""
+    found = {(row["model"], row["policy"]): row for row in rows}
+    models = list(dict.fromkeys(model for model, _ in found))
+    return sorted(found.values(), key=lambda row: models.index(row["model"]))
+
+
 def readable(row: Row) -> dict[str, str]:
     """A row of the table that people read."""
     return {
         "model": row["model"],
         "policy": row["policy"],
-        "noise": f"{float(row['noise']):.4f} ± {float(row['noise_se']):.4f}",
-        "bias²": f"{float(row['bias2']):.4f} ± {float(row['bias2_se']):.4f}",
-        "kept": f"{row['saved_bytes'] / 2**20:.2f} MiB",
+        "noise": _with_error(row["noise"], row["noise_se"]),
+        "bias²": _with_error(row["bias2"], row["bias2_se"]),
+        "kept": f"{int(row['saved_bytes']) / 2**20:.2f} MiB",
         "times less": row["ratio"],
     }
+
+
+def _with_error(value: str, error: str) -> str:
+    return f"{float(value):.4f} ± {float(error):.4f}".replace("-0.0000", "0.0000") if float(error) else "0"
 
 
 def plot(rows: Sequence[Row]) -> Figure:
@@ -260,8 +273,8 @@ def plot(rows: Sequence[Row]) -> Figure:
     for panel in panels[len(models) :]:
         panel.remove()
     for panel, model in zip(panels, models, strict=False):
-        for row in (row for row in rows if row["model"] == model):
-            noise, bias2, mib = float(row["noise"]), float(row["bias2"]), row["saved_bytes"] / 2**20
+        for index, row in enumerate(row for row in rows if row["model"] == model):
+            noise, bias2, mib = float(row["noise"]), float(row["bias2"]), int(row["saved_bytes"]) / 2**20
             mostly_noise = noise >= bias2
             figure_of, error = (noise, row["noise_se"]) if mostly_noise else (bias2, row["bias2_se"])
             if figure_of <= 0:
@@ -269,7 +282,8 @@ def plot(rows: Sequence[Row]) -> Figure:
             style = {"color": "C0"} if mostly_noise else {"color": "C3", "markerfacecolor": "none"}
             panel.errorbar(mib, figure_of, float(error), fmt="o", markersize=5, capsize=2, **style)
             short = row["policy"].replace("Backward", "")
-            panel.annotate(short, (mib, figure_of), (4, 4), textcoords="offset points", fontsize=7)
+            place = (4, -9 if index % 2 else 4)
+            panel.annotate(short, (mib, figure_of), place, textcoords="offset points", fontsize=7)
         panel.set(title=model, xlabel="kept for backward (MiB a batch)", xscale="log", yscale="log")
         panel.margins(x=0.15)
         panel.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 3, 5, 7)))
@@ -299,14 +313,15 @@ def markdown(rows: Sequence[Row], picture: Path | None) -> str:
         lines += [
             f"## {model}",
             "",
-            f"Data: {first['data']}, batches of {first['batch_size']}, loss {float(first['loss']):.2f}; full precision "
-            f"keeps {first['plain_bytes'] / 2**20:.2f} MiB a batch.",
+            f"Data: {first['data']}; {first['batches']} batches of {first['batch_size']}, {first['draws']} seeds each, "
+            f"the unit from {first['unit_batches']}; loss {float(first['loss']):.2f}. Full precision keeps "
+            f"{int(first['plain_bytes']) / 2**20:.2f} MiB a batch.",
             "",
             "| policy | noise | bias² | MiB a batch | times less |",
             "|---|---|---|---|---|",
         ]
         for row in mine:
-            _, policy, *cells = readable(row).values()
+            policy, *cells = list(readable(row).values())[1:]
             lines.append(f"| `{policy}` | {' | '.join(cells).replace(' MiB', '')} |")
         lines.append("")
     return "\n".join(lines)

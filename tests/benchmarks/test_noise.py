@@ -115,7 +115,7 @@ def test_main_writes_a_row_a_policy_and_draws_it(tmp_path, capsys):
         [*arguments, "--plot", files["png"], "--markdown", files["md"], "--policies", "StochBackward2bit", "None"]
     )
     assert "GPT nano learns" in capsys.readouterr().err
-    noise.main([*arguments, "--policies", "NearestBackward4bit"])
+    noise.main([*arguments, "--plot", files["png"], "--markdown", files["md"], "--policies", "NearestBackward4bit"])
     assert "GPT nano learns" not in capsys.readouterr().err
     with open(files["csv"], newline="") as file:
         stochastic, exact, nearest = csv.DictReader(file)
@@ -123,8 +123,25 @@ def test_main_writes_a_row_a_policy_and_draws_it(tmp_path, capsys):
     assert (exact["noise"], exact["bias2"], exact["ratio"]) == ("0", "0", "1.00")
     assert float(stochastic["ratio"]) > float(nearest["ratio"]) > 4
     assert stochastic["loss"] == nearest["loss"] and float(nearest["loss"]) < 3  # the text has about e^4.5 characters
-    assert "| `StochBackward2bit` |" in (tmp_path / "noise.md").read_text()
+    page = (tmp_path / "noise.md").read_text()
+    assert all(f"| `{row['policy']}` |" in page for row in (stochastic, exact, nearest))
     assert (tmp_path / "noise.png").stat().st_size > 0
+
+
+def test_latest_keeps_the_last_row_of_each_policy_and_models_together():
+    rows = [{"model": model, "policy": policy, "n": n} for n, (model, policy) in enumerate(["ax", "by", "ay", "ax"])]
+    assert [row["n"] for row in noise.latest(rows)] == [3, 2, 1]
+
+
+def test_plot_shows_noise_where_there_is_some_and_bias_elsewhere():
+    def row(policy, found, bias2):
+        figures = {"noise": found, "noise_se": "0.01", "bias2": bias2, "bias2_se": "0.01", "saved_bytes": "1048576"}
+        return {"model": "net", "policy": policy, **figures}
+
+    (panel,) = noise.plot(
+        [row("StochBackward2bit", "0.5", "-0.1"), row("L4Backward", "0", "0.2"), row("None", "0", "0")]
+    ).axes
+    assert {text.get_text(): text.xy for text in panel.texts} == {"Stoch2bit": (1, 0.5), "L4": (1, 0.2)}
 
 
 @pytest.mark.parametrize(
