@@ -6,7 +6,7 @@ import enum
 import functools
 import itertools
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -62,14 +62,17 @@ class BackwardSettings:
     (<SaveMode.SAVE_QUANTIZED: 'save_quantized'>, 0)
 
     Args:
-        quantizer: activation quantizer (``quantize(x, seed)`` giving a ``PackedActivation``).
+        quantizer: activation quantizer (``quantize(x, seed)`` giving a ``PackedActivation``); None keeps full
+            precision, where ``of_functions`` says more.
         save_mode: see :class:`SaveMode`.
         min_numel: tensors with fewer elements are stored as they are.
         residual_bit_width: bits an element for what a forward quantizer rounds away, and for the mask of what it
             clips, stored where its scale is learned: 2 to 8, stochastically rounded; 32 stores its input as it is.
+        of_functions: pairs of the name of an op (``brevact.autograd.op_names``) and the settings with which it runs in
+            place of these, None for full precision. For an op inside another one, the first of the two decides.
 
     Raises:
-        TypeError: ``quantizer`` cannot quantize.
+        TypeError: ``quantizer`` cannot quantize, or ``of_functions`` holds something else.
         ValueError: unknown ``save_mode``, negative ``min_numel``, or another ``residual_bit_width``.
     """
 
@@ -77,8 +80,10 @@ class BackwardSettings:
     save_mode: SaveMode = field(default=SaveMode.SAVE_QUANTIZED)
     min_numel: int = field(default=DEFAULT_MIN_NUMEL)
     residual_bit_width: int = field(default=DEFAULT_RESIDUAL_BIT_WIDTH)
+    of_functions: tuple[tuple[str, BackwardSettings | None], ...] = field(default=())
     key: int = field(init=False, repr=False, compare=False)
-    """Number that equal settings share in this process: quick to hash."""
+    """Number that settings share in this process which store a tensor alike, whatever ``of_functions``: quick to
+    hash."""
     spelled: str | None = field(init=False, repr=False, compare=False)
     """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
 
@@ -97,7 +102,8 @@ class BackwardSettings:
     """Whether the quantizer gives back what it took, so that norms let it have their input, not what they normalize."""
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
+        self._check_functions()
+        if (self.quantizer is not None or not self.of_functions) and not self._quantizes():
             raise TypeError(
                 f"quantizer={brief(self.quantizer)} is no activation quantizer; accepted is an object with "
                 "quantize(x, seed) and is_stochastic, such as brevact.quantizer(StochBackward2bit)"
@@ -139,7 +145,37 @@ class BackwardSettings:
             keys, has_text = _keys, _has_text(self.quantizer)
             fields = (self.quantizer, self.save_mode, self.min_numel, self.residual_bit_width)
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
+        has_text = has_text and all(each is None or each.spelled is not None for _, each in self.of_functions)
         object.__setattr__(self, "spelled", spell(self) if has_text else None)
+
+    def _quantizes(self) -> bool:
+        return callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
+
+    def _check_functions(self) -> None:
+        """Raise where ``of_functions`` holds no pairs of a name and settings."""
+        if isinstance(self.of_functions, tuple) and all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in self.of_functions
+        ):
+            if all(each is None or isinstance(each, BackwardSettings) for _, each in self.of_functions):
+                return
+        raise TypeError(
+            f"of_functions={brief(self.of_functions)}; accepted is a tuple of pairs of the name of an op and "
+            'BackwardSettings or None: (("cross_entropy", settings),); a policy, {F.cross_entropy: '
+            'StochBackward4bit, "*": StochBackward2bit}, makes it of torch functions'
+        )
+
+    @functools.cached_property
+    def by_op(self) -> dict[str, BackwardSettings | None]:
+        """What applies to an op inside, by its name; to ops inside of that one, what stands before it."""
+        found: dict[str, BackwardSettings | None] = {}
+        for i, (name, settings) in enumerate(self.of_functions):
+            found.setdefault(name, with_functions(settings, self.of_functions[:i]))
+        return found
+
+    @property
+    def changes_forward(self) -> bool:
+        """Whether norms go on with the values that are stored, here or in one of ``of_functions``."""
+        return self.quantizes_forward or any(each is not None and each.changes_forward for _, each in self.of_functions)
 
     @functools.cached_property
     def of_normalized(self) -> BackwardSettings | None:
@@ -151,4 +187,16 @@ class BackwardSettings:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields: keys do not outlive the process."""
-        return BackwardSettings, (self.quantizer, self.save_mode, self.min_numel, self.residual_bit_width)
+        fields = (self.quantizer, self.save_mode, self.min_numel, self.residual_bit_width, self.of_functions)
+        return BackwardSettings, fields
+
+
+def with_functions(
+    settings: BackwardSettings | None, of_functions: tuple[tuple[str, BackwardSettings | None], ...]
+) -> BackwardSettings | None:
+    """Return settings, or full precision, with others for some ops, which come before their own."""
+    if not of_functions:
+        return settings
+    if settings is None:
+        return BackwardSettings(None, of_functions=of_functions)
+    return replace(settings, of_functions=(*of_functions, *settings.of_functions))

@@ -18,10 +18,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
+from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS, NORMS, PRODUCTS, run_counterpart
 from brevact.autograd.ops.base import ACTIVATION_DTYPES, Saving, is_inplace
 from brevact.autograd.saved import Saved
@@ -49,6 +51,14 @@ NAMES: dict[Callable, str] = {
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
+@torch.compiler.assume_constant_result
+def rounds_norm(name: str, spelled: str) -> bool:
+    """Return whether a norm goes on with rounded values, in eval mode and without gradients too."""
+    settings = read(spelled)
+    settings = settings.by_op.get(OP_NAMES.get(_FUNCTIONS[name], ""), settings)
+    return settings is not None and settings.quantizes_forward
+
+
 @torch.compiler.allow_in_graph
 def call_in_graph(
     name: str, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]
@@ -68,6 +78,18 @@ def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args:
 
 
 def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    by_op = region.settings.by_op
+    if by_op:
+        name = OP_NAMES.get(func)
+        if name in by_op:
+            settings = by_op[name]
+            if settings is None:
+                return func(*args, **kwargs)
+            return _call_in(_TracedRegion(settings, region.parameters), func, args, kwargs)
+        if func is F.multi_head_attention_forward:  # whose ops may have settings of their own
+            return HANDLERS[func](region, func, *args, **kwargs)
+        if region.settings.quantizer is None:
+            return func(*args, **kwargs)
     if func in NAMES:
         if func not in HANDLERS or (func in NORMS and region.are_weights((args, kwargs))):  # of a weight
             result = NotImplemented
@@ -125,7 +147,7 @@ class _TracedRegion(Keeper):
 
     def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
         self.settings = settings
-        self._parameters = parameters
+        self.parameters = parameters
         self.mode = _InnerMode(self)
         self.copy: Tensor | None = None  # of the argument that is overwritten
 
@@ -133,7 +155,7 @@ class _TracedRegion(Keeper):
         return isinstance(x, Tensor) and is_traced(x) and x.dtype in ACTIVATION_DTYPES and x.layout is torch.strided
 
     def packs_layer_input(self, x: Any) -> bool:
-        return self.is_activation(x) and not any(x is parameter for parameter in self._parameters)
+        return self.is_activation(x) and not any(x is parameter for parameter in self.parameters)
 
     def packs_input(self, x: Any) -> bool:
         return self.packs_layer_input(x) and not self.is_weight(x)
@@ -145,7 +167,7 @@ class _TracedRegion(Keeper):
             while node is not None and node.name().startswith("CloneBackward"):
                 node = node.next_functions[0][0]
         if node is None or not node.next_functions:  # an input of the graph
-            return any(x is parameter for parameter in self._parameters)
+            return any(x is parameter for parameter in self.parameters)
         return not comes_from_layer(node)
 
     def are_weights(self, arguments: Any) -> bool:
