@@ -134,7 +134,10 @@ def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[Mod
             rule, source = _OWN, source_text(None) if settings is None else type(settings.quantizer).__name__
             of_ops = ()
         of_functions = () if settings is None else settings.of_functions
-        ops = tuple(OpPolicy(*texts, each) for texts, (_, each) in zip(of_ops, of_functions, strict=False))
+        ops = tuple(
+            OpPolicy(name, rule, source, each)
+            for (name, rule, source), (_, each) in zip(of_ops, of_functions, strict=False)
+        )
         if settings is not None and settings.quantizer is None:
             settings = None
     row = ModulePolicy(name, type(module).__name__, rule, source, settings, ops)

@@ -182,8 +182,8 @@ def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assign
     for key in rules:
         if key != "*" and not ops_of(key) and not skips_modules:
             raise TypeError(
-                f'policy rule {rule_text(key)} is for modules, of which a block of code knows nothing; accepted are "*" '
-                "and torch functions; give a model all rules: brevact.quantize_backward(model, policy)"
+                f"policy rule {rule_text(key)} is for modules, of which a block of code knows nothing; accepted are "
+                '"*" and torch functions; give a model all rules: brevact.quantize_backward(model, policy)'
             )
     of_rules, ops = _resolved(rules)
     return of_rules.get("*") or Assignment(None, "", source_text(None)).with_ops(ops)

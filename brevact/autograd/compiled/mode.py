@@ -102,7 +102,7 @@ def text_of(settings: BackwardSettings | None) -> str | None:
 
 
 def _changes_forward(spelled: str | None) -> bool:
-    """Whether some norms go on with rounded values, in eval mode and without gradients too, by the text of the settings."""
+    """Whether norms go on with rounded values, in eval mode and without gradients too, by the text of the settings."""
     return spelled is not None and '"quantize_forward": true' in spelled
 
 

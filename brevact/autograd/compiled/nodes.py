@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
-from brevact.autograd.ops import HANDLERS, NORMS, PRODUCTS, run_counterpart
+from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
 from brevact.autograd.ops.base import ACTIVATION_DTYPES, Saving, is_inplace
 from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
@@ -71,10 +71,20 @@ def call_in_graph(
 
 
 def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+    found = [kwargs[i] if isinstance(i, str) else args[i] for i in parameters]
     if spelled != FULL_PRECISION:
-        region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
-        return _call_in(region, func, args, kwargs)
-    return func(*args, **kwargs)
+        return _call_in(_TracedRegion(read(spelled), found), func, args, kwargs)
+    return _call_in_full_precision(found, func, args, kwargs)
+
+
+def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run torch's own function; the nodes of matrix products do not say whether their factors are weights."""
+    result = func(*args, **kwargs)
+    if func in PRODUCTS or (func in LAYERS and func not in NORMS):
+        if isinstance(result, Tensor) and result.requires_grad:
+            if func in LAYERS or not _TracedRegion(None, parameters).are_weights((args, kwargs)):
+                return _Product.apply(result)
+    return result
 
 
 def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -84,12 +94,12 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
         if name in by_op:
             settings = by_op[name]
             if settings is None:
-                return func(*args, **kwargs)
+                return _call_in_full_precision(region.parameters, func, args, kwargs)
             return _call_in(_TracedRegion(settings, region.parameters), func, args, kwargs)
         if func is F.multi_head_attention_forward:  # whose ops may have settings of their own
             return HANDLERS[func](region, func, *args, **kwargs)
         if region.settings.quantizer is None:
-            return func(*args, **kwargs)
+            return _call_in_full_precision(region.parameters, func, args, kwargs)
     if func in NAMES:
         if func not in HANDLERS or (func in NORMS and region.are_weights((args, kwargs))):  # of a weight
             result = NotImplemented
@@ -135,7 +145,7 @@ class _Product(Saving):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.detach()  # no view: one of a Function's must not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
