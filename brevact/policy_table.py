@@ -61,8 +61,8 @@ class ModulePolicy:
 class BackwardPolicy:
     """Which backward quantizer applies where in a model.
 
-    ``print(policy)`` shows a tree: a module has a line if something else applies to it than to its parent, and below
-    it a line for each op that has a rule of its own there.
+    ``print(policy)`` shows a tree: a module has a line if something else applies to it than to its parent, and so has,
+    below it, an op with a rule of its own.
 
     >>> import torch.nn as nn, brevact
     >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), brevact.StochBackward2bit)
@@ -95,7 +95,8 @@ class BackwardPolicy:
             name = "  " * (row.module.count(".") + 1) + row.module if row.module else "(model)"
             cells.append((name, row.kind, str(counts[row.module]), row.rule or "-", _quantizer_text(row)))
             indent = " " * (len(name) - len(name.lstrip()) + 2)
-            cells += [(f"{indent}{each.op}", "op", "-", each.rule, _quantizer_text(each)) for each in row.ops]
+            around = shown[above[row.module.rpartition(".")[0]]] if row.module else None
+            cells += [(indent + op, "op", "-", *texts) for op, texts in _ops_that_differ(row, around).items()]
         return text_table(header, cells)
 
 
@@ -145,6 +146,15 @@ def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[Mod
     for child_name, child in module.named_children():
         if not (is_quant_proxy(child) or isinstance(child, BackwardQuantProxy)):
             _describe(child, f"{name}.{child_name}" if name else child_name, row, rows)
+
+
+def _ops_that_differ(row: ModulePolicy, parent: ModulePolicy | None) -> dict[str, tuple[str, str]]:
+    """Return rule and quantizer, as texts, of the ops to which something else applies than in the parent."""
+    inside, around = (
+        {} if each is None else {op.op: (op.rule, _quantizer_text(op)) for op in each.ops} for each in (row, parent)
+    )
+    of_module = row.rule or "-", _quantizer_text(row)
+    return {op: inside.get(op, of_module) for op in {**around, **inside} if inside.get(op, of_module) != around.get(op)}
 
 
 def _quantizer_text(row: ModulePolicy | OpPolicy) -> str:
