@@ -32,9 +32,10 @@ ACCEPTED_KEYS = (
 class Policy:
     """Ordered rules for models of one kind, some of which a model may leave without a match.
 
-    >>> import torch.nn as nn, brevact
-    >>> norms = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit})
-    >>> model = brevact.quantize_backward(nn.Sequential(nn.LayerNorm(8)), norms)
+    >>> import torch.nn as nn, torch.nn.functional as F, brevact
+    >>> finer = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit,
+    ...                         F.cross_entropy: brevact.StochBackward8bit})
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.LayerNorm(8)), finer)
 
     Args:
         rules: mapping from module types, torch functions, name patterns or functions to backward quantizers, as
@@ -131,7 +132,7 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     for key, modules in matching.items():
         count = len(assigned)
         assigned = {module: of_rules[key] for module in modules} | assigned
-        if not optional or not (any(matching.values()) or of_ops):
+        if not optional or not (any(matching.values()) or (of_ops and names)):
             if not modules:
                 hint = _hint(key, [name for each in names.values() for name in each])
                 raise ValueError(f"policy rule {rule_text(key)} matches no module of {type(model).__name__}; {hint}")
@@ -145,6 +146,10 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     found = {module: assigned[module] for module in names if module in assigned}
     applied = {each.rule for assignment in found.values() for each in assignment.ops}
     for key in of_ops:
+        if not names:
+            raise ValueError(
+                f"policy rule {rule_text(key)} applies nowhere in {type(model).__name__}; {_hint(key, [])}"
+            )
         if not optional and rule_text(key) not in applied:
             raise ValueError(
                 f"policy rule {rule_text(key)} applies nowhere: rules before it match all modules, or the same op, and "

@@ -246,6 +246,12 @@ def test_layers_with_a_quantizer_of_their_own_have_no_rules_for_ops():
     assert found == {("0", "linear"): 2, ("1", "silu"): 4, ("2", "silu"): None}
 
 
+def test_rules_for_ops_alone_find_nothing_in_a_layer_with_a_quantizer_of_its_own():
+    for policy in ({F.silu: None}, brevact.Policy({F.silu: None})):
+        with pytest.raises(ValueError, match=r"silu applies nowhere in SiLU; it has a backward quantizer of its own"):
+            brevact.quantize_backward(bnn.SiLU(act_quant=StochBackward4bit), policy)
+
+
 def test_gradients_of_an_op_with_a_rule_are_those_of_its_quantizer():
     x, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
     policy = brevact.Policy({torch.sigmoid: NearestBackward4bit, "*": None})

@@ -163,7 +163,7 @@ def _fix(source: Any) -> str:
     if inspect.isclass(source) and callable(getattr(source, "quantize", None)):
         return f"make a quantizer of this class first: {source.__name__}(); "
     if isinstance(source, Mapping | list | tuple):
-        return 'rules are a mapping, for brevact.quantize_backward alone: {"head": None, "*": StochBackward2bit}; '
+        return 'rules are a mapping, for brevact.quantize_backward: {"head": None, "*": StochBackward2bit}; '
     if source is None:
         return "full precision is what a model has without a policy: brevact.restore_backward(model); "
     if type(source) is int and source in range(1, 9):
