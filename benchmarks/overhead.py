@@ -39,7 +39,7 @@ from torch import Tensor, nn
 import brevact
 from benchmarks.bare_functions import bare_functions
 from benchmarks.records import write_rows
-from benchmarks.training_step import loss_of, step_times
+from benchmarks.training_step import kept_bytes, loss_of, step_times
 from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part
 from recipes.models.resnet import BasicBlock
 
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "processes": args.processes,
                 "rounds": args.rounds,
                 "stored": name,
-                "kept_mib": round(brevact.memory_report(model, images).saved_bytes / 2**20, 2),
+                "kept_mib": round(kept_bytes(model, images) / 2**20, 2),
                 "step_s": round(statistics.mean(each.step_s[name] for each in figures), 4),
                 "step_ratio": round(ratio, 3),
                 "ratio_error": round(error, 3),

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import brevact
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
-from benchmarks.training_step import backward_quantizer, kept_resident_bytes, loss_of, step_times
+from benchmarks.training_step import backward_quantizer, kept_bytes, kept_resident_bytes, loss_of, step_times
 
 _MIB = 2**20
 _COLLECTED = 4
@@ -166,7 +166,7 @@ def measure(net: str, args: argparse.Namespace) -> list[dict[str, object]]:
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
     labels = torch.randint(0, 10, (args.batch_size,))
     models = variants(net, args.quantizer, images, collecting=args.collecting)
-    kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in models.items()}
+    kept = {name: kept_bytes(model, images) for name, model in models.items()}
     resident = {name: kept_resident_bytes(model, images, labels) for name, model in models.items()}
 
     def step(model: nn.Module) -> None:

@@ -38,6 +38,12 @@ def kept_resident_bytes(model: nn.Module, images: Tensor, labels: Tensor) -> int
     return None if before is None or after is None else after - before
 
 
+def kept_bytes(model: nn.Module, images: Tensor) -> int:
+    """Bytes that a model keeps for backward; without a backward quantizer, what torch keeps."""
+    report = brevact.memory_report(model, images)
+    return report.plain_bytes if report.note else report.saved_bytes
+
+
 def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy."""
     return nn.functional.cross_entropy(model(images), labels)
@@ -95,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if resident_bytes() is None:
         print("resident memory is left out: it is known on Linux only")
 
-    kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in models.items()}
+    kept = {name: kept_bytes(model, images) for name, model in models.items()}
     resident = {name: kept_resident_bytes(model, images, labels) for name, model in models.items()}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
 

@@ -6,7 +6,7 @@ import copy
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,23 +19,26 @@ from torch.nn.parameter import is_lazy
 from brevact.arguments import check_model
 from brevact.autograd import attach_region, has_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
-from brevact.autograd.storage_report import recording
+from brevact.autograd.storage_report import NO_QUANTIZER, recording
 from brevact.autograd.storages import storage_address
 from brevact.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
+from brevact.policy import quantize_backward
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
+_BY_DEFAULT = "The model has no backward quantizer: stored is what brevact.quantize_backward(model) would store."
 
 
 def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any]) -> MemoryReport:
     """Measure what one training forward pass of a model stores for backward, each storage once.
 
     Runs a copy of the model on the batch twice, as it is and with its backward quantizers switched off, and adds up
-    the storages that autograd keeps, without parameters and buffers. Model, gradients and random generators stay
-    untouched. An input that is stored as it is counts by its own bytes, also where it is a slice of a larger tensor;
-    the caller holds it anyway. What a checkpointed function will compute again does not count. What ``torch.compile``
-    made is measured as it runs without the compiler.
+    the storages that autograd keeps, without parameters and buffers. A model that has no backward quantizer is measured
+    as ``quantize_backward(model)`` would let it store; by the rules ``{"*": None}`` it has one, full precision. Model,
+    gradients and random generators stay untouched. An input that is stored as it is counts by its own bytes, also where
+    it is a slice of a larger tensor; the caller holds it anyway. What a checkpointed function will compute again does
+    not count. What ``torch.compile`` made is measured as it runs without the compiler.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -43,6 +46,8 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
     >>> report = brevact.memory_report(model, torch.randn(64, 64))
     >>> report.plain_bytes, report.saved_bytes  # of the input and of the ReLU's output
     (32768, 2608)
+    >>> print(brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(64, 64)).note)
+    The model has no backward quantizer: stored is what brevact.quantize_backward(model) would store.
 
     Args:
         model: module, with or without backward quantization; measured in training mode.
@@ -58,10 +63,18 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
     """
     check_model(model, "memory_report(model, batch)", batch)
     arguments = without_surroundings(arguments_of(model, batch))
+    note = ""
     with explained(batch, arguments):
         saved = _measure(model, arguments)
-    with regions_disabled():
-        plain = _measure(model, arguments)
+    if any(regions_of(module) for module in model.modules()) or any(op.why != NO_QUANTIZER for op in saved.ops):
+        with regions_disabled():
+            plain = _measure(model, arguments)
+    else:
+        plain = saved
+        try:
+            saved, note = _measure(model, arguments, quantize_backward), _BY_DEFAULT
+        except (TypeError, RuntimeError) as error:  # NotImplementedError, too
+            note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
     plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     rows = tuple(
@@ -69,7 +82,7 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
         for name, kind in kinds.items()
         if plain_bytes[name] or saved_bytes[name]
     )
-    note = "" if rows else _why_nothing(model, arguments, plain.has_graph)
+    note = note if rows else _why_nothing(model, arguments, plain.has_graph)
     return MemoryReport(rows, tuple(saved.ops), note)
 
 
@@ -115,9 +128,13 @@ def _by_layer(ops: list[OpMemory]) -> Counter[str]:
     return found
 
 
-def _measure(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> _Measured:
-    """Return what each op of a copy of the model keeps for backward."""
-    model = _copy(model)
+def _measure(
+    model: nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    change: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> _Measured:
+    """Return what each op of a copy of the model, changed first, keeps for backward."""
+    model = change(_copy(model))
     if not model.training:
         model.train()
     weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}

@@ -64,12 +64,13 @@ class MemoryReport:
     >>> import torch, brevact
     >>> report = brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(32, 64))
     >>> report.plain_bytes, report.rows[0].kind, report.ops[0].why
-    (8192, 'Linear', 'no quantizer applies')
+    (8192, 'Linear', 'fewer elements than min_numel')
 
     Args:
         rows: one row a layer, in the order of ``model.named_modules()``; layers that store nothing are left out.
         ops: one row a tensor that an op stores with backward quantization, in the order of the forward pass.
-        note: why nothing is stored at all; "" where something is.
+        note: that the model has no backward quantizer, and what is measured in its place; or why nothing is stored at
+            all; "" otherwise.
     """
 
     rows: tuple[LayerMemory, ...]
@@ -162,7 +163,8 @@ class MemoryReport:
         axes.margins(y=0.01)
         axes.invert_yaxis()
         axes.set_xlabel("kept for backward, MiB")
-        axes.set_title(f"{self.ratio:.1f} times less kept for backward")
+        title = f"{self.ratio:.1f} times less kept for backward"
+        axes.set_title(f"{title}\n{self.note}" if self.note else title)
         axes.legend(loc="lower right")
         figure.savefig(path, dpi=150)
 

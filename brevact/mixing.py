@@ -66,7 +66,7 @@ class MixSchedule:
     ) -> None:
         check_model(model, "MixSchedule(model, kind)", kind)
         self._model = model
-        start = self._holders()[0][1].quantizer.probability if start is None else start
+        start = _mixtures(self._holders()[0][1])[0].probability if start is None else start
         self._plan = _checked({"kind": kind, "start": start, "end": end, "steps": steps, "stairs": stairs})
         self._done = 0
         self._apply()
@@ -123,11 +123,10 @@ class MixSchedule:
         changed: dict[BackwardSettings, BackwardSettings] = {}  # what was one object stays one
         probability = self.mix_prob
         for holder, settings in self._holders():
-            if settings.quantizer.probability == probability:
+            if all(quantizer.probability == probability for quantizer in _mixtures(settings)):
                 continue
             if settings not in changed:
-                quantizer = settings.quantizer.with_probability(probability)
-                changed[settings] = dataclasses.replace(settings, quantizer=quantizer)
+                changed[settings] = _with_probability(settings, probability)
             holder.settings = changed[settings]
 
     def _holders(self) -> list[tuple[Any, BackwardSettings]]:
@@ -137,17 +136,31 @@ class MixSchedule:
             holders += regions_of(module)
             if isinstance(module, BackwardQuantProxy):
                 holders.append(module)
-        mixing = [
-            (holder, holder.settings)
-            for holder in holders
-            if holder.settings is not None and isinstance(holder.settings.quantizer, MixingQuantizer)
-        ]
+        mixing = [(holder, holder.settings) for holder in holders if _mixtures(holder.settings)]
         if not mixing:
             raise ValueError(
                 "model has no quantizer that mixes two widths; give it one first: "
                 "brevact.quantize_backward(model, brevact.StochBackward2bit4bitMix)"
             )
         return mixing
+
+
+def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
+    """The mixing quantizers of settings, those of ops with a rule of their own included."""
+    if settings is None:
+        return []
+    own = [settings.quantizer] if isinstance(settings.quantizer, MixingQuantizer) else []
+    return own + [quantizer for _, each in settings.of_functions for quantizer in _mixtures(each)]
+
+
+def _with_probability(settings: BackwardSettings | None, probability: float) -> Any:
+    if settings is None:
+        return None
+    quantizer = settings.quantizer
+    if isinstance(quantizer, MixingQuantizer):
+        quantizer = quantizer.with_probability(probability)
+    functions = tuple((name, _with_probability(each, probability)) for name, each in settings.of_functions)
+    return dataclasses.replace(settings, quantizer=quantizer, of_functions=functions)
 
 
 def _checked(plan: dict[str, Any]) -> dict[str, Any]:

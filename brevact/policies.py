@@ -45,6 +45,9 @@ def computes_attention(name: str, module: nn.Module) -> bool:
     return "attention" in type(module).__name__.lower()
 
 
+#: For any model, where no quantizer is named: 4 bits.
+DEFAULT = Policy({"*": StochBackward4bit})
+
 #: For convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2. On a nano
 #: EfficientNetV2 that has learnt digits for 80 steps, the gradient's error is 0.71 of its norm, at 2 bits throughout it
 #: is 1.31, for 1.3 times the bytes; at 3 bits throughout, 0.53 for 1.5 times. Measured by `benchmarks.policies`.

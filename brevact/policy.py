@@ -13,9 +13,10 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.compiled.mode import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.settings import BackwardQuantizer
+from brevact.policies import DEFAULT
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
-from brevact.rules import POLICY, Assignment, Policy, assignments, check_rules, source_text
+from brevact.rules import POLICY, Assignment, Policy, assignments, block_assignment, check_rules, source_text
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -44,7 +45,7 @@ def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantize
     return backward_settings_from(source, **overrides).quantizer
 
 
-def backward_quant(source: BackwardQuantizer | None, **overrides: Any) -> region:
+def backward_quant(source: BackwardQuantizer | Policy | None = DEFAULT, **overrides: Any) -> region:
     """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
 
     >>> import torch, brevact
@@ -52,6 +53,8 @@ def backward_quant(source: BackwardQuantizer | None, **overrides: Any) -> region
     >>> with brevact.backward_quant(brevact.StochBackward2bit):
     ...     loss = (x @ weight).relu().sum()
     >>> loss.backward()
+    >>> with brevact.backward_quant():  # what brevact.DEFAULT says
+    ...     loss = (x @ weight).relu().sum()
 
     An activation quantizer of Brevitas quantizes each tensor by statistics of its own, like a new one: in a block
     nothing tells tensors apart from one run to the next.
@@ -60,14 +63,17 @@ def backward_quant(source: BackwardQuantizer | None, **overrides: Any) -> region
     manager that was made before.
 
     Args:
-        source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region.
-        **overrides: settings that replace those of ``source``.
+        source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region. Or
+            a :class:`Policy` whose rules are "*" and torch functions. Left out, it is :data:`DEFAULT`, of whose rules
+            those for modules do not count here.
+        **overrides: settings that replace those of ``source``, which is one quantizer.
 
     Returns:
         Context manager, to be used once or often, also as a decorator.
 
     Raises:
-        TypeError: ``source`` is no backward quantizer, or an override is not one of its settings.
+        TypeError: ``source`` is no backward quantizer and no policy for a block, or an override is not one of its
+            settings.
         ValueError: a value is out of range.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -82,7 +88,7 @@ def _text_of(source: Any, overrides: tuple[tuple[str, Any], ...]) -> str | None:
 
 
 def quantize_backward(
-    model: M, policy: BackwardQuantizer | Mapping[Any, BackwardQuantizer | None] | Policy, **overrides: Any
+    model: M, policy: BackwardQuantizer | Mapping[Any, BackwardQuantizer | None] | Policy = DEFAULT, **overrides: Any
 ) -> M:
     """Let a whole model store packed activations for backward, in place.
 
@@ -90,10 +96,14 @@ def quantize_backward(
     device, eval mode, hooks, tied weights, subclasses and ``state_dict`` keys stay. Layers that have a backward
     quantizer of their own (``act_quant=``) keep it.
 
-    >>> import torch.nn as nn, brevact
+    >>> import torch.nn as nn, torch.nn.functional as F, brevact
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-    >>> model = brevact.quantize_backward(model, {nn.BatchNorm2d: brevact.StochBackward4bit,
-    ...                                           "*": brevact.StochBackward2bit})
+    >>> model = brevact.quantize_backward(model)  # what brevact.DEFAULT says
+    >>> model = brevact.quantize_backward(brevact.restore_backward(model), {
+    ...     nn.BatchNorm2d: brevact.StochBackward4bit,
+    ...     F.cross_entropy: None,  # full precision, wherever it is called
+    ...     "*": brevact.StochBackward2bit,
+    ... })
 
     An activation quantizer of Brevitas quantizes for backward alone here. One that collects statistics collects them in
     each module anew; they are copied and pickled with the model, and are not part of its ``state_dict``: a layer's
@@ -110,16 +120,21 @@ def quantize_backward(
         model: module to change.
         policy: one backward quantizer for all of it; or rules, a mapping to backward quantizers, None for full
             precision. A rule is a module type or a tuple of types; a name pattern, which names a module and what is
-            inside it ("head"), with the wildcards of ``fnmatch`` ("blocks.*.norm", "*"); or a function of a module's
-            name and the module, which returns True or False. The first rule that matches a module wins; a module that
-            none matches runs as its parent does. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``.
+            inside it ("head"), with the wildcards of ``fnmatch`` ("blocks.*.norm", "*"); a torch function or a tuple of
+            functions; or a function of a module's name and the module, which returns True or False. A torch function
+            stands for all that mean the same op: ``torch.matmul`` for ``a @ b`` and ``torch.bmm``, ``F.cross_entropy``
+            for ``nn.CrossEntropyLoss``. For a call of a function in a module, the first rule wins that matches the
+            module or names the function; a module that none matches counts as its parent. Layers with ``act_quant=``
+            have no rules. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``; left out, it is
+            :data:`DEFAULT`.
         **overrides: settings that replace those of the one quantizer.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module, a rule's key is of another kind, its value no backward quantizer.
+        TypeError: ``model`` is no module, a rule's key is of another kind or a torch function in which no quantizer
+            changes what is stored, its value no backward quantizer.
         ValueError: a rule matches nothing, or nothing that the rules before it leave; the model, or a part of it,
             already has a policy.
     """
@@ -129,7 +144,7 @@ def quantize_backward(
     for module, assignment in _assignments(model, policy, overrides).items():
         settings = settings_of_module(assignment.settings, module)
         try:
-            attach_region(module, settings, POLICY, label=(assignment.rule, assignment.source))
+            attach_region(module, settings, POLICY, label=_label(assignment))
         except RuntimeError as error:  # of torch.jit
             for changed in model.modules():
                 detach_region(changed, POLICY)
@@ -164,7 +179,15 @@ def restore_backward(model: M) -> M:
     return model
 
 
+def _label(assignment: Assignment) -> tuple[Any, ...]:
+    """What the tables of a policy say of a module, as texts: the rule, the quantizer, and those of each op."""
+    return assignment.rule, assignment.source, tuple(each[:3] for each in assignment.ops)
+
+
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
+    if isinstance(source, Policy):
+        _refuse_overrides(source, overrides, "backward_quant(StochBackward4bit, {})")
+        return block_assignment(source.rules, skips_modules=source is DEFAULT).settings
     if source is None:
         if overrides:
             raise TypeError(
@@ -175,14 +198,21 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     return backward_settings_from(source, **overrides)
 
 
+def _refuse_overrides(policy: Any, overrides: dict[str, Any], call: str) -> None:
+    if overrides:
+        stated = ", ".join(f"{name}={brief(value)}" for name, value in overrides.items())
+        fix = (
+            f"name one: {call.format(stated)}"
+            if policy is DEFAULT
+            else "in rules, put them on a rule's value: StochBackward2bit.let(bucket_size=128)"
+        )
+        raise TypeError(f"{', '.join(overrides)}: overrides go with a single quantizer; {fix}")
+
+
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
     """Return what each module gets by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
-        if overrides:
-            raise TypeError(
-                f"{', '.join(overrides)}: overrides go with a single quantizer; in rules, put them on a rule's value: "
-                "StochBackward2bit.let(bucket_size=128)"
-            )
+        _refuse_overrides(policy, overrides, "quantize_backward(model, StochBackward4bit, {})")
         if isinstance(policy, Policy):
             return assignments(model, policy.rules, optional=True)
         check_rules(policy, "policy")

@@ -19,6 +19,23 @@ _OWN = "its own"
 
 
 @dataclass(frozen=True)
+class OpPolicy:
+    """What applies to an op inside a module, in place of what applies to the module.
+
+    Args:
+        op: name of the op: the torch functions that mean it have one rule.
+        rule: the policy's rule that names it, as text.
+        source: the backward quantizer by name.
+        settings: what the op stores; None for full precision.
+    """
+
+    op: str
+    rule: str
+    source: str
+    settings: BackwardSettings | None
+
+
+@dataclass(frozen=True)
 class ModulePolicy:
     """What applies to one module.
 
@@ -29,6 +46,7 @@ class ModulePolicy:
             and it runs as its parent does.
         source: the backward quantizer by name.
         settings: what ops inside store; None for full precision.
+        ops: ops to which something else applies.
     """
 
     module: str
@@ -36,13 +54,15 @@ class ModulePolicy:
     rule: str
     source: str
     settings: BackwardSettings | None
+    ops: tuple[OpPolicy, ...] = ()
 
 
 @dataclass(frozen=True)
 class BackwardPolicy:
     """Which backward quantizer applies where in a model.
 
-    ``print(policy)`` shows a tree: a module has a line if something else applies to it than to its parent.
+    ``print(policy)`` shows a tree: a module has a line if something else applies to it than to its parent, and so has,
+    below it, an op with a rule of its own.
 
     >>> import torch.nn as nn, brevact
     >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), brevact.StochBackward2bit)
@@ -64,16 +84,19 @@ class BackwardPolicy:
         above: dict[str, str] = {}
         for row in self.rows:
             parent = above.get(row.module.rpartition(".")[0]) if row.module else None
-            differs = parent is None or shown[parent].settings != row.settings
+            differs = parent is None or (shown[parent].settings, shown[parent].ops) != (row.settings, row.ops)
             above[row.module] = row.module if differs or parent is None else parent
             if differs:
                 shown[row.module] = row
             counts[above[row.module]] = counts.get(above[row.module], 0) + 1
         header = ("module", "kind", "modules", "rule", "backward quantizer")
-        cells = [
-            (_indented(row.module), row.kind, str(counts[row.module]), row.rule or "-", _quantizer_text(row))
-            for row in shown.values()
-        ]
+        cells = []
+        for row in shown.values():
+            name = "  " * (row.module.count(".") + 1) + row.module if row.module else "(model)"
+            cells.append((name, row.kind, str(counts[row.module]), row.rule or "-", _quantizer_text(row)))
+            indent = " " * (len(name) - len(name.lstrip()) + 2)
+            around = shown[above[row.module.rpartition(".")[0]]] if row.module else None
+            cells += [(indent + op, "op", "-", *texts) for op, texts in _ops_that_differ(row, around).items()]
         return text_table(header, cells)
 
 
@@ -103,25 +126,38 @@ def backward_policy(model: nn.Module) -> BackwardPolicy:
 
 def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[ModulePolicy]) -> None:
     """Append the rows of a module and of what is inside it."""
-    rule, source, settings = "", parent.source, parent.settings
+    rule, source, settings, ops = "", parent.source, parent.settings, parent.ops
     for hook in regions_of(module):  # the last one is entered last, and decides
         settings = hook.settings
         if hook.origin == POLICY:
-            rule, source = hook.label
+            rule, source, of_ops = hook.label
         else:
             rule, source = _OWN, source_text(None) if settings is None else type(settings.quantizer).__name__
-    row = ModulePolicy(name, type(module).__name__, rule, source, settings)
+            of_ops = ()
+        of_functions = () if settings is None else settings.of_functions
+        ops = tuple(
+            OpPolicy(name, rule, source, each)
+            for (name, rule, source), (_, each) in zip(of_ops, of_functions, strict=False)
+        )
+        if settings is not None and settings.quantizer is None:
+            settings = None
+    row = ModulePolicy(name, type(module).__name__, rule, source, settings, ops)
     rows.append(row)
     for child_name, child in module.named_children():
         if not (is_quant_proxy(child) or isinstance(child, BackwardQuantProxy)):
             _describe(child, f"{name}.{child_name}" if name else child_name, row, rows)
 
 
-def _indented(name: str) -> str:
-    return "  " * (name.count(".") + 1) + name if name else "(model)"
+def _ops_that_differ(row: ModulePolicy, parent: ModulePolicy | None) -> dict[str, tuple[str, str]]:
+    """Return rule and quantizer, as texts, of the ops to which something else applies than in the parent."""
+    inside, around = (
+        {} if each is None else {op.op: (op.rule, _quantizer_text(op)) for op in each.ops} for each in (row, parent)
+    )
+    of_module = row.rule or "-", _quantizer_text(row)
+    return {op: inside.get(op, of_module) for op in {**around, **inside} if inside.get(op, of_module) != around.get(op)}
 
 
-def _quantizer_text(row: ModulePolicy) -> str:
+def _quantizer_text(row: ModulePolicy | OpPolicy) -> str:
     if row.settings is None:
         return row.source
     text = described(row.settings, brief=True)

@@ -1,16 +1,18 @@
-"""Rules of a policy: which modules they match, and which quantizer each module gets."""
+"""Rules of a policy: which modules and ops they match, and which quantizer each of them gets."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from brevact.autograd import BackwardSettings, has_region
+from brevact.autograd.op_names import OP_NAMES, is_torch_function
+from brevact.autograd.settings import with_functions
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.proxies import is_quant_proxy
@@ -20,8 +22,9 @@ from brevact.quantizers.brief import brief
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
 POLICY = "policy"
 ACCEPTED_KEYS = (
-    "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), name patterns "
-    '("blocks.*", "*") and functions of a name and a module that return True or False'
+    "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
+    'tuple of functions), name patterns ("blocks.*", "*") and functions of a name and a module that return True or '
+    "False"
 )
 
 
@@ -29,12 +32,13 @@ ACCEPTED_KEYS = (
 class Policy:
     """Ordered rules for models of one kind, some of which a model may leave without a match.
 
-    >>> import torch.nn as nn, brevact
-    >>> norms = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit})
-    >>> model = brevact.quantize_backward(nn.Sequential(nn.LayerNorm(8)), norms)
+    >>> import torch.nn as nn, torch.nn.functional as F, brevact
+    >>> finer = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit,
+    ...                         F.cross_entropy: brevact.StochBackward8bit})
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.LayerNorm(8)), finer)
 
     Args:
-        rules: mapping from module types, name patterns or functions to backward quantizers, as
+        rules: mapping from module types, torch functions, name patterns or functions to backward quantizers, as
             :func:`brevact.quantize_backward` takes it. Unlike there, a rule may match nothing; all of them may not.
 
     Raises:
@@ -50,37 +54,61 @@ class Policy:
             _assignment(key, source)
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """What a rule gives to a module.
+class OpRule(NamedTuple):
+    """What a rule gives to an op.
 
     Args:
-        settings: what the region of the module stores; None keeps full precision.
+        op: the name of the op.
         rule: the rule as text.
         source: the backward quantizer as text.
+        settings: what the op stores; None keeps full precision.
+    """
+
+    op: str
+    rule: str
+    source: str
+    settings: BackwardSettings | None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the rules give to a module.
+
+    Args:
+        settings: what the region of the module stores, ops with a rule of their own included; None keeps full
+            precision.
+        rule: the rule that matches the module, as text; "" for none.
+        source: the backward quantizer as text.
+        ops: what ops get in place of that.
     """
 
     settings: BackwardSettings | None
     rule: str
     source: str
+    ops: tuple[OpRule, ...] = ()
+
+    def with_ops(self, ops: tuple[OpRule, ...]) -> Assignment:
+        """Return the assignment with rules for ops, which come before it."""
+        settings = with_functions(self.settings, tuple((each.op, each.settings) for each in ops))
+        return replace(self, settings=settings, ops=ops)
 
 
 def check_rules(rules: Any, argument: str) -> None:
     """Raise for rules that are no mapping, or none at all."""
     if not isinstance(rules, Mapping):
         raise TypeError(
-            f"{argument}={brief(rules)} of type {type(rules).__name__}; accepted is a mapping from module types, name "
-            "patterns or functions to backward quantizers"
+            f"{argument}={brief(rules)} of type {type(rules).__name__}; accepted is a mapping from module types, torch "
+            "functions, name patterns or functions to backward quantizers"
         )
     if not rules:
         raise ValueError(f'{argument}: got no rules; accepted is at least one, such as {{"*": StochBackward2bit}}')
     for key in rules:
-        if not (isinstance(key, str) or _are_module_types(key) or _is_function(key)):
+        if not (isinstance(key, str) or _are_module_types(key) or ops_of(key) or _is_function(key)):
             raise TypeError(f"policy rule {brief(key)} of type {type(key).__name__}: {ACCEPTED_KEYS}{_fix_of_key(key)}")
 
 
 def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = False) -> dict[nn.Module, Assignment]:
-    """Return what each module gets; the first rule that matches a module wins.
+    """Return what each module gets; the first rule that matches a module, or names an op inside, wins.
 
     Args:
         model: root of the modules; layers with a backward quantizer of their own are left out.
@@ -88,22 +116,23 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
         optional: whether some rules may match nothing.
 
     Returns:
-        Assignments of the modules that a rule matches.
+        Assignments of the modules that a rule matches; if there are rules for ops, of the model in any case.
 
     Raises:
         TypeError: a key is no rule, or a value no backward quantizer.
         ValueError: a rule matches nothing, or nothing that the rules before it leave.
     """
-    of_rules = {key: _assignment(key, source) for key, source in rules.items()}
+    of_rules, all_ops = _resolved(rules)
+    of_ops = [key for key in rules if ops_of(key)]
     names: dict[nn.Module, list[str]] = {}
     for name, module in _modules_without_own_region(model):
         names.setdefault(module, []).append(name)
-    matching = {key: [module for module in names if _matches_any(key, names[module], module)] for key in rules}
+    matching = {key: [module for module in names if _matches_any(key, names[module], module)] for key in of_rules}
     assigned: dict[nn.Module, Assignment] = {}
     for key, modules in matching.items():
         count = len(assigned)
         assigned = {module: of_rules[key] for module in modules} | assigned
-        if not optional or not any(matching.values()):
+        if not optional or not (any(matching.values()) or (of_ops and names)):
             if not modules:
                 hint = _hint(key, [name for each in names.values() for name in each])
                 raise ValueError(f"policy rule {rule_text(key)} matches no module of {type(model).__name__}; {hint}")
@@ -112,7 +141,57 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
                     f"policy rule {rule_text(key)} applies nowhere: rules before it match all its modules, and the "
                     "first match wins; put it before them"
                 )
-    return {module: assigned[module] for module in names if module in assigned}
+    if all_ops and model in names:
+        assigned.setdefault(model, Assignment(None, "", source_text(None)).with_ops(all_ops))
+    found = {module: assigned[module] for module in names if module in assigned}
+    applied = {each.rule for assignment in found.values() for each in assignment.ops}
+    for key in of_ops:
+        if not names:
+            raise ValueError(
+                f"policy rule {rule_text(key)} applies nowhere in {type(model).__name__}; {_hint(key, [])}"
+            )
+        if not optional and rule_text(key) not in applied:
+            raise ValueError(
+                f"policy rule {rule_text(key)} applies nowhere: rules before it match all modules, or the same op, and "
+                "the first match wins; put it before them"
+            )
+    return found
+
+
+def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpRule, ...]]:
+    """Return what rules for modules give, rules for ops before them included, and all rules for ops."""
+    of_rules: dict[Any, Assignment] = {}
+    ops: dict[str, OpRule] = {}
+    for key, source in rules.items():
+        assignment = _assignment(key, source)
+        for op in ops_of(key):
+            ops.setdefault(op, OpRule(op, assignment.rule, assignment.source, assignment.settings))
+        if not ops_of(key):
+            of_rules[key] = assignment.with_ops(tuple(ops.values()))
+    return of_rules, tuple(ops.values())
+
+
+def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assignment:
+    """Return what a block of code gets, where nothing is known of modules: what "*" says, and rules for ops.
+
+    Args:
+        rules: backward quantizers, or None, by rule.
+        skips_modules: whether other rules are left out.
+
+    Returns:
+        The assignment of the block.
+
+    Raises:
+        TypeError: a rule is for modules, and ``skips_modules`` is False.
+    """
+    for key in rules:
+        if key != "*" and not ops_of(key) and not skips_modules:
+            raise TypeError(
+                f"policy rule {rule_text(key)} is for modules, of which a block of code knows nothing; accepted are "
+                '"*" and torch functions; give a model all rules: brevact.quantize_backward(model, policy)'
+            )
+    of_rules, ops = _resolved(rules)
+    return of_rules.get("*") or Assignment(None, "", source_text(None)).with_ops(ops)
 
 
 def _matches_any(key: Any, names: list[str], module: nn.Module) -> bool:
@@ -120,7 +199,7 @@ def _matches_any(key: Any, names: list[str], module: nn.Module) -> bool:
 
 
 def matches(key: Any, name: str, module: nn.Module) -> bool:
-    """Return whether a rule matches a module of this name.
+    """Return whether a rule for modules matches one of this name.
 
     Raises:
         TypeError: ``key`` is a function that returns neither True nor False.
@@ -138,6 +217,28 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
             f"{name!r}; a function of a name and a module returns True or False"
         )
     return found
+
+
+def ops_of(key: Any) -> tuple[str, ...]:
+    """Return the names of the ops that a rule is for; none if it is for modules.
+
+    Raises:
+        TypeError: it names a torch function in which no quantizer changes what is stored.
+    """
+    functions = key if isinstance(key, tuple) else (key,)
+    if not functions or not all(map(is_torch_function, functions)):
+        return ()
+    for func in functions:
+        if func not in OP_NAMES:
+            name = getattr(func, "__name__", brief(func))
+            near = difflib.get_close_matches(name, dict.fromkeys(OP_NAMES.values()), n=3, cutoff=0.5)
+            nearest = f"nearest: {', '.join(near)}; " if near else ""
+            raise TypeError(
+                f"policy rule {name}: no quantizer changes what this function stores for backward; "
+                f"{nearest}accepted are functions whose activations are "
+                "packed, such as F.cross_entropy, F.scaled_dot_product_attention and torch.matmul"
+            )
+    return tuple(dict.fromkeys(OP_NAMES[func] for func in functions))
 
 
 def _fix_of_key(key: Any) -> str:
@@ -172,6 +273,7 @@ def _assignment(key: Any, source: Any) -> Assignment:
 
 
 def _is_function(key: Any) -> bool:
+    """Whether a key, which is no torch function, is a user's function of a name and a module."""
     return callable(key) and not isinstance(key, type | nn.Module)
 
 

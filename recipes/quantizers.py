@@ -4,6 +4,7 @@ import ast
 import difflib
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import brevitas.quant
 import torch
@@ -13,7 +14,8 @@ from brevitas.proxy.runtime_quant import ActQuantProxyFromInjectorBase
 from dependencies.exceptions import DependencyError
 from torch import nn
 
-from brevact import SaveMode, injectors
+import brevact
+from brevact import Policy, SaveMode, injectors
 from recipes.errors import RecipeError
 from recipes.models import Layers
 from recipes.settings import Settings
@@ -22,7 +24,7 @@ _LEAF = r"[A-Z]\w*Backward(\d\w*)?"  # Stoch-Backward-2bit, L4-Backward
 _FRAGMENTS = ("Base", "Mixin", "Solver")
 
 
-def find_quantizers(settings: Settings) -> tuple[type | None, type | None, type | None]:
+def find_quantizers(settings: Settings) -> tuple[type | None, type | None, type | Policy | None]:
     """The quantizers that the settings name: for weights, for the layers' inputs, and for the backward pass.
 
     Raises:
@@ -58,22 +60,23 @@ def _try_out(layers: Layers, words: str) -> None:
         ) from error
 
 
-def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> type:
-    """The injector of a backward quantizer of `brevact`, with its settings changed.
+def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> type | Policy:
+    """The injector of a backward quantizer of `brevact`, or a policy of it, with settings changed.
 
     Args:
-        name: a leaf class of brevact, such as "StochBackward2bit".
+        name: a leaf class of brevact, such as "StochBackward2bit", or a policy, such as "DEFAULT".
         overrides: "setting=value" each, such as "bucket_size=256"; values are Python literals or plain words.
         save_mode: a value of `SaveMode`.
 
     Returns:
-        The injector, checked: brevact has resolved it once.
+        The injector, checked: brevact has resolved it once; or the policy, with the settings in each of its quantizers.
 
     Raises:
         RecipeError: unknown name or setting, or a value that is out of range.
     """
     known = {key: value for key, value in vars(injectors).items() if re.fullmatch(_LEAF, key)}
-    leaf = _look_up(name, known, "--act-quant", "a backward quantizer of brevact")
+    known |= {key: value for key, value in vars(brevact).items() if isinstance(value, Policy)}
+    found = _look_up(name, known, "--act-quant", "a backward quantizer of brevact")
     values: dict[str, object] = {"save_mode": SaveMode(save_mode)}
     for override in overrides:
         key, separator, value = override.partition("=")
@@ -81,7 +84,9 @@ def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> t
             raise RecipeError(f"--act-override {override!r} is not of the form setting=value, such as bucket_size=256")
         values[key] = _literal(value)
     try:
-        injector = leaf.let(**values)
+        if isinstance(found, Policy):
+            return Policy({key: leaf and leaf.let(**values) for key, leaf in found.rules.items()})
+        injector = found.let(**values)
         injectors.backward_settings_from(injector)
     except (TypeError, ValueError, DependencyError) as error:
         raise RecipeError(f"backward quantizer {' '.join([name, *overrides])}: {error}") from error
@@ -111,7 +116,7 @@ def forward_quantizer(name: str, proxy: type, option: str) -> type:
     return _look_up(name, known, option, "a quantizer of brevitas.quant for this place")
 
 
-def _look_up(name: str, known: dict[str, type], option: str, what: str) -> type:
+def _look_up(name: str, known: dict[str, Any], option: str, what: str) -> Any:
     if name in known:
         return known[name]
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]

@@ -115,7 +115,8 @@ def retrofit(model: nn.Module, data: ImageDataset, plan: Plan, settings: Setting
     """
     device = next(model.parameters()).device
     batches = make_batches(settings, data, device)
-    rows = [_measured(copy.deepcopy(model), plan, batches, {"norms": "full precision", "scope": ""}, tune=False)]
+    exact = brevact.quantize_backward(copy.deepcopy(model), {"*": None})
+    rows = [_measured(exact, plan, batches, {"norms": "full precision", "scope": ""}, tune=False)]
     for name in plan.formats:
         for scope in plan.scopes:
             changed = brevact.quantize_backward(copy.deepcopy(model), rules(model, plan, name, scope))
@@ -140,9 +141,10 @@ def rules(model: nn.Module, plan: Plan, name: str, scope: str) -> dict[object, t
     """
     norm = backward_quantizer(f"{name}ForwardBackward", (), "save_quantized")
     other = backward_quantizer(plan.act_quant, (), "save_quantized") if plan.act_quant else None
+    others = other.rules if isinstance(other, brevact.Policy) else {} if other is None else {"*": other}
     first = next(key for key, module in model.named_modules() if isinstance(module, nn.BatchNorm2d))
-    left_out = {first: other} if scope == "all-but-first" else {}
-    return {**left_out, nn.BatchNorm2d: norm, **({} if other is None else {"*": other})}
+    left_out = {first: others.get("*")} if scope == "all-but-first" else {}
+    return {**left_out, nn.BatchNorm2d: norm, **others}
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@
 | sample.txt | text of a language model |
 """
 
+import copy
 import platform
 import time
 from collections.abc import Callable
@@ -117,7 +118,7 @@ def train(recipe: Recipe, settings: Settings, data: Any, folder: Path, *, resume
         recipe.prepare(objective.model, settings, train_batches)
     trainer = Trainer(objective, settings, device, len(train_batches))
     folder.mkdir(parents=True, exist_ok=True)
-    report = _measure_memory(recipe, trainer, train_batches)
+    report = _measure_memory(recipe, trainer, train_batches, is_reference=settings.act_quant is None)
     result = Result(settings.label, recipe.metric, [], report.saved_bytes, report.plain_bytes)
     if resume:
         result.history.extend(_restore(trainer, folder / CHECKPOINT, recipe.metric))
@@ -178,12 +179,15 @@ def clear_results(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _measure_memory(recipe: Recipe, trainer: Trainer, batches: BatchSource) -> brevact.MemoryReport:
+def _measure_memory(
+    recipe: Recipe, trainer: Trainer, batches: BatchSource, *, is_reference: bool
+) -> brevact.MemoryReport:
     inputs, targets = next(batches.epoch())
     with trainer.autocast():
-        if recipe.quantize_loss:
-            return brevact.memory_report(trainer.objective, (inputs, targets))
-        return brevact.memory_report(trainer.model, inputs)
+        model, batch = (trainer.objective, (inputs, targets)) if recipe.quantize_loss else (trainer.model, inputs)
+        if is_reference:  # measured as it is, not as the default policy would let it store
+            model = brevact.quantize_backward(copy.deepcopy(model), {"*": None})
+        return brevact.memory_report(model, batch)
 
 
 def _restore(trainer: Trainer, path: Path, metric: Metric) -> list[dict[str, float]]:

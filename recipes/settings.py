@@ -49,7 +49,9 @@ class Settings:
     REFERENCE: ClassVar[str] = "full precision"
     MAY_CHANGE_ON_RESUME: ClassVar[frozenset[str]] = frozenset({"data_dir", "device"})
 
-    act_quant: str | None = setting(None, "backward quantizer of brevact, such as StochBackward2bit")
+    act_quant: str | None = setting(
+        None, "backward quantizer of brevact, such as StochBackward2bit, or policy, such as DEFAULT"
+    )
     act_override: tuple[str, ...] = setting(
         (), "setting of the backward quantizer, such as bucket_size=256; repeatable", action="append"
     )
@@ -207,7 +209,11 @@ def parse(
     parser.add_argument("--overwrite", action="store_true", default=False, help="replace a run that is already there")
     parser.add_argument("--resume", type=Path, default=None, metavar="DIR", help="continue the run in this folder")
     parser.add_argument(
-        "--compare", nargs="+", default=None, metavar="NAME", help="train at full precision and with each of these"
+        "--compare",
+        nargs="+",
+        default=None,
+        metavar="NAME",
+        help="train at full precision and with each of these (DEFAULT)",
     )
     given = vars(parser.parse_args(arguments))
     out_dir, overwrite, resume, compare = (given.pop(name) for name in ("out_dir", "overwrite", "resume", "compare"))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import brevact
 from brevact import NearestBackward2bit, StochBackward2bit
 from brevact.autograd import storage_report
+from brevact.autograd.hooks import regions_of
 from brevact.memory import LayerMemory, MemoryReport
 from tests.autograd.measuring import watch_saved
 
@@ -40,7 +41,7 @@ def test_totals_are_the_distinct_storages_that_autograd_keeps():
         assert saved.nbytes == expected
         if expected == report.saved_bytes:
             brevact.restore_backward(model)
-    assert report_plain.saved_bytes == report_plain.plain_bytes == report.plain_bytes
+    assert report_plain.plain_bytes == report.plain_bytes
     assert report.ratio == report.plain_bytes / report.saved_bytes > 8
 
 
@@ -48,6 +49,49 @@ def test_saved_bytes_are_the_sum_of_nbytes():
     model, x = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False)), torch.randn(8, 3, 16, 16)
     brevact.quantize_backward(model, NearestBackward2bit)
     assert brevact.memory_report(model, x).saved_bytes == brevact.quantizer(NearestBackward2bit).quantize(x).nbytes
+
+
+def test_a_model_without_a_quantizer_is_measured_with_the_default():
+    model, x = network(), torch.randn(8, 3, 16, 16)
+    report = brevact.memory_report(model, x)
+    assert not any(regions_of(module) for module in model.modules())
+    expected = brevact.memory_report(brevact.quantize_backward(copy.deepcopy(model)), x)
+    assert (report.rows, report.ops, expected.note) == (expected.rows, expected.ops, "")
+    assert "no backward quantizer" in report.note and report.note in str(report)
+    exact = brevact.memory_report(brevact.quantize_backward(copy.deepcopy(model), {"*": None}), x)
+    assert exact.saved_bytes == exact.plain_bytes == report.plain_bytes > 4 * report.saved_bytes and not exact.note
+
+
+def test_a_region_in_a_models_own_code_is_measured_as_it_is():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with brevact.backward_quant(StochBackward2bit):
+                x = self.first(x).exp()
+            return self.last(x)
+
+    report = brevact.memory_report(Model(), torch.randn(64, 64))
+    assert {row.how for row in report.ops if row.layer == "last"} == {"full precision"} and not report.note
+
+
+def test_a_model_that_the_default_does_not_serve_is_measured_as_it_is():
+    class Penalized(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            out = super().forward(x).exp()
+            (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return out.sum() + grad.square().sum()
+
+    for model, message in (
+        (nn.Sequential(torch.jit.script(nn.Linear(64, 64))), "takes no forward hooks"),
+        (Penalized(64, 64), "double backward"),
+    ):
+        report = brevact.memory_report(model, torch.randn(64, 64))
+        assert report.saved_bytes == report.plain_bytes > 0
+        assert message in report.note and report.note in str(report)
 
 
 def test_a_shared_storage_counts_once():
@@ -104,7 +148,8 @@ def test_rows_stand_in_the_order_of_the_model_and_name_containers():
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x).exp()
 
-    rows = brevact.memory_report(Model(), torch.randn(8, 3, 16, 16)).rows
+    model = brevact.quantize_backward(Model(), {"*": None})
+    rows = brevact.memory_report(model, torch.randn(8, 3, 16, 16)).rows
     assert [(row.layer, row.kind) for row in rows] == [
         ("", "Model"),
         ("inner.0", "Conv2d"),

@@ -56,6 +56,15 @@ def test_schedules_follow_their_formulas(kind, expected):
     assert schedule.mix_prob == pytest.approx(expected[-1])  # and stays there
 
 
+def test_schedules_reach_the_quantizers_of_rules_for_ops():
+    net = nn.Sequential(nn.Linear(256, 256), nn.SiLU())
+    brevact.quantize_backward(net, {nn.functional.silu: brevact.StochBackward2bit4bitMix, "*": None})
+    schedule = MixSchedule(net, "linear", start=1.0, end=0.0, steps=1)
+    sizes = [kept(net)]
+    schedule.step()
+    assert 512 * 256 * 2 // 8 <= sizes[0] - kept(net) < 512 * 256 * 2.1 // 8  # 4 bits an element, then 2
+
+
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "step"])
 def test_a_schedule_starts_and_ends_where_it_is_told(kind):
     net = model(StochBackward2bit4bitMix.let(mix_prob=1 / 3))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
+import re
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import brevact
 import brevact.nn as bnn
-from brevact import NearestBackward4bit, StochBackward2bit, StochBackward4bit
+from brevact import L4ForwardBackward, NearestBackward4bit, StochBackward2bit, StochBackward4bit, StochBackward8bit
+from brevact.autograd.op_names import OP_NAMES
+from brevact.autograd.ops import HANDLERS
 from brevact.policies import computes_attention, is_activation_function, is_norm
+from brevact.quantizers import UniformQuantizer
 from tests.autograd.measuring import watch_saved
 
 
@@ -143,6 +150,238 @@ def test_rules_of_a_policy_object_may_match_nothing():
         brevact.Policy({})
 
 
+class Ops(nn.Module):
+    """Layers and functions, some of them composed of others, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = F.silu(self.first(x))
+        x = self.attention(x, x, x, need_weights=False)[0]
+        x = torch.exp(0.1 * (x @ x.mT @ x))
+        return self.loss(self.head(x).flatten(0, 1), target)
+
+
+def op_batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 64, 64), torch.randint(64, (512,))
+
+
+def bits_of(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[tuple[str, str], int | None]:
+    """Whole bits an element of what each op of each module packs; None for one that packs nothing."""
+    found: dict[tuple[str, str], int | None] = {}
+    for row in brevact.memory_report(model, batch).ops:
+        if row.how == "packed" and row.saved_bytes:
+            found[row.layer, row.op] = 32 * row.saved_bytes // row.tensor_bytes
+        elif row.how != "packed":
+            found.setdefault((row.layer, row.op), None)
+    return found
+
+
+def test_rules_name_torch_functions_wherever_they_are_called():
+    rules = {
+        (F.cross_entropy, F.scaled_dot_product_attention): None,
+        "head": brevact.StochBackward3bit,
+        torch.bmm: StochBackward4bit,
+        Tensor.exp: StochBackward8bit,  # which has no Function: saved-tensor hooks pack what it stores
+        F.silu: brevact.StochBackward5bit,
+        "*": StochBackward2bit,
+    }
+    model, batch = Ops(), op_batch()
+    expected = model(*batch)
+    brevact.quantize_backward(model, rules)
+    assert torch.equal(model(*batch), expected)
+    assert bits_of(model, batch) == {
+        ("first", "linear"): 2,
+        ("", "silu"): 5,
+        ("attention", "linear"): 2,
+        ("attention", "scaled_dot_product_attention"): None,
+        ("", "matmul"): 4,  # as the rule for torch.bmm says
+        ("", "exp"): 8,
+        ("head.0", "linear"): 3,
+        ("head.1", "silu"): 3,  # the rule for "head" comes first
+        ("head.2", "linear"): 3,
+        ("loss", "cross_entropy"): None,
+    }
+    model(*batch).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("base", [{}, {"*": None}, {"*": brevact.LosslessBackward}])
+def test_rules_for_ops_alone_leave_the_rest_as_it_is(base):
+    rules = {F.cross_entropy: StochBackward4bit, F.scaled_dot_product_attention: StochBackward8bit}
+    model, batch = brevact.quantize_backward(Ops(), rules | base), op_batch()
+    packed = {op for (_, op), bits in bits_of(model, batch).items() if bits}
+    assert packed == {"cross_entropy", "scaled_dot_product_attention"}
+    assert bits_of(model, batch)["loss", "cross_entropy"] == 4
+    model.eval()
+    with watch_saved() as saved:
+        model(*batch)
+    assert not any(t.dtype is torch.uint8 for t in saved.tensors)
+
+
+def test_the_first_rule_decides_on_an_op_inside_another_one():
+    attend, whole = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    for rules, inner in (({attend: None, whole: StochBackward4bit}, None), ({whole: StochBackward4bit}, 4)):
+        found = bits_of(brevact.quantize_backward(Ops(), rules | {"*": StochBackward2bit}), op_batch())
+        assert (found["attention", "linear"], found["first", "linear"]) == (4, 2)
+        assert found["attention", "scaled_dot_product_attention"] == inner  # of the value
+    found = bits_of(brevact.quantize_backward(Ops(), {whole: None, attend: StochBackward4bit, "*": None}), op_batch())
+    assert not any(found.values())
+
+
+def test_a_module_that_no_rule_matches_counts_as_its_parent():
+    rules = {nn.Sequential: StochBackward2bit, F.silu: StochBackward4bit}
+    found = bits_of(brevact.quantize_backward(Ops(), rules), op_batch())
+    assert found["head.1", "silu"] == 2 and found["", "silu"] == 4 and found["first", "linear"] is None
+
+
+def test_layers_with_a_quantizer_of_their_own_have_no_rules_for_ops():
+    model = nn.Sequential(nn.Linear(64, 64), bnn.SiLU(act_quant=StochBackward4bit), nn.SiLU())
+    brevact.quantize_backward(model, {F.silu: None, "*": StochBackward2bit})
+    found = bits_of(model, (torch.randn(128, 64),))
+    assert found == {("0", "linear"): 2, ("1", "silu"): 4, ("2", "silu"): None}
+
+
+def test_rules_for_ops_alone_find_nothing_in_a_layer_with_a_quantizer_of_its_own():
+    for policy in ({F.silu: None}, brevact.Policy({F.silu: None})):
+        with pytest.raises(ValueError, match=r"silu applies nowhere in SiLU; it has a backward quantizer of its own"):
+            brevact.quantize_backward(bnn.SiLU(act_quant=StochBackward4bit), policy)
+
+
+def test_gradients_of_an_op_with_a_rule_are_those_of_its_quantizer():
+    x, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    policy = brevact.Policy({torch.sigmoid: NearestBackward4bit, "*": None})
+    with brevact.backward_quant(policy):
+        (x @ weight).sigmoid().sum().backward()
+    found, weight.grad = weight.grad, None
+    y = x @ weight
+    with brevact.backward_quant(NearestBackward4bit):
+        y = y.sigmoid()
+    y.sum().backward()
+    assert torch.equal(found, weight.grad)
+
+
+def test_checkpoints_and_hooks_inside_a_region_keep_what_they_are_given():
+    x, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    policy = brevact.Policy({F.silu: StochBackward4bit, "*": None})
+    stored = []
+    with brevact.backward_quant(policy):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
+            F.silu(x @ weight)
+        out = checkpoint(lambda x: F.silu(x @ weight), x, use_reentrant=False)
+    assert not any(t.dtype is torch.uint8 for t in stored)
+    (found,) = torch.autograd.grad(out.sum(), weight)
+    (expected,) = torch.autograd.grad(F.silu(x @ weight).sum(), weight)
+    assert torch.equal(found, expected)
+
+
+def test_norms_round_their_output_by_the_rule_for_them_in_eval_mode_too():
+    x = torch.randn(64, 8, 4, 4)
+    norm, other = (nn.BatchNorm2d(8, momentum=1.0) for _ in range(2))
+    both = nn.Sequential(other, nn.GroupNorm(2, 8))
+    brevact.quantize_backward(norm, L4ForwardBackward)
+    brevact.quantize_backward(both, {F.batch_norm: L4ForwardBackward, "*": StochBackward2bit})
+    exact = brevact.restore_backward(copy.deepcopy(both))
+    for train in (True, False):
+        for model in (norm, both, exact):
+            model.train(train)
+        assert torch.equal(both(x), both[1](norm(x))) and not torch.equal(both(x), exact(x))
+        with torch.no_grad():
+            assert torch.equal(both(x), both[1](norm(x)))
+        assert torch.equal(both[1](x), exact[1](x))
+    brevact.restore_backward(both)
+    brevact.quantize_backward(both, {F.batch_norm: None, "*": L4ForwardBackward})
+    assert torch.equal(both[0](x), exact[0](x)) and not torch.equal(both[1](x), exact[1](x))
+
+
+class Observing(UniformQuantizer):
+    """Tells the tensors of a region apart by their places."""
+
+    def observed(self, x: Tensor, place: int) -> UniformQuantizer:
+        places.append((x.numel(), place))
+        return self
+
+
+places: list[tuple[int, int]] = []
+
+
+def test_quantizers_with_statistics_tell_calls_of_an_op_apart():
+    x, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    with brevact.backward_quant(brevact.Policy({torch.sigmoid: Observing(), "*": StochBackward2bit})):
+        ((x @ weight).sigmoid()[:, :63] @ weight[:63]).sigmoid()
+    assert places == [(64 * 64, 0), (64 * 64, 1)]
+
+
+def test_names_of_ops_stand_for_every_function_that_has_a_counterpart_of_its_own():
+    assert OP_NAMES[torch.matmul] == OP_NAMES[Tensor.__matmul__] == OP_NAMES[Tensor.__rmatmul__] == OP_NAMES[torch.bmm]
+    assert OP_NAMES[F.sigmoid] == OP_NAMES[torch.special.expit] == OP_NAMES[Tensor.sigmoid_]
+    assert OP_NAMES[F.softmax] == OP_NAMES[Tensor.softmax] != OP_NAMES[F.log_softmax]
+    assert OP_NAMES[torch.mul] == OP_NAMES[Tensor.__imul__] != OP_NAMES[torch.div]
+    assert len({OP_NAMES[func] for func in (F.relu, F.gelu, F.linear, F.conv1d, F.conv2d, F.layer_norm)}) == 6
+    unnamed = {re.sub(r"\dd$", "", func.__name__) for func in HANDLERS if func not in OP_NAMES}
+    assert unnamed == {"avg_pool", "adaptive_avg_pool", "interpolate", "pad"}  # which store nothing
+
+
+def test_rules_for_ops_survive_copy_and_pickle_and_are_equal():
+    rules = {F.cross_entropy: None, torch.matmul: StochBackward4bit, "*": StochBackward2bit}
+    model, batch = brevact.quantize_backward(Ops(), rules), op_batch()
+    settings = brevact.backward_policy(model).rows[0].settings
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert brevact.backward_policy(twin) == brevact.backward_policy(model)
+        assert bits_of(twin, batch) == bits_of(model, batch)
+        assert hash(brevact.backward_policy(twin).rows[0].settings) == hash(settings)
+    plain = brevact.backward_policy(brevact.quantize_backward(Ops(), StochBackward2bit)).rows[0].settings
+    assert plain != settings and plain.key == settings.key  # what both pack is packed once
+    with pytest.raises(TypeError, match=r"of_functions=3; accepted is a tuple of pairs"):
+        brevact.BackwardSettings(plain.quantizer, of_functions=3)
+
+
+def test_backward_policy_shows_rules_for_ops():
+    model = brevact.quantize_backward(
+        Ops(), {"head": None, (torch.bmm, F.silu): StochBackward4bit, "*": StochBackward2bit}
+    )
+    policy = brevact.backward_policy(model)
+    assert [(each.op, each.rule, each.source) for each in policy.rows[0].ops] == [
+        ("matmul", "bmm | silu", "StochBackward4bit"),
+        ("silu", "bmm | silu", "StochBackward4bit"),
+    ]
+    lines = [line.split()[:2] for line in str(policy).splitlines()[2:]]
+    of_head = [["head", "Sequential"], ["matmul", "op"], ["silu", "op"]]  # which has no rules for ops
+    assert lines == [["(model)", "Ops"], ["matmul", "op"], ["silu", "op"], *of_head]
+    assert all(line.split()[3:] == ["'head'", "full", "precision"] for line in str(policy).splitlines()[-3:])
+    alone = brevact.backward_policy(brevact.quantize_backward(Ops(), {F.silu: StochBackward4bit}))
+    assert (alone.rows[0].rule, alone.rows[0].source, alone.rows[0].settings) == ("", "full precision", None)
+    assert len(str(alone).splitlines()) == 4
+
+
+def test_the_default_applies_where_no_quantizer_is_named():
+    model, batch = brevact.quantize_backward(Ops()), op_batch()
+    explicit = brevact.quantize_backward(Ops(), brevact.DEFAULT)
+    assert brevact.backward_policy(model) == brevact.backward_policy(explicit)
+    assert brevact.backward_policy(model).rows[0].source == "StochBackward4bit"
+    with watch_saved() as saved, brevact.backward_quant():
+        brevact.restore_backward(model)(*batch)
+    assert saved.nbytes < 2 * brevact.memory_report(explicit, batch).saved_bytes
+    for call in (brevact.backward_quant, lambda **overrides: brevact.quantize_backward(Ops(), **overrides)):
+        with pytest.raises(TypeError, match=r"bucket_size: .*name one: .*StochBackward4bit, bucket_size=64\)"):
+            call(bucket_size=64)
+
+
+def test_backward_quant_takes_policies_without_rules_for_modules():
+    x, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    with watch_saved() as saved, brevact.backward_quant(brevact.Policy({torch.exp: StochBackward2bit})):
+        (x @ weight).exp()
+    assert [t.dtype for t in saved.tensors if t is not weight].count(torch.uint8) == 1 and saved.holds(x)
+    with pytest.raises(TypeError, match="policy rule 'head' is for modules, of which a block of code knows nothing"):
+        brevact.backward_quant(brevact.Policy({"head": None, "*": StochBackward2bit}))
+    with pytest.raises(TypeError, match="overrides go with a single quantizer"):
+        brevact.backward_quant(brevact.Policy({"*": StochBackward2bit}), bucket_size=64)
+
+
 def test_shipped_policies_fit_models_of_their_kind():
     block = nn.TransformerEncoderLayer(64, 4)
     transformer = nn.Sequential(nn.Embedding(10, 64), block, nn.RMSNorm(64), nn.CrossEntropyLoss())
@@ -222,6 +461,20 @@ def test_policies_survive_copy_and_pickle():
         ({StochBackward2bit: None}, TypeError, "StochBackward2bit"),
         ({(nn.Conv2d, 3): None}, TypeError, "accepted keys"),
         ({lambda name, module: None: StochBackward2bit}, TypeError, "<lambda> returned None"),
+        ({F.kl_div: None}, TypeError, "policy rule kl_div: no quantizer changes what this function stores"),
+        ({(F.gelu, torch.logcumsumexp): None}, TypeError, "policy rule logcumsumexp: .*nearest: log"),
+        ({torch.ops.aten.gelu: None}, TypeError, "policy rule gelu: .*nearest: .*gelu"),
+        ({operator.matmul: None}, TypeError, "policy rule matmul: .*nearest: matmul"),
+        ({Tensor.view: None}, TypeError, "policy rule view: no quantizer"),
+        ({F.avg_pool2d: StochBackward2bit}, TypeError, "policy rule avg_pool2d: no quantizer"),
+        ({(F.gelu, nn.GELU): None}, TypeError, "accepted keys"),
+        ({F.gelu: 3}, TypeError, "policy rule gelu: got 3"),
+        ({"*": None, F.gelu: StochBackward2bit}, ValueError, "gelu applies nowhere: .*put it before them"),
+        (
+            {torch.bmm: None, Tensor.matmul: StochBackward2bit, "*": StochBackward2bit},
+            ValueError,
+            "matmul applies nowhere: .*the same op",
+        ),
         ({lambda name, module: False: StochBackward2bit}, ValueError, "<lambda> matches no module of Net"),
         (brevact.Policy({nn.LayerNorm: None, nn.RMSNorm: None}), ValueError, "LayerNorm matches no module of Net"),
     ],

@@ -12,6 +12,7 @@ from brevitas.quant import (  # type: ignore[import-untyped]
     Uint8ActPerTensorFloat,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import brevact
 import brevact.nn as bnn
@@ -58,6 +59,8 @@ def policies(model: nn.Sequential) -> nn.Sequential:
     brevact.restore_backward(model)
     brevact.restore_backward(brevact.quantize_backward(model, {(nn.LayerNorm, nn.RMSNorm): MyBackward, is_head: None}))
     brevact.restore_backward(brevact.quantize_backward(model, brevact.CONV_NET))
+    brevact.restore_backward(brevact.quantize_backward(model))
+    brevact.restore_backward(brevact.quantize_backward(model, {(torch.matmul, F.silu): None, "*": StochBackward2bit}))
     brevact.restore_backward(brevact.quantize_backward(model, brevact.Policy({nn.Linear: StochBackward2bit})))
     rules = {"0": None, (nn.LayerNorm, nn.RMSNorm): L4Backward, is_head: None, nn.Linear: MyBackward, "*": ablation}
     brevact.quantize_backward(model, rules)
@@ -74,6 +77,8 @@ def regions(net: nn.Module, x: Tensor) -> Tensor:
     def loss(x: Tensor, scale: float) -> Tensor:
         return (x * scale).square().mean()
 
+    with brevact.backward_quant(), brevact.backward_quant(brevact.Policy({F.cross_entropy: None, "*": MyBackward})):
+        net(x)
     with brevact.backward_quant(StochBackward2bit):
         y: Tensor = net(x)
         with brevact.backward_quant(None):

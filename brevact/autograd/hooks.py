@@ -23,7 +23,7 @@ _is_grad_enabled = torch.is_grad_enabled
 class _EnterRegion:
     """Forward pre-hook: the module's forward runs in a region while the module trains."""
 
-    def __init__(self, settings: BackwardSettings | None, origin: str, label: tuple[str, ...]) -> None:
+    def __init__(self, settings: BackwardSettings | None, origin: str, label: tuple[Any, ...]) -> None:
         self.settings = settings
         self.origin = origin
         self.label = label
@@ -37,9 +37,9 @@ class _EnterRegion:
         if regions:
             enclosing = regions[-1]
             if (
-                enclosing.settings is self.settings
+                enclosing.given is self.settings
                 and enclosing.owner is not module  # it does not call itself
-                and top_hooks(True) == enclosing.hooks.pair
+                and top_hooks(True) == enclosing.hooks.innermost
                 and not enclosing.norms_only
                 and is_alive(frame)
             ):
@@ -61,20 +61,20 @@ class _EnterRegion:
             return False
         settings, regions = self.settings, active.regions
         if is_tracing():
-            if settings is not None and settings.quantizes_forward:
+            if settings is not None and settings.changes_forward:
                 raise NotImplementedError(NO_ROUNDED_NORMS)
             return False
         enclosing = regions[-1] if regions else None
-        if not _is_grad_enabled() and not _quantize_forward(settings, enclosing and enclosing.settings):
+        if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.given):
             return False
         if enclosing is None:
-            return settings is not None and (module.training or settings.quantizes_forward)
-        same = enclosing.settings is settings or enclosing.settings == settings
+            return settings is not None and (module.training or settings.changes_forward)
+        same = enclosing.given is settings or enclosing.given == settings
         return not same or not enclosing.hooks.are_innermost() or (enclosing.norms_only and module.training)
 
 
-def _quantize_forward(*settings: BackwardSettings | None) -> bool:
-    return any(each is not None and each.quantizes_forward for each in settings)
+def _change_forward(*settings: BackwardSettings | None) -> bool:
+    return any(each is not None and each.changes_forward for each in settings)
 
 
 class _ExitRegion:
@@ -105,7 +105,7 @@ class _ExitRegion:
 
 
 def attach_region(
-    module: nn.Module, settings: BackwardSettings | None, origin: str = "layer", *, label: tuple[str, ...] = ()
+    module: nn.Module, settings: BackwardSettings | None, origin: str = "layer", *, label: tuple[Any, ...] = ()
 ) -> None:
     """Let the forward of ``module`` run in a region, through forward hooks; a second call replaces the first.
 

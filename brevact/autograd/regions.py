@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.compiled import mode as compiled_mode
@@ -28,6 +29,7 @@ from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, r
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.known_through_moves import follow as follow_exactly
 from brevact.autograd.normalizing import NormInput
+from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import (
     AVERAGES,
     HANDLERS,
@@ -102,6 +104,11 @@ class Region(EagerKeeper):
     def __init__(
         self, settings: BackwardSettings | None, owner: nn.Module | None = None, *, norms_only: bool = False
     ) -> None:
+        self.given = settings
+        #: What some ops store in place of ``settings``, by their names.
+        self.by_op = {} if settings is None else settings.by_op
+        if settings is not None and settings.quantizer is None:
+            settings = None
         self.settings = settings
         self.owner = owner
         self.norms_only = norms_only
@@ -109,6 +116,7 @@ class Region(EagerKeeper):
         self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
         self.places = itertools.count()  # of the tensors that a quantizer with statistics keeps
+        self._of_ops: dict[tuple[str, bool], Region] = {}
 
     def __enter__(self) -> Region:
         refuse_without(REGIONS)
@@ -138,7 +146,18 @@ class Region(EagerKeeper):
 
     def _describe(self) -> None:
         """Tell Dynamo about the region, which asks its mode."""
-        self.mode.spelled, self.mode.norms_only = compiled_mode.text_of(self.settings), self.norms_only
+        self.mode.spelled, self.mode.norms_only = compiled_mode.text_of(self.given), self.norms_only
+
+    def of_op(self, name: str) -> Region:
+        """Return the region, not entered yet, of an op that has settings of its own (``by_op``).
+
+        It packs nothing where this one does not: without gradients, or under saved-tensor hooks that were entered here.
+        """
+        norms_only = self.norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
+        key = name, norms_only
+        if key not in self._of_ops:
+            self._of_ops[key] = Region(self.by_op[name], self.owner, norms_only=norms_only)
+        return self._of_ops[key]
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""
@@ -324,6 +343,13 @@ class _EagerMode(compiled_mode.RegionMode):
         if not regions:
             return func(*args, **kwargs)
         region = regions[-1]
+        if region.by_op:
+            name = OP_NAMES.get(func)
+            if name in region.by_op and not (is_transformed() or _is_in_algorithm(sys._getframe(1))):
+                with region.of_op(name):
+                    return self.__torch_function__(func, types, args, kwargs)
+            if func is F.multi_head_attention_forward:  # whose ops may have settings of their own
+                return HANDLERS[func](region, func, *args, **kwargs)
         if storage_report.recorders:
             storage_report.report_op(func, storage_report.NO_QUANTIZER)
         # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the

@@ -102,6 +102,8 @@ class SavedTensorHooks:
         self._region = region
         self._around = around
         self.pair = (self._pack, _unpack)
+        #: The innermost hooks, as long as nobody else enters some inside the region.
+        self.innermost: tuple[Callable, Callable] | None = self.pair
         self._replaced: SavedTensorHooks | None = None
         self._outer: tuple[Callable, Callable] | None = None
         self.suspended = _Suspended(self)
@@ -119,6 +121,7 @@ class SavedTensorHooks:
             around.pop()
         self._outer = top_hooks(True)
         if self._region.settings is None:
+            self.innermost = self._outer
             return
         try:
             self.push()

@@ -7,7 +7,7 @@ import enum
 import functools
 import itertools
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -73,7 +73,8 @@ class BackwardSettings:
     (<SaveMode.SAVE_QUANTIZED: 'save_quantized'>, 0)
 
     Args:
-        quantizer: activation quantizer (``quantize(x, seed)`` giving a ``PackedActivation``).
+        quantizer: activation quantizer (``quantize(x, seed)`` giving a ``PackedActivation``); None keeps full
+            precision, where ``of_functions`` says more.
         save_mode: see :class:`SaveMode`.
         min_numel: tensors with fewer elements are stored as they are.
         residual_bit_width: bits an element for what a forward quantizer rounds away, and for the mask of what it
@@ -82,9 +83,11 @@ class BackwardSettings:
             and piecewise linear ones are at any width, since they are unbiased. 0 derives nothing: each op stores its
             own tensor.
         score_bit_width: bits of query and key of attention, 2 to 8, where the quantizer has fewer.
+        of_functions: pairs of the name of an op (``brevact.autograd.op_names``) and the settings with which it runs in
+            place of these, None for full precision. For an op inside another one, the first of the two decides.
 
     Raises:
-        TypeError: ``quantizer`` cannot quantize.
+        TypeError: ``quantizer`` cannot quantize, or ``of_functions`` holds something else.
         ValueError: unknown ``save_mode``, negative ``min_numel``, or a number of bits that is not accepted.
     """
 
@@ -94,8 +97,10 @@ class BackwardSettings:
     residual_bit_width: int = field(default=DEFAULT_RESIDUAL_BIT_WIDTH)
     derive_min_bits: int = field(default=DEFAULT_DERIVE_MIN_BITS)
     score_bit_width: int = field(default=DEFAULT_SCORE_BIT_WIDTH)
+    of_functions: tuple[tuple[str, BackwardSettings | None], ...] = field(default=())
     key: int = field(init=False, repr=False, compare=False)
-    """Number that equal settings share in this process: quick to hash."""
+    """Number that settings share in this process which store a tensor alike, whatever ``of_functions``: quick to
+    hash."""
     spelled: str | None = field(init=False, repr=False, compare=False)
     """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
 
@@ -120,7 +125,8 @@ class BackwardSettings:
     """Whether the quantizer gives back what it took, so that norms let it have their input, not what they normalize."""
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.quantizer, "quantize", None)) or not hasattr(self.quantizer, "is_stochastic"):
+        self._check_functions()
+        if (self.quantizer is not None or not self.of_functions) and not self._quantizes():
             raise TypeError(
                 f"quantizer={brief(self.quantizer)} is no activation quantizer; accepted is an object with "
                 "quantize(x, seed) and is_stochastic, such as brevact.quantizer(StochBackward2bit)"
@@ -162,12 +168,42 @@ class BackwardSettings:
         object.__setattr__(self, "observes", callable(getattr(self.quantizer, "observed", None)))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
-            fields = self._fields[1:]
+            fields = self._fields[1:-1]
         else:
             keys, has_text = _keys, _has_text(self.quantizer)
-            fields = self._fields
+            fields = self._fields[:-1]
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
+        has_text = has_text and all(each is None or each.spelled is not None for _, each in self.of_functions)
         object.__setattr__(self, "spelled", spell(self) if has_text else None)
+
+    def _quantizes(self) -> bool:
+        return callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
+
+    def _check_functions(self) -> None:
+        """Raise where ``of_functions`` holds no pairs of a name and settings."""
+        if isinstance(self.of_functions, tuple) and all(
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in self.of_functions
+        ):
+            if all(each is None or isinstance(each, BackwardSettings) for _, each in self.of_functions):
+                return
+        raise TypeError(
+            f"of_functions={brief(self.of_functions)}; accepted is a tuple of pairs of the name of an op and "
+            'BackwardSettings or None: (("cross_entropy", settings),); a policy, {F.cross_entropy: '
+            'StochBackward4bit, "*": StochBackward2bit}, makes it of torch functions'
+        )
+
+    @functools.cached_property
+    def by_op(self) -> dict[str, BackwardSettings | None]:
+        """What applies to an op inside, by its name; to ops inside of that one, what stands before it."""
+        found: dict[str, BackwardSettings | None] = {}
+        for i, (name, settings) in enumerate(self.of_functions):
+            found.setdefault(name, with_functions(settings, self.of_functions[:i]))
+        return found
+
+    @property
+    def changes_forward(self) -> bool:
+        """Whether norms go on with the values that are stored, here or in one of ``of_functions``."""
+        return self.quantizes_forward or any(each is not None and each.changes_forward for _, each in self.of_functions)
 
     @functools.cached_property
     def of_normalized(self) -> BackwardSettings | None:
@@ -192,3 +228,14 @@ def _check_bits(name: str, value: Any, least: int, meaning: str, default: int) -
         raise ValueError(
             f"{name}={brief(value)} must be an integer from {least} to 8 ({meaning}); the default is {default}"
         )
+
+
+def with_functions(
+    settings: BackwardSettings | None, of_functions: tuple[tuple[str, BackwardSettings | None], ...]
+) -> BackwardSettings | None:
+    """Return settings, or full precision, with others for some ops, which come before their own."""
+    if not of_functions:
+        return settings
+    if settings is None:
+        return BackwardSettings(None, of_functions=of_functions)
+    return replace(settings, of_functions=(*of_functions, *settings.of_functions))

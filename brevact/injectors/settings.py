@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import enum
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import brevitas.quant
@@ -163,7 +163,7 @@ def _fix(source: Any) -> str:
     if inspect.isclass(source) and callable(getattr(source, "quantize", None)):
         return f"make a quantizer of this class first: {source.__name__}(); "
     if isinstance(source, Mapping | list | tuple):
-        return 'rules are a mapping, for brevact.quantize_backward alone: {"head": None, "*": StochBackward2bit}; '
+        return 'rules are a mapping, for brevact.quantize_backward: {"head": None, "*": StochBackward2bit}; '
     if source is None:
         return "full precision is what a model has without a policy: brevact.restore_backward(model); "
     if type(source) is int and source in range(1, 9):
@@ -225,7 +225,7 @@ def described(settings: BackwardSettings, *, brief: bool = False) -> str:
         }
     kind = quantizer.extra_repr() if isinstance(quantizer, nn.Module) else type(quantizer).__name__
     for name, default in _field_defaults(settings).items():
-        if name != "quantizer" and getattr(settings, name) != default:
+        if name not in ("quantizer", "of_functions") and getattr(settings, name) != default:
             stated[name] = getattr(settings, name)
     return ", ".join([kind, *(f"{name}={_plain(value)}" for name, value in stated.items())])
 
@@ -241,17 +241,25 @@ def _plain(value: Any) -> Any:
 
 def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:
     """Return settings for the tensors of one module out of many: what collects statistics collects this one's own."""
-    if settings is None or not isinstance(settings.quantizer, BrevitasQuantizer):
-        return settings
-    return _with_quantizer(settings, settings.quantizer.for_module(module))
+    return _with_quantizers(settings, lambda quantizer: quantizer.for_module(module))
 
 
 def settings_of_block(settings: BackwardSettings | None) -> BackwardSettings | None:
     """Return settings for a block of code, where no module tells tensors apart: each has statistics of its own."""
-    if settings is None or not isinstance(settings.quantizer, BrevitasQuantizer):
+    return _with_quantizers(settings, BrevitasQuantizer.for_each_tensor)
+
+
+def _with_quantizers(
+    settings: BackwardSettings | None, change: Callable[[BrevitasQuantizer], BrevitasQuantizer]
+) -> BackwardSettings | None:
+    """Return settings with the quantizers of Brevitas changed, those of ops with a rule of their own, too."""
+    if settings is None:
+        return None
+    quantizer = settings.quantizer
+    quantizer = change(quantizer) if isinstance(quantizer, BrevitasQuantizer) else quantizer
+    functions = tuple((name, _with_quantizers(each, change)) for name, each in settings.of_functions)
+    if quantizer is settings.quantizer and all(
+        new is old for (_, new), (_, old) in zip(functions, settings.of_functions, strict=True)
+    ):
         return settings
-    return _with_quantizer(settings, settings.quantizer.for_each_tensor())
-
-
-def _with_quantizer(settings: BackwardSettings, quantizer: BrevitasQuantizer) -> BackwardSettings:
-    return settings if quantizer is settings.quantizer else dataclasses.replace(settings, quantizer=quantizer)
+    return dataclasses.replace(settings, quantizer=quantizer, of_functions=functions)

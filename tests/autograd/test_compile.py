@@ -353,6 +353,76 @@ def test_rules_hold_inside_graphs():
     assert packed <= eager
 
 
+class Attending(nn.Module):
+    """Attention, which is many ops, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(20, 16), nn.Linear(16, 10)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(1, 2)).relu()
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.last(F.silu(x)).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "rules"),
+    [
+        (deeper, {F.conv2d: None, F.silu: settings(bit_width=2, rounding=Rounding.NEAREST), "*": NEAREST}),
+        (Attending, {F.silu: None, F.scaled_dot_product_attention: NEAREST}),
+        (Attending, {F.linear: None, F.scaled_dot_product_attention: None, F.cross_entropy: NEAREST, "*": NEAREST}),
+    ],
+)
+def test_rules_for_ops_hold_inside_graphs(make, rules):
+    model, reference = quantized(rules, make), quantized(rules, make)
+    run, sizes, kept = compiled(model), [], []
+    for net, twin in ((run, model), (reference, reference)):
+        weights = {p.data_ptr() for p in twin.parameters()}
+        with watch_saved() as saved:
+            loss = F.cross_entropy(net(IMAGES), LABELS)
+        loss.backward()
+        saved.tensors = [x for x in saved.tensors if x.data_ptr() not in weights]
+        sizes.append(saved.nbytes)
+        kept.append(sorted({x.data_ptr(): x.numel() for x in saved.tensors if x.dtype is torch.uint8}.values()))
+    assert_close(gradients(model), gradients(reference))
+    assert kept[0] == kept[1] != [] or make is deeper
+    assert sizes[0] <= sizes[1]
+
+
+def test_rounded_norms_go_by_the_rules_for_them_inside_graphs():
+    plain = norms()[:4]
+    model = brevact.quantize_backward(copy.deepcopy(plain), {F.batch_norm: ROUNDED, "*": NEAREST})
+    run = compiled(model)
+    for training in (True, False):
+        for net in (model, plain):
+            net.train(training)
+        with watch_saved() as saved:
+            found = run(IMAGES)
+        expected, exact = model(IMAGES), plain(IMAGES)
+        torch.testing.assert_close(found, expected, rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+        assert not torch.allclose(expected, exact, rtol=0, atol=1e-5)
+        codes = [x for x in saved.tensors if x.dtype is torch.uint8]
+        assert len(codes) > 1 if training else len(codes) == 1  # of the values with which the norm goes on
+
+
+def test_the_default_region_is_made_in_a_graph():
+    model, reference = Attending(), Attending()
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        with brevact.backward_quant():
+            return net(x)
+
+    with watch_saved() as saved:
+        compiled(forward)(model, IMAGES)
+    with watch_saved() as expected:
+        forward(reference, IMAGES)
+    found, wanted = (sorted(x.numel() for x in each.tensors if x.dtype is torch.uint8) for each in (saved, expected))
+    assert set(found) == set(wanted) != set()
+
+
 def with_region_outside(model: nn.Module) -> Callable:
     run = compiled(model)
 

@@ -3,6 +3,7 @@ import torch
 
 import brevact
 from benchmarks.qat import NETS, main, variants
+from benchmarks.training_step import kept_bytes
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -10,14 +11,14 @@ def test_variants_compute_the_same_and_keep_less(net):
     images = torch.randn(4, 3, 16, 16)
     made = variants(net, brevact.StochBackward2bit, images)
     assert torch.equal(made["Brevitas"](images), made["StochBackward2bit"](images))
-    kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in made.items()}
+    kept = {name: kept_bytes(model, images) for name, model in made.items()}
     assert kept["StochBackward2bit"] < kept["float"] / 3 < kept["Brevitas"] / 3
 
 
 def test_conv_net_keeps_a_sixteenth_of_stock_brevitas():
     images = torch.randn(4, 3, 32, 32)
     made = variants("conv", brevact.StochBackward2bit, images)
-    kept = {name: brevact.memory_report(model, images).saved_bytes for name, model in made.items()}
+    kept = {name: kept_bytes(model, images) for name, model in made.items()}
     assert 16 * kept["StochBackward2bit"] <= kept["Brevitas"]
 
 

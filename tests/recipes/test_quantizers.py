@@ -31,9 +31,19 @@ def test_backward_quantizer_knows_every_leaf_of_the_package():
         assert issubclass(backward_quantizer(name, [], "save_quantized"), getattr(brevact, name))
 
 
+def test_backward_quantizer_knows_policies_by_name():
+    assert backward_quantizer("TRANSFORMER", [], "save_quantized").rules.keys() == brevact.TRANSFORMER.rules.keys()
+    policy = backward_quantizer("DEFAULT", ["bucket_size=64"], "quantize_on_backward")
+    assert policy.rules.keys() == brevact.DEFAULT.rules.keys()
+    for leaf in policy.rules.values():
+        assert leaf is None or (leaf.bucket_size, leaf.save_mode) == (64, brevact.SaveMode.QUANTIZE_ON_BACKWARD)
+
+
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
+        ("DEFALT", [], r"DEFALT is not a backward quantizer of brevact; nearest: DEFAULT"),
+        ("DEFAULT", ["buket_size=64"], r"backward quantizer DEFAULT buket_size=64: .*bucket_size"),
         (
             "StochBackward2bt",
             [],

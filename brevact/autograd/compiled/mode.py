@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.compiled.nodes import FULL_PRECISION, NAMES, call_in_graph
+from brevact.autograd.compiled.nodes import FULL_PRECISION, NAMES, call_in_graph, rounds_norm
 from brevact.autograd.ops import HANDLERS, ROUNDS_FORWARD
 from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.lookup import refuse_without
@@ -101,7 +101,7 @@ def text_of(settings: BackwardSettings | None) -> str | None:
     return FULL_PRECISION if settings is None else settings.spelled
 
 
-def _quantizes_forward(spelled: str | None) -> bool:
+def _changes_forward(spelled: str | None) -> bool:
     """Whether norms go on with rounded values, in eval mode and without gradients too, by the text of the settings."""
     return spelled is not None and '"quantize_forward": true' in spelled
 
@@ -124,7 +124,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
     if name is None:
         return func(*args, **kwargs)
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # rounded norms alone have something to do
-        if func not in ROUNDS_FORWARD or not _quantizes_forward(mode.spelled):
+        if func not in ROUNDS_FORWARD or not _changes_forward(mode.spelled) or not rounds_norm(name, mode.spelled):
             return func(*args, **kwargs)
     if mode.spelled is None:
         raise TypeError(
@@ -160,7 +160,7 @@ def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
     refuse_without(COMPILING)
     around, spelled = _innermost(), text_of(settings)
-    rounds = _quantizes_forward(spelled)
+    rounds = _changes_forward(spelled)
     if _inside.higher_order:
         if rounds:
             raise NotImplementedError(
@@ -169,7 +169,7 @@ def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
             )
         return
     if not torch.is_grad_enabled() or is_exporting():
-        if not rounds and (around is None or not _quantizes_forward(around.spelled)):
+        if not rounds and (around is None or not _changes_forward(around.spelled)):
             return
     if around is None:
         if spelled == FULL_PRECISION or not (module.training or rounds):

@@ -18,12 +18,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from brevact.autograd.derived import quality_of
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops import HANDLERS, NORMS, PRODUCTS, run_counterpart
+from brevact.autograd.op_names import OP_NAMES
+from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
 from brevact.autograd.ops.base import ACTIVATION_DTYPES, Saving, is_inplace
 from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
@@ -50,6 +52,14 @@ NAMES: dict[Callable, str] = {
 _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
+@torch.compiler.assume_constant_result
+def rounds_norm(name: str, spelled: str) -> bool:
+    """Return whether a norm goes on with rounded values, in eval mode and without gradients too."""
+    settings = read(spelled)
+    settings = settings.by_op.get(OP_NAMES.get(_FUNCTIONS[name], ""), settings)
+    return settings is not None and settings.quantizes_forward
+
+
 @torch.compiler.allow_in_graph
 def call_in_graph(
     name: str, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]
@@ -62,13 +72,35 @@ def call_in_graph(
 
 
 def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+    found = [kwargs[i] if isinstance(i, str) else args[i] for i in parameters]
     if spelled != FULL_PRECISION:
-        region = _TracedRegion(read(spelled), [kwargs[i] if isinstance(i, str) else args[i] for i in parameters])
-        return _call_in(region, func, args, kwargs)
-    return func(*args, **kwargs)
+        return _call_in(_TracedRegion(read(spelled), found), func, args, kwargs)
+    return _call_in_full_precision(found, func, args, kwargs)
+
+
+def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run torch's own function; the nodes of matrix products do not say whether their factors are weights."""
+    result = func(*args, **kwargs)
+    if func in PRODUCTS or (func in LAYERS and func not in NORMS):
+        if isinstance(result, Tensor) and result.requires_grad:
+            if func in LAYERS or not _TracedRegion(None, parameters).are_weights((args, kwargs)):
+                return _Product.apply(result)
+    return result
 
 
 def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    by_op = region.settings.by_op
+    if by_op:
+        name = OP_NAMES.get(func)
+        if name in by_op:
+            settings = by_op[name]
+            if settings is None:
+                return _call_in_full_precision(region.parameters, func, args, kwargs)
+            return _call_in(_TracedRegion(settings, region.parameters), func, args, kwargs)
+        if func is F.multi_head_attention_forward:  # whose ops may have settings of their own
+            return HANDLERS[func](region, func, *args, **kwargs)
+        if region.settings.quantizer is None:
+            return _call_in_full_precision(region.parameters, func, args, kwargs)
     if func in NAMES:
         if func not in HANDLERS or (func in NORMS and region.are_weights((args, kwargs))):  # of a weight
             result = NotImplemented
@@ -114,7 +146,7 @@ class _Product(Saving):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.detach()  # no view: one of a Function's must not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -126,7 +158,7 @@ class _TracedRegion(Keeper):
 
     def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
         self.settings = settings
-        self._parameters = parameters
+        self.parameters = parameters
         self.mode = _InnerMode(self)
         self.copy: Tensor | None = None  # of the argument that is overwritten
 
@@ -134,7 +166,7 @@ class _TracedRegion(Keeper):
         return isinstance(x, Tensor) and is_traced(x) and x.dtype in ACTIVATION_DTYPES and x.layout is torch.strided
 
     def packs_layer_input(self, x: Any) -> bool:
-        return self.is_activation(x) and not any(x is parameter for parameter in self._parameters)
+        return self.is_activation(x) and not any(x is parameter for parameter in self.parameters)
 
     def packs_input(self, x: Any) -> bool:
         return self.packs_layer_input(x) and not self.is_weight(x)
@@ -146,7 +178,7 @@ class _TracedRegion(Keeper):
             while node is not None and node.name().startswith("CloneBackward"):
                 node = node.next_functions[0][0]
         if node is None or not node.next_functions:  # an input of the graph
-            return any(x is parameter for parameter in self._parameters)
+            return any(x is parameter for parameter in self.parameters)
         return not comes_from_layer(node)
 
     def are_weights(self, arguments: Any) -> bool:

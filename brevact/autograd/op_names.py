@@ -1,0 +1,72 @@
+"""Names of ops, by which rules tell torch functions apart: functions of one name mean the same op.
+
+They have one counterpart, or one name apart from what says where they are and where they write: ``torch.matmul``,
+``Tensor.__matmul__`` and ``torch.bmm``; ``F.sigmoid``, ``torch.special.expit`` and ``Tensor.sigmoid_``.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from brevact.autograd.ops import OPS
+from brevact.autograd.ops.op import NOTHING, Op, Saves
+
+_BUILTIN = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.MethodWrapperType, types.GetSetDescriptorType),
+)
+
+
+def _stores(rows: list[Op]) -> bool:
+    """Whether a rule changes what is stored of a function: its counterpart, or hooks, may pack something."""
+    if all(row.stored is not None and row.stored.kept == NOTHING for row in rows if row.handler):
+        if any(row.handler for row in rows):
+            return False
+    return any(row.handler or row.must_not_round or row.saves in (Saves.FACTORS, Saves.BOUNDED) for row in rows)
+
+
+def _plain_name(func: Callable) -> str:
+    """The name of a function without what says that it is an operator, in place, or of ``torch.linalg``."""
+    name = func.__name__
+    operator = re.fullmatch(r"__[ir]?(matmul|mul|pow|(?:true)?div)__", name)
+    if operator:
+        return operator[1].removeprefix("true")
+    return re.sub(r"^(linalg_|special_|_)|(_with_indices|_)$", "", name)
+
+
+def _named() -> dict[Callable, str]:
+    rows: dict[Callable, list[Op]] = {}
+    for op in OPS:
+        for func in op.functions:
+            rows.setdefault(func, []).append(op)
+    names: dict[Callable, str] = {}
+    of_link: dict[Hashable, str] = {}  # name of the op of each plain name and counterpart
+    for func, of_func in rows.items():
+        if _stores(of_func):
+            links = [_plain_name(func), *(op.handler for op in of_func if op.handler)]
+            found = dict.fromkeys(of_link[link] for link in links if link in of_link)
+            name, *others = found or [_plain_name(func)]
+            for table in (names, of_link):
+                for key in [key for key, value in table.items() if value in others]:  # a function that joins two ops
+                    table[key] = name  # type: ignore[index]
+            names[func] = name
+            of_link.update(dict.fromkeys(links, name))
+    return names
+
+
+#: The op of each torch function of which a region stores something that a quantizer, or full precision, changes.
+OP_NAMES: dict[Callable, str] = _named()
+
+
+def is_torch_function(x: Any) -> bool:
+    """Return whether ``x`` is a function or method of torch's, or a compiled one, which no user's predicate is."""
+    if isinstance(x, _BUILTIN):
+        return True
+    home = x if isinstance(x, types.FunctionType) else type(x)
+    of_torch = str(getattr(home, "__module__", "")).partition(".")[0] == "torch"
+    return callable(x) and not isinstance(x, type | torch.nn.Module) and of_torch
