@@ -451,7 +451,7 @@ FAULTS = (
     Fault(
         "scores are stored at the bits of the rest",
         "autograd/ops/attention.py",
-        "quantizer.bit_width >= _SCORE_BITS",
+        "quantizer.bit_width >= settings.score_bit_width",
         "quantizer.bit_width >= 1",
         ("autograd/test_attention.py",),
     ),

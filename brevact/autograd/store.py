@@ -154,10 +154,10 @@ def keep_packed(
         norm: where ``x`` is the input of a norm: its normalized values are packed, and its statistics kept beside.
 
     Returns:
-        What is known to give ``x`` back, the codes of a forward quantizer or what ``x`` derives from; otherwise the
-        packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
+        What is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x`` derives from;
+        otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
     """
-    known = _keep_unpacked(x, settings, share)
+    known = _keep_unpacked(x, settings, share, norm is None)
     if known is not None:
         return known if norm is None else _with_statistics(known, norm)
     if norm is not None and settings.is_lossless:
@@ -200,11 +200,11 @@ def _report_statistics(kept: Saved) -> None:
         keep_as_it_is(statistic)
 
 
-def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool) -> Saved | None:
+def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool, may_derive: bool) -> Saved | None:
     """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
     if x.numel() < settings.min_numel:
         return keep_small(x)
-    known = known_values.find(x, settings) if share and known_values.entries else None
+    known = known_values.find(x, settings if may_derive else None) if share and known_values.entries else None
     if known is not None:
         return reported(known)
     return keep_as_it_is(x, storage_report.EXACT_POLICY) if settings.is_exact else None

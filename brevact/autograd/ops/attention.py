@@ -4,8 +4,8 @@ The backward pass runs torch's own attention again, on the decoded q^, k^, v^, a
 normalization and output then belong to one another, which the log-sum-exp of the exact scores would not. Dropout
 replays the generator. Masks are kept as they are: the caller holds them, for all layers.
 
-For given scores the gradients are linear in v^, but all of them are exponential in q^ k^: queries and keys take 8 bits
-where the region's quantizer has fewer. The bias that is left, of the order of the variance of 8-bit scores, is below
+For given scores the gradients are linear in v^, but all of them are exponential in q^ k^: where the region's quantizer
+has fewer bits, queries and keys take ``score_bit_width``, 8 if nothing is said. The bias that is left, of the order of the variance of 8-bit scores, is below
 2 % of the gradient's norm on random and on peaked attention. With 2 bits for q and k it is 20 to 300 %, and the noise
 up to 28 times as large; storing packed probabilities would give 1.5 to 6 times the noise, and L^2 codes.
 """
@@ -34,8 +34,6 @@ from brevact.private_names.of_torch import attention_by_math, choose_attention, 
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
 
 _attend = F.scaled_dot_product_attention
-#: Bits of what is exponentiated.
-_SCORE_BITS = 8
 
 
 class _Options(NamedTuple):
@@ -101,17 +99,23 @@ def _named(options: _Options) -> dict[str, Any]:
 def _with_finer_scores(region: Keeper) -> Keeper:
     """The region with a quantizer that is good enough for what is exponentiated."""
     settings, quantizer = region.settings, region.settings.quantizer
-    if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= _SCORE_BITS:
+    if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= settings.score_bit_width:
         return region
     finer = copy.copy(region)
-    finer.settings = _score_settings(bool(quantizer.is_stochastic), settings.save_mode, settings.min_numel)
+    finer.settings = _score_settings(
+        bool(quantizer.is_stochastic),
+        *(settings.save_mode, settings.min_numel, settings.derive_min_bits, settings.score_bit_width),
+    )
     return finer
 
 
 @functools.lru_cache(maxsize=64)
-def _score_settings(is_stochastic: bool, save_mode: SaveMode, min_numel: int) -> BackwardSettings:
+def _score_settings(
+    is_stochastic: bool, save_mode: SaveMode, min_numel: int, derive_min_bits: int, bit_width: int
+) -> BackwardSettings:
     rounding = Rounding.STOCHASTIC if is_stochastic else Rounding.NEAREST
-    return BackwardSettings(UniformQuantizer(bit_width=_SCORE_BITS, rounding=rounding), save_mode, min_numel)
+    quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding)
+    return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits)
 
 
 def _by_math(
@@ -213,7 +217,7 @@ def _can_replay(x: Tensor, backend: int) -> bool:
 
 STORED = Stored(
     "attention (`scaled_dot_product_attention`, `MultiheadAttention`)",
-    "query and key at 8 bits, value packed; the backward pass attends again",
+    "query and key at 8 bits (`score_bit_width`), value packed; the backward pass attends again",
     "bias below 2 % of its norm",
 )
 OPS = (
