@@ -2,7 +2,7 @@
 
 A bucket may lie in several rows or channels whose scales differ by orders of magnitude; the gradient multiplies the
 error of an element by its own group's 1/sigma. Normalized values have one scale everywhere. Of the statistics, which
-the gradient needs, the inverse deviations are kept beside the codes; means only where torch's own op asks for x itself.
+the gradient needs, the inverse deviations are kept beside the codes: it reads x less its means as well as x.
 What is known without a loss, or too small to pack, is kept as other ops keep it.
 """
 
@@ -63,19 +63,19 @@ class NormInput(NamedTuple):
         mean: one number a group; None for norms without means.
         spread: what the norm keeps of the deviations, one number a group.
         dtype: in which the input is read in backward.
-        whole: whether x is asked for; otherwise x less its means is as good.
+        alone: whether an input that is kept without a loss is kept without its statistics, which somebody else keeps.
     """
 
     norm: Statistics
     mean: Tensor | None
     spread: Tensor
     dtype: torch.dtype
-    whole: bool = False
+    alone: bool = False
 
     @property
     def key(self) -> Hashable | None:
         """Key under which what is packed may be shared."""
-        return None if self.norm.key is None else (self.norm.key, self.dtype, self.whole)
+        return None if self.norm.key is None else (self.norm.key, self.dtype)
 
     @property
     def statistics(self) -> tuple[Tensor, ...]:
@@ -92,24 +92,21 @@ class NormInput(NamedTuple):
         return normalize(x, *self.aligned(x))
 
     def unpacked(self, kept: tuple[tuple[Tensor, ...], Any]) -> tuple[tuple[Tensor, ...], Any]:
-        """Keep the statistics beside an input that is kept without a loss, unless torch's own op keeps them."""
+        """Keep the statistics beside an input that is kept without a loss, unless somebody else does."""
         tensors, decoder = kept
-        if self.whole:
+        if self.alone:
             return kept
         return (*tensors, *self.statistics), _Unpacked(decoder, len(self.statistics))
 
     def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        """Keep the input packed."""
+        """Keep the input packed; without its means, which are not asked for."""
         packed = quantize_normalized(quantizer, x, *self.aligned(x), seed)
-        statistics = self.statistics if self.whole else (self.spread,)
-        return (packed.buffer, *statistics), _Packed(self.norm, packed.spec, self.dtype, len(statistics))
+        return (packed.buffer, self.spread), _Packed(self.norm, packed.spec, self.dtype)
 
     def pack_later(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Keep the input at full precision, to be packed when backward starts."""
         seeds = (seed,) if isinstance(seed, Tensor) else ()
-        decoder = _PackedOnBackward(
-            self.norm, quantizer, None if seeds else seed, self.dtype, self.whole, len(self.statistics)
-        )
+        decoder = _PackedOnBackward(self.norm, quantizer, None if seeds else seed, self.dtype, len(self.statistics))
         return (x, *seeds, *self.statistics), decoder
 
 
@@ -250,12 +247,12 @@ class _Unpacked(_Reading):
 
 
 class _Packed(_Reading):
-    """Of packed normalized values; the tensors are codes, the means if x itself is asked for, and the spread."""
+    """Of packed normalized values; the tensors are codes and the spread."""
 
     __slots__ = ("_dtype", "_norm", "_spec")
 
-    def __init__(self, norm: Statistics, spec: PackedSpec[Any], dtype: torch.dtype, statistics: int) -> None:
-        self._norm, self._spec, self._dtype, self.statistics = norm, spec, dtype, statistics
+    def __init__(self, norm: Statistics, spec: PackedSpec[Any], dtype: torch.dtype) -> None:
+        self._norm, self._spec, self._dtype, self.statistics = norm, spec, dtype, 1
 
     @property
     def quality(self) -> Quality:
@@ -270,8 +267,7 @@ class _Packed(_Reading):
         return PackedActivation(self._spec, tensors[0])
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
-        packed = self.packed(tensors)
-        return _read(self._norm, packed, tensors[1] if self.statistics == 2 else None, tensors[-1], self._dtype)
+        return _read(self._norm, self.packed(tensors), tensors[-1], self._dtype)
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the normalized values."""
@@ -290,13 +286,11 @@ class _Packed(_Reading):
 class _PackedOnBackward(_Reading):
     """Of an input at full precision; the tensors are the input, the seed if it is one, and the statistics."""
 
-    __slots__ = ("_dtype", "_norm", "_quantizer", "_seed", "_whole")
+    __slots__ = ("_dtype", "_norm", "_quantizer", "_seed")
 
-    def __init__(
-        self, norm: Statistics, quantizer: Any, seed: Any, dtype: torch.dtype, whole: bool, statistics: int
-    ) -> None:
+    def __init__(self, norm: Statistics, quantizer: Any, seed: Any, dtype: torch.dtype, statistics: int) -> None:
         self._norm, self._quantizer, self._seed = norm, quantizer, seed
-        self._dtype, self._whole, self.statistics = dtype, whole, statistics
+        self._dtype, self.statistics = dtype, statistics
 
     @property
     def quality(self) -> Quality:
@@ -308,17 +302,13 @@ class _PackedOnBackward(_Reading):
 
     def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
         """Return the normalized values, packed."""
-        return self._pack(tensors)[0]
-
-    def _pack(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor]:
         seed = tensors[1] if self._seed is None else self._seed
         mean = tensors[-2] if self.statistics == 2 else None
         source = NormInput(self._norm, mean, tensors[-1], self._dtype)
-        return quantize_normalized(self._quantizer, tensors[0], *source.aligned(tensors[0]), seed), mean, tensors[-1]
+        return quantize_normalized(self._quantizer, tensors[0], *source.aligned(tensors[0]), seed)
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
-        packed, mean, spread = self._pack(tensors)
-        return _read(self._norm, packed, mean if self._whole else None, spread, self._dtype)
+        return _read(self._norm, self.packed(tensors), tensors[-1], self._dtype)
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the normalized values."""
@@ -330,14 +320,9 @@ class _PackedOnBackward(_Reading):
         return storage_report.FULL_PRECISION, tensors[0].nbytes
 
 
-def _read(
-    norm: Statistics, packed: PackedActivation, mean: Tensor | None, spread: Tensor, dtype: torch.dtype
-) -> WithStatistics:
-    shape = packed.layout.shape
-    invstd = norm.align(norm.inverse(spread), shape)
-    shift = None if mean is None else norm.align(mean, shape)
-    x = denormalize(packed, shift, invstd, dtype)
-    return x, None if mean is not None else torch.zeros_like(spread), spread
+def _read(norm: Statistics, packed: PackedActivation, spread: Tensor, dtype: torch.dtype) -> WithStatistics:
+    invstd = norm.align(norm.inverse(spread), packed.layout.shape)
+    return denormalize(packed, None, invstd, dtype), torch.zeros_like(spread), spread
 
 
 def normalized_early(kept: tuple[tuple[Tensor, ...], Any]) -> Tensor:

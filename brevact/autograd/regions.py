@@ -242,7 +242,7 @@ class Region(EagerKeeper):
         try:
             hooks.layer, hooks.waiting = (input, weight), []
             out, mean, spread = norm.forward(input, weight, bias)
-            kept = hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype))
+            kept = hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True))
             derive_output(self, norm, kept, out, weight, bias)
             return out
         finally:

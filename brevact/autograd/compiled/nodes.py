@@ -108,9 +108,15 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
             result = run_counterpart(HANDLERS[func], region, func, args, kwargs)
         else:  # the compiler knows in-place changes by ops of its own, not by Functions
             region.copy = args[0].clone()
+            known = region.find_known(args[0])
+            if known is not None:
+                region.register(region.copy, known)
             result = run_counterpart(HANDLERS[func], region, func, (region.copy, *args[1:]), kwargs)
             if result is not NotImplemented:
+                known = region.find_known(result)
                 result = args[0].copy_(result)
+                if known is not None:
+                    region.register(result, known)
         if result is not NotImplemented:
             return result
         if func in PRODUCTS and not region.are_weights((args, kwargs)):
@@ -198,8 +204,8 @@ class _TracedRegion(Keeper):
         return self.find_known(x)
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False) -> None:
-        if isinstance(out, FunctionalTensor) and not is_dirty:  # what Dynamo itself runs leaves no trace
-            _known[out] = out._version, kept
+        if isinstance(out, FunctionalTensor):  # what Dynamo itself runs leaves no trace
+            _known[out] = out._version + is_dirty, kept
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         known = self.find_known(x) if share and norm is None else None

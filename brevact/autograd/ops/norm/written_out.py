@@ -61,7 +61,7 @@ def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:
     """
     length = math.prod(x.shape[dim] for dim in dims)
     inverse = math.sqrt(length) / _finite_norm(x.detach(), dims).clamp(_SMALLEST_NORM, _LARGEST_NORM)
-    return region.keep(x, norm=NormInput(RowScale(dims), None, inverse.bfloat16(), x.dtype, whole=True))
+    return region.keep(x, norm=NormInput(RowScale(dims), None, inverse.bfloat16(), x.dtype, alone=True))
 
 
 def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
