@@ -8,6 +8,7 @@ What is known without a loss, or too small to pack, is kept as other ops keep it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -131,7 +132,7 @@ def output_of(
     sources = decoder.sources(tensors)
     affine = tuple(_as_now(x, x is weight) for x in (weight, bias) if x is not None)
     has = weight is not None, bias is not None
-    return (*sources, *affine), _Output(norm, decoder, len(sources), has, out.dtype, out.nbytes)
+    return (*sources, *affine), _Output(norm, decoder, len(sources), has, tuple(out.shape), out.dtype)
 
 
 def _as_now(x: Tensor, is_weight: bool) -> Tensor:
@@ -152,8 +153,8 @@ class _Output(NamedTuple):
     source: _Packed | _PackedOnBackward
     count: int
     has: tuple[bool, bool]
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    nbytes: int
 
     @property
     def quality(self) -> Quality:
@@ -180,7 +181,7 @@ class _Output(NamedTuple):
         return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.DERIVED, self.nbytes
+        return storage_report.DERIVED, math.prod(self.shape) * self.dtype.itemsize
 
 
 class Zeros(NamedTuple):

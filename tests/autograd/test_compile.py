@@ -163,7 +163,9 @@ def test_graph_keeps_codes_and_no_feature_map():
         )
         step(compiled(quantized(make=deeper), backend))
         assert not [x.shape for x in kept if x.is_floating_point() and x.dim() == 4 and x.shape[2] > 3]
-        assert sum(x.dtype is torch.uint8 for x in kept) >= 12  # convolutions, norms, activations, pooling
+        # What the layers in front of the blocks, pooling and linear layers keep; in each of two blocks what two
+        # convolutions, a norm and the gate read, and a mask; what activations and the last convolution read derives.
+        assert sum(x.dtype is torch.uint8 for x in kept) == 11
 
 
 @pytest.mark.exhaustive
@@ -547,7 +549,7 @@ def test_a_tensor_that_several_layers_read_is_packed_once_by_inductor():
     with watch_saved() as saved:
         out = compiled(model, "inductor")(x)
     codes = [t for t in saved.tensors if t.dtype is torch.uint8]
-    assert len({t.untyped_storage().data_ptr() for t in codes}) == 3  # input, derivative, and what the branches share
+    assert len({t.untyped_storage().data_ptr() for t in codes}) == 2  # inputs; all that is behind SiLU derives from one
     out.sum().backward()
     reference(x).sum().backward()
     assert_close(gradients(model), gradients(reference))  # half a step of 24 bits is less than float32's own
@@ -555,7 +557,7 @@ def test_a_tensor_that_several_layers_read_is_packed_once_by_inductor():
 
 def test_mixtures_compile_with_a_size_drawn_once():
     mix = MixedQuantizer(bit_width=2, mix_bit_width=8, bucket_size=64)
-    run, eager = compiled(quantized(mix)), step(quantized(settings(bit_width=8)))
+    run, eager = compiled(quantized(mix)), step(quantized(settings(bit_width=8, derive_min_bits=0)))
     sizes = {step(run) for _ in range(3)}
     assert len(sizes) == 1
     assert step(quantized(settings(bit_width=2))) < sizes.pop() < eager
