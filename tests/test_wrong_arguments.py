@@ -166,7 +166,16 @@ def test_wrong_arguments_are_named_with_what_is_accepted(call, argument, value):
 def test_every_public_function_is_in_the_table():
     leaves = {name for name in brevact.__all__ if name.endswith(("Backward", "bit", "Mix"))}
     # Returned by functions, or constants and enums.
-    others = {"__version__", "CONV_NET", "TRANSFORMER", "BackwardPolicy", "SaveMode", "Rounding", "Granularity"}
+    others = {
+        "__version__",
+        "CONV_NET",
+        "DEFAULT",
+        "TRANSFORMER",
+        "BackwardPolicy",
+        "SaveMode",
+        "Rounding",
+        "Granularity",
+    }
     others |= {"NormalizedFormat"} | {name for name in brevact.__all__ if name.endswith("Quantizer")}  # by SETTINGS
     covered = {name.split()[0] for name in ARGUMENTS}
     assert set(brevact.__all__) - leaves - others <= covered

@@ -394,6 +394,18 @@ def test_rules_for_ops_hold_inside_graphs(make, rules):
     assert sizes[0] <= sizes[1]
 
 
+def test_results_of_small_products_may_be_changed_in_place_inside_graphs():
+    x, weight = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        with brevact.backward_quant(brevact.NearestBackward4bit):  # too few elements to pack
+            return (x @ weight).relu_().sum()
+
+    (found,) = torch.autograd.grad(compiled(forward)(x), weight)
+    (expected,) = torch.autograd.grad((x @ weight).relu().sum(), weight)
+    torch.testing.assert_close(found, expected)
+
+
 def test_rounded_norms_go_by_the_rules_for_them_inside_graphs():
     plain = norms()[:4]
     model = brevact.quantize_backward(copy.deepcopy(plain), {F.batch_norm: ROUNDED, "*": NEAREST})

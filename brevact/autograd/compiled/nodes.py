@@ -81,11 +81,12 @@ def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args:
 def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run torch's own function; the nodes of matrix products do not say whether their factors are weights."""
     result = func(*args, **kwargs)
-    if func in PRODUCTS or (func in LAYERS and func not in NORMS):
-        if isinstance(result, Tensor) and result.requires_grad:
-            if func in LAYERS or not _TracedRegion(None, parameters).are_weights((args, kwargs)):
-                return _Product.apply(result)
-    return result
+    if (func not in PRODUCTS and func not in LAYERS) or func in NORMS or is_inplace(func, args, kwargs):
+        return result
+    if not isinstance(result, Tensor) or not result.requires_grad:
+        return result
+    is_weight = func in PRODUCTS and func not in LAYERS and _TracedRegion(None, parameters).are_weights((args, kwargs))
+    return result if is_weight else _Product.apply(result)
 
 
 def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
