@@ -21,6 +21,8 @@ from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
 POLICY = "policy"
+#: Rules that hold in a block of code: of a model, all of it, or what no other rule matches.
+OF_BLOCKS = ("*", "")
 ACCEPTED_KEYS = (
     "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
     'tuple of functions), name patterns ("blocks.*", "*") and functions of a name and a module that return True or '
@@ -185,13 +187,14 @@ def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assign
         TypeError: a rule is for modules, and ``skips_modules`` is False.
     """
     for key in rules:
-        if key != "*" and not ops_of(key) and not skips_modules:
+        if key not in OF_BLOCKS and not ops_of(key) and not skips_modules:
             raise TypeError(
                 f"policy rule {rule_text(key)} is for modules, of which a block of code knows nothing; accepted are "
                 '"*" and torch functions; give a model all rules: brevact.quantize_backward(model, policy)'
             )
     of_rules, ops = _resolved(rules)
-    return of_rules.get("*") or Assignment(None, "", source_text(None)).with_ops(ops)
+    found = [of_rules[key] for key in OF_BLOCKS if key in of_rules]
+    return found[0] if found else Assignment(None, "", source_text(None)).with_ops(ops)
 
 
 def _matches_any(key: Any, names: list[str], module: nn.Module) -> bool:
