@@ -201,7 +201,9 @@ def map_levels(
     segments: Segments,
     table: Tensor,
 ) -> None:
-    """See the law."""
+    """The kernel's registers are limited."""
+    if plan.geometry.bit_width > 4:
+        return NotImplemented
     own, words = _uniform_table(plan, dtype, False), _words_of_segments(segments)
     norm = None if factor is None or place is None else _words_of(mean, factor, place)
     codes = buffer.data_ptr()
@@ -215,15 +217,13 @@ def map_levels(
 def look_up(
     buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
 ) -> None:
-    """See the law."""
-    own, words, block = (
-        _uniform_table(plan, target.dtype, False),
-        _words_of_segments(segments),
-        plan.geometry.block_size,
-    )
+    """The kernel's registers are limited."""
+    if plan.geometry.bit_width > 4:
+        return NotImplemented
+    own, words = _uniform_table(plan, target.dtype, False), _words_of_segments(segments)
     factor, kind = (0, 0) if other is None else (other.data_ptr(), KINDS[other.dtype])
     pointers = buffer.data_ptr(), ctypes.addressof(words), table.data_ptr(), factor, kind, target.data_ptr()
-    share(look_up_blocks, (*pointers, own.address), own.blocks, block, torch.get_num_threads())
+    share(look_up_blocks, (*pointers, own.address), own.blocks, plan.geometry.block_size, torch.get_num_threads())
 
 
 def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:

@@ -123,9 +123,9 @@ def _of_segments(
                 calls.append((buffer, plan, dtype, *affine, place, segments, table))
             continue
         values = torch.randn(segments.rows, size // segments.rows)
-        for kind in types:
-            for factors in (None, *(other.to(dtype) for dtype in types)):
-                calls.append((buffer, plan, segments, values, factors, Unwritten(_N, kind)))
+        factors = (None, *(other.to(dtype) for dtype in types))
+        for k, kind in enumerate(types):
+            calls.append((buffer, plan, segments, values, factors[(number + k) % 4], Unwritten(_N, kind)))
     return calls
 
 
