@@ -155,7 +155,8 @@ def keep_packed(
 
     Returns:
         What is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x`` derives from;
-        otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the settings are exact.
+        otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the
+        settings are exact.
     """
     known = _keep_unpacked(x, settings, share, norm is None)
     if known is not None:

@@ -5,9 +5,10 @@ normalization and output then belong to one another, which the log-sum-exp of th
 replays the generator. Masks are kept as they are: the caller holds them, for all layers.
 
 For given scores the gradients are linear in v^, but all of them are exponential in q^ k^: where the region's quantizer
-has fewer bits, queries and keys take ``score_bit_width``, 8 if nothing is said. The bias that is left, of the order of the variance of 8-bit scores, is below
-2 % of the gradient's norm on random and on peaked attention. With 2 bits for q and k it is 20 to 300 %, and the noise
-up to 28 times as large; storing packed probabilities would give 1.5 to 6 times the noise, and L^2 codes.
+has fewer bits, queries and keys take ``score_bit_width``, 8 if nothing is said. The bias that is left, of the order of
+the variance of 8-bit scores, is below 2 % of the gradient's norm on random and on peaked attention. With 2 bits for q
+and k it is 20 to 300 %, and the noise up to 28 times as large; storing packed probabilities would give 1.5 to 6 times
+the noise, and L^2 codes.
 """
 
 from __future__ import annotations
