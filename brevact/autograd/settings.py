@@ -50,7 +50,7 @@ DEFAULT_MIN_NUMEL = 4096
 
 def bits_of(quantizer: Any) -> int:
     """Return the bits of a code; 0 for quantizers that do not say."""
-    width = getattr(getattr(quantizer, "format", quantizer), "bit_width", 0)
+    width = getattr(quantizer, "bit_width", 0)
     return width if isinstance(width, int) else 0
 
 

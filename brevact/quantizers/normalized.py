@@ -96,6 +96,11 @@ class NormalizedCodes(GridQuantizer):
     rounding: Rounding
 
     @property
+    def bit_width(self) -> int:
+        """Bits a code."""
+        return self.format.bit_width
+
+    @property
     def is_stochastic(self) -> bool:
         """Whether the codes depend on the seed."""
         return self.rounding is Rounding.STOCHASTIC
@@ -178,6 +183,11 @@ class NormalizedQuantizer(GridQuantizer):
     def is_stochastic(self) -> bool:
         """Whether the codes depend on the seed."""
         return self.rounding is Rounding.STOCHASTIC
+
+    @property
+    def bit_width(self) -> int:
+        """Bits a code."""
+        return self.format.bit_width
 
     @property
     def of_normalized(self) -> NormalizedCodes:

@@ -60,7 +60,7 @@ def conv_norm_relu(channels: int) -> nn.Sequential:
 def test_compression_of_a_conv_norm_relu_block_is_that_of_the_paper(side: int):
     """Theorem 3A: 4 bytes for the inputs of conv and BN and 1 byte for ReLU's mask, over what is kept.
 
-    Kept are two packs, ReLU's bits, and BN's mean and deviation. The formula gives 10.346 for maps of 7 by 7,
+    Kept are two packs, ReLU's bits, and BN's deviation. The formula gives 10.346 for maps of 7 by 7,
     which the paper rounds to 10.35; the 15-bit scale makes up for more than the statistics of a batch of 64. Where 8
     does not divide the side, 64 pixels a block are fewer blocks than there are.
     """
@@ -72,7 +72,7 @@ def test_compression_of_a_conv_norm_relu_block_is_that_of_the_paper(side: int):
     assert compression >= 10.35
     blocks = (-(-side // 8)) ** 2
     formula = 9 / (4 * blocks / side**2 + 2 / 4 + 8 / side**2 + 1 / 8)
-    saved, statistics = 2 / 8 / side**2, 8 / batch / side**2  # bytes an element; the sign of two scales a map
+    saved, statistics = 2 / 8 / side**2, 4 / batch / side**2  # bytes an element; the sign of two scales a map
     assert compression == pytest.approx(9 / (9 / formula - saved + statistics), rel=1e-6)
 
 

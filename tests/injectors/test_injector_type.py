@@ -21,6 +21,7 @@ SETTINGS = {
     "bit_width",
     "bucket_size",
     "channel_dim",
+    "derive_min_bits",
     "forward_quant",
     "granularity",
     "min_numel",
@@ -30,6 +31,7 @@ SETTINGS = {
     "rounding",
     "save_mode",
     "scale_dtype",
+    "score_bit_width",
 }
 
 
