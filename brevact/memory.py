@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from brevact.arguments import check_model
 from brevact.autograd import attach_region, has_region, region, regions_disabled
 from brevact.autograd.hooks import regions_of
-from brevact.autograd.storage_report import NO_QUANTIZER, recording
+from brevact.autograd.storage_report import DERIVED, NO_QUANTIZER, PACKED, recording
 from brevact.autograd.storages import storage_address
 from brevact.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.injectors.proxies import is_quant_proxy
@@ -78,7 +78,10 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
     plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     rows = tuple(
-        LayerMemory(name, kind, plain_bytes[name], saved_bytes[name], "" if plain_bytes[name] else plain.note_on(name))
+        LayerMemory(
+            *(name, kind, plain_bytes[name], saved_bytes[name]),
+            saved.derived_on(name) if plain_bytes[name] else plain.note_on(name),
+        )
         for name, kind in kinds.items()
         if plain_bytes[name] or saved_bytes[name]
     )
@@ -99,6 +102,13 @@ class _Measured:
     ops: list[OpMemory] = field(default_factory=list)
     shared: dict[str, list[str]] = field(default_factory=dict)
     has_graph: bool = False
+
+    def derived_on(self, layer: str) -> str:
+        """Return what the tensors of a layer that stores no bytes derive from, "" if it stores some."""
+        rows = [row for row in self.ops if row.layer == layer]
+        if any(row.saved_bytes for row in rows):
+            return ""
+        return next((row.why for row in rows if row.how == DERIVED), "")
 
     def note_on(self, layer: str) -> str:
         """Return why a layer stores no bytes in this pass."""
@@ -140,18 +150,30 @@ def _measure(
     weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
     held: dict[int, tuple[Tensor, str]] = {}
     found = _Measured()
+    source = ""  # layer that has stored what the last tensor derives from
 
     def pack(x: Tensor) -> Tensor:
         x = x if x.grad_fn is None else x.detach()
         place = _place_of(x)
         if place not in weights:
+            nonlocal source
             stored = recorder.stored(x)
             layer, size = running[-1], 0 if place in held else x.untyped_storage().nbytes()
+            how, why = stored.how, stored.why
+            if how == DERIVED:
+                if x.dtype is torch.uint8 and place in held:
+                    source = held[place][1]
+                if x.dtype is torch.uint8 and place not in held:  # the source itself
+                    how = PACKED
+                else:
+                    why = f"derived from {source or '(model)'}"
+                    held.setdefault(place, (x, source))
             _, owner = held.setdefault(place, (x, layer))
+            layer = owner if how == DERIVED and size else layer  # copies of weights belong to the source
             others = found.shared.setdefault(layer, [])
             if owner != layer and owner not in others:
                 others.append(owner)
-            found.ops.append(OpMemory(layer, recorder.op, stored.how, stored.why, stored.tensor_bytes, size))
+            found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size))
         return x
 
     devices = {x.device for x in weights.values() if x.device.type == "cuda"}

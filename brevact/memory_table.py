@@ -6,6 +6,7 @@ import csv
 import os
 from dataclasses import dataclass
 
+from brevact.autograd.storage_report import DERIVED
 from brevact.quantizers.checks import check_int
 from brevact.tables import text_table
 
@@ -21,7 +22,8 @@ class LayerMemory:
         kind: class of the module.
         plain_bytes: bytes stored without backward quantization.
         saved_bytes: bytes stored with it.
-        note: why ``plain_bytes`` is 0, where something is stored with backward quantization; "" otherwise.
+        note: why ``plain_bytes`` is 0, where something is stored with backward quantization; the layer that its tensors
+            derive from, where nothing is; "" otherwise.
     """
 
     layer: str
@@ -39,9 +41,9 @@ class OpMemory:
         layer: qualified name of the module that ran.
         op: torch function that ran last: the one that stores the tensor, or what it was called from ("" for code that
             calls none).
-        how: "packed"; "mask", one bit an element; "exact", whose values matter or are codes already; or "full
-            precision".
-        why: the reason, for what is exact or in full precision.
+        how: "packed"; "mask", one bit an element; "exact", whose values matter or are codes already;
+            "derived", a function of what a layer stores; or "full precision".
+        why: the reason, for what is exact, derived or in full precision.
         tensor_bytes: bytes of the tensor when decoded.
         saved_bytes: bytes of its storages, 0 for one that an earlier op has stored.
     """
@@ -113,11 +115,14 @@ class MemoryReport:
         names = (*names, "op", "how", "why")
         groups: dict[tuple[str, ...], list[OpMemory]] = {}
         for row in self.ops:
-            groups.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+            key = {name: getattr(row, name) for name in names}
+            if row.how == DERIVED and "layer" not in key:
+                key["why"] = "a function of what another layer stores"
+            groups.setdefault(tuple(key.values()), []).append(row)
         cells = []
-        for key, rows in groups.items():
+        for values, rows in groups.items():
             tensor_bytes = sum(row.tensor_bytes for row in rows)
-            cells.append((*key, str(len(rows)), _size(tensor_bytes), _size(sum(row.saved_bytes for row in rows))))
+            cells.append((*values, str(len(rows)), _size(tensor_bytes), _size(sum(row.saved_bytes for row in rows))))
         return text_table((*names, "tensors", "decoded", "stored"), cells, numbers=3)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:

@@ -28,7 +28,7 @@ from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import Affine, output_of
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Decoder, Saved
-from brevact.autograd.store import AS_IT_IS
+from brevact.autograd.store import AS_IT_IS, reported
 from brevact.private_names.of_torch import TreeSpec, is_any_autocast_enabled, tree_flatten, tree_unflatten
 from brevact.quantizers import is_traced
 
@@ -347,6 +347,18 @@ def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> 
     if own is not None and not region.is_weight(x):
         return own
     return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
+
+
+def keep_smooth(function: Callable[..., Tensor], source: Saved, like: Tensor) -> Saved | None:
+    """Keep a smooth function of what :func:`keep_source` keeps, the derivative say, and report it.
+
+    Args:
+        function: takes the source, and returns the tensor that is kept.
+        source: what keeps the source.
+        like: tensor of the sizes, strides and dtype of the result.
+    """
+    kept = function_of(function, (source,), like, is_curved=True)
+    return kept if kept is None else reported(kept)
 
 
 def keep_source(region: Keeper, x: Tensor) -> Saved | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd.derived import derive, function_of, keep_source
+from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, Value, load, save
 from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
@@ -33,7 +33,7 @@ class _Power(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, power: Callable, input: Tensor, exponent: float) -> Tensor:
         slope, source = _Slope(power, exponent), keep_source(region, input)
-        kept = None if source is None else function_of(slope, (source,), input, is_curved=True)
+        kept = None if source is None else keep_smooth(slope, source, input)
         save(ctx, region.keep(slope(input), share=False) if kept is None else kept)
         out = power(input, exponent)
         if source is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.derived import derive, function_of, keep_source
+from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, Value, expanded_one, load, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
@@ -48,7 +48,7 @@ class _Smooth(Saving):
         inplace: bool,
     ) -> Tensor:
         source = None if value is None else keep_source(region, input)
-        kept = None if source is None else function_of(Slope(derivative), (source,), input, is_curved=True)
+        kept = None if source is None else keep_smooth(Slope(derivative), source, input)
         if kept is None:
             kept = region.keep(Slope(derivative)(input), share=False)
         save(ctx, kept)
