@@ -540,6 +540,16 @@ def test_quantize_on_backward_gives_the_gradients_of_save_quantized():
     assert_close(gradients(model), gradients(reference))
 
 
+def test_what_a_linear_layer_returns_may_be_overwritten():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Linear(32, 4))
+    reference, x = copy.deepcopy(model), torch.randn(3, 8, 16)
+    compiled(quantized(settings(bit_width=8), lambda: model))(x).sum().backward()
+    reference(x).sum().backward()
+    for a, b in zip(gradients(model), gradients(reference), strict=True):
+        assert (a - b).norm() <= 8 / 255 * b.norm()  # a step of a range of 8 deviations
+
+
 class Branches(nn.Module):
     """Three layers that read one activation."""
 

@@ -116,7 +116,7 @@ def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapped(ctx: Any, *args: Any) -> Any:
         out = forward(ctx, *args)
-        if type(out) is Tensor and out._is_view() and not any(x is out or x is out._base for x in args):
+        if isinstance(out, Tensor) and out._is_view() and not any(x is out or x is out._base for x in args):
             return out.detach()
         return out
 

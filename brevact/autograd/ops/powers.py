@@ -16,7 +16,8 @@ from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, Value, load, save
 from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
-from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
+from brevact.autograd.ops.smooth import STORED as SMOOTH
 from brevact.quantizers import is_traced
 
 
@@ -93,7 +94,7 @@ OPS = (
     Op(
         (torch.pow, Tensor.pow, Tensor.__pow__),
         _pow,
-        Stored("x^p with p > 2", "the derivative, packed", UNBIASED),
+        SMOOTH._replace(op="x^p with p > 2"),
         is_bit_exact=False,
     ),
     Op(

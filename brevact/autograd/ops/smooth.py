@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, Value, expanded_one, load, save
-from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]
@@ -224,17 +224,17 @@ _INPLACE_RULES = {
     _celu: (F.celu_,),
     _selu: (F.selu_,),
 }
-_STORED = Stored(
+STORED = Stored(
     "SiLU, GELU, Hardswish, Sigmoid, Tanh, Mish, ELU, GLU, Softplus, sin, sinh, erf and the like",
-    "the derivative, packed",
-    UNBIASED,
+    "the derivative, packed; from 4 bits on, the input in its place, from which derivative and output derive",
+    "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
 OPS = (
-    *(Op(funcs, _handler(rule), _STORED, is_bit_exact=False) for rule, funcs in _RULES.items()),
+    *(Op(funcs, _handler(rule), STORED, is_bit_exact=False) for rule, funcs in _RULES.items()),
     *(
-        Op(funcs, _handler(rule, always_inplace=True), _STORED, is_bit_exact=False)
+        Op(funcs, _handler(rule, always_inplace=True), STORED, is_bit_exact=False)
         for rule, funcs in _INPLACE_RULES.items()
     ),
-    Op((F.glu,), _glu, _STORED, is_bit_exact=False),
+    Op((F.glu,), _glu, STORED, is_bit_exact=False),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
 )
