@@ -1,4 +1,4 @@
-"""What derives from a packed tensor is biased by curvature: far less than minibatches differ, on nets that have learnt."""
+"""What derives from a packed tensor is biased by curvature: far less than minibatches differ, in nets that learnt."""
 
 from __future__ import annotations
 
