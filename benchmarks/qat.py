@@ -22,10 +22,10 @@ import torch
 from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
 from torch import Tensor, nn
 
-import brevact
+from benchmarks.policy_names import NamedPolicy, named_policy
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
-from benchmarks.training_step import backward_quantizer, kept_bytes, kept_resident_bytes, loss_of, step_times
+from benchmarks.training_step import kept_bytes, kept_resident_bytes, loss_of, step_times
 
 _MIB = 2**20
 _COLLECTED = 4
@@ -136,12 +136,12 @@ NETS: dict[str, tuple[Callable[[Layers], nn.Module], int]] = {
 }
 
 
-def variants(net: str, quantizer: type, images: Tensor, *, collecting: bool = False) -> dict[str, nn.Module]:
+def variants(net: str, policy: NamedPolicy, images: Tensor, *, collecting: bool = False) -> dict[str, nn.Module]:
     """The net in float, by stock Brevitas and with backward quantization, after the steps that collect statistics.
 
     Args:
         net: one of `NETS`.
-        quantizer: backward quantizer.
+        policy: of backward quantizers.
         images: (B, 3, H, W) images to collect statistics of.
         collecting: whether statistics are still collected.
 
@@ -150,13 +150,13 @@ def variants(net: str, quantizer: type, images: Tensor, *, collecting: bool = Fa
     """
     make, bit_width = NETS[net]
     made = {}
-    for name, width in (("float", None), ("Brevitas", bit_width), (quantizer.__name__, bit_width)):
+    for name, width in (("float", None), ("Brevitas", bit_width), (policy.name, bit_width)):
         torch.manual_seed(0)
         made[name] = make(Layers(width, collecting))
         with torch.no_grad():
             for _ in range(_COLLECTED):
                 made[name](images)
-    brevact.quantize_backward(made[quantizer.__name__], quantizer)
+    policy.apply(made[policy.name])
     return made
 
 
@@ -165,7 +165,7 @@ def measure(net: str, args: argparse.Namespace) -> list[dict[str, object]]:
     torch.manual_seed(0)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
     labels = torch.randint(0, 10, (args.batch_size,))
-    models = variants(net, args.quantizer, images, collecting=args.collecting)
+    models = variants(net, args.policy, images, collecting=args.collecting)
     kept = {name: kept_bytes(model, images) for name, model in models.items()}
     resident = {name: kept_resident_bytes(model, images, labels) for name, model in models.items()}
 
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
-    parser.add_argument("--quantizer", type=backward_quantizer, default=brevact.StochBackward2bit, metavar="NAME")
+    parser.add_argument("--policy", type=named_policy, default=named_policy("StochBackward2bit"), metavar="POLICY")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--collecting", action="store_true", help="while scales come from statistics")

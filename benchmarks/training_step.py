@@ -1,7 +1,7 @@
 """A training step of EfficientNetV2 on the CPU: what is kept for backward, and how long the step takes.
 
     python -m benchmarks.training_step                       # EfficientNetV2-S, batch 16, 32x32 images
-    python -m benchmarks.training_step --size nano --batch-size 128 --quantizers StochBackward2bit NearestBackward2bit
+    python -m benchmarks.training_step --size nano --batch-size 128 --policies DEFAULT NearestBackward2bit
 
 Bytes are measured twice: the distinct storages that autograd keeps (`brevact.memory_report`), and the growth of the
 process's resident memory between the start of a step and the start of its backward pass, known on Linux only. The steps
@@ -11,8 +11,6 @@ of all variants alternate in one process; each ratio is the median of the ratios
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import brevact
+from benchmarks.policy_names import named_policy
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
 from recipes.models.efficientnetv2 import SIZES, efficientnetv2
@@ -62,17 +61,6 @@ def step_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, l
     return times
 
 
-def backward_quantizer(name: str) -> type:
-    """The backward quantizer of brevact with this name, for argparse."""
-    known = [item for item in brevact.__all__ if re.fullmatch(r"[A-Z]\w*Backward(\d\w*)?", item)]
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]
-        raise argparse.ArgumentTypeError(
-            f"{name} is not a backward quantizer of brevact; nearest: {', '.join(nearest)}"
-        )
-    return getattr(brevact, name)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,7 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument(
-        "--quantizers", nargs="+", type=backward_quantizer, default=[brevact.StochBackward2bit], metavar="NAME"
+        "--policies",
+        nargs="+",
+        type=named_policy,
+        default=list(map(named_policy, ("DEFAULT", "StochBackward2bit"))),
+        metavar="POLICY",
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", help="append the rows to this file")
@@ -90,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
     labels = torch.randint(0, 10, (args.batch_size,))
     models = {"plain": efficientnetv2(args.size, image_size=args.image_size, classes=10)}
-    for quantizer in args.quantizers:
+    for policy in args.policies:
         model = efficientnetv2(args.size, image_size=args.image_size, classes=10)
-        models[quantizer.__name__] = brevact.quantize_backward(model, quantizer)
+        models[policy.name] = policy.apply(model)
     parameters = sum(p.numel() for p in models["plain"].parameters())
     print(
         f"EfficientNetV2-{args.size}, {parameters / 1e6:.1f} M parameters, batch {args.batch_size}, "
