@@ -67,13 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="s")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--image-size", type=int, default=32)
-    parser.add_argument(
-        "--policies",
-        nargs="+",
-        type=named_policy,
-        default=list(map(named_policy, ("DEFAULT", "StochBackward2bit"))),
-        metavar="POLICY",
-    )
+    default = [named_policy("DEFAULT"), named_policy("StochBackward2bit")]
+    parser.add_argument("--policies", nargs="+", type=named_policy, default=default, metavar="POLICY")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)

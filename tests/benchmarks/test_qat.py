@@ -1,15 +1,17 @@
 import pytest
 import torch
 
-import brevact
+from benchmarks.policy_names import named_policy
 from benchmarks.qat import NETS, main, variants
 from benchmarks.training_step import kept_bytes
+
+TWO_BITS = named_policy("StochBackward2bit")
 
 
 @pytest.mark.parametrize("net", NETS)
 def test_variants_compute_the_same_and_keep_less(net):
     images = torch.randn(4, 3, 16, 16)
-    made = variants(net, brevact.StochBackward2bit, images)
+    made = variants(net, TWO_BITS, images)
     assert torch.equal(made["Brevitas"](images), made["StochBackward2bit"](images))
     kept = {name: kept_bytes(model, images) for name, model in made.items()}
     assert kept["StochBackward2bit"] < kept["float"] / 3 < kept["Brevitas"] / 3
@@ -17,7 +19,7 @@ def test_variants_compute_the_same_and_keep_less(net):
 
 def test_conv_net_keeps_a_sixteenth_of_stock_brevitas():
     images = torch.randn(4, 3, 32, 32)
-    made = variants("conv", brevact.StochBackward2bit, images)
+    made = variants("conv", TWO_BITS, images)
     kept = {name: kept_bytes(model, images) for name, model in made.items()}
     assert 16 * kept["StochBackward2bit"] <= kept["Brevitas"]
 
