@@ -1,4 +1,4 @@
-# make demo     train a small EfficientNetV2 twice, full precision and 2-bit backward, and compare (two minutes); results in runs/demo
+# make demo     train a small EfficientNetV2 twice, full precision and the default backward quantization, and compare (two minutes); results in runs/demo
 # make test     the test suite
 # make test-exhaustive  the full crosses, of which it runs a part
 # make test-all both
@@ -20,7 +20,7 @@ help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(READY)
-	$(RUN) -m recipes.efficientnetv2 --compare StochBackward2bit --out-dir runs/demo --overwrite
+	$(RUN) -m recipes.efficientnetv2 --compare DEFAULT --out-dir runs/demo --overwrite
 
 picture: demo
 	mkdir -p docs

@@ -1,6 +1,6 @@
 """A character-level GPT that learns the reference of the Python language, with 2 or 4 bits an activation for backward.
 
-    python -m recipes.char_gpt --compare StochBackward2bit StochBackward4bit
+    python -m recipes.char_gpt --compare DEFAULT StochBackward2bit
 
 trains a GPT of 0.8 million weights on text that comes with Python (`recipes/data/text.py` names source and licence),
 three times, and compares the loss on the tenth of it that is held out: in nats a character, and in bits.

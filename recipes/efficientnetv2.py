@@ -1,6 +1,6 @@
 """EfficientNetV2 with 2 bits an activation for backward: the nano size learns digits as well, in 15 times fewer bytes.
 
-    python -m recipes.efficientnetv2 --compare StochBackward2bit
+    python -m recipes.efficientnetv2 --compare DEFAULT
 
 trains the nano size on scikit-learn's digits twice, with and without, and gave for --seed 0, 1, 2
 

@@ -1,6 +1,6 @@
 """A small Vision Transformer with 2 or 4 bits an activation for backward.
 
-    python -m recipes.vit --compare StochBackward2bit StochBackward4bit
+    python -m recipes.vit --compare DEFAULT StochBackward2bit
     python -m recipes.vit --dataset cifar10 --patch-size 4 --epochs 50 --act-quant StochBackward2bit
 
 The first one trains the nano size (six blocks of 96 channels, patches of 8 x 8 pixels) on scikit-learn's digits three
