@@ -349,15 +349,18 @@ def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> 
     return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
 
 
-def keep_smooth(function: Callable[..., Tensor], source: Saved, like: Tensor) -> Saved | None:
+def keep_smooth(
+    function: Callable[..., Tensor], source: Saved, like: Tensor, *, is_pointwise: bool = True
+) -> Saved | None:
     """Keep a smooth function of what :func:`keep_source` keeps, the derivative say, and report it.
 
     Args:
         function: takes the source, and returns the tensor that is kept.
         source: what keeps the source.
         like: tensor of the sizes, strides and dtype of the result.
+        is_pointwise: whether an element of the result depends on the element at its place alone.
     """
-    kept = function_of(function, (source,), like, is_curved=True)
+    kept = function_of(function, (source,), like, is_curved=True, is_pointwise=is_pointwise)
     return kept if kept is None else reported(kept)
 
 

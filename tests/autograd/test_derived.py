@@ -168,6 +168,8 @@ def test_a_linear_layer_behind_a_layer_norm_at_any_width():
         F.hardtanh,
         F.hardsigmoid,
         lambda x: F.hardshrink(x, 0.3),
+        lambda x: F.prelu(x, torch.full((8,), 0.2)),
+        torch.abs,
         lambda x: F.threshold(x, 0.1, -2.0),
         lambda x: x.clamp(min=-0.5),
         lambda x: x.clamp(-0.5, 0.7),
@@ -258,6 +260,7 @@ def test_dropout_is_followed(drop):
         lambda x: x.chunk(2, 1)[1],
         lambda x: F.pixel_shuffle(x, 2),
         lambda x: F.avg_pool2d(x, 2),
+        lambda x: x.mean(3),
         lambda x: torch.cat((-x[..., 8:], x[..., :8]), -1),
         lambda x: x * x.sigmoid() + x,
         lambda x: (x * torch.ones(16)) + torch.cat((-x[..., 8:], x[..., :8]), -1) * torch.full((16,), 0.5),  # rotary
@@ -270,6 +273,40 @@ def test_moves_views_and_averages_are_followed(move):
         known = known_values.find(out, FOUR)
     assert known is not None
     assert is_as_good(known[1].decode(known[0]), move(decoded))
+
+
+@pytest.mark.parametrize("pool", [F.max_pool2d, F.adaptive_max_pool2d])
+def test_maxima_are_picked_where_they_were(pool):
+    with region(settings(bit_width=2)):
+        y, decoded = normalized(settings(bit_width=2))
+        out = pool(F.relu(y), 4)
+        known = known_values.find(out, settings(bit_width=2))
+    masked = decoded * (y > 0)
+    index = pool(F.relu(y.detach()), 4, return_indices=True)[1]
+    expected = masked.flatten(2).gather(2, index.flatten(2)).view(index.shape)
+    assert torch.equal(known[1].decode(known[0]), expected)
+
+
+def test_gated_linear_units_derive_from_their_input():
+    with watch_saved() as saved, region(FOUR):
+        y, decoded = normalized()
+        out = F.glu(y, 1)
+        known = known_values.find(out, FOUR)
+    assert len({x.data_ptr() for x in saved.tensors if x.dtype is torch.uint8}) == 1
+    grad = torch.randn(out.shape)
+    expected = vector_jacobian_product(lambda x: F.glu(x, 1), decoded, grad)
+    assert is_as_good(torch.autograd.grad(out, y, grad)[0], expected)
+    assert is_as_good(known[1].decode(known[0]), F.glu(decoded, 1))
+
+
+def test_the_slopes_of_rectifiers_train():
+    slope = torch.full((8,), 0.2, requires_grad=True)
+    with watch_saved() as saved, region(FOUR):
+        y, decoded = normalized()
+        out = F.prelu(y, slope)
+    assert sum({x.data_ptr(): x.nbytes for x in saved.tensors if x.dtype is torch.uint8}.values()) == ONE + 1024
+    found = torch.autograd.grad(out, slope, torch.ones_like(out))[0]
+    assert is_as_good(found, (decoded * (y <= 0)).sum((0, 2, 3)))
 
 
 def test_gated_units_keep_the_two_projections_alone():

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd import storage_report
+from brevact.autograd.derived import MOST_AVERAGED, derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_through_moves import follow_indices
 from brevact.autograd.ops.base import OfSizes, Saving, blank, load, save
@@ -74,6 +76,32 @@ class _Windows(NamedTuple):
         return index
 
 
+class _Positions(NamedTuple):
+    """Decoder of flat indices of maxima (.., *outputs), which are kept as positions in their windows."""
+
+    windows: _Windows
+    shape: torch.Size
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        codes = unpack_codes(tensors[0], self.windows.bit_width, math.prod(self.shape))
+        return self.windows.index(codes.to(torch.int64).view(self.shape))
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad * self.decode(tensors)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.EXACT, 8 * math.prod(self.shape)
+
+
+class _Pick(NamedTuple):
+    """Picks elements of a map at flat indices into its last dimensions, so many."""
+
+    rank: int
+
+    def __call__(self, x: Tensor, index: Tensor) -> Tensor:
+        return x.flatten(-self.rank).gather(-1, index.flatten(-self.rank)).view(index.shape)
+
+
 class _MaxPool(Saving):
     @staticmethod
     def forward(
@@ -82,8 +110,12 @@ class _MaxPool(Saving):
         out, index = pool(input)
         geometry = windows(out)
         follow_indices(input, index, out, len(geometry.input))
-        codes = geometry.position(index).to(torch.int32).reshape(-1)
-        save(ctx, exact=(pack_codes(codes, geometry.bit_width),))
+        codes = pack_codes(geometry.position(index).to(torch.int32).reshape(-1), geometry.bit_width)
+        source = region.find_known(input)
+        if source is not None and input.numel() <= MOST_AVERAGED * out.numel():
+            picked = (codes,), _Positions(geometry, index.shape)
+            derive(region, out, _Pick(len(geometry.input)), ((input, source), (index, picked)), is_pointwise=False)
+        save(ctx, exact=(codes,))
         ctx.windows, ctx.run_backward, ctx.out_shape = geometry, backward, index.shape
         ctx.input_like = (input.shape, input.stride(), input.dtype)
         ctx.mark_non_differentiable(index)
@@ -95,8 +127,7 @@ class _MaxPool(Saving):
         if grad is None:
             return (None,) * 5
         (packed,) = load(ctx)
-        codes = unpack_codes(packed, ctx.windows.bit_width, math.prod(ctx.out_shape))
-        index = ctx.windows.index(codes.to(torch.int64).view(ctx.out_shape))
+        index = _Positions(ctx.windows, ctx.out_shape).decode((packed,))
         return None, None, None, None, ctx.run_backward(grad, blank(ctx.input_like, grad), index)
 
 

@@ -15,15 +15,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd.derived import derive, function_of
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops import piecewise_linear
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored
-from brevact.autograd.store import keep_mask
+from brevact.autograd.store import keep_mask, reported
 from brevact.private_names.of_torch import has_kernel_for_key
 
 aten = torch.ops.aten
+
+
+def _along_channels(weight: Tensor, x: Tensor) -> Tensor:
+    """Shape one slope a channel, or one for all, so that it broadcasts over ``x``."""
+    sizes = [-1 if dim == min(1, x.dim() - 1) else 1 for dim in range(x.dim())]
+    return weight.view(sizes if weight.numel() > 1 else [1] * x.dim())
+
+
+def _below(x: Tensor, mask: Tensor) -> Tensor:
+    return (-x).masked_fill_(mask, 0.0)
+
+
+def _leaky(x: Tensor, mask: Tensor, slope: Tensor) -> Tensor:
+    return torch.where(mask, x, slope * x)
+
+
+def _signed(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
+    return x * (above.to(x.dtype) - below.to(x.dtype))
 
 
 class _PReLU(Saving):
@@ -33,16 +52,21 @@ class _PReLU(Saving):
         if has_kernel_for_key("aten::prelu", f"Autocast{input.device.type.upper()}"):
             x, w = to_autocast(input, weight)
         needs_input, needs_weight = ctx.needs_input_grad[2:]
-        below = region.keep((-x).relu_(), share=False) if needs_weight else None
-        save(ctx, keep_mask(x > 0) if needs_input else None, below, exact=(weight,))
+        mask, source, out = keep_mask(x > 0), region.find_known(input), func(x, w)
+        below = None
+        if needs_weight:
+            derived = None if source is None else function_of(_below, (source, mask), x)
+            below = region.keep((-x).relu_(), share=False) if derived is None else reported(derived)
+        if source is not None:
+            derive(region, out, _leaky, ((input, source), (input, mask), (_along_channels(w, x), None)))
+        save(ctx, mask if needs_input else None, below, exact=(weight,))
         ctx.dtype = x.dtype
-        return func(x, w)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, below, weight = load(ctx)
-        sizes = [-1 if dim == min(1, grad.dim() - 1) else 1 for dim in range(grad.dim())]
-        w = weight.to(ctx.dtype).view(sizes if weight.numel() > 1 else [1] * grad.dim())
+        w = _along_channels(weight.to(ctx.dtype), grad)
         grad_input = None if mask is None else torch.where(mask.decode(), grad, w * grad)
         grad_weight = None
         if below is not None:
@@ -96,10 +120,14 @@ def _rrelu(
 class _Absolute(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, func: Callable, inplace: bool, input: Tensor) -> Tensor:
-        save(ctx, keep_mask(input > 0), keep_mask(input < 0))
+        above, below = keep_mask(input > 0), keep_mask(input < 0)
+        save(ctx, above, below)
+        source, out = region.find_known(input), func(input)
+        if source is not None:
+            derive(region, out, _signed, ((input, source), (input, above), (input, below)), is_dirty=inplace)
         if inplace:
             ctx.mark_dirty(input)
-        return func(input)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -149,14 +149,30 @@ def _cosh(input: Tensor) -> tuple[Derivative, bool]:
     return lambda one, x: x.sinh(), False
 
 
+class _GLUSlope(NamedTuple):
+    """Derivative of a sigmoid(b) by one of the halves (a, b): sigmoid(b), and a sigmoid'(b)."""
+
+    dim: int
+    half: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        one = expanded_one(x.narrow(self.dim, 0, x.shape[self.dim] // 2))
+        return aten.glu_backward(one, x, self.dim).chunk(2, self.dim)[self.half].contiguous()
+
+
 class _GLU(Saving):
-    """a sigmoid(b) of the halves (a, b): sigmoid(b) and a sigmoid'(b) are stored."""
+    """a sigmoid(b) of the halves (a, b): the derivatives are stored."""
 
     @staticmethod
     def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
-        out = call(input)
-        slopes = aten.glu_backward(expanded_one(out), input, dim).chunk(2, dim)
-        save(ctx, *(region.keep(slope.contiguous(), share=False) for slope in slopes))
+        out, source = call(input), keep_source(region, input)
+        kept = []
+        for slope in (_GLUSlope(dim, half) for half in range(2)):
+            derived = None if source is None else keep_smooth(slope, source, out, is_pointwise=False)
+            kept.append(region.keep(slope(input), share=False) if derived is None else derived)
+        save(ctx, *kept)
+        if source is not None:
+            derive(region, out, call, ((input, source),), is_curved=True, is_pointwise=False)
         ctx.dim = dim
         return out
 
