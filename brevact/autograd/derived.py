@@ -28,17 +28,23 @@ from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import Affine, output_of
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.settings import SaveMode, bits_of
 from brevact.autograd.store import AS_IT_IS, reported
 from brevact.private_names.of_torch import TreeSpec, is_any_autocast_enabled, tree_flatten, tree_unflatten
-from brevact.quantizers import is_traced
+from brevact.quantizers import Layout, is_traced
 
 #: Calls in an expression: what decodes costs no more than a few passes.
 MOST_CALLS = 24
-#: Elements that a mean which is derived is computed of, and packed tensors that one is put together of.
-MOST_AVERAGED, MOST_MOVED = 16, 4
+#: Elements that are decoded for one of a result: for the mean of many, and for the maximum, a code costs less.
+MOST_DECODED = 4
+#: Packed tensors that one is put together of.
+MOST_MOVED = 4
 #: Packed tensors of which a sum or a product is derived; the sum of more is stored, and a new chain begins with it.
 MOST_COMBINED = 2
-_DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__"))
+_DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
+_INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # one function
+#: Bits beyond ``derive_min_bits`` that the input of a smooth function has where it is not the output of a norm.
+MORE_BITS = 2
 #: Elements of a result for each element of a factor that is kept as it is beside it: half a bit an element.
 ELEMENTS_OF_SMALL = 64
 
@@ -109,7 +115,7 @@ class Derived(NamedTuple):
         expression: what gives the tensor back; an integer for the source itself.
         sources: decoders of the sources, and the number of tensors of each.
         shape: of the tensor.
-        stride: of the tensor, which is dense.
+        stride: of the tensor; None for one that is expanded, whose distinct elements may lie anyhow.
         dtype: of the tensor.
         quality: of the tensor.
     """
@@ -117,7 +123,7 @@ class Derived(NamedTuple):
     expression: Call
     sources: tuple[tuple[Decoder, int], ...]
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...] | None
     dtype: torch.dtype
     quality: Quality
 
@@ -153,10 +159,7 @@ class Derived(NamedTuple):
                 product = _fused(self.expression, parts, grad)
                 if product is not None:
                     return product
-            values = _value(self.expression, parts, {}).to(self.dtype)
-            if not is_traced(values) and values.stride() != self.stride:
-                dense = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=values.device)
-                values = dense.copy_(values)
+            values = _with_strides(_value(self.expression, parts, {}).to(self.dtype), self.stride)
             return values if grad is None else grad * values
 
 
@@ -185,12 +188,22 @@ def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor
 
 
 class _Restrided(NamedTuple):
+    """Makes a view of a tensor of these strides, whatever those are with which it was computed."""
+
+    whole: tuple[int, ...] | None
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x.as_strided(self.shape, self.stride, self.offset)
+        return _with_strides(x, self.whole).as_strided(self.shape, self.stride, self.offset)
+
+
+def _with_strides(x: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Return ``x`` densely in memory with these strides; None leaves it as it is."""
+    if stride is None or is_traced(x) or x.stride() == stride:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 class _Expressions:
@@ -202,7 +215,7 @@ class _Expressions:
         self.quality = EXACT
         #: Whether two operands read the same packed tensor.
         self.overlap = False
-        self.packed: set[int] = set()
+        self.packed: set[int] = set()  # identities of packed tensors
         #: Packed tensors that one operand alone reads.
         self.most = 0
 
@@ -211,14 +224,15 @@ class _Expressions:
         tensors, decoder = kept
         if isinstance(decoder, View):
             whole = self.add((tensors, decoder.decoder))
-            return Call(_Restrided(decoder.shape, decoder.stride, decoder.offset), (whole,), -1)
+            stride = decoder.decoder.stride if isinstance(decoder.decoder, Derived) else None
+            return Call(_Restrided(stride, decoder.shape, decoder.stride, decoder.offset), (whole,), -1)
         if isinstance(decoder, Derived):
-            numbers = [self._number(part) for part in decoder.parts(tensors)]
-            self._meet(decoder.quality, {n for n in numbers if not quality_of(self.sources[n][1]).is_exact})
-            return decoder.expression.renumbered(numbers)
-        number, quality = self._number(kept), quality_of(decoder)
-        self._meet(quality, set() if quality.is_exact else {number})
-        return number
+            parts = decoder.parts(tensors)
+            self._meet(decoder.quality, {id(kept[0]) for kept, of in parts if not quality_of(of).is_exact})
+            return decoder.expression.renumbered([self._number(part) for part in parts])
+        quality = quality_of(decoder)
+        self._meet(quality, set() if quality.is_exact else {id(tensors[0])})
+        return self._number(kept)
 
     def _meet(self, quality: Quality, packed: set[int]) -> None:
         self.quality = self.quality.with_other(quality)
@@ -277,7 +291,8 @@ def function_of(
         quality = quality._replace(is_curved=True)
     sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
     tensors = tuple(x for kept, _ in found.sources for x in kept)
-    return tensors, Derived(expression, sources, tuple(like.shape), like.stride(), like.dtype, quality)
+    stride = None if is_traced(like) or not Layout.of(like).is_dense else like.stride()
+    return tensors, Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality)
 
 
 def derive_output(
@@ -333,8 +348,21 @@ def derive(
     if is_known:
         options = {"is_curved": is_curved, "is_pointwise": is_pointwise, "most_packed": most_packed}
         derived = function_of(function, kept, out, **options)  # type: ignore[arg-type]
-        if derived is not None:
+        if derived is not None and _is_worth_it(*derived, out):
             region.register(out, derived, is_dirty=is_dirty)
+
+
+def _is_worth_it(tensors: tuple[Tensor, ...], decoder: Derived, out: Tensor) -> bool:
+    """Whether sources are no larger than a few times the result, and what is kept as it is has a bit an element."""
+    if is_traced(out):
+        return True
+    decoded = small = 0
+    for kept, of in decoder.parts(tensors):
+        if of is AS_IT_IS:
+            small += kept[0].nbytes
+        elif not quality_of(of).is_exact:
+            decoded += of.described(kept)[1]
+    return decoded <= MOST_DECODED * out.nbytes and 8 * small <= out.numel()
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:
@@ -345,7 +373,7 @@ def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> 
     if x.numel() * ELEMENTS_OF_SMALL > out.numel():
         return None
     if own is not None and not region.is_weight(x):
-        return own
+        return (x.detach(),), AS_IT_IS
     return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
 
 
@@ -364,12 +392,16 @@ def keep_smooth(
     return kept if kept is None else reported(kept)
 
 
-def keep_source(region: Keeper, x: Tensor) -> Saved | None:
+def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> Saved | None:
     """Keep the input of a smooth function, if the function and its derivative are to be derived from it.
+
+    What is not known, and so may have outliers, of which the step is that of all its bucket, needs more bits than the
+    output of a norm.
 
     Args:
         region: the region that runs.
         x: the input.
+        is_overwritten: whether the function works in place.
 
     Returns:
         What keeps it; None where a region stores the derivative instead.
@@ -379,7 +411,10 @@ def keep_source(region: Keeper, x: Tensor) -> Saved | None:
         quality = quality_of(known[1])
         is_good = quality.is_exact or quality._replace(is_curved=True).serves(region.settings)
         return known if is_good else None
-    if not region.settings.derives_curved or x.numel() < region.settings.min_numel:
+    settings = region.settings
+    if not settings.derives or bits_of(settings.quantizer) < settings.derive_min_bits + MORE_BITS:
+        return None
+    if x.numel() < settings.min_numel or (is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED):
         return None
     kept = region.keep(x)
     return None if kept[1] is AS_IT_IS else kept
@@ -448,8 +483,8 @@ def follow(
     """
     if type(out) is not Tensor or not out.is_floating_point() or region.find_known(out) is not None:
         return
-    if kind is Kind.AVERAGE and max(x.numel() for x, _ in operands) > MOST_AVERAGED * out.numel():
-        return  # to decode them all costs more than one code is worth
+    if func in _INVERSIONS or kwargs.get("rounding_mode") is not None:
+        return
     if func.__name__ in _DIVISIONS and any(kept and not quality_of(kept[1]).is_exact for _, kept in operands[1:]):
         return
     leaves, spec = tree_flatten((args, kwargs))

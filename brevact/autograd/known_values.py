@@ -151,6 +151,7 @@ class _Entry(NamedTuple):
     versions: tuple[int, ...]
     decoder: Any
     quality: Quality
+    scope: Any
 
 
 _entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
@@ -158,7 +159,9 @@ _entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDic
 entries = _entries.data
 
 
-def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, *, is_dirty: bool = False) -> None:
+def register(
+    x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, *, is_dirty: bool = False, scope: Any = None
+) -> None:
     """Remember what gives the values of ``x`` back.
 
     Args:
@@ -166,12 +169,16 @@ def register(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, *, is_dirty: 
         tensors: what an op that keeps ``x`` hands to autograd instead.
         decoder: turns them into ``x``.
         is_dirty: whether a Function that has changed ``x`` in place is about to say so, which counts as a change.
+        scope: the checkpoint in which the region runs; None outside of one.
     """
     if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
         return
+    storage = x.untyped_storage()
+    if storage.nbytes() != x.numel() * x.itemsize or any(storage_address(kept) == storage._cdata for kept in tensors):
+        return  # others are in the storage, or what keeps it is: it would live for ever
     versions = versions_of(tensors)
     version, quality = x._version + is_dirty, getattr(decoder, "quality", EXACT)
-    _entries[x.untyped_storage()] = _Entry(version, x.shape, x.stride(), x.dtype, tensors, versions, decoder, quality)
+    _entries[storage] = _Entry(version, x.shape, x.stride(), x.dtype, tensors, versions, decoder, quality, scope)
 
 
 def forget(x: Tensor) -> None:
@@ -180,7 +187,9 @@ def forget(x: Tensor) -> None:
         _entries.pop(x.untyped_storage(), None)
 
 
-def find(x: Tensor, settings: BackwardSettings | None = None) -> tuple[tuple[Tensor, ...], Any] | None:
+def find(
+    x: Tensor, settings: BackwardSettings | None = None, scope: Any = None
+) -> tuple[tuple[Tensor, ...], Any] | None:
     """Return what keeps ``x``, or what it views, and its decoder, if it is known.
 
     Not if a scale or a weight that it was computed from has changed since.
@@ -189,6 +198,8 @@ def find(x: Tensor, settings: BackwardSettings | None = None) -> tuple[tuple[Ten
         x: any tensor.
         settings: of the region that reads it, whose own error a derived tensor's may take the place of; None where
             ``x`` must be known without a loss.
+        scope: the checkpoint in which the region runs. What derives from packed tensors is known in the scope in which
+            it was computed alone: a checkpoint that computes again finds the same as in its forward pass.
     """
     if not entries or x.is_inference() or not storage_address(x):
         return None
@@ -197,8 +208,9 @@ def find(x: Tensor, settings: BackwardSettings | None = None) -> tuple[tuple[Ten
         return None
     if entry.versions != versions_of(entry.tensors):
         return None
-    if not entry.quality.is_exact and not (settings is not None and entry.quality.serves(settings)):
-        return None
+    if not entry.quality.is_exact:
+        if settings is None or entry.scope is not scope or not entry.quality.serves(settings):
+            return None
     if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
         return entry.tensors, entry.decoder
     return entry.tensors, View(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())

@@ -129,6 +129,8 @@ def output_of(
     tensors, decoder = kept
     if not isinstance(decoder, _Packed | _PackedOnBackward):
         return None
+    if not is_traced(out) and decoder.stride(tensors) != out.stride():
+        return None  # it would be decoded in another order of memory
     sources = decoder.sources(tensors)
     affine = tuple(_as_now(x, x is weight) for x in (weight, bias) if x is not None)
     has = weight is not None, bias is not None
@@ -259,6 +261,10 @@ class _Packed(_Reading):
     def quality(self) -> Quality:
         return Quality(self._spec.quantizer)
 
+    def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+        """Return the strides of the decoded normalized values."""
+        return self._spec.layout.result_stride
+
     def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors that hold the normalized values."""
         return tensors[:1]
@@ -296,6 +302,10 @@ class _PackedOnBackward(_Reading):
     @property
     def quality(self) -> Quality:
         return Quality(self._quantizer)
+
+    def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+        """Return the strides of the decoded normalized values."""
+        return Layout.of(tensors[0]).result_stride
 
     def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors that hold the normalized values."""

@@ -282,22 +282,22 @@ class Region(EagerKeeper):
         settings = self.settings
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         place = next(self.places) if settings.observes else 0
-        return keep_packed(x, settings, self.seeds, share, repeats, place, norm)
+        return keep_packed(x, settings, self.seeds, share, repeats, place, norm, self.hooks.scope)
 
     def find_known(self, x: Tensor) -> Saved | None:
         """Return what ``x`` is known by, if that is as good as what the region would keep."""
-        return known_values.find(x, self.settings) if known_values.entries else None
+        return known_values.find(x, self.settings, self.hooks.scope) if known_values.entries else None
 
     def find_kept(self, x: Tensor) -> Saved | None:
         """Return what ``x`` is known by, or what keeps it for an op that has run."""
         known = self.find_known(x)
-        if known is None and self.settings.derives:
-            known = find_packed(x, self.settings, self.settings.draws_size and self.hooks.are_in_checkpoint())
+        if known is None and self.settings.derives and self.hooks.scope is None:  # where it lives until backward
+            known = find_packed(x, self.settings)
         return known
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False) -> None:
         """Remember what a tensor is known by; ``is_dirty`` says that a Function is about to mark it as changed."""
-        known_values.register(out, *kept, is_dirty=is_dirty)
+        known_values.register(out, *kept, is_dirty=is_dirty, scope=self.hooks.scope)
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""

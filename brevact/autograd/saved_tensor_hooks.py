@@ -140,6 +140,11 @@ class SavedTensorHooks:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])
 
+    @property
+    def scope(self) -> Any:
+        """What tells the checkpoint in which the hooks are from others, and from its recomputation; None: in none."""
+        return self._outer[0] if self._outer is not None and self.are_in_checkpoint() else None
+
     def push(self) -> None:
         """Activate the hooks."""
         push_hooks(*self.pair)

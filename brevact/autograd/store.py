@@ -140,6 +140,7 @@ def keep_packed(
     repeats: bool = False,
     place: int = 0,
     norm: NormInput | None = None,
+    scope: Any = None,
 ) -> Saved:
     """Keep ``x`` as the region's settings say.
 
@@ -152,17 +153,18 @@ def keep_packed(
             follow from the number of elements alone.
         place: how many tensors the region has kept before, for quantizers that collect statistics of each.
         norm: where ``x`` is the input of a norm: its normalized values are packed, and its statistics kept beside.
+        scope: the checkpoint in which the region runs (``known_values.find``).
 
     Returns:
         What is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x`` derives from;
         otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the
         settings are exact.
     """
-    known = _keep_unpacked(x, settings, share, norm is None)
+    known = _keep_unpacked(x, settings, share, norm is None, scope)
     if known is not None:
         return known if norm is None else _with_statistics(known, norm)
     if norm is not None and settings.is_lossless:
-        return _with_statistics(keep_packed(x, settings, seeds, share, repeats, place), norm)
+        return _with_statistics(keep_packed(x, settings, seeds, share, repeats, place, scope=scope), norm)
     slot = _slot(x, settings, repeats, norm) if share else None
     found = None if slot is None else slot.found
     if found is None:
@@ -201,19 +203,21 @@ def _report_statistics(kept: Saved) -> None:
         keep_as_it_is(statistic)
 
 
-def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool, may_derive: bool) -> Saved | None:
+def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool, may_derive: bool, scope: Any) -> Saved | None:
     """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
     if x.numel() < settings.min_numel:
         return keep_small(x)
-    known = known_values.find(x, settings if may_derive else None) if share and known_values.entries else None
+    known = None
+    if share and known_values.entries:
+        known = known_values.find(x, settings if may_derive else None, scope)
     if known is not None:
         return reported(known)
     return keep_as_it_is(x, storage_report.EXACT_POLICY) if settings.is_exact else None
 
 
-def find_packed(x: Tensor, settings: BackwardSettings, repeats: bool = False) -> Saved | None:
-    """Return what keeps ``x`` packed for an op that has run, if there is one."""
-    slot = _slot(x, settings, repeats, None)
+def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
+    """Return what keeps ``x`` packed for an op that has run outside of checkpoints, if there is one."""
+    slot = _slot(x, settings, False, None)
     return None if slot is None else slot.found
 
 

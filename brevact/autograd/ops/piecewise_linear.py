@@ -41,9 +41,14 @@ class _PiecewiseLinear(Saving):
         save(ctx, kept)
         ctx.inside = pieces.inside
         source = region.find_known(input)
+        operands = [(input, source), (input, kept)]
+        bounds = pieces.value
+        if source is not None and isinstance(bounds, _Bounded) and None not in bounds[:2]:
+            at_middle = ((bounds.low + bounds.high) / 2 - bounds.shift) / bounds.slope  # type: ignore[operator]
+            operands.append((input, keep_mask(input > (at_middle if bounds.low <= bounds.high else -torch.inf))))  # type: ignore[operator]
         out = call(input)
         if source is not None and pieces.value is not None:
-            derive(region, out, pieces.value, ((input, source), (input, kept)), is_dirty=pieces.inplace)
+            derive(region, out, pieces.value, operands, is_dirty=pieces.inplace)
         if pieces.inplace:
             ctx.mark_dirty(input)
         return out
@@ -56,19 +61,23 @@ class _PiecewiseLinear(Saving):
 
 
 class _Bounded(NamedTuple):
-    """A linear function where the mask is set, the nearer one of two bounds elsewhere; None for the other bound."""
+    """A linear function where the mask is set, elsewhere a bound: the upper one where a second mask is set.
+
+    What is not a number stays so.
+    """
 
     low: float | None
     high: float | None
     slope: float = 1.0
     shift: float = 0.0
 
-    def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor, is_high: Tensor | None = None) -> Tensor:
         x = x if self.slope == 1.0 and self.shift == 0.0 else x * self.slope + self.shift
-        if self.low is None or self.high is None:
-            return torch.where(mask, x, self.high if self.low is None else self.low)
-        bounds = torch.full_like(x, self.low).masked_fill_(x > (self.low + self.high) / 2, self.high)
-        return torch.where(mask, x, bounds)
+        if is_high is None:
+            bounds = torch.full_like(x, self.high if self.low is None else self.low)  # type: ignore[arg-type]
+        else:
+            bounds = torch.full_like(x, self.low).masked_fill_(is_high, self.high)  # type: ignore[arg-type]
+        return torch.where(mask | x.isnan(), x, bounds)
 
 
 def _itself(x: Tensor) -> Tensor:

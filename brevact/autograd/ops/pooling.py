@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.derived import MOST_AVERAGED, derive
+from brevact.autograd.derived import derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_through_moves import follow_indices
 from brevact.autograd.ops.base import OfSizes, Saving, blank, load, save
@@ -112,7 +112,7 @@ class _MaxPool(Saving):
         follow_indices(input, index, out, len(geometry.input))
         codes = pack_codes(geometry.position(index).to(torch.int32).reshape(-1), geometry.bit_width)
         source = region.find_known(input)
-        if source is not None and input.numel() <= MOST_AVERAGED * out.numel():
+        if source is not None:
             picked = (codes,), _Positions(geometry, index.shape)
             derive(region, out, _Pick(len(geometry.input)), ((input, source), (index, picked)), is_pointwise=False)
         save(ctx, exact=(codes,))
