@@ -132,6 +132,7 @@ def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.
             changed = policy.apply(copy.deepcopy(model))
             noise, bias2 = compare(changed, batches, exact, unit, options.draws, bar.update)
             report = brevact.memory_report(changed, batches[0])
+            kept = report.plain_bytes if policy.source is None else report.saved_bytes
             yield {
                 "model": name,
                 "data": data_name(settings),
@@ -140,9 +141,9 @@ def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.
                 "noise_se": f"{noise.error:.2g}",
                 "bias2": f"{bias2.value:.4g}",
                 "bias2_se": f"{bias2.error:.2g}",
-                "saved_bytes": report.saved_bytes,
+                "saved_bytes": kept,
                 "plain_bytes": report.plain_bytes,
-                "ratio": f"{report.ratio:.2f}",
+                "ratio": f"{report.plain_bytes / kept:.2f}",
                 "batch_size": settings.batch_size,
                 "batches": options.batches,
                 "draws": options.draws,

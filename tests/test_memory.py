@@ -356,13 +356,26 @@ def test_a_slice_that_requires_gradients_still_does():
 
 
 def test_a_row_without_plain_bytes_says_why():
-    model = brevact.quantize_backward(network(), StochBackward2bit)
+    model = brevact.quantize_backward(network(), StochBackward2bit, derive_min_bits=0)
     report = brevact.memory_report(model, torch.randn(8, 3, 32, 32))
     notes = {row.layer: row.note for row in report.rows}
     assert notes == {"0": "", "1": "", "2": "", "3": "plain stores the tensor of 2, which counts there", "4": ""}
     assert [row.layer for row in report.rows if row.plain_bytes == 0] == ["3"]
     (line,) = [line for line in str(report).splitlines() if line.startswith("3 ")]
     assert line.endswith("plain stores the tensor of 2, which counts there")
+
+
+def test_a_row_that_stores_nothing_says_what_derives_it():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 1))
+    report = brevact.memory_report(brevact.quantize_backward(model), torch.randn(8, 3, 32, 32))
+    rows = {row.layer: row for row in report.rows}
+    assert [rows[name].saved_bytes for name in ("2", "3")] == [0, 0] and rows["1"].saved_bytes > 0
+    assert rows["2"].note == rows["3"].note == "derived from 1"
+    assert {(op.layer, op.how, op.why) for op in report.ops if op.op == "conv2d" and op.layer == "3"} == {
+        ("3", "derived", "derived from 1")
+    }
+    assert "derived from 1" in str(report) and "derived from 1" in report.explain()
+    assert report.saved_bytes == sum(op.saved_bytes for op in report.ops)
 
 
 class Detach(nn.Module):

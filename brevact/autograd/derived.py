@@ -291,7 +291,9 @@ def function_of(
         quality = quality._replace(is_curved=True)
     sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
     tensors = tuple(x for kept, _ in found.sources for x in kept)
-    stride = None if is_traced(like) or not Layout.of(like).is_dense else like.stride()
+    stride = None
+    if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
+        stride = like.stride()
     return tensors, Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality)
 
 

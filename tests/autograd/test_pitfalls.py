@@ -150,7 +150,7 @@ def test_generators_that_begin_with_a_transposed_convolution_pack():
     brevact.quantize_backward(model, StochBackward2bit)
     report = {row.layer: row for row in brevact.memory_report(model, torch.randn(4, 64, 1, 1)).rows}
     assert report["1"].plain_bytes > 8 * report["1"].saved_bytes
-    assert report["3"].saved_bytes < 64 * 4 * 16 * 4
+    assert "3" not in report  # its input derives from what the norm stores, and its plain bytes count with ReLU's
 
 
 @pytest.mark.parametrize(

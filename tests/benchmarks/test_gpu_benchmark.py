@@ -151,7 +151,7 @@ def test_training_variants_keep_less(model):
         training = Training(workload, steps.VARIANTS[variant], torch.float32, torch.device("cpu"), channels_last=True)
         kept[variant] = kept_bytes(training.model, images)
     assert kept["checkpoint"] < kept["plain"]
-    assert kept["2bit"] < kept["4bit"] < kept["plain"] / 4
+    assert max(kept["2bit"], kept["4bit"]) < kept["plain"] / 8
 
 
 def _step_row(variant, images_s, memory=("100.0", "300.0", "512.0"), **values):

@@ -47,7 +47,7 @@ def test_main_compares_with_full_precision(tmp_path, capsys):
     rows = {row["run"]: row for row in read_rows(tmp_path / "comparison.csv")}
     assert list(rows) == ["full precision", "StochBackward2bit", "NearestBackward4bit"]
     ratios = [float(row["times_less"]) for row in rows.values()]
-    assert ratios[0] == 1.0 < ratios[2] < ratios[1]
+    assert ratios[0] == 1.0 < ratios[1] < ratios[2]  # 4 bits once are less than 2 bits for each of three
     plain = float(rows["full precision"]["saved_mib"])
     assert ratios[1] == pytest.approx(plain / float(rows["StochBackward2bit"]["saved_mib"]))
     assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
@@ -143,7 +143,7 @@ def test_main_resumes_a_comparison_with_the_quantizer_it_was_started_with(stoppe
     assert summary["finished"] is True and summary["settings"]["act_override"] == ["bit_width=4"]
     rows = read_rows(folder / "comparison.csv")
     assert [row["run"] for row in rows] == ["full precision", "StochBackward2bit bit_width=4"]
-    assert 5 < float(rows[1]["times_less"]) < 8  # 4 bits of 32 and the buckets' scales
+    assert 8 < float(rows[1]["times_less"]) < 24  # 4 bits of 32 and the buckets' scales, for up to three tensors
 
 
 @pytest.mark.parametrize(
