@@ -13,6 +13,9 @@ behind it.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,10 +31,10 @@ from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import Affine, output_of
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Decoder, Saved
-from brevact.autograd.settings import SaveMode, bits_of
+from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.autograd.store import AS_IT_IS, reported
 from brevact.private_names.of_torch import TreeSpec, is_any_autocast_enabled, tree_flatten, tree_unflatten
-from brevact.quantizers import Layout, is_traced
+from brevact.quantizers import Layout, UniformQuantizer, is_traced
 
 #: Calls in an expression: what decodes costs no more than a few passes.
 MOST_CALLS = 24
@@ -43,7 +46,7 @@ MOST_MOVED = 4
 MOST_COMBINED = 2
 _DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
 _INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # one function
-#: Bits beyond ``derive_min_bits`` that the input of a smooth function has where it is not the output of a norm.
+#: Bits beyond ``derive_min_bits`` of the input of a smooth function that is not the output of a norm.
 MORE_BITS = 2
 #: Elements of a result for each element of a factor that is kept as it is beside it: half a bit an element.
 ELEMENTS_OF_SMALL = 64
@@ -397,8 +400,8 @@ def keep_smooth(
 def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> Saved | None:
     """Keep the input of a smooth function, if the function and its derivative are to be derived from it.
 
-    What is not known, and so may have outliers, of which the step is that of all its bucket, needs more bits than the
-    output of a norm.
+    What is not known may have outliers, of which the step is that of all their bucket. It takes :data:`MORE_BITS` more
+    than the least that derives, in place of derivative and output.
 
     Args:
         region: the region that runs.
@@ -414,12 +417,23 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
         is_good = quality.is_exact or quality._replace(is_curved=True).serves(region.settings)
         return known if is_good else None
     settings = region.settings
-    if not settings.derives or bits_of(settings.quantizer) < settings.derive_min_bits + MORE_BITS:
+    if not settings.derives or bits_of(settings.quantizer) < settings.derive_min_bits:
         return None
     if x.numel() < settings.min_numel or (is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED):
         return None
+    if bits_of(settings.quantizer) < settings.derive_min_bits + MORE_BITS:
+        if not isinstance(settings.quantizer, UniformQuantizer):
+            return None
+        region = copy.copy(region)
+        region.settings = _with_more_bits(settings)
     kept = region.keep(x)
     return None if kept[1] is AS_IT_IS else kept
+
+
+@functools.lru_cache(maxsize=64)
+def _with_more_bits(settings: BackwardSettings) -> BackwardSettings:
+    width = min(8, settings.derive_min_bits + MORE_BITS)
+    return dataclasses.replace(settings, quantizer=dataclasses.replace(settings.quantizer, bit_width=width))
 
 
 class _Spread(NamedTuple):
