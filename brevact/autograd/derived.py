@@ -499,6 +499,8 @@ def follow(
     """
     if type(out) is not Tensor or not out.is_floating_point() or region.find_known(out) is not None:
         return
+    if any(x.device != out.device and x.dim() for x, _ in operands):
+        return  # what is moved to another device begins a chain there
     if func in _INVERSIONS or kwargs.get("rounding_mode") is not None:
         return
     if func.__name__ in _DIVISIONS and any(kept and not quality_of(kept[1]).is_exact for _, kept in operands[1:]):

@@ -602,3 +602,10 @@ def test_in_place_functions_have_the_gradients_of_both_save_modes():
 
     now, later = gradient(SaveMode.SAVE_QUANTIZED), gradient(SaveMode.QUANTIZE_ON_BACKWARD)
     assert (now - later).norm() < 0.05 * now.norm()
+
+
+def test_another_device_begins_a_chain():
+    with region(FOUR):
+        y, _ = normalized()
+        assert known_values.find(y.to("meta"), FOUR) is None
+        assert known_values.find(y.double(), FOUR) is not None
