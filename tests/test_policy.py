@@ -187,7 +187,7 @@ def test_rules_name_torch_functions_wherever_they_are_called():
         "head": brevact.StochBackward3bit,
         torch.bmm: StochBackward4bit,
         Tensor.exp: StochBackward8bit,  # which has no Function: saved-tensor hooks pack what it stores
-        F.silu: brevact.StochBackward5bit,
+        F.silu: brevact.StochBackward5bit.let(derive_min_bits=0),  # the derivative, not its input
         "*": StochBackward2bit,
     }
     model, batch = Ops(), op_batch()
@@ -234,13 +234,14 @@ def test_the_first_rule_decides_on_an_op_inside_another_one():
 
 
 def test_a_module_that_no_rule_matches_counts_as_its_parent():
-    rules = {nn.Sequential: StochBackward2bit, F.silu: StochBackward4bit}
+    rules = {nn.Sequential: StochBackward2bit, F.silu: StochBackward4bit.let(derive_min_bits=0)}
     found = bits_of(brevact.quantize_backward(Ops(), rules), op_batch())
     assert found["head.1", "silu"] == 2 and found["", "silu"] == 4 and found["first", "linear"] is None
 
 
 def test_layers_with_a_quantizer_of_their_own_have_no_rules_for_ops():
-    model = nn.Sequential(nn.Linear(64, 64), bnn.SiLU(act_quant=StochBackward4bit), nn.SiLU())
+    four = StochBackward4bit.let(derive_min_bits=0)
+    model = nn.Sequential(nn.Linear(64, 64), bnn.SiLU(act_quant=four), nn.SiLU())
     brevact.quantize_backward(model, {F.silu: None, "*": StochBackward2bit})
     found = bits_of(model, (torch.randn(128, 64),))
     assert found == {("0", "linear"): 2, ("1", "silu"): 4, ("2", "silu"): None}
