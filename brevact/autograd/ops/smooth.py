@@ -3,6 +3,9 @@
 dL/dx = g * f'(x): with E[q] = f'(x) for the stored q, E[g q] is the exact gradient. Storing a quantized x and applying
 f' to it would not be unbiased, since f' is not linear. Functions whose derivative is linear in what torch saves anyway
 (exp, square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
+
+Where the input is packed in enough bits, its own derivative and the output derive from it (``derived``): that bias,
+f''' Var / 2, is small then, and one tensor is stored in place of two or three.
 """
 
 from __future__ import annotations
