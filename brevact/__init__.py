@@ -65,7 +65,7 @@ from brevact.injectors import (
 )
 from brevact.memory import MemoryReport, memory_report
 from brevact.mixing import MixSchedule
-from brevact.policies import CONV_NET, DEFAULT, TRANSFORMER
+from brevact.policies import CONV_NET, DEFAULT, TRANSFORMER, Policy
 from brevact.policy import backward_quant, quantize_backward, quantizer, restore_backward
 from brevact.policy_table import BackwardPolicy, backward_policy
 from brevact.quantizers import (
@@ -80,9 +80,7 @@ from brevact.quantizers import (
     UniformQuantizer,
     WeibullQuantizer,
 )
-from brevact.rules import Policy
-
-__version__ = "0.1.0"  # the only place: pyproject.toml reads it here
+from brevact.version import __version__
 
 __all__ = [
     "CONV_NET",

@@ -1,61 +1,118 @@
-"""Rules that many models share, and the policies that are shipped."""
+"""Policies: rules that models of one kind share, saved and loaded; and those that are shipped."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
 
+from brevact import policy_files
+from brevact.autograd.settings import bits_of
 from brevact.injectors import StochBackward2bit, StochBackward3bit, StochBackward4bit, StochBackward6bit
-from brevact.rules import Policy
+from brevact.injectors.settings import BackwardQuantizer
+from brevact.policy_table import quantizer_text
+from brevact.predicates import computes_attention as computes_attention
+from brevact.predicates import is_activation_function as is_activation_function
+from brevact.predicates import is_norm, is_rectified
+from brevact.rules import assignment_of, check_rules, ops_of
+from brevact.tables import text_table
+from brevact.version import __version__
 
-#: Modules of `torch.nn.modules.activation` that are layers with weights of their own.
-_LAYERS = (nn.MultiheadAttention, nn.PReLU)
-_RECTIFIERS = (nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh, nn.LeakyReLU, nn.ReLU, nn.ReLU6, nn.RReLU, nn.Threshold)
-_CONVOLUTIONS = (*(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),)
-
-
-def is_norm(name: str, module: nn.Module) -> bool:
-    """Rule: batch, layer, group, instance and RMS norm, those of other libraries too, by the name of their class.
-
-    Args:
-        name: qualified name of the module, not looked at.
-        module: any module.
-    """
-    return "norm" in type(module).__name__.lower() and not any(module.children())
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def is_activation_function(name: str, module: nn.Module) -> bool:
-    """Rule: ReLU, GELU, SiLU and the like, those of other libraries too, by the name of their class.
+@dataclass(frozen=True)
+class Policy:
+    """Ordered rules for models of one kind, some of which a model may leave without a match.
 
-    Args:
-        name: qualified name of the module, not looked at.
-        module: any module.
-    """
-    kind = type(module)
-    if kind.__module__ == nn.ReLU.__module__:
-        return not isinstance(module, _LAYERS)
-    return kind.__name__.endswith(("Activation", "GELU", "ReLU", "SiLU", "Swish")) and not any(module.parameters())
+    ``print(policy)`` is a table of the rules.
 
-
-def computes_attention(name: str, module: nn.Module) -> bool:
-    """Rule: what computes attention in its own forward, by the name of its class.
+    >>> import torch.nn as nn, torch.nn.functional as F, brevact
+    >>> finer = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit,
+    ...                         F.cross_entropy: brevact.StochBackward8bit})
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.LayerNorm(8)), finer)
+    >>> print(finer)
+    rule           for   bits  backward quantizer
+    ---------------------------------------------------------------------------
+    LayerNorm      type  4     StochBackward4bit: UniformQuantizer, bit_width=4
+    RMSNorm        type  4     StochBackward4bit: UniformQuantizer, bit_width=4
+    cross_entropy  op    8     StochBackward8bit: UniformQuantizer, bit_width=8
 
     Args:
-        name: qualified name of the module, not looked at.
-        module: any module.
+        rules: mapping from module types, torch functions, name patterns or functions to backward quantizers, as
+            :func:`brevact.quantize_backward` takes it. Unlike there, a rule may match nothing; all of them may not.
+        layers: kinds of the modules that it was fitted for, by name: a model with others is refused. None for any.
+
+    Raises:
+        TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
+        ValueError: there are no rules.
     """
-    return "attention" in type(module).__name__.lower()
+
+    rules: Mapping[Any, BackwardQuantizer | None]
+    layers: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        check_rules(self.rules, "rules")
+        for key, source in self.rules.items():
+            assignment_of(key, source)
+
+    def __str__(self) -> str:
+        """Return a table of the rules."""
+        rows = []
+        for key, source in self.rules.items():
+            found = assignment_of(key, source)
+            bits = 0 if found.settings is None else bits_of(found.settings.quantizer)
+            rows.append((found.rule, _kind_of(key), str(bits or "-"), quantizer_text(found)))
+        return text_table(("rule", "for", "bits", "backward quantizer"), rows)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy as JSON, with the version of the package.
+
+        Rules for names, for types of torch.nn, brevitas.nn and brevact.nn, for torch functions and for the functions of
+        ``brevact.policies`` can be saved, with quantizers of brevact and brevitas.quant and their settings. What a
+        Brevitas quantizer has collected is not part of a policy.
+
+        >>> import brevact, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "policy.json")
+        >>> brevact.CONV_NET.save(path)
+        >>> brevact.Policy.load(path) == brevact.CONV_NET
+        True
+
+        Args:
+            path: file to write.
+
+        Raises:
+            TypeError: a rule is a function of yours or a type of another library; a quantizer, or one of its settings,
+                is a class or an object of your own. No file is written.
+        """
+        text = policy_files.written(self.rules, self.layers, __version__)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Policy:
+        """Return the policy that :meth:`save` wrote. Names in the file are those of closed lists: it runs no code.
+
+        Args:
+            path: file to read.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it holds no policy, or fields, types, functions, quantizers or settings that are not known here.
+        """
+        return cls(*policy_files.read(path, __version__))
 
 
-def is_rectified(name: str, module: nn.Module) -> bool:
-    """Rule: modules in which the activation functions are piecewise linear, all of them, and there is one.
-
-    Args:
-        name: qualified name of the module, not looked at.
-        module: any module.
-    """
-    found = [each for each in module.modules() if is_activation_function("", each)]
-    return bool(found) and all(isinstance(each, _RECTIFIERS) for each in found)
+def _kind_of(key: Any) -> str:
+    if isinstance(key, str):
+        return "name"
+    if ops_of(key):
+        return "op"
+    return "type" if isinstance(key, type | tuple) else "function"
 
 
 #: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need; at 3 bits where the

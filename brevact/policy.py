@@ -13,10 +13,10 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.compiled.mode import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.settings import BackwardQuantizer
-from brevact.policies import DEFAULT
+from brevact.policies import DEFAULT, Policy
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
-from brevact.rules import POLICY, Assignment, Policy, assignments, block_assignment, check_rules, source_text
+from brevact.rules import POLICY, Assignment, assignments, block_assignment, check_layers, check_rules, source_text
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -214,6 +214,8 @@ def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> di
     if isinstance(policy, Mapping | Policy):
         _refuse_overrides(policy, overrides, "quantize_backward(model, StochBackward4bit, {})")
         if isinstance(policy, Policy):
+            if policy.layers is not None:
+                check_layers(model, policy.layers)
             return assignments(model, policy.rules, optional=True)
         check_rules(policy, "policy")
         return assignments(model, policy)

@@ -12,7 +12,7 @@ from brevact.autograd.hooks import regions_of
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.injectors.settings import described
 from brevact.injectors.slot import BackwardQuantProxy
-from brevact.rules import POLICY, source_text
+from brevact.rules import POLICY, Assignment, source_text
 from brevact.tables import text_table
 
 _OWN = "its own"
@@ -93,7 +93,7 @@ class BackwardPolicy:
         cells = []
         for row in shown.values():
             name = "  " * (row.module.count(".") + 1) + row.module if row.module else "(model)"
-            cells.append((name, row.kind, str(counts[row.module]), row.rule or "-", _quantizer_text(row)))
+            cells.append((name, row.kind, str(counts[row.module]), row.rule or "-", quantizer_text(row)))
             indent = " " * (len(name) - len(name.lstrip()) + 2)
             around = shown[above[row.module.rpartition(".")[0]]] if row.module else None
             cells += [(indent + op, "op", "-", *texts) for op, texts in _ops_that_differ(row, around).items()]
@@ -151,13 +151,14 @@ def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[Mod
 def _ops_that_differ(row: ModulePolicy, parent: ModulePolicy | None) -> dict[str, tuple[str, str]]:
     """Return rule and quantizer, as texts, of the ops to which something else applies than in the parent."""
     inside, around = (
-        {} if each is None else {op.op: (op.rule, _quantizer_text(op)) for op in each.ops} for each in (row, parent)
+        {} if each is None else {op.op: (op.rule, quantizer_text(op)) for op in each.ops} for each in (row, parent)
     )
-    of_module = row.rule or "-", _quantizer_text(row)
+    of_module = row.rule or "-", quantizer_text(row)
     return {op: inside.get(op, of_module) for op in {**around, **inside} if inside.get(op, of_module) != around.get(op)}
 
 
-def _quantizer_text(row: ModulePolicy | OpPolicy) -> str:
+def quantizer_text(row: ModulePolicy | OpPolicy | Assignment) -> str:
+    """Return a backward quantizer by name, with the settings that differ from its class's."""
     if row.settings is None:
         return row.source
     text = described(row.settings, brief=True)

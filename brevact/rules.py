@@ -16,44 +16,19 @@ from brevact.autograd.settings import with_functions
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.proxies import is_quant_proxy
-from brevact.injectors.settings import BackwardQuantizer
 from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
 POLICY = "policy"
 #: Rules that hold in a block of code: of a model, all of it, or what no other rule matches.
 OF_BLOCKS = ("*", "")
+#: Names that an error about a model lists of each kind.
+_SHOWN = 5
 ACCEPTED_KEYS = (
     "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
     'tuple of functions), name patterns ("blocks.*", "*") and functions of a name and a module that return True or '
     "False"
 )
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Ordered rules for models of one kind, some of which a model may leave without a match.
-
-    >>> import torch.nn as nn, torch.nn.functional as F, brevact
-    >>> finer = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit,
-    ...                         F.cross_entropy: brevact.StochBackward8bit})
-    >>> model = brevact.quantize_backward(nn.Sequential(nn.LayerNorm(8)), finer)
-
-    Args:
-        rules: mapping from module types, torch functions, name patterns or functions to backward quantizers, as
-            :func:`brevact.quantize_backward` takes it. Unlike there, a rule may match nothing; all of them may not.
-
-    Raises:
-        TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
-        ValueError: there are no rules.
-    """
-
-    rules: Mapping[Any, BackwardQuantizer | None]
-
-    def __post_init__(self) -> None:
-        check_rules(self.rules, "rules")
-        for key, source in self.rules.items():
-            _assignment(key, source)
 
 
 class OpRule(NamedTuple):
@@ -105,7 +80,7 @@ def check_rules(rules: Any, argument: str) -> None:
     if not rules:
         raise ValueError(f'{argument}: got no rules; accepted is at least one, such as {{"*": StochBackward2bit}}')
     for key in rules:
-        if not (isinstance(key, str) or _are_module_types(key) or ops_of(key) or _is_function(key)):
+        if not (isinstance(key, str) or are_module_types(key) or ops_of(key) or _is_function(key)):
             raise TypeError(f"policy rule {brief(key)} of type {type(key).__name__}: {ACCEPTED_KEYS}{_fix_of_key(key)}")
 
 
@@ -165,12 +140,50 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
     of_rules: dict[Any, Assignment] = {}
     ops: dict[str, OpRule] = {}
     for key, source in rules.items():
-        assignment = _assignment(key, source)
+        assignment = assignment_of(key, source)
         for op in ops_of(key):
             ops.setdefault(op, OpRule(op, assignment.rule, assignment.source, assignment.settings))
         if not ops_of(key):
             of_rules[key] = assignment.with_ops(tuple(ops.values()))
     return of_rules, tuple(ops.values())
+
+
+def layers_of(model: nn.Module) -> dict[str, str]:
+    """Return the kinds of a model's modules by name; layers with a backward quantizer of their own are left out."""
+    return {name: type(module).__name__ for name, module in _modules_without_own_region(model)}
+
+
+def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
+    """Raise where a model has other modules than a policy was fitted for.
+
+    Args:
+        model: that gets the policy.
+        layers: kinds of the modules by name; a module of a class that derives from one of this name will do.
+
+    Raises:
+        ValueError: a module is missing, new or of another kind.
+    """
+    modules = dict(_modules_without_own_region(model))
+    missing = [name for name in layers if name not in modules]
+    added = [name for name in modules if name not in layers]
+    changed = [
+        f"{name or '(model)'} is a {type(module).__name__}, and was a {layers[name]}"
+        for name, module in modules.items()
+        if name in layers and layers[name] not in [kind.__name__ for kind in type(module).__mro__]
+    ]
+    if not missing and not added and not changed:
+        return
+    differences = changed[:_SHOWN] + [f"and {len(changed) - _SHOWN} more of another kind"] * (len(changed) > _SHOWN)
+    for what, names, others in (("missing", missing, added), ("new", added, ())):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            near = difflib.get_close_matches(names[0], others, n=3, cutoff=0.4)
+            hint = f" (nearest: {', '.join(near)})" if near else ""
+            differences.append(f"{what}: {', '.join(names[:_SHOWN])}{more}{hint}")
+    raise ValueError(
+        f"policy: it was fitted for another model than this {type(model).__name__}; {'; '.join(differences)}; give it "
+        "to the model that it was fitted for (the one inside of a wrapper: model.module), or fit again"
+    )
 
 
 def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assignment:
@@ -211,7 +224,7 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
         return fnmatchcase(name, key) or any(
             fnmatchcase(name[:end], key) for end, letter in enumerate(name) if letter == "."
         )
-    if _are_module_types(key):
+    if are_module_types(key):
         return isinstance(module, key)
     found = key(name, module)
     if not isinstance(found, bool):
@@ -270,7 +283,8 @@ def source_text(source: Any, overrides: Mapping[str, Any] | None = None) -> str:
     return f"{text}({', '.join(f'{name}={brief(value)}' for name, value in overrides.items())})" if overrides else text
 
 
-def _assignment(key: Any, source: Any) -> Assignment:
+def assignment_of(key: Any, source: Any) -> Assignment:
+    """Return what a rule gives to a module that it matches, rules for ops left out."""
     settings = None if source is None else backward_settings_from(source, None, f"policy rule {rule_text(key)}")
     return Assignment(settings, rule_text(key), source_text(source))
 
@@ -280,7 +294,8 @@ def _is_function(key: Any) -> bool:
     return callable(key) and not isinstance(key, type | nn.Module)
 
 
-def _are_module_types(key: Any) -> bool:
+def are_module_types(key: Any) -> bool:
+    """Return whether the key of a rule is a type of modules, or a tuple of such."""
     kinds = key if isinstance(key, tuple) and key else (key,)
     return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
 

@@ -1,0 +1,26 @@
+"""Types of layers that a file may name: those of torch.nn, brevitas.nn and brevact.nn."""
+
+from __future__ import annotations
+
+import types
+
+import brevitas.nn as qnn
+from torch import nn
+
+import brevact.nn as bnn
+
+
+def _types() -> dict[str, type[nn.Module]]:
+    within = {"torch.nn": nn, "brevitas.nn": qnn, "brevact.nn": bnn}
+    inner = [each for each in vars(nn.modules).values() if isinstance(each, types.ModuleType)]
+    within |= {each.__name__: each for each in inner}
+    found: dict[str, type[nn.Module]] = {}
+    for place, module in within.items():
+        for name, kind in vars(module).items():
+            if isinstance(kind, type) and issubclass(kind, nn.Module) and kind not in found.values():
+                found[f"{place}.{name}"] = kind
+    return found
+
+
+#: By the path under which users know them; base classes such as `_ConvNd` by that of their module.
+LAYER_TYPES: dict[str, type[nn.Module]] = _types()
