@@ -34,7 +34,7 @@ from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
 from brevact.autograd.store import AS_IT_IS, reported
 from brevact.private_names.of_torch import TreeSpec, is_any_autocast_enabled, tree_flatten, tree_unflatten
-from brevact.quantizers import Layout, UniformQuantizer, is_traced
+from brevact.quantizers import Layout, SampleQuantizer, UniformQuantizer, is_traced
 
 #: Calls in an expression: what decodes costs no more than a few passes.
 MOST_CALLS = 24
@@ -422,7 +422,7 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
     if x.numel() < settings.min_numel or (is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED):
         return None
     if bits_of(settings.quantizer) < settings.derive_min_bits + MORE_BITS:
-        if not isinstance(settings.quantizer, UniformQuantizer):
+        if not isinstance(settings.quantizer, UniformQuantizer | SampleQuantizer):
             return None
         region = copy.copy(region)
         region.settings = _with_more_bits(settings)

@@ -49,9 +49,9 @@ DEFAULT_MIN_NUMEL = 4096
 
 
 def bits_of(quantizer: Any) -> int:
-    """Return the bits of a code; 0 for quantizers that do not say."""
+    """Return the bits of a code, those of a mean rounded down; 0 for quantizers that do not say."""
     width = getattr(quantizer, "bit_width", 0)
-    return width if isinstance(width, int) else 0
+    return int(width) if isinstance(width, int | float) else 0
 
 
 @functools.lru_cache(maxsize=256)

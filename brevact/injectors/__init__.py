@@ -57,6 +57,7 @@ from brevact.injectors.normalized import (
     U8Backward,
     U8ForwardBackward,
 )
+from brevact.injectors.sample import SampleBuckets, StochBackward2bitPerSample, StochBackward4bitPerSample
 from brevact.injectors.settings import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.sign_magnitude import (
     SignMagnitudeBackward,
@@ -123,6 +124,7 @@ __all__ = [
     "NormalizedLevels",
     "O4Backward",
     "O4ForwardBackward",
+    "SampleBuckets",
     "SaveQuantized",
     "SignMagnitudeBackward",
     "SignMagnitudeBuckets",
@@ -132,10 +134,12 @@ __all__ = [
     "StochBackward2bit",
     "StochBackward2bit4bitMix",
     "StochBackward2bit6bitMix",
+    "StochBackward2bitPerSample",
     "StochBackward3bit",
     "StochBackward3bit6bitMix",
     "StochBackward4bit",
     "StochBackward4bit8bitMix",
+    "StochBackward4bitPerSample",
     "StochBackward5bit",
     "StochBackward6bit",
     "StochBackward7bit",

@@ -19,6 +19,8 @@ from brevact.quantizers.normalizing import (
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.residuals import ResidualQuantizer
+from brevact.quantizers.sample import SampleQuantizer
+from brevact.quantizers.sample_widths import SampleWeights, widths_of_least_noise
 from brevact.quantizers.sign_magnitude import SignMagnitudeQuantizer
 from brevact.quantizers.spelling import read, spell
 from brevact.quantizers.tracing import is_traced
@@ -42,6 +44,8 @@ __all__ = [
     "PointFunction",
     "ResidualQuantizer",
     "Rounding",
+    "SampleQuantizer",
+    "SampleWeights",
     "SignMagnitudeQuantizer",
     "UniformQuantizer",
     "WeibullQuantizer",
@@ -60,4 +64,5 @@ __all__ = [
     "spell",
     "unpack_codes",
     "unpack_mask",
+    "widths_of_least_noise",
 ]

@@ -58,6 +58,20 @@ def seed_value(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+def moved_seed(seed: int | Tensor, shift: int) -> int | Tensor:
+    """Another seed: this one plus a number, modulo 2**64.
+
+    Args:
+        seed: Int in [-2**63, 2**63), or 0-d int64 tensor, which wraps around by itself.
+        shift: Any int.
+
+    Returns:
+        A seed of the same kind.
+    """
+    shift = (shift + 2**63) % 2**64 - 2**63
+    return seed + shift if isinstance(seed, Tensor) else (seed + shift + 2**63) % 2**64 - 2**63
+
+
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, rounds: int) -> tuple[Tensor, ...]:
     """Philox4x32: four 32-bit words of random bits for each 128-bit counter under a 64-bit key.
 

@@ -14,7 +14,7 @@ from brevact.quantizers.codes import pack_mask, unpack_mask
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
 from brevact.quantizers.passes import flat_memory, random_words
-from brevact.quantizers.philox import seed_value
+from brevact.quantizers.philox import moved_seed, seed_value
 from brevact.quantizers.tracing import is_traced
 
 _HIGH_KEY = 0x5851F42D4C957F2D  # what the seed of the high buckets is moved by
@@ -99,9 +99,9 @@ class SizedMix:
             flat = layout.flatten(x.detach())
             buffer = (flat.new_zeros if padded else flat.new_empty)(spec.nbytes, dtype=torch.uint8)
             *packs, mask = spec.split(buffer)
-            is_high = self._choose(_moved(key, _PLACEMENT_KEY), flat.device)
+            is_high = self._choose(moved_seed(key, _PLACEMENT_KEY), flat.device)
             mask.copy_(pack_mask(is_high))
-            seeds = key, _moved(key, _HIGH_KEY)
+            seeds = key, moved_seed(key, _HIGH_KEY)
             for part, rows, own, pack in zip(specs, self._rows(is_high), seeds, packs, strict=True):
                 row_dispatch.quantize_rows(flat, rows, self.size, part, own, pack[: part.nbytes])
         return PackedActivation(spec, buffer)
@@ -172,8 +172,3 @@ class SizedMix:
         order = is_high.to(torch.uint8).argsort(stable=True)  # nonzero would wait for the device
         low = self._buckets - self.high_count - self.high_tail
         return order[:low], order[low:]
-
-
-def _moved(key: int | Tensor, shift: int) -> int | Tensor:
-    """Another key; int64 tensors wrap around by themselves."""
-    return key + shift if isinstance(key, Tensor) else seed_value(key + shift, torch.device("cpu"))

@@ -17,6 +17,7 @@ from brevact.quantizers import (
     NormalizedQuantizer,
     PackedActivation,
     Rounding,
+    SampleQuantizer,
     SignMagnitudeQuantizer,
     UniformQuantizer,
     WeibullQuantizer,
@@ -107,6 +108,14 @@ def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
     return packed.layout.restore(result)
 
 
+def sample_step(packed: PackedActivation, x: Tensor) -> Tensor:
+    """The step of each element by the quantizer of its sample."""
+    flat = torch.empty(packed.layout.numel)
+    for own, rows in packed.quantizer.packs(packed):
+        flat.view(-1, own.quantizer.bucket_size)[rows] = uniform_step(own, x).view(len(rows), -1)
+    return packed.layout.restore(flat)
+
+
 def grid_step(packed: PackedActivation, x: Tensor) -> Tensor:
     """How far the farther of the two levels around each element is; for elements beyond the grid, its end."""
     geometry, layout = packed.quantizer.geometry(packed.layout), packed.layout
@@ -154,6 +163,8 @@ def groups_of(packed: PackedActivation) -> Tensor:
         return _of_maps(torch.arange(quantizer.blocks(layout).maps), packed)
     if isinstance(quantizer, SizedMix):
         return layout.restore(torch.arange(layout.numel) // quantizer.size)
+    if isinstance(quantizer, SampleQuantizer):
+        return layout.restore(torch.zeros(layout.numel))  # the widths of all samples depend on each other
     geometry = quantizer.geometry(layout)
     return layout.restore(torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1))
 
@@ -172,6 +183,10 @@ def _mixed(**settings: object) -> Subject:
 def _normalized(**settings: object) -> Subject:
     # The formats round by formulas of their own, not always to the closer level: within the farther one's distance.
     return Subject(NormalizedQuantizer(**settings), grid_step, largest_error=1.0, keeps_zeros=False)
+
+
+def _sample(**settings: object) -> Subject:
+    return Subject(SampleQuantizer(**settings), sample_step)
 
 
 def _sign_magnitude(**settings: object) -> Subject:
@@ -224,6 +239,9 @@ SUBJECTS: dict[str, Subject] = {
     "dual-2": _dual(),
     "dual-4-block-3": _dual(bit_width=4, block=3),
     "dual-nearest-8-block-16": _dual(bit_width=8, block=16, rounding=Rounding.NEAREST),
+    **{f"sample-{bit_width}": _sample(bit_width=bit_width) for bit_width in (1, 2.5, 4, 8)},
+    "sample-nearest": _sample(bit_width=3, rounding=Rounding.NEAREST),
+    "sample-bucket-64": _sample(bit_width=2, bucket_size=64),
     "sign-magnitude": _sign_magnitude(),
     "sign-magnitude-nearest-4": _sign_magnitude(rounding=Rounding.NEAREST, mix_levels_prob=0),
     "sign-magnitude-nearest-3-7": _sign_magnitude(rounding=Rounding.NEAREST, base_levels=3, mix_levels=7),

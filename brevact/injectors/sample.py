@@ -1,0 +1,45 @@
+"""A bit width a sample: those to whose noise the gradient is most sensitive have more bits, of one budget.
+
+``StochBackward<N>bitPerSample`` stores N bits a code in the mean over the samples of a batch, and 1 to 8 bits for each
+of them. ``bit_width=`` may be any number from 1 to 8, 1.5 say.
+
+Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: see `SampleQuantizer`.
+"""
+
+from brevitas.inject import value
+
+from brevact.injectors.class_protocol import Fragment
+from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
+from brevact.quantizers import SampleQuantizer
+
+
+class SampleBuckets(Fragment):
+    """Evenly spaced codes between the minimum and the maximum of each bucket, of the width of its sample."""
+
+    bucket_size = 512
+
+    @value
+    def quantizer(bit_width, rounding, bucket_size):
+        return SampleQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
+
+
+class StochBackward2bitPerSample(StochasticRounding, SampleBuckets, SaveQuantized, BackwardQuantSolver):
+    """Backward quantizer with 1 to 8 bits for each sample, 2 in the mean, and stochastic rounding.
+
+    >>> import torch
+    >>> StochBackward2bitPerSample.quantizer.quantize(torch.rand(8, 4096)).nbytes  # 131072 bytes in float32
+    8624
+    """
+
+    bit_width = 2
+
+
+class StochBackward4bitPerSample(StochasticRounding, SampleBuckets, SaveQuantized, BackwardQuantSolver):
+    """Backward quantizer with 1 to 8 bits for each sample, 4 in the mean, and stochastic rounding.
+
+    >>> import torch
+    >>> StochBackward4bitPerSample.quantizer.quantize(torch.rand(8, 4096)).nbytes  # 131072 bytes in float32
+    16816
+    """
+
+    bit_width = 4

@@ -1,0 +1,250 @@
+"""A bit width a sample: the samples of a tensor to whose noise the gradient is most sensitive have more bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.geometry import Geometry, block_size_for
+from brevact.quantizers import passes, row_dispatch
+from brevact.quantizers.backends import refuse_wrapped
+from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_input, check_int
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
+from brevact.quantizers.philox import moved_seed, seed_value
+from brevact.quantizers.sample_widths import NARROWEST, WIDEST, SampleWeights, widths_of_least_noise
+from brevact.quantizers.uniform import Rounding, UniformQuantizer
+
+_WIDTH_KEY = 0x5851F42D4C957F2D  # what the seed is moved by for each bit of width
+_METADATA_BYTES = 6  # of a bucket: float32 minimum, bfloat16 scale
+_ALIGNMENT = 4
+_FEWEST_SHARE = 4  # a bucket has at least bucket_size over this many elements, unless a part is one
+
+
+class _Division(NamedTuple):
+    """Equal parts of a tensor, each a run of memory, and equal buckets of a part."""
+
+    parts: int
+    elements: int
+    bucket: int
+
+    @property
+    def buckets(self) -> int:
+        """Buckets of a part."""
+        return self.elements // self.bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleQuantizer:
+    """Uniform quantizer whose samples have widths of their own, 1 to 8 bits, and `bit_width` bits in the mean.
+
+    Sample n, a run of memory with buckets of ranges R_nk, takes part in the noise of the gradient by
+    w_n = g_n sum_k R_nk^2 / (2^b_n - 1)^2 with g_n the squared norm of its gradient, where it is known (`weights`), 1
+    otherwise. The b_n are those that minimize the sum, under floor(bit_width * N) bits in all.
+
+    What lies in dimension 0 are samples if that dimension is the slowest in memory, of contiguous tensors and of those
+    in channels_last for example; of other tensors it is the indices of their slowest dimension. Samples of less than
+    `bucket_size` elements share a width with their neighbours. A bucket lies in one sample: it has the largest number
+    of elements up to `bucket_size` that divides it, or all of the sample.
+
+    Bytes: the samples of each width, in ascending order of widths, packed as a 1-D tensor by the `UniformQuantizer` of
+    that width, from the next multiple of 4 on; zeros; a uint8 width for each sample. The size follows from the layout
+    alone. On a GPU, both ways wait for the device, since the host finds widths from ranges and samples of a width.
+
+    Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3, equations 9 and 10. Differs: the widths are the best ones for
+    these sensitivities (`widths_of_least_noise`), of every kind of layer.
+
+    >>> q = SampleQuantizer(bit_width=2)
+    >>> x = torch.stack([torch.linspace(0, scale, 512) for scale in (1.0, 1.0, 9.0)])
+    >>> q.bit_widths(q.quantize(x, seed=0)).tolist()
+    [1, 1, 4]
+
+    Args:
+        bit_width: Bits a code in the mean over the samples, a number from 1 to 8.
+        rounding: Nearest or stochastic.
+        bucket_size: Most consecutive elements that share a scale, at least 8.
+        weights: Factors of the sensitivities of the batch that runs; None for 1. Quantizers with weights have no text,
+            so that graphs of `torch.compile` leave their ops to the compiler.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument has the wrong type.
+    """
+
+    bit_width: float = 2
+    rounding: Rounding = Rounding.STOCHASTIC
+    bucket_size: int = 512
+    weights: SampleWeights | None = None
+
+    def __post_init__(self) -> None:
+        """Validate, and turn strings into enums."""
+        width = self.bit_width
+        if isinstance(width, bool) or not isinstance(width, int | float):
+            raise TypeError(f"bit_width: got {brief(width)} of type {type(width).__name__}; accepted is a number")
+        if not NARROWEST <= width <= WIDEST:
+            raise ValueError(f"bit_width: got {brief(width)}; accepted is a number from {NARROWEST} to {WIDEST}")
+        check_int("bucket_size", self.bucket_size)
+        if self.bucket_size < 8:
+            raise ValueError(f"bucket_size: got {self.bucket_size}; accepted is an int of at least 8")
+        if not (self.weights is None or isinstance(self.weights, SampleWeights)):
+            raise TypeError(f"weights: got {brief(self.weights)}; accepted are a SampleWeights and None")
+        object.__setattr__(self, "rounding", self._of_width(NARROWEST, self.bucket_size).rounding)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self.rounding is Rounding.STOCHASTIC
+
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        """What is stored for a tensor, known before quantizing.
+
+        Args:
+            layout: Layout of the tensor to quantize.
+
+        Returns:
+            The packed samples of all widths, with some bytes to align them, and the widths.
+        """
+        if layout.numel == 0:
+            return (Part("packs", torch.uint8, 0),)
+        division = self._division(layout)
+        widths = min(division.parts, WIDEST)
+        ragged = 0 if division.elements % 8 == 0 else sum(range(NARROWEST, WIDEST + 1))
+        codes = -(-self._total(division) * division.elements // 8) + ragged
+        metadata = division.parts * division.buckets * _METADATA_BYTES + widths * (_ALIGNMENT + 1)
+        return Part("packs", torch.uint8, codes + metadata), Part("bit_widths", torch.uint8, division.parts)
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        """Quantize and pack a tensor.
+
+        Args:
+            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
+                first.
+            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
+                torch's generator. Unused, and not drawn, for nearest.
+
+        Returns:
+            The packed activation, on the device of `x`.
+
+        Raises:
+            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+        """
+        check_input(x)
+        refuse_wrapped(x)
+        layout = Layout.of(x)
+        spec: PackedSpec[SampleQuantizer] = PackedSpec.of(self, layout)
+        key = seed_value(seed, x.device) if self.is_stochastic else 0
+        buffer = x.new_zeros(spec.nbytes, dtype=torch.uint8)
+        if layout.numel:
+            with torch.no_grad():
+                flat = layout.flatten(x.detach())
+                packs, stored = spec.split(buffer)
+                widths = self._allocate(flat, layout)
+                stored.copy_(widths)
+                for own, rows, pack in self._packs(layout, widths, packs):
+                    own_key = moved_seed(key, own.quantizer.bit_width * _WIDTH_KEY)
+                    row_dispatch.quantize_rows(flat, rows, own.quantizer.bucket_size, own, own_key, pack)
+        return PackedActivation(spec, buffer)
+
+    def bit_widths(self, packed: PackedActivation) -> Tensor:
+        """The widths that a tensor's samples have.
+
+        Args:
+            packed: What :meth:`quantize` returned, of a tensor that is not empty.
+
+        Returns:
+            uint8 tensor of a width each.
+        """
+        return packed.spec.split(packed.buffer)[1]
+
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
+        """Decode into memory that is dense in the layout's memory order.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
+        """
+        self._decode(buffer, spec, None, target)
+
+    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
+        """Decode, multiply and write to memory that is dense in the layout's memory order.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            other: Factor of the layout's dtype, dense in the layout's memory order.
+            target: Tensor of the layout's dtype, dense in that order; may be `other`.
+        """
+        self._decode(buffer, spec, passes.flat_memory(other, spec.layout.numel), target)
+
+    def packs(self, packed: PackedActivation) -> list[tuple[PackedActivation, Tensor]]:
+        """The samples of each width as 1-D tensors, and which buckets of the tensor, in memory order, each one has."""
+        if not packed.layout.numel:
+            return []
+        packs, widths = packed.spec.split(packed.buffer)
+        found = self._packs(packed.layout, widths.cpu(), packs)
+        return [(PackedActivation(spec, pack), rows) for spec, rows, pack in found]
+
+    def _decode(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+        if not spec.layout.numel:
+            return
+        packs, widths = spec.split(buffer)
+        flat = passes.flat_memory(target, spec.layout.numel)
+        with torch.no_grad():
+            for own, rows, pack in self._packs(spec.layout, widths.cpu(), packs):
+                row_dispatch.dequantize_rows(pack, own, rows, own.quantizer.bucket_size, other, flat)
+
+    def _packs(self, layout: Layout, widths: Tensor, packs: Tensor) -> Iterator[tuple[PackedSpec[Any], Tensor, Tensor]]:
+        """Spec, buckets and bytes of the samples of each width."""
+        division, start = self._division(layout), 0
+        buckets = torch.arange(division.buckets)
+        for width in widths.unique().tolist():
+            parts = (widths == width).nonzero()
+            rows = (parts * division.buckets + buckets).view(-1).to(packs.device)
+            quantizer = self._of_width(width, division.bucket)
+            own: PackedSpec[Any] = PackedSpec(quantizer, Layout((len(parts) * division.elements,), (1,), layout.dtype))
+            yield own, rows, packs[start : start + own.nbytes]
+            start += -(-own.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def _allocate(self, flat: Tensor, layout: Layout) -> Tensor:
+        """(parts,) uint8 widths on the CPU; ranges of what is finite, and weights, decide."""
+        division = self._division(layout)
+        geometry = _buckets_of(layout.numel, division.bucket)
+        low, high, _ = passes.ranges(flat, geometry)
+        ranges = (high.cpu().double() - low.cpu().double()).nan_to_num().view(division.parts, division.buckets)
+        sensitivity = ranges.square().sum(1)
+        if self.weights is not None and layout.dims and layout.dims[0] == 0:
+            factors = self.weights.of_parts(division.parts, layout.shape[0])
+            sensitivity = sensitivity if factors is None else sensitivity * factors
+        return widths_of_least_noise(sensitivity, self._total(division))
+
+    def _total(self, division: _Division) -> int:
+        return math.floor(self.bit_width * division.parts)
+
+    def _division(self, layout: Layout) -> _Division:
+        return _division(layout.numel, layout.sizes[0] if layout.sizes else 1, self.bucket_size)
+
+    def _of_width(self, bit_width: int, bucket_size: int) -> UniformQuantizer:
+        return UniformQuantizer(bit_width=bit_width, rounding=self.rounding, bucket_size=bucket_size)
+
+
+@functools.lru_cache(maxsize=4096)
+def _division(numel: int, rows: int, bucket_size: int) -> _Division:
+    """Parts of as few rows as have a bucket's elements together, and their buckets."""
+    enough = (n for n in range(1, rows + 1) if rows % n == 0 and n * (numel // rows) >= bucket_size)
+    parts = rows // next(enough, rows)
+    elements = numel // parts
+    sizes = range(min(bucket_size, elements), bucket_size // _FEWEST_SHARE, -1)
+    return _Division(parts, elements, next((size for size in sizes if elements % size == 0), elements))
+
+
+def _buckets_of(numel: int, bucket: int) -> Geometry:
+    """Groups of so many consecutive elements, for passes that pack nothing."""
+    return Geometry(numel, 8, block_size_for(bucket), bucket, numel // bucket, True)
