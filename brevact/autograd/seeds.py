@@ -18,6 +18,9 @@ it was a root region in the forward pass, too (a layer with a quantizer of its o
 does what it did there: the same seeds, and the generator moves on. Otherwise (a reentrant checkpoint, a region around
 the checkpoint that is gone) the generator does not move, and the regions of one backward pass are told apart by
 counting them.
+
+``seeded`` measures what quantization alone does: regions then draw from a seed that is given, in turn, and the
+generator does not move at all, in a forward pass or in a recomputation.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import collections
 import itertools
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, distributed
@@ -47,6 +51,25 @@ _MOST_ROOTS = 1 << 16
 _roots: collections.OrderedDict[int, int] = (
     collections.OrderedDict()
 )  # ids of their owners, by base: root regions of forwards
+_given: Iterator[int] | None = None  # seeds of regions, one after the other, in all threads
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let the regions of a block draw from a seed of its own; torch's generator then draws as if there were none.
+
+    Two runs that differ in the seed alone differ in stochastic rounding alone, dropout being the same. It holds for all
+    threads, since a backward pass computes again in threads of its own.
+
+    Args:
+        seed: any integer; the ranks of a distributed run draw different noise from the same one.
+    """
+    global _given
+    outer, _given = _given, (_split_mix(seed + count * _GOLDEN) ^ rank_seed() for count in itertools.count(1))
+    try:
+        yield
+    finally:
+        _given = outer
 
 
 class SeedStream:
@@ -116,6 +139,11 @@ def _claim_base(owner: int | None) -> tuple[int, bool]:
     The seed is what the default generator draws next, changed where another region has it.
     """
     global _recomputed
+    if _given is not None:
+        with _lock:
+            base = next(_given) % 2**64
+            _in_use[base] += 1
+        return base, False
     fork = torch.Generator("cpu")
     fork.set_state(torch.default_generator.get_state())
     base = (int(torch.randint(_LOW, _HIGH, (), device="cpu", generator=fork)) ^ rank_seed()) % 2**64
