@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parameter import is_lazy
 
 from brevact.arguments import check_model
-from brevact.autograd import attach_region, has_region, region, regions_disabled
+from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, NO_QUANTIZER, PACKED, recording
 from brevact.autograd.storages import storage_address
 from brevact.batches import arguments_of, explained, tensors_of, without_surroundings
+from brevact.copies import copy_of, uncompiled
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
 from brevact.policy import quantize_backward
@@ -62,17 +59,28 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
         ValueError: ``model`` cannot be copied.
     """
     check_model(model, "memory_report(model, batch)", batch)
-    arguments = without_surroundings(arguments_of(model, batch))
-    note = ""
+    args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
     with explained(batch, arguments):
-        saved = _measure(model, arguments)
+        return memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
+
+
+def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
+    """Measure what a training forward pass of a model stores for backward, as :func:`memory_report` does.
+
+    Args:
+        model: module, with or without backward quantization.
+        run: calls a copy of the model, and computes a loss of its output, say, which then counts, too.
+        arguments: tensors that it works on.
+    """
+    note = ""
+    saved = _measure(model, run)
     if any(regions_of(module) for module in model.modules()) or any(op.why != NO_QUANTIZER for op in saved.ops):
         with regions_disabled():
-            plain = _measure(model, arguments)
+            plain = _measure(model, run)
     else:
         plain = saved
         try:
-            saved, note = _measure(model, arguments, quantize_backward), _BY_DEFAULT
+            saved, note = _measure(model, run, quantize_backward), _BY_DEFAULT
         except (TypeError, RuntimeError) as error:  # NotImplementedError, too
             note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
     plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
@@ -140,11 +148,11 @@ def _by_layer(ops: list[OpMemory]) -> Counter[str]:
 
 def _measure(
     model: nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    run: Callable[[nn.Module], Any],
     change: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> _Measured:
     """Return what each op of a copy of the model, changed first, keeps for backward."""
-    model = change(_copy(model))
+    model = change(copy_of(model))
     if not model.training:
         model.train()
     weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
@@ -173,15 +181,15 @@ def _measure(
             others = found.shared.setdefault(layer, [])
             if owner != layer and owner not in others:
                 others.append(owner)
-            found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size))
+            of = source if how == DERIVED else None
+            found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of))
         return x
 
     devices = {x.device for x in weights.values() if x.device.type == "cuda"}
-    with _uncompiled(), _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
+    with uncompiled(), _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
         with torch.inference_mode(False), torch.enable_grad(), recording() as recorder, region(None):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                args, kwargs = arguments
-                output = model(*args, **kwargs)
+                output = run(model)
     found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found
 
@@ -189,35 +197,6 @@ def _measure(
 def _place_of(x: Tensor) -> int:
     """Return what tells a tensor's memory apart from others': its storage; itself, where it is sparse and has none."""
     return storage_address(x) or -id(x)
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
-        raise ValueError("model: some lazy modules have no parameters yet; call the model on a batch first")
-    try:
-        copied = copy.deepcopy(model)
-    except RuntimeError as error:
-        raise ValueError(
-            f"model: {type(model).__name__} cannot be copied ({error}). The legacy weight_norm and spectral_norm keep "
-            "a computed tensor: use those of torch.nn.utils.parametrizations, or measure before the first forward pass"
-        ) from error
-    except (TypeError, pickle.PicklingError) as error:
-        raise ValueError(
-            f"model: {type(model).__name__} cannot be copied ({error}), because it holds what is no part of a model: a "
-            "lock, a file, a process group; measure the module that it wraps (model.module), or take that out first"
-        ) from error
-    modules = dict(copied.named_modules())
-    for name, module in model.named_modules():
-        for hook in regions_of(module):
-            if name in modules and not has_region(modules[name], hook.origin):  # a torch.fx.GraphModule drops hooks
-                attach_region(modules[name], hook.settings, hook.origin, label=hook.label)
-    return copied
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """A context in which compiled modules and functions run as they are written: no hook sees inside a graph."""
-    is_there = "torch._dynamo" in sys.modules  # without it nothing is compiled, and importing it takes seconds
-    return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
 
 
 @contextmanager

@@ -46,6 +46,7 @@ class OpMemory:
         why: the reason, for what is exact, derived or in full precision.
         tensor_bytes: bytes of the tensor when decoded.
         saved_bytes: bytes of its storages, 0 for one that an earlier op has stored.
+        source: layer that stores what a derived tensor is a function of; None for others.
     """
 
     layer: str
@@ -54,6 +55,7 @@ class OpMemory:
     why: str
     tensor_bytes: int
     saved_bytes: int
+    source: str | None = None
 
 
 @dataclass(frozen=True)
