@@ -24,10 +24,10 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -40,6 +40,7 @@ import brevact
 from benchmarks.policy_names import NamedPolicy, named_policy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, Learner, LossOf, data_name, settings_of
+from brevact.gradient_noise import exact_gradients, gradient_noise
 
 Row = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -51,13 +52,6 @@ COLUMNS = (
     *("model", "data", "policy", "noise", "noise_se", "bias2", "bias2_se", "saved_bytes", "plain_bytes", "ratio"),
     *("batch_size", "batches", "draws", "unit_batches", "loss"),
 )
-
-
-class Estimate(NamedTuple):
-    """A figure and its standard error."""
-
-    value: float
-    error: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -121,16 +115,15 @@ def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.
     learner.learn(f"{name} learns", file)
     model = LossOf(learner.objective).train()
     batches = list(itertools.islice(learner.later_batches(), options.unit_batches))
-    total = options.unit_batches + len(policies) * options.batches * options.draws
+    total = 1 + options.unit_batches + len(policies) * options.batches * options.draws
     with tqdm(total=total, desc=name, unit="gradient") as bar:
-        exact = torch.stack([gradient(model, batch, 0, bar.update) for batch in batches])
-        unit = batch_variance(exact)
+        exact = exact_gradients(model, batches, loss_of, bar.update)
         batches = batches[: options.batches]
         with torch.no_grad():
             loss = sum(float(model(**batch)) for batch in batches) / len(batches)
         for policy in policies:
             changed = policy.apply(copy.deepcopy(model))
-            noise, bias2 = compare(changed, batches, exact, unit, options.draws, bar.update)
+            noise, bias2 = gradient_noise(changed, batches, loss_of, exact, options.draws, bar.update)
             report = brevact.memory_report(changed, batches[0])
             kept = report.plain_bytes if policy.source is None else report.saved_bytes
             yield {
@@ -152,87 +145,9 @@ def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.
             }
 
 
-def gradient(model: nn.Module, batch: Batch, seed: int, on_gradient: Callable[[], object] = lambda: None) -> Tensor:
-    """All weight gradients in one vector; buffers, such as a norm's running statistics, stay as they are.
-
-    Args:
-        model: returns a loss.
-        batch: its keyword arguments.
-        seed: of quantizers.
-        on_gradient: called afterwards.
-    """
-    before = [buffer.clone() for buffer in model.buffers()]
-    model.zero_grad()
-    torch.manual_seed(seed)
-    model(**batch).backward()
-    with torch.no_grad():
-        for buffer, old in zip(model.buffers(), before, strict=True):
-            buffer.copy_(old)
-    on_gradient()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def batch_variance(gradients_BW: Tensor) -> Estimate:
-    """Variance of gradients over batches, summed over weights; its error is the jackknife's.
-
-    Args:
-        gradients_BW: at least 3 batches x weights.
-    """
-    batches = len(gradients_BW)
-    squares_B = (gradients_BW - gradients_BW.mean(0)).double().square().sum(1)
-    # Leaving out batch b, the sum of squares is less by squares_b * B / (B - 1).
-    return Estimate(float(squares_B.sum() / (batches - 1)), float(squares_B.std() * math.sqrt(batches) / (batches - 2)))
-
-
-def compare(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    exact_BW: Tensor,
-    unit: Estimate,
-    draws: int,
-    on_gradient: Callable[[], object] = lambda: None,
-) -> tuple[Estimate, Estimate]:
-    """Noise and squared bias of a model's gradients.
-
-    Args:
-        model: with a policy; returns a loss.
-        batches: at least 2.
-        exact_BW: gradients of these batches, or of more, at full precision.
-        unit: variance of exact gradients between batches.
-        draws: seeds a batch, at least 2; no two batches share one.
-        on_gradient: called after each gradient.
-
-    Returns:
-        Noise and bias^2 in the unit. Their errors are those of the mean over batches and that of the unit, as if the
-        two were independent.
-    """
-    figures = []
-    for index, batch in enumerate(batches):
-        seeds = range(1 + index * draws, 1 + (index + 1) * draws)
-        errors = [gradient(model, batch, seed, on_gradient) - exact_BW[index] for seed in seeds]
-        figures.append(variance_and_bias(torch.stack(errors)))
-    noise_B, bias2_B = torch.tensor(figures, dtype=torch.float64).T
-    return _in_units(noise_B, unit), _in_units(bias2_B, unit)
-
-
-def variance_and_bias(errors_DW: Tensor) -> tuple[float, float]:
-    """Unbiased estimates of the variance and of the squared mean of random vectors, summed over elements.
-
-    Args:
-        errors_DW: at least 2 independent draws x elements.
-
-    Returns:
-        sum_w S_w^2, which is exactly 0 for draws that are equal, and |mean|^2 - sum_w S_w^2 / D, which may be
-        negative.
-    """
-    errors_DW = errors_DW.double()
-    variance = (errors_DW - errors_DW[0]).var(0).sum()
-    return float(variance), float(errors_DW.mean(0).square().sum() - variance / len(errors_DW))
-
-
-def _in_units(values_B: Tensor, unit: Estimate) -> Estimate:
-    mean, error = float(values_B.mean()), float(values_B.std() / math.sqrt(len(values_B)))
-    return Estimate(mean / unit.value, math.hypot(error, mean * unit.error / unit.value) / unit.value)
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """What a `LossOf` returns."""
+    return model(**batch)
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brevact
-from benchmarks.noise import batch_variance, compare, gradient
+from brevact.gradient_noise import exact_gradients, gradient_noise
 
 
 class Loss(nn.Module):
@@ -49,9 +49,8 @@ def test_the_bias_of_chains_is_below_a_hundredth_of_minibatch_noise(act):
             loss.backward()
             optimizer.step()
     assert loss < 0.7  # it has learnt: chance is 2.3
-    exact = torch.stack([gradient(model, batch, 0) for batch in batches(24, first=3)])
-    unit = batch_variance(exact)
+    exact = exact_gradients(model, batches(24, first=3), lambda model, batch: model(**batch))
     brevact.quantize_backward(model)
-    noise, bias = compare(model, batches(6, first=3), exact, unit, draws=24)
+    noise, bias = gradient_noise(model, batches(6, first=3), lambda model, batch: model(**batch), exact, draws=24)
     assert 0 < noise.value < 0.5
     assert bias.value < 0.01 and bias.error < 0.002  # the estimate is sharp enough for 5 standard errors to tell
