@@ -3,6 +3,7 @@
 The forward pass stays as it is; what a layer keeps for its backward pass is stored as packed 1- to 8-bit codes.
 """
 
+from brevact.adaptive import Adaptive
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.injectors import (
     DualPrecisionBackward2bit,
@@ -90,6 +91,7 @@ __all__ = [
     "CONV_NET",
     "DEFAULT",
     "TRANSFORMER",
+    "Adaptive",
     "BackwardPolicy",
     "BackwardSettings",
     "DualPrecisionBackward2bit",

@@ -97,6 +97,16 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
     return MemoryReport(rows, tuple(saved.ops), note)
 
 
+def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMemory, ...]:
+    """Measure how each op of a model stores its tensors, as :func:`memory_of` does, without the plain model beside it.
+
+    Args:
+        model: module with backward quantization.
+        run: calls a copy of the model, and computes a loss of its output, say, which then counts, too.
+    """
+    return tuple(_measure(model, run).ops)
+
+
 @dataclass
 class _Measured:
     """What one forward pass stores.
@@ -181,7 +191,7 @@ def _measure(
             others = found.shared.setdefault(layer, [])
             if owner != layer and owner not in others:
                 others.append(owner)
-            of = source if how == DERIVED else None
+            of = source if how == DERIVED else owner if owner != layer else None
             found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of))
         return x
 

@@ -46,7 +46,8 @@ class OpMemory:
         why: the reason, for what is exact, derived or in full precision.
         tensor_bytes: bytes of the tensor when decoded.
         saved_bytes: bytes of its storages, 0 for one that an earlier op has stored.
-        source: layer that stores what a derived tensor is a function of; None for others.
+        source: layer that stores what a derived tensor is a function of, or that had stored this one before; None for
+            others.
     """
 
     layer: str

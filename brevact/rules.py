@@ -102,7 +102,7 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     of_rules, all_ops = _resolved(rules)
     of_ops = [key for key in rules if ops_of(key)]
     names: dict[nn.Module, list[str]] = {}
-    for name, module in _modules_without_own_region(model):
+    for name, module in modules_without_own_region(model):
         names.setdefault(module, []).append(name)
     matching = {key: [module for module in names if _matches_any(key, names[module], module)] for key in of_rules}
     assigned: dict[nn.Module, Assignment] = {}
@@ -150,7 +150,7 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
 
 def layers_of(model: nn.Module) -> dict[str, str]:
     """Return the kinds of a model's modules by name; layers with a backward quantizer of their own are left out."""
-    return {name: type(module).__name__ for name, module in _modules_without_own_region(model)}
+    return {name: type(module).__name__ for name, module in modules_without_own_region(model)}
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
@@ -163,7 +163,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
     Raises:
         ValueError: a module is missing, new or of another kind.
     """
-    modules = dict(_modules_without_own_region(model))
+    modules = dict(modules_without_own_region(model))
     missing = [name for name in layers if name not in modules]
     added = [name for name in modules if name not in layers]
     changed = [
@@ -307,11 +307,11 @@ def _hint(key: Any, names: list[str]) -> str:
     return f"nearest names: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
 
 
-def _modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' proxies."""
     if has_region(module) or is_quant_proxy(module):
         return
     yield name, module
     for child_name, child in module._modules.items():
         if child is not None:
-            yield from _modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)
+            yield from modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)

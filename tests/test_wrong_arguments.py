@@ -64,6 +64,13 @@ def mixing() -> nn.Module:
     return quantize_backward(model(), StochBackward2bit4bitMix)
 
 
+def adaptive(**arguments: Any) -> brevact.Adaptive:
+    net = quantize_backward(model(), StochBackward2bit, min_numel=0)
+    budget = {} if arguments.keys() & {"ratio", "bit_width"} else {"bit_width": 2}
+    settings = {"batch": torch.randn(64, 8), "loss": lambda net, x: net(x).square().mean(), **budget, **arguments}
+    return brevact.Adaptive(net, settings.pop("batch"), settings.pop("loss"), **settings)
+
+
 NO_REPORT = brevact.MemoryReport(())
 PACKED = UniformQuantizer().quantize(torch.zeros(4, 8), seed=0)
 #: Call, argument, and what of `WRONG` the argument takes.
@@ -90,6 +97,14 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
     "MixSchedule steps": (lambda x: MixSchedule(mixing(), steps=x), "steps", ("large",)),
     "MixSchedule stairs": (lambda x: MixSchedule(mixing(), stairs=x), "stairs", ("large",)),
     "MixSchedule state": (lambda x: MixSchedule(mixing()).load_state_dict(x), "state", ()),
+    "Adaptive model": (lambda x: brevact.Adaptive(x, torch.zeros(4, 8), print, ratio=2), "model", ("module",)),
+    "Adaptive loss": (lambda x: adaptive(loss=x), "loss", ("module", "module type", "quantizer")),
+    "Adaptive ratio": (lambda x: adaptive(ratio=x), "ratio", ("float",)),
+    "Adaptive bit_width": (lambda x: adaptive(bit_width=x), "bit_width", ("float",)),
+    "Adaptive every": (lambda x: adaptive(every=x), "every", ("large",)),
+    "Adaptive samples": (lambda x: adaptive(samples=x), "samples", ("None", "large")),
+    "Adaptive indices": (lambda x: adaptive(samples=4).batch(x).__enter__(), "indices", ("list", "integers")),
+    "Adaptive state": (lambda x: adaptive().load_state_dict(x), "state", ()),
     "Policy rules": (Policy, "rules", ()),
     "Policy value": (lambda x: Policy({"*": x}), "policy rule '*'", SOURCES),
     "BackwardSettings quantizer": (BackwardSettings, "quantizer", ()),

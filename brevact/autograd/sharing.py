@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -49,12 +49,12 @@ class _WeakTensor:
         return tensor
 
 
-class _Packs(dict[Hashable, tuple[list[_WeakTensor], Any]]):
+class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any]]):
     """What keeps the tensors of one storage. A buffer that is filled again and again outlives most of it."""
 
     sweep_at = _SWEEP_FLOOR
 
-    def find(self, key: Hashable) -> tuple[tuple[Tensor, ...], Any] | None:
+    def find(self, key: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Any] | None:
         found = self.get(key)
         if found is None:
             return None
@@ -88,8 +88,8 @@ class SharedPacks:
             setattr(storage, self._attribute, packs)
         return packs
 
-    def slot(self, x: Tensor, settings: Hashable) -> Slot | None:
-        """Return the place in the table for what keeps ``x`` under settings with this key.
+    def slot(self, x: Tensor, settings: tuple[Hashable, ...]) -> Slot | None:
+        """Return the place in the table for what keeps ``x`` under settings with this key, and what goes with it.
 
         None for inference tensors, which have no version.
         """
@@ -105,16 +105,25 @@ class Slot:
 
     Args:
         packs: part of the table for its storage.
-        key: what it is apart from that.
+        key: what it is apart from that; the last item is the key of the settings, and what goes with them.
         address: of its storage.
     """
 
     __slots__ = ("_address", "_key", "_packs", "found")
 
-    def __init__(self, packs: _Packs, key: Hashable, address: int) -> None:
+    def __init__(self, packs: _Packs, key: tuple[Any, ...], address: int) -> None:
         self._packs, self._key, self._address = packs, key, address
         #: The kept tensors and their decoder if some node still holds them.
         self.found = packs.find(key) if packs else None
+
+    def alternatives(self) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
+        """Yield what keeps the same tensor under other settings, if some node still holds it."""
+        own, (_, *kind) = self._key[:-1], self._key[-1]
+        for key in list(self._packs):
+            if key != self._key and key[:-1] == own and list(key[-1][1:]) == kind:
+                found = self._packs.find(key)
+                if found is not None:
+                    yield found
 
     def fill(self, tensors: tuple[Tensor, ...], decoder: Any) -> None:
         """Remember what keeps the tensor."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.quality import Quality
+from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -216,9 +216,15 @@ def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool, may_deriv
 
 
 def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
-    """Return what keeps ``x`` packed for an op that has run outside of checkpoints, if there is one."""
+    """Return what keeps ``x`` packed for an op that has run outside of checkpoints, if there is one.
+
+    It may be packed for other settings, if that is as good for a reader with these.
+    """
     slot = _slot(x, settings, False, None)
-    return None if slot is None else slot.found
+    if slot is None or slot.found is not None:
+        return None if slot is None else slot.found
+    others = (kept for kept in slot.alternatives() if getattr(kept[1], "quality", EXACT).serves(settings))
+    return next(others, None)
 
 
 def _slot(x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Slot | None:
