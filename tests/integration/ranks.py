@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import brevact
 from brevact import StochBackward2bit
 from tests.integration.models import codes, quantized
 
@@ -98,9 +99,28 @@ def noise(wrap: Callable[[nn.Module], Callable]) -> Tensor:
     return packed[0]
 
 
+def adapted(part: Tensor, rank: int) -> dict[str, object]:
+    """Widths and gradients of a model whose widths follow what the ranks measure on their parts."""
+    model = DistributedDataParallel(brevact.quantize_backward(net(), StochBackward2bit, min_numel=0))
+
+    def loss(run: nn.Module, batch: Tensor) -> Tensor:
+        return loss_of(run(batch))
+
+    adaptive = brevact.Adaptive(model, part, loss, bit_width=3, every=1, samples=len(BATCH))
+    indices = torch.arange(len(BATCH)).chunk(WORLD)[rank]
+    found = []
+    for _ in range(2):
+        with adaptive.batch(indices):
+            loss(model, part).backward()
+        adaptive.step(part)
+        found.append(adaptive.state_dict())
+    return {"states": found, "grads": full_grads(model)}
+
+
 def measure(rank: int) -> dict[str, object]:
     part = BATCH.chunk(WORLD)[rank]
     return {
+        "adaptive": adapted(part, rank),
         "noise": noise(lambda model: model),
         "noise in a graph": noise(lambda model: torch.compile(model, backend="aot_eager", fullgraph=True)),
         "ddp, quantized before": train(in_parallel(True), part),
