@@ -3,6 +3,7 @@
 The forward pass stays as it is; what a layer keeps for its backward pass is stored as packed 1- to 8-bit codes.
 """
 
+from brevact.actnn import ActnnLevel, actnn_level
 from brevact.adaptive import Adaptive
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.injectors import (
@@ -91,6 +92,7 @@ __all__ = [
     "CONV_NET",
     "DEFAULT",
     "TRANSFORMER",
+    "ActnnLevel",
     "Adaptive",
     "BackwardPolicy",
     "BackwardSettings",
@@ -170,6 +172,7 @@ __all__ = [
     "WeibullBackward4bit",
     "WeibullQuantizer",
     "__version__",
+    "actnn_level",
     "backward_policy",
     "backward_quant",
     "memory_report",

@@ -22,7 +22,7 @@ from brevact.rules import assignment_of, check_rules, ops_of
 from brevact.tables import text_table
 from brevact.version import __version__
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ DEFAULT = Policy(
 )
 
 #: For convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2.
-CONV_NET = Policy({(*_CONVOLUTIONS, nn.Linear): StochBackward3bit, is_norm: StochBackward3bit, "*": StochBackward2bit})
+CONV_NET = Policy({(*CONVOLUTIONS, nn.Linear): StochBackward3bit, is_norm: StochBackward3bit, "*": StochBackward2bit})
 
 #: For transformers: norms, which read the residual stream with its outliers, and the loss at 4 bits, the rest at 2.
 TRANSFORMER = Policy({is_norm: StochBackward4bit, F.cross_entropy: StochBackward4bit, "*": StochBackward2bit})

@@ -97,6 +97,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
     "MixSchedule steps": (lambda x: MixSchedule(mixing(), steps=x), "steps", ("large",)),
     "MixSchedule stairs": (lambda x: MixSchedule(mixing(), stairs=x), "stairs", ("large",)),
     "MixSchedule state": (lambda x: MixSchedule(mixing()).load_state_dict(x), "state", ()),
+    "actnn_level name": (lambda x: brevact.actnn_level(x), "name", ()),
     "Adaptive model": (lambda x: brevact.Adaptive(x, torch.zeros(4, 8), print, ratio=2), "model", ("module",)),
     "Adaptive loss": (lambda x: adaptive(loss=x), "loss", ("module", "module type", "quantizer")),
     "Adaptive ratio": (lambda x: adaptive(ratio=x), "ratio", ("float",)),
@@ -183,6 +184,7 @@ def test_every_public_function_is_in_the_table():
     # Returned by functions, or constants and enums.
     others = {
         "__version__",
+        "ActnnLevel",
         "CONV_NET",
         "DEFAULT",
         "TRANSFORMER",
