@@ -6,6 +6,8 @@ The forward pass stays as it is; what a layer keeps for its backward pass is sto
 from brevact.actnn import ActnnLevel, actnn_level
 from brevact.adaptive import Adaptive
 from brevact.autograd import BackwardSettings, SaveMode
+from brevact.gradient_table import GradientReport
+from brevact.gradients import gradient_report
 from brevact.injectors import (
     DualPrecisionBackward2bit,
     DualPrecisionBackward4bit,
@@ -99,6 +101,7 @@ __all__ = [
     "DualPrecisionBackward2bit",
     "DualPrecisionBackward4bit",
     "DualPrecisionQuantizer",
+    "GradientReport",
     "Granularity",
     "L2Backward",
     "L2ForwardBackward",
@@ -175,6 +178,7 @@ __all__ = [
     "actnn_level",
     "backward_policy",
     "backward_quant",
+    "gradient_report",
     "memory_report",
     "quantize_backward",
     "quantizer",

@@ -16,16 +16,18 @@ class Chain:
 
     Args:
         source: qualified name of the layer that packs.
-        readers: names of the layers that derive from it, and pack nothing; one that derives from several sources, as
-            behind a residual sum, stands in the chain of each.
+        readers: names of the layers that pack nothing, but derive from it, or read the same tensor; one that derives
+            from several sources, as behind a residual sum, stands in the chain of each.
         saved_bytes: bytes of the packed tensors.
         tensor_bytes: bytes of these tensors when decoded.
+        bit_widths: bits of their codes, each once, without those of quantizers that do not say.
     """
 
     source: str
     readers: tuple[str, ...]
     saved_bytes: int
     tensor_bytes: int
+    bit_widths: tuple[int, ...]
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -42,7 +44,7 @@ def chains_of(report: MemoryReport) -> tuple[Chain, ...]:
     >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(64), torch.nn.SiLU(), torch.nn.Linear(64, 8))
     >>> report = brevact.memory_report(brevact.quantize_backward(model), torch.randn(64, 64))
     >>> chains_of(report)
-    (Chain(source='0', readers=('1', '2'), saved_bytes=2096, tensor_bytes=16384),)
+    (Chain(source='0', readers=('1', '2'), saved_bytes=2096, tensor_bytes=16384, bit_widths=(4,)),)
 
     Args:
         report: of the model with backward quantization.
@@ -53,7 +55,7 @@ def chains_of(report: MemoryReport) -> tuple[Chain, ...]:
             packed.setdefault(row.layer, []).append(row)
     readers: dict[str, dict[str, None]] = {source: {} for source in packed}
     for row in report.ops:
-        if row.how == DERIVED and row.source in packed and row.layer not in packed:
+        if row.how in (DERIVED, PACKED) and row.source in packed and row.layer not in packed:
             readers[row.source][row.layer] = None
     return tuple(
         Chain(
@@ -61,6 +63,7 @@ def chains_of(report: MemoryReport) -> tuple[Chain, ...]:
             tuple(readers[source]),
             sum(row.saved_bytes for row in rows),
             sum(row.tensor_bytes for row in rows),
+            tuple(sorted({row.bit_width for row in rows if row.bit_width})),
         )
         for source, rows in packed.items()
     )

@@ -65,6 +65,10 @@ class ExactGradients(NamedTuple):
         """Whether the unit is the squared norm of one gradient."""
         return len(self.of_batches) == 1
 
+    def seeds_of(self, batch: int) -> tuple[int, int]:
+        """Return the seed of what the model draws for a batch, and the first of those of quantizers."""
+        return self.seed + batch, self.seed + (batch + 1) * _SEEDS_OF_BATCH
+
 
 def exact_gradients(
     model: nn.Module, batches: Sequence[Any], loss: Loss, on_pass: Callable[[], object] = lambda: None
@@ -127,14 +131,26 @@ def gradient_noise(
         Noise and bias^2. Their errors are those of the mean over batches and that of the unit, as if the two were
         independent; the latter is left out where it is not known, of fewer than 3 batches.
     """
+    noise_B, bias_B = noise_of_batches(model, batches, loss, exact, draws, on_pass)
+    return Distortion(in_units(noise_B, exact.unit), in_units(bias_B, exact.unit))
+
+
+def noise_of_batches(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss: Loss,
+    exact: ExactGradients,
+    draws: int,
+    on_pass: Callable[[], object] = lambda: None,
+) -> Tensor:
+    """Return noise and squared bias of each batch, 2 x batches in float64, in no unit; see :func:`gradient_noise`."""
+    figures = []
     with as_it_was(model):
-        figures = []
         for index, batch in enumerate(batches):
-            seed, first = exact.seed + index, exact.seed + (index + 1) * _SEEDS_OF_BATCH
+            seed, first = exact.seeds_of(index)
             drawn = _drawn(model, batch, loss, seed, range(first, first + draws), on_pass)
             figures.append(variance_and_bias(drawn, exact.of_batches[index]))
-    noise_B, bias_B = torch.tensor(figures, dtype=torch.float64).T
-    return Distortion(in_units(noise_B, exact.unit), in_units(bias_B, exact.unit))
+    return torch.tensor(figures, dtype=torch.float64).T
 
 
 def _drawn(

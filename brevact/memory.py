@@ -24,7 +24,8 @@ from brevact.memory_table import LayerMemory, MemoryReport, OpMemory
 from brevact.policy import quantize_backward
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
-_BY_DEFAULT = "The model has no backward quantizer: stored is what brevact.quantize_backward(model) would store."
+#: Note of a report.
+BY_DEFAULT = "The model has no backward quantizer: stored is what brevact.quantize_backward(model) would store."
 
 
 def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any]) -> MemoryReport:
@@ -80,7 +81,7 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
     else:
         plain = saved
         try:
-            saved, note = _measure(model, run, quantize_backward), _BY_DEFAULT
+            saved, note = _measure(model, run, quantize_backward), BY_DEFAULT
         except (TypeError, RuntimeError) as error:  # NotImplementedError, too
             note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
     plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
@@ -192,7 +193,7 @@ def _measure(
             if owner != layer and owner not in others:
                 others.append(owner)
             of = source if how == DERIVED else owner if owner != layer else None
-            found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of))
+            found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of, stored.bit_width))
         return x
 
     devices = {x.device for x in weights.values() if x.device.type == "cuda"}

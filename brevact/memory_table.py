@@ -7,10 +7,7 @@ import os
 from dataclasses import dataclass
 
 from brevact.autograd.storage_report import DERIVED
-from brevact.quantizers.checks import check_int
-from brevact.tables import text_table
-
-_MIB = 2**20
+from brevact.tables import MIB, figure_kind, size_text, text_table
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,8 @@ class OpMemory:
         saved_bytes: bytes of its storages, 0 for one that an earlier op has stored.
         source: layer that stores what a derived tensor is a function of, or that had stored this one before; None for
             others.
+        bit_width: bits of a code of what is packed, or is derived from; 0 where there is none, or a quantizer does not
+            say.
     """
 
     layer: str
@@ -57,6 +56,7 @@ class OpMemory:
     tensor_bytes: int
     saved_bytes: int
     source: str | None = None
+    bit_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,9 @@ class MemoryReport:
         cells = []
         for values, rows in groups.items():
             tensor_bytes = sum(row.tensor_bytes for row in rows)
-            cells.append((*values, str(len(rows)), _size(tensor_bytes), _size(sum(row.saved_bytes for row in rows))))
+            cells.append(
+                (*values, str(len(rows)), size_text(tensor_bytes), size_text(sum(row.saved_bytes for row in rows)))
+            )
         return text_table((*names, "tensors", "decoded", "stored"), cells, numbers=3)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
@@ -151,22 +153,16 @@ class MemoryReport:
             TypeError: ``max_layers`` is no int.
             ValueError: ``max_layers`` is less than 1.
         """
-        check_int("max_layers", max_layers)
-        if max_layers < 1:
-            raise ValueError(f"max_layers: got {max_layers}; accepted is an int of at least 1")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("MemoryReport.plot draws with matplotlib; install it: pip install matplotlib") from error
+        figure_of = figure_kind("MemoryReport", max_layers)
         rows = _largest(self.rows, max_layers)
         height = 0.8 / 2
-        figure = Figure(figsize=(9, 1.6 + 0.24 * len(rows)), layout="constrained")
+        figure = figure_of(figsize=(9, 1.6 + 0.24 * len(rows)), layout="constrained")
         axes = figure.subplots()
         for offset, label, values in (
-            (-height / 2, f"plain, {self.plain_bytes / _MIB:.1f} MiB", [row.plain_bytes for row in rows]),
-            (height / 2, f"stored, {self.saved_bytes / _MIB:.1f} MiB", [row.saved_bytes for row in rows]),
+            (-height / 2, f"plain, {self.plain_bytes / MIB:.1f} MiB", [row.plain_bytes for row in rows]),
+            (height / 2, f"stored, {self.saved_bytes / MIB:.1f} MiB", [row.saved_bytes for row in rows]),
         ):
-            axes.barh([y + offset for y in range(len(rows))], [v / _MIB for v in values], height, label=label)
+            axes.barh([y + offset for y in range(len(rows))], [v / MIB for v in values], height, label=label)
         axes.set_yticks(range(len(rows)), [row.layer or "(model)" for row in rows], fontsize=7)
         axes.margins(y=0.01)
         axes.invert_yaxis()
@@ -179,11 +175,7 @@ class MemoryReport:
 
 def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:
     ratio = f"{row.plain_bytes / row.saved_bytes:.1f}" if row.saved_bytes else "-"
-    return row.layer or "(model)", row.kind, _size(row.plain_bytes), _size(row.saved_bytes), ratio
-
-
-def _size(count: int) -> str:
-    return f"{count / _MIB:.3f} MiB" if count >= 1024 else f"{count} B"
+    return row.layer or "(model)", row.kind, size_text(row.plain_bytes), size_text(row.saved_bytes), ratio
 
 
 def _largest(rows: tuple[LayerMemory, ...], count: int) -> list[LayerMemory]:

@@ -1,8 +1,40 @@
-"""Plain-text tables of reports."""
+"""Plain-text tables of reports, and what their plots share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from brevact.quantizers.checks import check_int
+
+MIB = 2**20
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes as a text."""
+    return f"{count / MIB:.3f} MiB" if count >= 1024 else f"{count} B"
+
+
+def figure_kind(report: str, max_layers: int) -> Any:
+    """Return the class of matplotlib's figures.
+
+    Args:
+        report: class that draws, for the message.
+        max_layers: rows that the user asks for.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        TypeError: ``max_layers`` is no int.
+        ValueError: ``max_layers`` is less than 1.
+    """
+    check_int("max_layers", max_layers)
+    if max_layers < 1:
+        raise ValueError(f"max_layers: got {max_layers}; accepted is an int of at least 1")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{report}.plot draws with matplotlib; install it: pip install matplotlib") from error
+    return Figure
 
 
 def text_table(

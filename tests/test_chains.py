@@ -49,3 +49,17 @@ def test_chains_of_full_precision_are_none():
 def test_chains_of_what_is_quantized_on_backward_are_those_of_what_is_packed():
     later = chains(brevact.StochBackward4bit.let(save_mode=brevact.SaveMode.QUANTIZE_ON_BACKWARD))
     assert {each.source for each in later} >= {"first", "second"}
+
+
+def test_chains_of_counts_who_reads_the_same_tensor():
+    class Projections(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.query(x) + self.key(x)
+
+    model = brevact.quantize_backward(Projections(), brevact.StochBackward4bit)
+    (chain,) = chains_of(brevact.memory_report(model, torch.randn(64, 64)))
+    assert (chain.source, chain.readers, chain.bit_widths) == ("query", ("key",), (4,))

@@ -27,6 +27,7 @@ from brevact import (
     WeibullBackward2bit,
     backward_policy,
     backward_quant,
+    gradient_report,
     memory_report,
     quantize_backward,
     quantizer,
@@ -60,6 +61,10 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU())
 
 
+def mean_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).mean()
+
+
 def mixing() -> nn.Module:
     return quantize_backward(model(), StochBackward2bit4bitMix)
 
@@ -90,6 +95,24 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
     "memory_report model": (lambda x: memory_report(x, torch.zeros(4, 8)), "model", ("module",)),
     "memory_report batch": (lambda x: memory_report(model(), x), "batch", ("tensor", "integers", "list", "object")),
     "MemoryReport max_layers": (lambda x: NO_REPORT.plot("unused.png", max_layers=x), "max_layers", ("large",)),
+    "gradient_report model": (lambda x: gradient_report(x, [torch.zeros(4, 8)], mean_loss), "model", ("module",)),
+    "gradient_report batches": (lambda x: gradient_report(model(), x, mean_loss), "batches", ("list",)),
+    "gradient_report loss": (lambda x: gradient_report(model(), [torch.zeros(4, 8)], x), "loss", ()),
+    "gradient_report draws": (
+        lambda x: gradient_report(model(), [torch.ones(4, 8)], mean_loss, None, x),
+        "draws",
+        ("large",),
+    ),
+    "gradient_report layers": (
+        lambda x: gradient_report(model(), [torch.ones(4, 8)], mean_loss, draws=2, layers=x),
+        "layers",
+        ("None",),
+    ),
+    "gradient_report layer_draws": (
+        lambda x: gradient_report(model(), [torch.ones(4, 8)], mean_loss, draws=2, layer_draws=x),
+        "layer_draws",
+        ("large",),
+    ),
     "MixSchedule model": (lambda x: MixSchedule(x), "model", ("module",)),
     "MixSchedule kind": (lambda x: MixSchedule(mixing(), x), "kind", ()),
     "MixSchedule start": (lambda x: MixSchedule(mixing(), start=x), "start", ("None", "zero")),
@@ -189,6 +212,7 @@ def test_every_public_function_is_in_the_table():
         "DEFAULT",
         "TRANSFORMER",
         "BackwardPolicy",
+        "GradientReport",
         "SaveMode",
         "Rounding",
         "Granularity",

@@ -86,6 +86,20 @@ def regions(net: nn.Module, x: Tensor) -> Tensor:
     return loss(y, 2.0)
 
 
+def gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]], folder: Path) -> float:
+    """What quantization does to gradients."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    report: brevact.GradientReport = brevact.gradient_report(model, batches, loss, draws=8)
+    brevact.gradient_report(model, batches, loss, brevact.DEFAULT, layers="estimated", progress=False)
+    print(report)
+    report.plot(folder / "gradients.png", max_layers=20)
+    report.to_csv(folder / "gradients.csv")
+    return report.noise + report.bias + sum(row.noise for row in report.rows if row.readers)
+
+
 def memory(model: nn.Module, batch: Tensor, folder: Path) -> float:
     """A report."""
     report: brevact.MemoryReport = brevact.memory_report(model, batch)

@@ -31,7 +31,7 @@ from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import Affine, output_of
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Decoder, Saved
-from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of
+from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of, seen_as, with_bit_width
 from brevact.autograd.store import AS_IT_IS, reported
 from brevact.private_names.of_torch import TreeSpec, is_any_autocast_enabled, tree_flatten, tree_unflatten
 from brevact.quantizers import Layout, SampleQuantizer, UniformQuantizer, is_traced
@@ -422,7 +422,7 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
     if x.numel() < settings.min_numel or (is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED):
         return None
     if bits_of(settings.quantizer) < settings.derive_min_bits + MORE_BITS:
-        if not isinstance(settings.quantizer, UniformQuantizer | SampleQuantizer):
+        if not isinstance(seen_as(settings.quantizer), UniformQuantizer | SampleQuantizer):
             return None
         region = copy.copy(region)
         region.settings = _with_more_bits(settings)
@@ -433,7 +433,7 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
 @functools.lru_cache(maxsize=64)
 def _with_more_bits(settings: BackwardSettings) -> BackwardSettings:
     width = min(8, settings.derive_min_bits + MORE_BITS)
-    return dataclasses.replace(settings, quantizer=dataclasses.replace(settings.quantizer, bit_width=width))
+    return dataclasses.replace(settings, quantizer=with_bit_width(settings.quantizer, width))
 
 
 class _Spread(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from brevact.autograd.settings import BackwardSettings, bits_of
+from brevact.autograd.settings import BackwardSettings, bits_of, seen_as
 
 
 class Quality(NamedTuple):
@@ -30,7 +30,7 @@ class Quality(NamedTuple):
         if not settings.derives or (self.is_curved and bits_of(self.quantizer) < settings.derive_min_bits):
             return False
         reader = settings.quantizer
-        if self.quantizer == reader:
+        if seen_as(self.quantizer) == seen_as(reader):
             return True
         is_fine = bits_of(self.quantizer) >= bits_of(reader) > 0
         return is_fine and (bool(self.quantizer.is_stochastic) or not reader.is_stochastic)

@@ -48,9 +48,29 @@ DEFAULT_SCORE_BIT_WIDTH = 8
 DEFAULT_MIN_NUMEL = 4096
 
 
+def seen_as(quantizer: Any) -> Any:
+    """Return the quantizer by which is decided what derives from what: the one for which another stands in.
+
+    Where one stores at more bits, to measure what the others do, the same tensors are to be stored.
+    """
+    return getattr(quantizer, "stands_for", quantizer)
+
+
+def with_bit_width(quantizer: Any, bit_width: int) -> Any:
+    """Return the same quantizer with other codes, or what stands in for that.
+
+    Args:
+        quantizer: dataclass with a field ``bit_width``, or what stands in for one.
+        bit_width: bits of a code.
+    """
+    seen = seen_as(quantizer)
+    changed = replace(seen, bit_width=bit_width)
+    return changed if seen is quantizer else replace(quantizer, stands_for=changed)
+
+
 def bits_of(quantizer: Any) -> int:
     """Return the bits of a code, those of a mean rounded down; 0 for quantizers that do not say."""
-    width = getattr(quantizer, "bit_width", 0)
+    width = getattr(seen_as(quantizer), "bit_width", 0)
     return int(width) if isinstance(width, int | float) else 0
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from brevact.autograd.quality import EXACT as EXACT_QUALITY
 from brevact.autograd.saved import Saved
+from brevact.autograd.settings import bits_of
 from brevact.autograd.storages import storage_address
 
 #: Ways of storing a tensor.
@@ -38,11 +40,13 @@ class SavedTensor:
             (a function of what is stored already) or "full precision".
         why: the reason, for what is neither packed nor a mask.
         tensor_bytes: bytes of the tensor as a plain op would store it.
+        bit_width: bits of a code of what it is decoded from; 0 where there is none, or a quantizer does not say.
     """
 
     how: str
     why: str
     tensor_bytes: int
+    bit_width: int = 0
 
 
 class Recorder:
@@ -66,9 +70,10 @@ class Recorder:
         """Take note of how a tensor is kept."""
         tensors, decoder = kept
         how, tensor_bytes = decoder.described(tensors)
+        bit_width = bits_of(getattr(decoder, "quality", EXACT_QUALITY).quantizer)
         how = EXACT if how == FULL_PRECISION and why in _EXACTLY else how
         for x in tensors:
-            self._reported[storage_address(x)] = SavedTensor(how, why, tensor_bytes)
+            self._reported[storage_address(x)] = SavedTensor(how, why, tensor_bytes, bit_width)
             tensor_bytes = 0
 
     def stored(self, x: Tensor) -> SavedTensor:
