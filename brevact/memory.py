@@ -200,7 +200,10 @@ def _measure(
     with uncompiled(), _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
         with torch.inference_mode(False), torch.enable_grad(), recording() as recorder, region(None):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-                output = run(model)
+                try:
+                    output = run(model)
+                finally:
+                    held.clear()  # regions refer to it until garbage is collected, and later steps would share it
     found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import gc
 import threading
 from typing import Any
 
@@ -109,6 +110,18 @@ def test_a_shared_storage_counts_once():
     brevact.quantize_backward(model, StochBackward2bit)
     report = brevact.memory_report(model, x)
     assert report.saved_bytes == brevact.quantizer(StochBackward2bit).quantize(x).nbytes
+
+
+def test_a_report_leaves_nothing_that_later_steps_would_share():
+    """Not even until garbage is collected: each step draws noise of its own."""
+    model, x = brevact.quantize_backward(nn.Linear(64, 64), StochBackward2bit), torch.randn(64, 64)
+    gc.disable()
+    try:
+        brevact.memory_report(model, x)
+        grads = [torch.autograd.grad(model(x).sum(), model.weight)[0] for _ in range(2)]
+    finally:
+        gc.enable()
+    assert not torch.equal(*grads)
 
 
 def test_the_model_and_the_generator_stay_as_they_were():
