@@ -25,6 +25,8 @@ from recipes.settings import Settings
 from recipes.training import Objective, Trainer
 
 CPU = torch.device("cpu")
+#: Settings that change nothing of what is learned at full precision.
+_WITHOUT_EFFECT = ("data_dir", "adapt_every")
 
 
 def _build_resnet(settings: Settings, data: ImageDataset, layers: Layers) -> nn.Module:
@@ -125,7 +127,7 @@ class Learner:
             label: of the progress bar.
             cache: file with weights; None for none.
         """
-        facts = {name: value for name, value in asdict(self.settings).items() if name != "data_dir"}
+        facts = {name: value for name, value in asdict(self.settings).items() if name not in _WITHOUT_EFFECT}
         key = repr((facts, torch.__version__))
         if cache is not None and cache.is_file():
             found = torch.load(cache, weights_only=True)

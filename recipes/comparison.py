@@ -20,7 +20,7 @@ def make_cases(settings: Settings, quantizers: Sequence[str]) -> dict[str, Setti
         settings: of all cases; their overrides go to every quantizer.
         quantizers: names of backward quantizers of brevact.
     """
-    reference = replace(settings, act_quant=None, act_override=())
+    reference = replace(settings, act_quant=None, act_override=(), adapt_every=None)
     return {settings.reference_folder: reference} | {name: replace(settings, act_quant=name) for name in quantizers}
 
 

@@ -117,12 +117,14 @@ def train(recipe: Recipe, settings: Settings, data: Any, folder: Path, *, resume
     if recipe.prepare is not None:
         recipe.prepare(objective.model, settings, train_batches)
     trainer = Trainer(objective, settings, device, len(train_batches))
+    if settings.adapt_every is not None:
+        trainer.adapt(next(train_batches.epoch()), settings.adapt_every)
     folder.mkdir(parents=True, exist_ok=True)
     report = _measure_memory(recipe, trainer, train_batches, is_reference=settings.act_quant is None)
     result = Result(settings.label, recipe.metric, [], report.saved_bytes, report.plain_bytes)
     if resume:
         result.history.extend(_restore(trainer, folder / CHECKPOINT, recipe.metric))
-        _write_results(folder, settings, result, device)
+        _write_results(folder, settings, result, trainer)
     else:
         clear_results(folder)
     files.write_path_atomically(folder / "memory.csv", report.to_csv)
@@ -138,7 +140,7 @@ def train(recipe: Recipe, settings: Settings, data: Any, folder: Path, *, resume
             result.history.append(row | {"saved_mib": result.saved_bytes / MIB})
             state = {"settings": asdict(settings), "history": result.history, "trainer": trainer.state_dict()}
             files.write_checkpoint(folder / CHECKPOINT, state)
-            _write_results(folder, settings, result, device)
+            _write_results(folder, settings, result, trainer)
             tqdm.write(_line(settings, recipe.metric, row))
     if recipe.finish is not None:
         recipe.finish(trainer.model, settings, data, folder)
@@ -228,8 +230,8 @@ def _run_epoch(
     }
 
 
-def _write_results(folder: Path, settings: Settings, result: Result, device: torch.device) -> None:
-    metric = result.metric
+def _write_results(folder: Path, settings: Settings, result: Result, trainer: Trainer) -> None:
+    metric, device, adaptive = result.metric, trainer.device, trainer.adaptive
     files.write_rows(folder / HISTORY, columns(metric), result.history)
     files.write_json(
         folder / SUMMARY,
@@ -242,6 +244,7 @@ def _write_results(folder: Path, settings: Settings, result: Result, device: tor
             "seconds_per_epoch": result.seconds_per_epoch,
             "saved_bytes": result.saved_bytes,
             "plain_bytes": result.plain_bytes,
+            "bit_widths": None if adaptive is None else adaptive.bit_widths,
             "peak_cuda_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
             "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "brevitas")},

@@ -35,6 +35,7 @@ class Settings:
 
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         ("epochs", lambda value: value >= 1, "use at least 1"),
+        ("adapt_every", lambda value: value >= 1, "use at least 1, or leave it out"),
         ("batch_size", lambda value: value >= 1, "use at least 1"),
         ("lr", lambda value: value > 0, "use a value above 0"),
         ("weight_decay", lambda value: value >= 0, "use 0 or more"),
@@ -54,6 +55,9 @@ class Settings:
     )
     act_override: tuple[str, ...] = setting(
         (), "setting of the backward quantizer, such as bucket_size=256; repeatable", action="append"
+    )
+    adapt_every: int | None = setting(
+        None, "steps from one measurement of the layers' sensitivities to the next; bits move, bytes stay", type=int
     )
     save_mode: str = setting("save_quantized", "when saved activations are quantized", choices=SAVE_MODES)
     weight_quant: str | None = setting(None, "forward weight quantizer of brevitas.quant: Int8WeightPerTensorFloat")
@@ -96,8 +100,9 @@ class Settings:
     @property
     def quantizer_changes(self) -> tuple[str, ...]:
         """What differs from the backward quantizer as its name stands for it."""
-        mode = self.save_mode
-        return (*self.act_override, *((mode,) if mode != Settings.save_mode else ()))
+        mode = (self.save_mode,) if self.save_mode != Settings.save_mode else ()
+        adapted = () if self.adapt_every is None else (f"adapt_every={self.adapt_every}",)
+        return (*self.act_override, *mode, *adapted)
 
     @classmethod
     def restored(cls, content: object, path: Path) -> "Settings":

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
+import brevact
 from recipes.errors import RecipeError
 from recipes.metrics import Scores
 from recipes.recipe import BatchSource
@@ -59,6 +60,7 @@ class Trainer:
             )
         self._make_optimizer = partial(make_optimizer, self.model, settings, steps_per_epoch)
         self.optimizer, self.scheduler = self._make_optimizer()
+        self.adaptive: brevact.Adaptive | None = None
         # PyTorch's initial scale of 2**16 overflows, and skips, the first steps of most networks.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**12, enabled=settings.amp == "fp16")
 
@@ -94,6 +96,8 @@ class Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.scheduler.step()
+            if self.adaptive is not None:
+                self.adaptive.step((inputs, targets))
             meter.add(outputs, targets, loss)
             on_step()
         scores = meter.scores()
@@ -103,6 +107,30 @@ class Trainer:
                 "more --warmup-epochs"
             )
         return scores
+
+    def adapt(self, batch: tuple[Tensor, Tensor], every: int) -> None:
+        """From now on bits move to the layers where they matter, at the bytes that the model's policy stores.
+
+        Args:
+            batch: inputs and targets, on which bytes and sensitivities are measured first.
+            every: steps from one measurement to the next.
+
+        Raises:
+            RecipeError: no layer has a width that may change, or they store more than the policy at the least.
+        """
+        with self.autocast():
+            report = brevact.memory_report(self.objective, batch)
+        ratio = report.plain_bytes / report.saved_bytes
+        try:
+            self.adaptive = brevact.Adaptive(self.objective, batch, self._scaled_loss, ratio=ratio, every=every)
+        except ValueError as error:
+            raise RecipeError(f"--adapt-every {every}: {error}") from error
+
+    def _scaled_loss(self, objective: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss whose gradients a step computes."""
+        with self.autocast():
+            _, loss = objective(*batch)
+        return self.scaler.scale(loss)
 
     @torch.no_grad()
     def evaluate(self, batches: BatchSource) -> Scores:
@@ -123,6 +151,7 @@ class Trainer:
         """Everything that the next step depends on, random generators included."""
         return {
             **{name: part.state_dict() for name, part in self._parts().items()},
+            "adaptive": None if self.adaptive is None else self.adaptive.state_dict(),
             "statistics": collected_statistics(self.model),
             "cpu_generator": torch.get_rng_state(),
             "cuda_generator": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
@@ -139,6 +168,8 @@ class Trainer:
         self.optimizer, self.scheduler = self._make_optimizer()
         for name in ("optimizer", "scheduler", "scaler"):
             self._parts()[name].load_state_dict(state[name])
+        if self.adaptive is not None:
+            self.adaptive.load_state_dict(state["adaptive"])
         torch.set_rng_state(state["cpu_generator"])
         if self.device.type == "cuda" and state["cuda_generator"] is not None:
             torch.cuda.set_rng_state(state["cuda_generator"], self.device)

@@ -41,6 +41,32 @@ def test_main_writes_history_summary_and_pictures(tmp_path, capsys):
     assert f"test accuracy {summary['test_accuracy']:.2%}" in capsys.readouterr().out
 
 
+def test_main_adapts_widths_and_goes_on_with_them(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    arguments = [*ONE_EPOCH, "--act-quant", "DEFAULT", "--adapt-every", "2", "--out-dir", str(whole)]
+    assert main(arguments) == 0
+    summary = json.loads((whole / "summary.json").read_text())
+    assert len(set(summary["bit_widths"].values())) > 1
+    assert summary["saved_bytes"] < summary["plain_bytes"] / 10
+    state = read_checkpoint(whole / "checkpoint.pt")
+    adaptive = state["trainer"]["adaptive"]
+    assert adaptive["steps"] == 2
+    adaptive["bit_widths"] = [4] * len(adaptive["bit_widths"])
+    parts.mkdir()
+    write_checkpoint(parts / "checkpoint.pt", state)
+    assert main(["--resume", str(parts)]) == 0
+    assert set(json.loads((parts / "summary.json").read_text())["bit_widths"].values()) == {4}
+
+
+def test_main_refuses_to_adapt_what_has_no_width(tmp_path, capsys):
+    for words, message in (
+        ([], "add --act-quant NAME"),
+        (["--act-quant", "NearestBackward4bit"], "no layer has a width that may change"),
+    ):
+        assert main([*ONE_EPOCH, *words, "--adapt-every", "5", "--out-dir", str(tmp_path)]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_main_compares_with_full_precision(tmp_path, capsys):
     arguments = [*ONE_EPOCH, "--compare", "StochBackward2bit", "NearestBackward4bit", "--out-dir", str(tmp_path)]
     assert main(arguments) == 0
