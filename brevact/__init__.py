@@ -6,6 +6,8 @@ The forward pass stays as it is; what a layer keeps for its backward pass is sto
 from brevact.actnn import ActnnLevel, actnn_level
 from brevact.adaptive import Adaptive
 from brevact.autograd import BackwardSettings, SaveMode
+from brevact.fit_report import FitReport, FittedGroup
+from brevact.fitting import fit
 from brevact.gradient_table import GradientReport
 from brevact.gradients import gradient_report
 from brevact.injectors import (
@@ -101,6 +103,8 @@ __all__ = [
     "DualPrecisionBackward2bit",
     "DualPrecisionBackward4bit",
     "DualPrecisionQuantizer",
+    "FitReport",
+    "FittedGroup",
     "GradientReport",
     "Granularity",
     "L2Backward",
@@ -178,6 +182,7 @@ __all__ = [
     "actnn_level",
     "backward_policy",
     "backward_quant",
+    "fit",
     "gradient_report",
     "memory_report",
     "quantize_backward",

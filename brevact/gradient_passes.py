@@ -44,7 +44,7 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
     try:
         with nullcontext() if quantization is None else seeded(quantization):
             value = loss(model, batch)
-            _check_loss(value)
+            _check_value(value)
             value.backward()
     finally:
         with torch.no_grad():
@@ -96,7 +96,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _check_loss(value: Any) -> None:
+def _check_value(value: Any) -> None:
     fix = "return a scalar tensor: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
     if not isinstance(value, Tensor):
         raise TypeError(f"loss: returned {brief(value)} of type {type(value).__name__}; {fix}")
@@ -144,6 +144,19 @@ def check_batches(batches: Any, call: str) -> None:
         )
     if not batches:
         raise ValueError("batches: got none; accepted are at least 2, or 1 for figures relative to its gradient")
+
+
+def check_loss(loss: Any) -> None:
+    """Raise for a loss that is no function of a model and a batch.
+
+    Args:
+        loss: what the user passed.
+    """
+    if not callable(loss) or isinstance(loss, nn.Module | type):
+        raise TypeError(
+            f"loss: got {brief(loss)} of type {type(loss).__name__}; accepted is a function of the model and a batch: "
+            "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+        )
 
 
 def check_draws(draws: Any, name: str = "draws") -> None:

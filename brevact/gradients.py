@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +22,13 @@ from brevact.gradient_noise import (
     in_units,
     noise_of_batches,
 )
-from brevact.gradient_passes import Loss, as_it_was, check_batches, check_draws
+from brevact.gradient_passes import Loss, as_it_was, check_batches, check_draws, check_loss
 from brevact.gradient_table import GradientReport, LayerNoise
 from brevact.isolation import Isolation
 from brevact.memory import BY_DEFAULT, memory_of
 from brevact.memory_table import MemoryReport
 from brevact.policy import quantize_backward
+from brevact.progress import progress_bar
 from brevact.quantizers.brief import brief
 from brevact.rules import POLICY
 from brevact.weight_errors import layers_with_formula, weight_errors
@@ -104,7 +104,7 @@ def gradient_report(
     is_estimated, is_measured = layers is not None and bool(chains), layers == "measured" and bool(chains)
     passes = 1 + len(batches) * (1 + draws) + is_estimated * (1 + len(batches))
     passes += is_measured * (len(chains) + 1) * len(batches) * layer_draws
-    with _progress(passes, progress) as on_pass:
+    with progress_bar("gradient_report", passes, progress) as on_pass:
         exact = exact_gradients(changed, batches, loss, on_pass)
         whole = gradient_noise(changed, batches, loss, exact, draws, on_pass)
         measurement = _Measurement(changed, batches, loss, exact, on_pass)
@@ -214,22 +214,6 @@ def _with_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> tuple
 def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:
     check_model(model, "gradient_report(model, batches, loss)", batches)
     check_batches(batches, "gradient_report(model, batches, loss)")
-    if not callable(loss) or isinstance(loss, nn.Module | type):
-        raise TypeError(
-            f"loss: got {brief(loss)} of type {type(loss).__name__}; accepted is a function of the model and a batch: "
-            "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
-        )
+    check_loss(loss)
     if layers not in LAYERS:
         raise ValueError(f"layers={brief(layers)}; accepted are {', '.join(map(repr, LAYERS))}")
-
-
-@contextmanager
-def _progress(passes: int, is_shown: bool) -> Iterator[Callable[[], object]]:
-    """Yield what counts passes, in a bar that appears after some seconds."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda: None
-        return
-    with tqdm(total=passes, desc="gradient_report", unit="pass", delay=3, disable=not is_shown) as bar:
-        yield bar.update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from brevact import policy_files
 from brevact.autograd.settings import bits_of
+from brevact.fit_report import FitReport
 from brevact.injectors import StochBackward2bit, StochBackward3bit, StochBackward4bit, StochBackward6bit
 from brevact.injectors.settings import BackwardQuantizer
 from brevact.policy_table import quantizer_text
@@ -46,6 +47,7 @@ class Policy:
         rules: mapping from module types, torch functions, name patterns or functions to backward quantizers, as
             :func:`brevact.quantize_backward` takes it. Unlike there, a rule may match nothing; all of them may not.
         layers: kinds of the modules that it was fitted for, by name: a model with others is refused. None for any.
+        report: what :func:`brevact.fit` measured; None for a policy that it did not make.
 
     Raises:
         TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
@@ -54,6 +56,7 @@ class Policy:
 
     rules: Mapping[Any, BackwardQuantizer | None]
     layers: Mapping[str, str] | None = None
+    report: FitReport | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_rules(self.rules, "rules")
@@ -61,13 +64,14 @@ class Policy:
             assignment_of(key, source)
 
     def __str__(self) -> str:
-        """Return a table of the rules."""
+        """Return a table of the rules, and what was measured of a fitted policy."""
         rows = []
         for key, source in self.rules.items():
             found = assignment_of(key, source)
             bits = 0 if found.settings is None else bits_of(found.settings.quantizer)
             rows.append((found.rule, _kind_of(key), str(bits or "-"), quantizer_text(found)))
-        return text_table(("rule", "for", "bits", "backward quantizer"), rows)
+        table = text_table(("rule", "for", "bits", "backward quantizer"), rows)
+        return table if self.report is None else f"{table}\n\n{self.report.summary}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy as JSON, with the version of the package.
@@ -89,7 +93,7 @@ class Policy:
             TypeError: a rule is a function of yours or a type of another library; a quantizer, or one of its settings,
                 is a class or an object of your own. No file is written.
         """
-        text = policy_files.written(self.rules, self.layers, __version__)
+        text = policy_files.written(self.rules, self.layers, self.report, __version__)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 

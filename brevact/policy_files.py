@@ -17,20 +17,22 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from brevact.fit_report import FitReport
 from brevact.injectors.saved_form import from_plain, to_plain
 from brevact.policy_keys import FIELDS, key_from_plain, key_to_plain
 from brevact.quantizers.brief import brief
 
-_TOP = ("brevact", "rules", "layers")
+_TOP = ("brevact", "rules", "layers", "report")
 _OF_RULES = (*FIELDS, "quantizer", "settings")
 
 
-def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, version: str) -> str:
+def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, report: FitReport | None, version: str) -> str:
     """Return a policy as the text of a file.
 
     Args:
         rules: backward quantizers, or None, by rule.
         layers: kinds of the modules that it was fitted for, by name; None for any.
+        report: what was measured of a fitted policy; None for others.
         version: of the package.
 
     Raises:
@@ -40,6 +42,8 @@ def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, version:
     plain["rules"] = [{**key_to_plain(key), **_quantizer(key, source)} for key, source in rules.items()]
     if layers is not None:
         plain["layers"] = dict(layers)
+    if report is not None:
+        plain["report"] = report.to_plain()
     lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in plain.items()]
     return "{\n  " + ",\n  ".join(lines) + "\n}\n"
 
@@ -60,8 +64,8 @@ def _lines(value: Any) -> str:
     return "{\n    " + ",\n    ".join(f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "\n  }"
 
 
-def read(path: str | os.PathLike[str], version: str) -> tuple[dict[Any, Any], dict[str, str] | None]:
-    """Return rules and layers of a file.
+def read(path: str | os.PathLike[str], version: str) -> tuple[Any, ...]:
+    """Return rules, layers and report of a file.
 
     Args:
         path: of the file.
@@ -82,7 +86,9 @@ def read(path: str | os.PathLike[str], version: str) -> tuple[dict[Any, Any], di
     note = f" (written by brevact {content['brevact']}; this is {version})" if of_other else ""
     try:
         _check_fields(content, _TOP)
-        return _rules(content["rules"]), _layers(content.get("layers"))
+        report = content.get("report")
+        report = None if report is None else FitReport.from_plain(report)
+        return _rules(content["rules"]), _layers(content.get("layers")), report
     except (TypeError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)}{note}: {error}") from error
 

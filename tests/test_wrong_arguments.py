@@ -76,6 +76,7 @@ def adaptive(**arguments: Any) -> brevact.Adaptive:
     return brevact.Adaptive(net, settings.pop("batch"), settings.pop("loss"), **settings)
 
 
+TWO = [torch.ones(4, 8), 2 * torch.ones(4, 8)]
 NO_REPORT = brevact.MemoryReport(())
 PACKED = UniformQuantizer().quantize(torch.zeros(4, 8), seed=0)
 #: Call, argument, and what of `WRONG` the argument takes.
@@ -113,6 +114,16 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
         "layer_draws",
         ("large",),
     ),
+    "fit model": (lambda x: brevact.fit(x, TWO, mean_loss, ratio=2), "model", ("module",)),
+    "fit batches": (lambda x: brevact.fit(model(), x, mean_loss, ratio=2), "batches", ("list",)),
+    "fit loss": (lambda x: brevact.fit(model(), TWO, x, ratio=2), "loss", ()),
+    "fit ratio": (lambda x: brevact.fit(model(), TWO, mean_loss, ratio=x), "ratio", ("None", "float")),
+    "fit saved_bytes": (
+        lambda x: brevact.fit(model(), TWO, mean_loss, saved_bytes=x),
+        "saved_bytes",
+        ("None", "large"),
+    ),
+    "fit noise": (lambda x: brevact.fit(model(), TWO, mean_loss, noise=x), "noise", ("None", "float", "large")),
     "MixSchedule model": (lambda x: MixSchedule(x), "model", ("module",)),
     "MixSchedule kind": (lambda x: MixSchedule(mixing(), x), "kind", ()),
     "MixSchedule start": (lambda x: MixSchedule(mixing(), start=x), "start", ("None", "zero")),
@@ -212,6 +223,8 @@ def test_every_public_function_is_in_the_table():
         "DEFAULT",
         "TRANSFORMER",
         "BackwardPolicy",
+        "FitReport",
+        "FittedGroup",
         "GradientReport",
         "SaveMode",
         "Rounding",

@@ -1,0 +1,24 @@
+"""A bar for what takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress_bar(name: str, total: int | None, is_shown: bool) -> Iterator[Callable[[], object]]:
+    """Yield what is called after each pass; it moves a bar of tqdm's, where that is installed, after some seconds.
+
+    Args:
+        name: in front of the bar.
+        total: number of passes; None if nobody knows.
+        is_shown: whether there is a bar.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda: None
+        return
+    with tqdm(total=total, desc=name, unit="pass", delay=3, disable=not is_shown) as bar:
+        yield bar.update
