@@ -25,7 +25,6 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,15 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-from torch import Tensor, nn
 from tqdm import tqdm
 
 import brevact
 from benchmarks.policy_names import NamedPolicy, named_policy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
-from benchmarks.trained_models import TASKS, Learner, LossOf, data_name, settings_of
+from benchmarks.trained_models import TASKS, data_name, learned, loss_of
 from brevact.gradient_noise import exact_gradients, gradient_noise
 
 Row = dict[str, Any]
-Batch = dict[str, Tensor]
 
 _QUANTIZERS = (*(f"StochBackward{bits}bit" for bits in (2, 3, 4, 8)), "NearestBackward2bit", "NearestBackward4bit")
 POLICIES = (*_QUANTIZERS, "StochBackward2bit4bitMix", "L4Backward", "StochL4Backward", "CONV_NET", "TRANSFORMER")
@@ -105,16 +102,8 @@ def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.
     Yields:
         One row a policy, with the keys `COLUMNS`.
     """
-    task = TASKS[name]
-    settings = settings_of(task, options.data)
-    if options.quick:
-        size = 30_000 if hasattr(settings, "text_file") else min(settings.train_size or 1_280, 1_280)
-        settings = replace(settings, train_size=size, epochs=2)
-    learner = Learner(task, settings)
-    file = None if options.cache is None else options.cache / f"{name}.pt".replace(" ", "-").lower()
-    learner.learn(f"{name} learns", file)
-    model = LossOf(learner.objective).train()
-    batches = list(itertools.islice(learner.later_batches(), options.unit_batches))
+    model, later_batches, settings = learned(name, options.data, options.cache, is_quick=options.quick)
+    batches = list(itertools.islice(later_batches, options.unit_batches))
     total = 1 + options.unit_batches + len(policies) * options.batches * options.draws
     with tqdm(total=total, desc=name, unit="gradient") as bar:
         exact = exact_gradients(model, batches, loss_of, bar.update)
@@ -143,11 +132,6 @@ def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.
                 "unit_batches": options.unit_batches,
                 "loss": f"{loss:.4f}",
             }
-
-
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """What a `LossOf` returns."""
-    return model(**batch)
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:

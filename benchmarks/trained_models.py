@@ -150,6 +150,28 @@ class Learner:
                 yield {"inputs": inputs, "targets": targets}
 
 
+def learned(
+    name: str, data_dir: Path | None, cache: Path | None, *, is_quick: bool = False
+) -> tuple[LossOf, Iterator[dict[str, Tensor]], Settings]:
+    """A model that has learnt, with its loss, the batches that would follow, and its settings.
+
+    Args:
+        name: key of `TASKS`.
+        data_dir: folder that holds CIFAR-10; None for scikit-learn's digits.
+        cache: folder with weights of earlier runs; None for none.
+        is_quick: whether it learns on little data for two epochs.
+    """
+    task = TASKS[name]
+    settings = settings_of(task, data_dir)
+    if is_quick:
+        size = 30_000 if hasattr(settings, "text_file") else min(settings.train_size or 1_280, 1_280)
+        settings = replace(settings, train_size=size, epochs=2)
+    learner = Learner(task, settings)
+    file = None if cache is None else cache / f"{name}.pt".replace(" ", "-").lower()
+    learner.learn(f"{name} learns", file)
+    return LossOf(learner.objective).train(), learner.later_batches(), settings
+
+
 class LossOf(nn.Module):
     """A model and its loss, without the outputs.
 
@@ -163,3 +185,8 @@ class LossOf(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return self.objective(inputs, targets)[1]
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """What a `LossOf` returns."""
+    return model(**batch)
