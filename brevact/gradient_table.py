@@ -161,7 +161,7 @@ class GradientReport:
         noise.margins(y=0.01)
         noise.invert_yaxis()
         noise.set_xlabel("noise, in squared norms of the gradient" if self.is_relative else "noise, in minibatch noise")
-        noise.legend(loc="lower right")
+        noise.legend(loc="best", fontsize=8)
         stored.barh(places, [row.saved_bytes / MIB for row in rows], height=0.7, color="C7")
         stored.set_xlabel("packed, MiB")
         figure.suptitle(f"noise {self.noise:.3g}, bias² {self.bias:.2g}, {self.ratio:.1f} times less kept for backward")
