@@ -17,8 +17,9 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_values import View
-from brevact.autograd.normalizing import Affine, output_of
+from brevact.autograd.normalizing import Normalizer, output_of
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of, seen_as, with_bit_width
@@ -111,7 +112,8 @@ class ByMask(NamedTuple):
         return values if self.factor == 1.0 else values.mul_(self.factor)
 
 
-class Derived(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Derived:
     """Decoder of a derived tensor; its tensors are those of its sources, one after the other.
 
     Args:
@@ -121,6 +123,7 @@ class Derived(NamedTuple):
         stride: of the tensor; None for one that is expanded, whose distinct elements may lie anyhow.
         dtype: of the tensor.
         quality: of the tensor.
+        lasts: whether the next training step derives the tensor by the same object.
     """
 
     expression: Call
@@ -129,6 +132,7 @@ class Derived(NamedTuple):
     stride: tuple[int, ...] | None
     dtype: torch.dtype
     quality: Quality
+    lasts: bool
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the tensor."""
@@ -257,6 +261,111 @@ def quality_of(decoder: Any) -> Quality:
     return getattr(decoder, "quality", EXACT)
 
 
+class _Derivation(NamedTuple):
+    """How a result derives from what keeps the operands of an op, whatever their values.
+
+    Args:
+        decoder: of the result; None where it depends on too much.
+        picks: which of the operands' tensors the decoder reads, in its order.
+        decoded_bytes: of the packed sources, once they are decoded.
+        small: which of the operands' tensors are sources that are kept as they are.
+        holds: what the key in the table is made of the identities of.
+    """
+
+    decoder: Derived | None
+    picks: tuple[int, ...] = ()
+    decoded_bytes: int = 0
+    small: tuple[int, ...] = ()
+    holds: tuple[Any, ...] = ()
+
+    def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
+        """Return whether sources are no larger than a few results, and what is kept as it is has a bit an element.
+
+        Args:
+            tensors: of the operands.
+            out: the result.
+        """
+        if is_traced(out):
+            return True
+        small = sum([tensors[place].nbytes for place in self.small])
+        return self.decoded_bytes <= MOST_DECODED * out.nbytes and 8 * small <= out.numel()
+
+
+#: Derivations of earlier training steps, by functions, decoders of operands, and which of their tensors are the same.
+_derivations: dict[Hashable, _Derivation] = {}
+_MOST_DERIVATIONS = 4096
+
+
+class _Way(NamedTuple):
+    """What is known of the function by which a tensor derives.
+
+    Args:
+        function: takes the tensors, and returns the one that is kept.
+        is_curved: whether it is not linear in each operand.
+        is_pointwise: whether an element of the result depends on the elements at its place alone.
+        most_packed: packed tensors of several operands that the result may depend on.
+    """
+
+    function: Callable[..., Tensor]
+    is_curved: bool = False
+    is_pointwise: bool = True
+    most_packed: int = MOST_COMBINED
+
+
+def _derivation(way: _Way, operands: Sequence[Saved], like: Tensor) -> tuple[list[Tensor], _Derivation]:
+    """Return the tensors of all operands, and how a result of these sizes derives from them."""
+    tensors = [x for kept, _ in operands for x in kept]
+    first: dict[int, int] = {}
+    places = [first.setdefault(id(x), place) for place, x in enumerate(tensors)]
+    decoders = tuple([decoder for _, decoder in operands])
+    for decoder in decoders:
+        if not getattr(decoder, "lasts", False):
+            return tensors, _derive_anew(way, operands, like, first, lasts=False)
+    try:
+        key = (way, Layout.of(like), *map(id, decoders), *places)
+        found = _derivations.get(key)
+    except TypeError:  # symbols, and arguments of some functions, have no hash
+        return tensors, _derive_anew(way, operands, like, first, lasts=False)
+    if found is None:
+        found = _derive_anew(way, operands, like, first, lasts=True)._replace(holds=decoders)
+        if len(_derivations) >= _MOST_DERIVATIONS:
+            _derivations.clear()
+        _derivations[key] = found
+    return tensors, found
+
+
+def _derive_anew(
+    way: _Way, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
+) -> _Derivation:
+    """Return how a result derives from operands whose tensors have these places."""
+    found = _Expressions()
+    expressions = tuple([found.add(kept) for kept in operands])
+    if len(found.packed) > max(way.most_packed, found.most):
+        return _Derivation(None)
+    only = -1
+    if way.is_pointwise and len(found.sources) == 1 and all(isinstance(x, int) or x.only >= 0 for x in expressions):
+        only = 0
+    expression = Call(way.function, expressions, only)
+    if expression.calls > MOST_CALLS:
+        return _Derivation(None)
+    quality = found.quality
+    if (way.is_curved or found.overlap) and not quality.is_exact:
+        quality = quality._replace(is_curved=True)
+    stride = None
+    if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
+        stride = like.stride()
+    decoded_bytes, small = 0, []
+    for kept, decoder in found.sources:
+        if decoder is AS_IT_IS:
+            small.append(places[id(kept[0])])
+        elif not quality_of(decoder).is_exact:
+            decoded_bytes += decoder.described(kept)[1]
+    sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
+    decoder = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
+    picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
+    return _Derivation(decoder, picks, decoded_bytes, tuple(small))
+
+
 def function_of(
     function: Callable[..., Tensor],
     operands: Sequence[Saved],
@@ -264,7 +373,6 @@ def function_of(
     *,
     is_curved: bool = False,
     is_pointwise: bool = True,
-    most_packed: int = MOST_COMBINED,
 ) -> Saved | None:
     """Keep a function of tensors that are kept.
 
@@ -274,34 +382,16 @@ def function_of(
         like: tensor of the sizes, strides and dtype of the result.
         is_curved: whether the function is not linear in each operand.
         is_pointwise: whether an element of the result depends on the elements at its place alone.
-        most_packed: packed tensors of several operands that the result may depend on.
 
     Returns:
         What keeps the result; None where it depends on too much.
     """
-    found = _Expressions()
-    expressions = tuple([found.add(kept) for kept in operands])
-    if len(found.packed) > max(most_packed, found.most):
-        return None
-    only = -1
-    if is_pointwise and len(found.sources) == 1 and all(isinstance(x, int) or x.only >= 0 for x in expressions):
-        only = 0
-    expression = Call(function, expressions, only)
-    if expression.calls > MOST_CALLS:
-        return None
-    quality = found.quality
-    if (is_curved or found.overlap) and not quality.is_exact:
-        quality = quality._replace(is_curved=True)
-    sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
-    tensors = tuple(x for kept, _ in found.sources for x in kept)
-    stride = None
-    if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
-        stride = like.stride()
-    return tensors, Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality)
+    tensors, found = _derivation(_Way(function, is_curved, is_pointwise), operands, like)
+    return None if found.decoder is None else (tuple([tensors[place] for place in found.picks]), found.decoder)
 
 
 def derive_output(
-    region: Keeper, norm: Affine, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, norm: Normalizer, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Remember that the output of a norm derives from what keeps its input, if that is packed.
 
@@ -313,7 +403,7 @@ def derive_output(
         weight: its weight.
         bias: its bias.
     """
-    known = None if kept is None or not region.settings.derives else output_of(norm, kept, out, weight, bias)
+    known = None if kept is None or not region.settings.derives else output_of(norm.alignment, kept, out, weight, bias)
     if known is not None:
         region.register(out, known)
 
@@ -338,7 +428,7 @@ def derive(
         operands: each with what the op keeps for it; None where it keeps nothing.
         is_curved: see :func:`function_of`.
         is_pointwise: see :func:`function_of`.
-        most_packed: see :func:`function_of`.
+        most_packed: packed tensors of several operands that the result may depend on.
         is_dirty: whether a Function is about to mark ``out`` as changed.
     """
     if not region.settings.derives:
@@ -351,23 +441,9 @@ def derive(
         is_known = is_known or found[1] is not AS_IT_IS
         kept.append(found)
     if is_known:
-        options = {"is_curved": is_curved, "is_pointwise": is_pointwise, "most_packed": most_packed}
-        derived = function_of(function, kept, out, **options)  # type: ignore[arg-type]
-        if derived is not None and _is_worth_it(*derived, out):
-            region.register(out, derived, is_dirty=is_dirty)
-
-
-def _is_worth_it(tensors: tuple[Tensor, ...], decoder: Derived, out: Tensor) -> bool:
-    """Whether sources are no larger than a few times the result, and what is kept as it is has a bit an element."""
-    if is_traced(out):
-        return True
-    decoded = small = 0
-    for kept, of in decoder.parts(tensors):
-        if of is AS_IT_IS:
-            small += kept[0].nbytes
-        elif not quality_of(of).is_exact:
-            decoded += of.described(kept)[1]
-    return decoded <= MOST_DECODED * out.nbytes and 8 * small <= out.numel()
+        tensors, way = _derivation(_Way(function, is_curved, is_pointwise, most_packed), kept, out)
+        if way.decoder is not None and way.is_worth_it(tensors, out):
+            region.register(out, (tuple([tensors[place] for place in way.picks]), way.decoder), is_dirty=is_dirty)
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:

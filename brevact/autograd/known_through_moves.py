@@ -73,7 +73,7 @@ def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> 
         kwargs: its keyword arguments.
         result: what it returned; a view of an argument is known already.
     """
-    if not known_values.entries or type(result) is not Tensor or known_values.find(result) is not None:
+    if type(result) is not Tensor or known_values.find(result) is not None:
         return
     leaves, spec = tree_flatten((args, kwargs))
     kept: list[Tensor] = []

@@ -13,15 +13,15 @@ Edits that the counter does not see go by ``x.data`` or NumPy: a region that han
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.quality import EXACT, Quality
+from brevact.autograd.saved import one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import storage_address, versions_of
 from brevact.quantizers import Layout, pack_codes, unpack_codes
@@ -132,6 +132,10 @@ class View(NamedTuple):
         quality: Quality = getattr(self.decoder, "quality", EXACT)
         return quality
 
+    @property
+    def lasts(self) -> bool:
+        return bool(getattr(self.decoder, "lasts", False))
+
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
 
@@ -140,6 +144,9 @@ class View(NamedTuple):
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
+
+
+_view = one_object_each(View)
 
 
 class _Entry(NamedTuple):
@@ -154,9 +161,8 @@ class _Entry(NamedTuple):
     scope: Any
 
 
-_entries: weakref.WeakKeyDictionary[UntypedStorage, _Entry] = weakref.WeakKeyDictionary()
-#: What it holds, without the count that asking for its length takes: while this is empty, no tensor is known.
-entries = _entries.data
+#: Attribute of a storage under which it carries what is known of it, which so ends with it.
+_KNOWN = "_brevact_known"
 
 
 def register(
@@ -174,17 +180,21 @@ def register(
     if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
         return
     storage = x.untyped_storage()
-    if storage.nbytes() != x.numel() * x.itemsize or any(storage_address(kept) == storage._cdata for kept in tensors):
-        return  # others are in the storage, or what keeps it is: it would live for ever
-    versions = versions_of(tensors)
+    if storage.nbytes() != x.numel() * x.itemsize:
+        return  # others are in the storage
+    address = storage._cdata
+    for kept in tensors:
+        if storage_address(kept) == address:
+            return  # it would live for ever
     version, quality = x._version + is_dirty, getattr(decoder, "quality", EXACT)
-    _entries[storage] = _Entry(version, x.shape, x.stride(), x.dtype, tensors, versions, decoder, quality, scope)
+    entry = _Entry(version, x.shape, x.stride(), x.dtype, tensors, versions_of(tensors), decoder, quality, scope)
+    setattr(storage, _KNOWN, entry)
 
 
 def forget(x: Tensor) -> None:
     """Forget the values of a tensor that is about to be changed, perhaps, behind the back of its version counter."""
-    if entries and storage_address(x):
-        _entries.pop(x.untyped_storage(), None)
+    if storage_address(x):
+        x.untyped_storage().__dict__.pop(_KNOWN, None)
 
 
 def find(
@@ -201,10 +211,11 @@ def find(
         scope: the checkpoint in which the region runs. What derives from packed tensors is known in the scope in which
             it was computed alone: a checkpoint that computes again finds the same as in its forward pass.
     """
-    if not entries or x.is_inference() or not storage_address(x):
+    try:
+        entry: _Entry | None = getattr(x.untyped_storage(), _KNOWN, None)
+    except (NotImplementedError, RuntimeError):  # no storage
         return None
-    entry = _entries.get(x.untyped_storage())
-    if entry is None or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
+    if entry is None or x.is_inference() or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
         return None
     if entry.versions != versions_of(entry.tensors):
         return None
@@ -213,4 +224,5 @@ def find(
             return None
     if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
         return entry.tensors, entry.decoder
-    return entry.tensors, View(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())
+    make = _view if getattr(entry.decoder, "lasts", False) else View
+    return entry.tensors, make(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())

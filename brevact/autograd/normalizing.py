@@ -8,7 +8,6 @@ What is known without a loss, or too small to pack, is kept as other ops keep it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -16,8 +15,11 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.decoded_last import MOST_HELD, decoded
 from brevact.autograd.quality import EXACT, Quality
+from brevact.autograd.saved import one_object_each
 from brevact.autograd.transforms import is_distributed
+from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -35,25 +37,29 @@ from brevact.quantizers import (
 WithStatistics = tuple[Tensor, Tensor | None, Tensor]
 
 
-class Statistics(Protocol):
-    """What is asked of a norm: how its statistics belong to the elements of its input."""
+class Alignment(Hashable, Protocol):
+    """How the statistics and the weights of a norm belong to the elements of its input."""
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape one number a group so that it broadcasts over a tensor of this shape."""
+
+    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape a weight or a bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
+
+    def inverse(self, spread: Tensor) -> Tensor:
+        """Return the inverse deviations, in float32 or more, of the numbers that the norm keeps for them."""
+
+
+class Normalizer(Protocol):
+    """What is asked of a norm."""
 
     @property
     def key(self) -> Hashable | None:
         """Equal for norms that normalize a tensor to the same values; None for those with statistics of their own."""
 
-    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Shape one number a group so that it broadcasts over a tensor of this shape."""
-
-    def inverse(self, spread: Tensor) -> Tensor:
-        """Return the inverse deviations, of the numbers that the norm keeps for them."""
-
-
-class Affine(Protocol):
-    """What is asked of a norm that goes on with x^ * weight + bias."""
-
-    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Shape a weight or a bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
+    @property
+    def alignment(self) -> Alignment:
+        """How its statistics and weights belong to the elements of its input."""
 
 
 class NormInput(NamedTuple):
@@ -67,7 +73,7 @@ class NormInput(NamedTuple):
         alone: whether an input that is kept without a loss is kept without its statistics, which somebody else keeps.
     """
 
-    norm: Statistics
+    norm: Normalizer
     mean: Tensor | None
     spread: Tensor
     dtype: torch.dtype
@@ -85,8 +91,9 @@ class NormInput(NamedTuple):
 
     def aligned(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Mean and inverse deviations, shaped to broadcast over the input."""
-        mean = None if self.mean is None else self.norm.align(self.mean, x.shape)
-        return mean, self.norm.align(self.norm.inverse(self.spread), x.shape)
+        alignment = self.norm.alignment
+        mean = None if self.mean is None else alignment.align(self.mean, x.shape)
+        return mean, alignment.align(alignment.inverse(self.spread), x.shape)
 
     def normalize(self, x: Tensor) -> Tensor:
         """Return the normalized input."""
@@ -102,7 +109,7 @@ class NormInput(NamedTuple):
     def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Keep the input packed; without its means, which are not asked for."""
         packed = quantize_normalized(quantizer, x, *self.aligned(x), seed)
-        return (packed.buffer, self.spread), _Packed(self.norm, packed.spec, self.dtype)
+        return (packed.buffer, self.spread), _packed(self.norm.alignment, packed.spec, self.dtype)
 
     def pack_later(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Keep the input at full precision, to be packed when backward starts."""
@@ -112,12 +119,12 @@ class NormInput(NamedTuple):
 
 
 def output_of(
-    norm: Affine, kept: tuple[tuple[Tensor, ...], Any], out: Tensor, weight: Tensor | None, bias: Tensor | None
+    alignment: Alignment, kept: tuple[tuple[Tensor, ...], Any], out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Any] | None:
     """Keep the output of a norm as an affine function of its normalized input.
 
     Args:
-        norm: the norm.
+        alignment: how its weights belong to its elements.
         kept: what keeps its input.
         out: its output.
         weight: its weight.
@@ -134,7 +141,8 @@ def output_of(
     sources = decoder.sources(tensors)
     affine = tuple(_as_now(x, x is weight) for x in (weight, bias) if x is not None)
     has = weight is not None, bias is not None
-    return (*sources, *affine), _Output(norm, decoder, len(sources), has, tuple(out.shape), out.dtype)
+    make = _output if decoder.lasts else _Output
+    return (*sources, *affine), make(alignment, decoder, len(sources), has, out.shape, out.dtype)
 
 
 def _as_now(x: Tensor, is_weight: bool) -> Tensor:
@@ -151,31 +159,46 @@ def _as_now(x: Tensor, is_weight: bool) -> Tensor:
 class _Output(NamedTuple):
     """Decoder of the output of a norm, x^ * weight + bias; its tensors are what keeps x^, the weight and the bias."""
 
-    norm: Affine
+    alignment: Alignment
     source: _Packed | _PackedOnBackward
     count: int
     has: tuple[bool, bool]
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
 
     @property
     def quality(self) -> Quality:
         return self.source.quality
 
+    @property
+    def lasts(self) -> bool:
+        return self.source.lasts
+
     def _read(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
         packed = self.source.packed(tensors[: self.count])
         affine = list(tensors[self.count :])
         scale, shift = (
-            self.norm.align_weight(affine.pop(0), packed.layout.shape) if there else None for there in self.has
+            self.alignment.align_weight(affine.pop(0), packed.layout.shape) if there else None for there in self.has
         )
         return packed, scale, shift
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return decoded(self, tensors, self._decode) if self._is_held(tensors) else self._decode(tensors)
+
+    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return decode_affine(*self._read(tensors), self.dtype)
+
+    def _is_held(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether the tensor is one that is decoded for two readers; streams of a GPU would have to wait."""
+        x = tensors[0]
+        return self.shape.numel() <= MOST_HELD and type(x) is Tensor and x.is_cpu and not is_functorch_tensor(x)
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
     ) -> Tensor:
+        if self._is_held(tensors):
+            values = function(self.decode(tensors))
+            return values if grad is None else grad * values
         packed, scale, shift = self._read(tensors)
         return decode_through(packed, function, scale, shift, self.dtype, grad)
 
@@ -183,7 +206,7 @@ class _Output(NamedTuple):
         return grad * self.decode(tensors)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.DERIVED, math.prod(self.shape) * self.dtype.itemsize
+        return storage_report.DERIVED, self.shape.numel() * self.dtype.itemsize
 
 
 class Zeros(NamedTuple):
@@ -252,14 +275,12 @@ class _Unpacked(_Reading):
 class _Packed(_Reading):
     """Of packed normalized values; the tensors are codes and the spread."""
 
-    __slots__ = ("_dtype", "_norm", "_spec")
+    __slots__ = ("_alignment", "_dtype", "_spec", "quality")
+    lasts = True
 
-    def __init__(self, norm: Statistics, spec: PackedSpec[Any], dtype: torch.dtype) -> None:
-        self._norm, self._spec, self._dtype, self.statistics = norm, spec, dtype, 1
-
-    @property
-    def quality(self) -> Quality:
-        return Quality(self._spec.quantizer)
+    def __init__(self, alignment: Alignment, spec: PackedSpec[Any], dtype: torch.dtype) -> None:
+        self._alignment, self._spec, self._dtype, self.statistics = alignment, spec, dtype, 1
+        self.quality = Quality(spec.quantizer)
 
     def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
         """Return the strides of the decoded normalized values."""
@@ -274,7 +295,7 @@ class _Packed(_Reading):
         return PackedActivation(self._spec, tensors[0])
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
-        return _read(self._norm, self.packed(tensors), tensors[-1], self._dtype)
+        return _read(self._alignment, self.packed(tensors), tensors[-1], self._dtype)
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the normalized values."""
@@ -290,12 +311,17 @@ class _Packed(_Reading):
         return storage_report.PACKED, self._spec.layout.numel * self._dtype.itemsize
 
 
+_packed = one_object_each(_Packed)
+_output = one_object_each(_Output)
+
+
 class _PackedOnBackward(_Reading):
     """Of an input at full precision; the tensors are the input, the seed if it is one, and the statistics."""
 
     __slots__ = ("_dtype", "_norm", "_quantizer", "_seed")
+    lasts = False
 
-    def __init__(self, norm: Statistics, quantizer: Any, seed: Any, dtype: torch.dtype, statistics: int) -> None:
+    def __init__(self, norm: Normalizer, quantizer: Any, seed: Any, dtype: torch.dtype, statistics: int) -> None:
         self._norm, self._quantizer, self._seed = norm, quantizer, seed
         self._dtype, self.statistics = dtype, statistics
 
@@ -319,7 +345,7 @@ class _PackedOnBackward(_Reading):
         return quantize_normalized(self._quantizer, tensors[0], *source.aligned(tensors[0]), seed)
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
-        return _read(self._norm, self.packed(tensors), tensors[-1], self._dtype)
+        return _read(self._norm.alignment, self.packed(tensors), tensors[-1], self._dtype)
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the normalized values."""
@@ -331,8 +357,8 @@ class _PackedOnBackward(_Reading):
         return storage_report.FULL_PRECISION, tensors[0].nbytes
 
 
-def _read(norm: Statistics, packed: PackedActivation, spread: Tensor, dtype: torch.dtype) -> WithStatistics:
-    invstd = norm.align(norm.inverse(spread), packed.layout.shape)
+def _read(alignment: Alignment, packed: PackedActivation, spread: Tensor, dtype: torch.dtype) -> WithStatistics:
+    invstd = alignment.align(alignment.inverse(spread), packed.layout.shape)
     return denormalize(packed, None, invstd, dtype), torch.zeros_like(spread), spread
 
 

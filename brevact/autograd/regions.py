@@ -261,6 +261,17 @@ class Region(EagerKeeper):
         finally:
             hooks.layer = None
 
+    def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved) -> Tensor:
+        """Run a function of torch's that saves its input alone, in the place of which hooks keep what keeps it."""
+        hooks = self.hooks
+        try:
+            hooks.layer, hooks.kept = (input, None), reported(kept)
+            out = function(input)
+        finally:
+            hooks.layer = hooks.kept = None
+        self.state.mark_weight(out, weight=False)
+        return out
+
     def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Apply one of our Functions that returns a weight, and note that it does."""
         pop_hooks()
@@ -286,7 +297,7 @@ class Region(EagerKeeper):
 
     def find_known(self, x: Tensor) -> Saved | None:
         """Return what ``x`` is known by, if that is as good as what the region would keep."""
-        return known_values.find(x, self.settings, self.hooks.scope) if known_values.entries else None
+        return known_values.find(x, self.settings, self.hooks.scope)
 
     def find_kept(self, x: Tensor) -> Saved | None:
         """Return what ``x`` is known by, or what keeps it for an op that has run."""
@@ -314,7 +325,7 @@ class Region(EagerKeeper):
 
     def keep_weight(self, x: Tensor) -> Saved:
         """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
-        known = known_values.find(x) if known_values.entries else None
+        known = known_values.find(x)
         return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
 
 

@@ -7,9 +7,14 @@ The decoder is a small object without tensors. Keeping the two apart lets every 
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Decoder(Protocol):
@@ -25,3 +30,20 @@ class Decoder(Protocol):
 
 #: Tensors for autograd to save, and the decoder that reads them.
 Saved = tuple[tuple[Tensor, ...], Decoder]
+
+
+def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
+    """Let a function return the same object for equal arguments, so that a training step finds those of the last one.
+
+    Symbols, of traced graphs with dynamic shapes, have no hash: with them it returns a new object.
+    """
+    cached = functools.lru_cache(maxsize=4096)(make)
+
+    @functools.wraps(make)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return cached(*args, **kwargs)
+        except TypeError:
+            return make(*args, **kwargs)
+
+    return call

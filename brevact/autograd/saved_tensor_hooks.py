@@ -110,6 +110,8 @@ class SavedTensorHooks:
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
         # Input and weight of torch's own layer that runs in place of a Function.
         self.layer: tuple[Tensor, Tensor | None] | None = None
+        # What keeps that input, where it is known before the layer runs.
+        self.kept: Saved | None = None
         # The input of torch's own norm, kept once its statistics are there.
         self.waiting: list[tuple[_SavedByHook, Tensor]] | None = None
         self._of_weights: list[tuple[_SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
@@ -206,6 +208,8 @@ class SavedTensorHooks:
         layer = self.layer
         if layer is not None and x is layer[1]:
             kept = self._region.keep_weight(x)
+        elif self.kept is not None:
+            kept = self.kept
         elif self.waiting is not None:
             stored = _SavedByHook()
             self.waiting.append((stored, x.detach()))

@@ -20,7 +20,10 @@ def storage_address(x: Tensor) -> int:
 
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Return the version counters of tensors, -1 for inference tensors, which have none."""
-    return tuple([-1 if x.is_inference() else x._version for x in tensors])
+    try:
+        return tuple([x._version for x in tensors])
+    except RuntimeError:
+        return tuple([-1 if x.is_inference() else x._version for x in tensors])
 
 
 def referent(reference: weakref.ref[T]) -> T | None:

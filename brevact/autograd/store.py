@@ -11,7 +11,7 @@ from torch import Tensor
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.quality import EXACT, Quality
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Saved, one_object_each
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
@@ -30,6 +30,8 @@ from brevact.quantizers import (
 
 
 class _AsItIs:
+    lasts = True
+
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0]
 
@@ -41,10 +43,11 @@ class _AsItIs:
 
 
 class _Packed:
-    __slots__ = ("_spec",)
+    __slots__ = ("_spec", "quality")
+    lasts = True
 
     def __init__(self, spec: PackedSpec) -> None:
-        self._spec = spec
+        self._spec, self.quality = spec, Quality(spec.quantizer)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize()
@@ -57,10 +60,6 @@ class _Packed:
     ) -> Tensor:
         packed = PackedActivation(self._spec, tensors[0])
         return decode_through(packed, function, None, None, self._spec.layout.dtype, grad)
-
-    @property
-    def quality(self) -> Quality:
-        return Quality(self._spec.quantizer)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.PACKED, _bytes_of(self._spec.layout)
@@ -91,6 +90,7 @@ class _PackedOnBackward(NamedTuple):
 class _Mask(NamedTuple):
     layout: Layout
     negative_slope: float
+    lasts = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return unpack_mask(tensors[0], self.layout)
@@ -102,6 +102,7 @@ class _Mask(NamedTuple):
         return storage_report.MASKED, _bytes_of(self.layout)
 
 
+_packed, _mask = one_object_each(_Packed), one_object_each(_Mask)
 _is_grad_enabled = torch.is_grad_enabled
 AS_IT_IS = _AsItIs()
 _shared = SharedPacks()
@@ -122,7 +123,7 @@ def keep_small(x: Tensor) -> Saved:
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
-    return reported(((pack_mask(mask),), _Mask(Layout.of(mask), negative_slope)))
+    return reported(((pack_mask(mask),), _mask(Layout.of(mask), negative_slope)))
 
 
 def reported(kept: Saved, why: str = "") -> Saved:
@@ -208,7 +209,7 @@ def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool, may_deriv
     if x.numel() < settings.min_numel:
         return keep_small(x)
     known = None
-    if share and known_values.entries:
+    if share:
         known = known_values.find(x, settings if may_derive else None, scope)
     if known is not None:
         return reported(known)
@@ -240,7 +241,7 @@ def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, nor
         return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)
     if save_mode is SaveMode.SAVE_QUANTIZED:
         packed = quantize(quantizer, x if x.is_contiguous() else _without_gaps(x), seed)
-        return (packed.buffer,), _Packed(packed.spec)
+        return (packed.buffer,), _packed(packed.spec)
     if isinstance(seed, int):
         return (x,), _PackedOnBackward(quantizer, seed)
     return (x, seed), _PackedOnBackward(quantizer, None)

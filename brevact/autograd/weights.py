@@ -7,6 +7,7 @@ own know which argument is the weight; this module answers for the tensors that 
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -184,7 +185,8 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
     What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
     no gradient: a result larger than all the weights it came from is one.
     """
-    if _is_own(node):
+    marked = node.metadata.get(_WEIGHT_NUMEL)
+    if marked == 0 or (marked is None and (_is_layer(node.name()) or _is_own(node))):
         return False
     pending: list[torch.autograd.graph.Node] = [node]
     seen: set[torch.autograd.graph.Node] = set()
@@ -209,6 +211,12 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
             largest = max(largest, variable.numel())
         pending.extend(parent for parent, _ in node.next_functions if parent is not None)
     return 0 < numel <= largest
+
+
+@functools.cache
+def _is_layer(name: str) -> bool:
+    """Whether nodes of this name are those of layers that no function of weights alone goes through."""
+    return name.startswith(_LAYER_NODES)
 
 
 def comes_from_layer(node: torch.autograd.graph.Node) -> bool:

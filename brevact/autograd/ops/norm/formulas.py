@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from brevact.autograd.normalizing import Alignment
+from brevact.autograd.ops.norm.alignments import OverChannels, OverGroups, OverLastDims
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
@@ -44,37 +46,19 @@ class Norm:
         """Return the gradients of input, weight and bias that the mask asks for, by ATen's formula."""
         raise NotImplementedError
 
-    def inverse(self, spread: Tensor) -> Tensor:
-        """Return the inverse deviations, in float32 or more, of what :meth:`forward` gives in their place."""
-        return spread.to(torch.promote_types(spread.dtype, torch.float32))
-
-    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Shape one number a group so that it broadcasts over a tensor of this shape."""
-        raise NotImplementedError
+    @property
+    def alignment(self) -> Alignment:
+        """Return how statistics, those of :meth:`forward`, and weights belong to the elements of the input."""
+        return OverChannels()
 
     @property
     def key(self) -> Hashable | None:
         """Equal for norms that normalize a tensor to the same values; None for those with statistics of their own."""
         return None
 
-    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Shape a weight or a bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
-        return along_channels(weight, shape)
-
     def bias_gradient(self, grad: Tensor) -> Tensor:
         """Return the sum of g for each entry of the bias."""
         return sum_of_channels(grad)
-
-
-def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Shape (C,) or (N * C,) numbers so that they broadcast over an (N, C, ...) tensor of this shape."""
-    samples = 1 if x.numel() == shape[1] else shape[0]
-    return x.reshape(samples, shape[1], *[1] * (len(shape) - 2))
-
-
-def along_last_dims(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Give numbers of the last dimensions of a tensor of this shape as many dimensions as it has."""
-    return x.view(*[1] * (len(shape) - x.dim()), *x.shape)
 
 
 def sum_of_channels(x: Tensor) -> Tensor:
@@ -104,9 +88,6 @@ class BatchNorm(Norm):
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
         return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
-
-    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return along_channels(statistic, shape)
 
     @property
     def key(self) -> Hashable:
@@ -172,11 +153,9 @@ class Frozen(Norm):
     def name(self) -> str:  # type: ignore[override]
         return self.function.__name__
 
-    def inverse(self, spread: Tensor) -> Tensor:
-        return torch.rsqrt(super().inverse(spread) + self.eps)
-
-    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return along_channels(statistic, shape)
+    @property
+    def alignment(self) -> Alignment:
+        return OverChannels(self.eps)
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, means and variances."""
@@ -209,15 +188,13 @@ class LayerNorm(Norm):
         # Of the bias ATen reads the dtype: the weight's.
         return _layer_norm_backward(grad, x, self.normalized_shape, mean, invstd, weight, weight, mask)
 
-    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return statistic
+    @property
+    def alignment(self) -> Alignment:
+        return OverLastDims()
 
     @property
     def key(self) -> Hashable:
         return self.name, self.normalized_shape, self.eps
-
-    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return along_last_dims(weight, shape)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.sum_to_size(self.normalized_shape)
@@ -246,9 +223,9 @@ class GroupNorm(Norm):
         grad, x = grad.contiguous(memory_format=order), x.contiguous(memory_format=order)
         return _group_norm_backward(grad, x, mean, invstd, _dense(weight), *self._sizes(x), mask)
 
-    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        n, c = shape[:2]
-        return along_channels(statistic[:, :, None].expand(n, self.groups, c // self.groups).reshape(n * c), shape)
+    @property
+    def alignment(self) -> Alignment:
+        return OverGroups(self.groups)
 
     @property
     def key(self) -> Hashable:
@@ -301,11 +278,9 @@ class RMSNorm(Norm):
             grad_input = grad_input.addcmul(normalized, mean, value=-1).mul_(invstd)
         return grad_input, grad_weight, None
 
-    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return statistic
-
-    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return along_last_dims(weight, shape)
+    @property
+    def alignment(self) -> Alignment:
+        return OverLastDims()
 
     @property
     def key(self) -> Hashable:

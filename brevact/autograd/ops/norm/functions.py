@@ -23,7 +23,8 @@ from brevact.autograd.derived import derive_output
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput, normalized_early
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
-from brevact.autograd.ops.norm.formulas import Frozen, Norm, along_channels, sum_of_channels
+from brevact.autograd.ops.norm.alignments import along_channels
+from brevact.autograd.ops.norm.formulas import Frozen, Norm, sum_of_channels
 from brevact.autograd.saved import Saved
 from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 
@@ -110,7 +111,7 @@ class _Frozen(Saving):
         kept, weight, var, mark = load(ctx)
         mask = list(ctx.needs_input_grad[2:5])
         if kept is None:
-            return None, None, *_frozen_backward(grad, weight, ctx.norm.inverse(var), mask)
+            return None, None, *_frozen_backward(grad, weight, ctx.norm.alignment.inverse(var), mask)
         x, mean, var = kept.with_statistics()
         grad_input, grad_weight, grad_bias = ctx.norm.backward(grad, x.to(ctx.dtype), mean, var, weight, mask)
         return None, None, grad_input, grad_weight if mark is None else grad_weight + mark, grad_bias
@@ -137,7 +138,7 @@ def _run_levels(
     invstd = mean * 0 + invstd
     kept = region.keep_levels(input, NormInput(norm, mean, invstd, x.dtype))
     if region.settings.quantizes_forward:
-        _write_affine(out, norm, kept, norm.align(invstd - invstd, x.shape), weight, bias)
+        _write_affine(out, norm, kept, norm.alignment.align(invstd - invstd, x.shape), weight, bias)
     return out, kept
 
 
@@ -158,9 +159,9 @@ def _write_affine(
     """Overwrite ``out`` with weight * N^ + bias, N^ being what is kept; ``mark`` is 0, or NaN where N(x) was none."""
     levels = normalized_early(kept) + mark
     if weight is not None:
-        levels.mul_(norm.align_weight(weight, levels.shape))
+        levels.mul_(norm.alignment.align_weight(weight, levels.shape))
     if bias is not None:
-        levels.add_(norm.align_weight(bias, levels.shape))
+        levels.add_(norm.alignment.align_weight(bias, levels.shape))
     out.copy_(levels)
 
 

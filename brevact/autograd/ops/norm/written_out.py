@@ -16,6 +16,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
+from brevact.autograd.ops.norm.alignments import OverLastDims
 from brevact.autograd.saved import Saved
 
 #: Elements of the shortest rows that a scale of their own is worth.
@@ -38,14 +39,12 @@ class RowScale(NamedTuple):
     dims: tuple[int, ...]
 
     @property
+    def alignment(self) -> OverLastDims:
+        return OverLastDims()
+
+    @property
     def key(self) -> tuple[str, tuple[int, ...]]:
         return "rows", self.dims
-
-    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return statistic
-
-    def inverse(self, spread: Tensor) -> Tensor:
-        return spread.float()
 
 
 def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:

@@ -1,0 +1,69 @@
+"""The small tensor that was decoded last, for the reader that comes next.
+
+The readers of a chain follow each other in the backward pass: the layer behind an activation function asks for its
+output, and the function for its input, which are both functions of what the norm has returned. Of small tensors the
+calls to decode one take longer than the work, so that one is decoded for both. It lives until its codes are freed, or
+the next one is decoded.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+
+#: Elements of the largest tensor that is held: a few hundred kilobytes, and less work to decode than calls.
+MOST_HELD = 1 << 18
+
+
+class _Held:
+    """A decoded tensor, and what it was decoded from."""
+
+    __slots__ = ("_decoder", "_sources", "_values", "_version")
+
+    def __init__(self, decoder: Any, tensors: tuple[Tensor, ...], values: Tensor) -> None:
+        self._decoder, self._version = decoder, values._version
+        self._values: Tensor | None = values
+        codes, *rest = (x.untyped_storage() for x in tensors)
+        references = weakref.ref(codes, self._drop), *map(weakref.ref, rest)
+        self._sources = [(storage, x._version) for storage, x in zip(references, tensors, strict=True)]
+
+    def _drop(self, reference: weakref.ref[UntypedStorage]) -> None:
+        self._values = None
+
+    def find(self, decoder: Any, tensors: tuple[Tensor, ...]) -> Tensor | None:
+        """Return the tensor, if it is what this decoder makes of these tensors, and nobody has changed it."""
+        if decoder is not self._decoder or self._values is None or self._values._version != self._version:
+            return None
+        for x, (storage, version) in zip(tensors, self._sources, strict=True):
+            if x._version != version or storage() is not x.untyped_storage():
+                return None
+        return self._values
+
+
+class _Last(threading.local):
+    """What this thread has decoded last."""
+
+    held: _Held | None = None
+
+
+_last = _Last()
+
+
+def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
+    """Return a decoded tensor, which must not be written to, and hold it for who asks next.
+
+    Args:
+        decoder: tells the decoder of these tensors from others.
+        tensors: what keeps the tensor; the codes come first.
+        decode: decodes it.
+    """
+    found = None if _last.held is None else _last.held.find(decoder, tensors)
+    if found is None:
+        _last.held = None  # its memory is free for the next one
+        found = decode(tensors)
+        _last.held = _Held(decoder, tensors, found)
+    return found

@@ -1,0 +1,121 @@
+"""A small tensor is decoded once for the readers that follow each other in the backward pass."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import brevact
+from brevact.autograd import decoded_last
+from brevact.autograd.decoded_last import MOST_HELD, decoded
+
+
+class _Decoder:
+    """Counts how often it decodes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def decode(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        self.count += 1
+        return tensors[0].float() * tensors[1]
+
+
+def _kept() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(8, dtype=torch.uint8), torch.full((1,), 2.0)
+
+
+def test_decoded_asks_once_for_the_same_tensors() -> None:
+    decoder, kept = _Decoder(), _kept()
+    first = decoded(decoder, kept, decoder.decode)
+    aliases = tuple(x.detach() for x in kept)
+    assert decoded(decoder, aliases, decoder.decode) is first and decoder.count == 1
+
+
+@pytest.mark.parametrize("change", ["codes", "factor", "decoder", "result", "other codes", "other factor"])
+def test_decoded_asks_again_after_a_change(change: str) -> None:
+    decoder, kept = _Decoder(), _kept()
+    first = decoded(decoder, kept, decoder.decode)
+    asked = decoder
+    if change == "codes":
+        kept[0].add_(1)
+    elif change == "factor":
+        kept[1].mul_(2)
+    elif change == "result":
+        first.zero_()
+    elif change == "decoder":
+        asked = _Decoder()
+    elif change == "other codes":
+        kept = kept[0].clone(), kept[1]
+    else:
+        kept = kept[0], kept[1].clone()
+    second = decoded(asked, kept, asked.decode)
+    assert second is not first
+    assert torch.equal(second, kept[0].float() * kept[1])
+
+
+def test_decoded_holds_nothing_once_the_codes_are_freed() -> None:
+    decoder, kept = _Decoder(), _kept()
+    alive = weakref.ref(decoded(decoder, kept, decoder.decode).untyped_storage())
+    gc.collect()
+    assert alive() is not None
+    del kept
+    gc.collect()
+    assert alive() is None
+
+
+def _chain(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.SiLU(), nn.Conv2d(width, width, 1))
+
+
+def test_chain_decodes_its_norm_once_for_function_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = decoded_last.decoded
+
+    def counted(decoder, tensors, decode):  # type: ignore[no-untyped-def]
+        return original(decoder, tensors, lambda kept: calls.append(1) or decode(kept))
+
+    monkeypatch.setattr("brevact.autograd.normalizing.decoded", counted)
+    torch.manual_seed(0)
+    model = brevact.quantize_backward(_chain())
+    model(torch.randn(8, 16, 8, 8)).square().mean().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("size", [8, 96])  # held, and larger than what is held
+@pytest.mark.parametrize("function", [F.silu, F.gelu, F.mish, nn.GELU(approximate="tanh"), F.softplus])
+def test_chain_of_any_size_has_the_gradient_of_its_decoded_norm(size: int, function) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, size, size)
+    assert (x.numel() > MOST_HELD) == (size == 96)
+    weight, bias = torch.randn(16), torch.randn(16)
+    scale = nn.Parameter(torch.ones(16))
+
+    y = F.batch_norm(x, None, None, weight=weight, bias=bias, training=True)
+    grad = torch.randn_like(x)
+    # With 8 bits, y differs from what is decoded by a step of each bucket at most.
+    leaf = x.clone().requires_grad_()
+    with brevact.backward_quant(brevact.StochBackward8bit):
+        norm = F.batch_norm(leaf, None, None, weight=scale * weight, bias=bias, training=True)
+        norm.retain_grad()
+        function(norm).backward(grad)
+    exact = y.clone().requires_grad_()
+    function(exact).backward(grad)
+    steps = (y.abs().max() * 2) / 255
+    bound = 1.2 * float(steps) * grad.abs()  # no second derivative of these exceeds 1.2
+    assert norm.grad is not None and exact.grad is not None
+    assert ((norm.grad - exact.grad).abs() <= bound + 1e-6).all()
+
+
+def test_two_backward_passes_give_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model = brevact.quantize_backward(_chain())
+    loss = model(torch.randn(8, 16, 8, 8)).square().mean()
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
