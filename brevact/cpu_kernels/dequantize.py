@@ -23,6 +23,7 @@ from brevact.cpu_kernels.groups import (
     read_metadata,
 )
 from brevact.cpu_kernels.memory import (
+    LANES,
     advance,
     f32_at,
     f32_scratch,
@@ -184,6 +185,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
     groups = load(table, GROUPS)  # looked through once, unless there are more than elements
     flagged = inner == 1 and (groups > (stop - start) * block or any_flagged(scale, scale_kind, 0, groups))
     scratch, wide = f32_scratch(block), u32_scratch(block)
+    mean_of, scale_of = f32_scratch(block + LANES), f32_scratch(block + LANES)
     low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):
         first = index * block
@@ -211,6 +213,6 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
                     store(values, e, np.float32(np.int32(load(wide, e))))
             _decode_segments(values, first, count, scale, minimum, limit, flagged, table)
         if norm_at:
-            denormalize(values, first, count, norm_at, last_limit)
+            denormalize(values, first, count, norm_at, mean_of, scale_of, last_limit)
         if not direct:
             emit_rows(values, other, target, first, count, table)

@@ -99,6 +99,25 @@ def store(typing_context, pointer, index, value):
     return types.void(pointer, types.intp, pointer.dtype), codegen
 
 
+LANES = 16
+"""Elements that `fill_lanes` writes."""
+
+
+@intrinsic
+def fill_lanes(typing_context, pointer, value):
+    """pointer[i] = value for the first `LANES` float32 elements."""
+
+    def codegen(context, builder, signature, args):
+        pointer, value = args
+        floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+        first = builder.insert_element(ir.Constant(floats, ir.Undefined), value, ir.IntType(32)(0))
+        splat = builder.shuffle_vector(first, ir.Constant(floats, ir.Undefined), ir.Constant(words, [0] * LANES))
+        builder.store(splat, builder.bitcast(pointer, floats.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.float32), codegen
+
+
 @intrinsic
 def advance(typing_context, pointer, count):
     """pointer + count elements."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from brevact.cpu_kernels.memory import advance, f32_at, i64_at, inlined, load, store
+from brevact.cpu_kernels.memory import LANES, advance, f32_at, fill_lanes, i64_at, inlined, load, store
 
 MEAN, SCALE, OUTER, ROW, INNER, RUN = range(6)
 """Fields of the words of a normalization: addresses of float32 means (0 for none) and scales, one of each for every
@@ -19,27 +19,52 @@ def _start(first, words):
 
 
 @inlined
-def _run_at(in_row, in_inner, words):
-    """Elements from a place on that belong to one group; of groups of single elements, to groups behind each other."""
-    inner, run = load(words, INNER), load(words, RUN)
-    if run > 1:
-        return run - in_inner % run
-    return inner - in_inner if inner > 1 else load(words, OUTER) - in_row
+def _next(base, group, in_row, in_inner, run, inner, outer, row):
+    """The first four numbers, so many elements later, at the end of a run."""
+    group, in_row, in_inner = group + 1, in_row + run, in_inner + run
+    if in_inner >= inner:
+        group, in_inner = base, 0
+    if in_row >= outer:
+        base, in_row = base + row, 0
+        group = base
+    return base, group, in_row, in_inner
 
 
 @inlined
-def _advance(base, in_row, in_inner, run, words):
-    """The same three numbers, so many elements later; no run goes beyond the end of its row."""
-    in_row, in_inner = in_row + run, in_inner + run
-    if in_inner >= load(words, INNER):
-        in_inner = 0
-    if in_row == load(words, OUTER):
-        in_row, base = 0, base + load(words, ROW)
-    return base, in_row, in_inner
+def _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of):
+    """Write mean and scale of each element, of short runs; memory for `LANES` elements more is written, too.
+
+    Args:
+        first: First element.
+        count: Number of elements.
+        words: Pointer to the words, whose runs have at most `LANES` elements.
+        has_mean: Whether there are means.
+        means: float32 pointer to one mean a group.
+        scales: float32 pointer to one scale a group.
+        mean_of: float32 pointer, written; not if there are no means.
+        scale_of: float32 pointer, written.
+    """
+    inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
+    base, in_row, in_inner = _start(first, words)
+    group, left = base + in_inner // run, run - in_inner % run
+    e = 0
+    while e < count:
+        scale = load(scales, group)
+        fill_lanes(advance(scale_of, e), scale)
+        if has_mean:
+            fill_lanes(advance(mean_of, e), load(means, group))
+        base, group, in_row, in_inner = _next(base, group, in_row, in_inner, left, inner, outer, row)
+        e, left = e + left, run
 
 
 @inlined
-def normalize(x, first, count, words_at, z):
+def _single_run(in_row, in_inner, count, inner, outer):
+    """Elements from a place on whose groups, of one element each, lie behind each other."""
+    return min(inner - in_inner if inner > 1 else outer - in_row, count)
+
+
+@inlined
+def normalize(x, first, count, words_at, mean_of, scale_of, z):
     """(x - mean) * scale of elements first to first + count, as `normalizing.normalize` defines it.
 
     Args:
@@ -47,36 +72,48 @@ def normalize(x, first, count, words_at, z):
         first: First element.
         count: Number of elements.
         words_at: Address of the words.
+        mean_of: float32 pointer to scratch of `LANES` elements more than `count`.
+        scale_of: Another one.
         z: float32 pointer, written; not `x`.
     """
     words = i64_at(words_at)
-    means, scales = f32_at(load(words, MEAN)), f32_at(load(words, SCALE))
-    has_mean = load(words, MEAN) != 0
-    single = load(words, RUN) == 1 and load(words, INNER) > 1
+    means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
+    inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
+    if 1 < run <= LANES:
+        _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of)
+        if has_mean:
+            for i in range(count):
+                store(z, i, (load(x, i) - load(mean_of, i)) * load(scale_of, i))
+        else:
+            for i in range(count):
+                store(z, i, load(x, i) * load(scale_of, i))
+        return
     e = 0
     base, in_row, in_inner = _start(first, words)
+    group, left = base + in_inner // run, run - in_inner % run
     while e < count:
-        group, run = base + in_inner // load(words, RUN), min(_run_at(in_row, in_inner, words), count - e)
         source, target = advance(x, e), advance(z, e)
-        if single:
+        if run == 1 and inner > 1:
+            step = _single_run(in_row, in_inner, count - e, inner, outer)
             s = advance(scales, group)
             if has_mean:
                 m = advance(means, group)
-                for i in range(run):
+                for i in range(step):
                     store(target, i, (load(source, i) - load(m, i)) * load(s, i))
             else:
-                for i in range(run):
+                for i in range(step):
                     store(target, i, load(source, i) * load(s, i))
         else:
+            step = min(left, count - e)
             mean, scale = load(means, group) if has_mean else np.float32(0.0), load(scales, group)
-            for i in range(run):
+            for i in range(step):
                 store(target, i, (load(source, i) - mean) * scale)
-        base, in_row, in_inner = _advance(base, in_row, in_inner, run, words)
-        e += run
+        base, group, in_row, in_inner = _next(base, group, in_row, in_inner, step, inner, outer, row)
+        e, left = e + step, run
 
 
 @inlined
-def denormalize(z, first, count, words_at, limit):
+def denormalize(z, first, count, words_at, mean_of, scale_of, limit):
     """clamp(z * scale + mean, -limit, limit) in place, as `normalizing.denormalize` defines it.
 
     Args:
@@ -84,36 +121,49 @@ def denormalize(z, first, count, words_at, limit):
         first: First element.
         count: Number of elements.
         words_at: Address of the words.
+        mean_of: float32 pointer to scratch of `LANES` elements more than `count`.
+        scale_of: Another one.
         limit: Largest value, or infinity.
     """
     words = i64_at(words_at)
-    means, scales = f32_at(load(words, MEAN)), f32_at(load(words, SCALE))
-    has_mean = load(words, MEAN) != 0
-    single = load(words, RUN) == 1 and load(words, INNER) > 1
+    means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
+    inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
     e = 0
+    if 1 < run <= LANES:
+        _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of)
+        if has_mean:
+            for i in range(count):
+                store(z, i, load(z, i) * load(scale_of, i) + load(mean_of, i))
+        else:
+            for i in range(count):
+                store(z, i, load(z, i) * load(scale_of, i))
+        e = count
     base, in_row, in_inner = _start(first, words)
+    group, left = base + in_inner // run, run - in_inner % run
     while e < count:
-        group, run = base + in_inner // load(words, RUN), min(_run_at(in_row, in_inner, words), count - e)
         target = advance(z, e)
-        if single:
+        if run == 1 and inner > 1:
+            step = _single_run(in_row, in_inner, count - e, inner, outer)
             s = advance(scales, group)
             if has_mean:
                 m = advance(means, group)
-                for i in range(run):
+                for i in range(step):
                     store(target, i, load(target, i) * load(s, i) + load(m, i))
             else:
-                for i in range(run):
+                for i in range(step):
                     store(target, i, load(target, i) * load(s, i))
         elif has_mean:
+            step = min(left, count - e)
             mean, scale = load(means, group), load(scales, group)
-            for i in range(run):
+            for i in range(step):
                 store(target, i, load(target, i) * scale + mean)
         else:
+            step = min(left, count - e)
             scale = load(scales, group)
-            for i in range(run):
+            for i in range(step):
                 store(target, i, load(target, i) * scale)
-        base, in_row, in_inner = _advance(base, in_row, in_inner, run, words)
-        e += run
+        base, group, in_row, in_inner = _next(base, group, in_row, in_inner, step, inner, outer, row)
+        e, left = e + step, run
     if limit < np.float32(np.inf):
         for i in range(count):
             y = load(z, i)

@@ -28,6 +28,7 @@ from brevact.cpu_kernels.groups import (
     stage_rows,
 )
 from brevact.cpu_kernels.memory import (
+    LANES,
     advance,
     as_u32,
     f32_scratch,
@@ -214,6 +215,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
+    mean_of, scale_of = f32_scratch(block + LANES), f32_scratch(block + LANES)
     wide = as_u32(scratch)  # codes come when the elements in it have become steps
     columns = block // 8
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
@@ -224,7 +226,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         columns = (count + 7) // 8
         x = stage_rows(source, first, count, steps if norm_at else scratch, table)
         if norm_at:  # from one memory to another, or LLVM would not vectorize it
-            normalize(x, first, count, norm_at, scratch)
+            normalize(x, first, count, norm_at, mean_of, scale_of, scratch)
             x = scratch
         if fused:
             e = 0
