@@ -30,7 +30,7 @@ class TorchRunner(Protocol):
         """Run a norm, and keep its normalized input.
 
         Args:
-            norm: what runs it (``norm.forward``) and knows of its statistics.
+            norm: what runs it (``norm.forward``) and knows of its statistics, the running ones too.
             input: its input.
             weight: one number a channel, or None.
             bias: as well.

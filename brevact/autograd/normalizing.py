@@ -294,8 +294,11 @@ class _Packed(_Reading):
         """Return the normalized values, packed."""
         return PackedActivation(self._spec, tensors[0])
 
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return _centred(self._alignment, self.packed(tensors), tensors[-1], self._dtype)
+
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
-        return _read(self._alignment, self.packed(tensors), tensors[-1], self._dtype)
+        return self.decode(tensors), torch.zeros_like(tensors[-1]), tensors[-1]
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the normalized values."""
@@ -344,8 +347,11 @@ class _PackedOnBackward(_Reading):
         source = NormInput(self._norm, mean, tensors[-1], self._dtype)
         return quantize_normalized(self._quantizer, tensors[0], *source.aligned(tensors[0]), seed)
 
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return _centred(self._norm.alignment, self.packed(tensors), tensors[-1], self._dtype)
+
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
-        return _read(self._norm.alignment, self.packed(tensors), tensors[-1], self._dtype)
+        return self.decode(tensors), torch.zeros_like(tensors[-1]), tensors[-1]
 
     def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the normalized values."""
@@ -357,9 +363,10 @@ class _PackedOnBackward(_Reading):
         return storage_report.FULL_PRECISION, tensors[0].nbytes
 
 
-def _read(alignment: Alignment, packed: PackedActivation, spread: Tensor, dtype: torch.dtype) -> WithStatistics:
+def _centred(alignment: Alignment, packed: PackedActivation, spread: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the input of a norm less its means."""
     invstd = alignment.align(alignment.inverse(spread), packed.layout.shape)
-    return denormalize(packed, None, invstd, dtype), torch.zeros_like(spread), spread
+    return denormalize(packed, None, invstd, dtype)
 
 
 def normalized_early(kept: tuple[tuple[Tensor, ...], Any]) -> Tensor:

@@ -241,12 +241,15 @@ class Region(EagerKeeper):
         hooks = self.hooks
         try:
             hooks.layer, hooks.waiting = (input, weight), []
+            hooks.buffers = norm.running_mean, norm.running_var
             out, mean, spread = norm.forward(input, weight, bias)
             kept = hooks.keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True))
             derive_output(self, norm, kept, out, weight, bias)
+            self.state.mark_activation(out)
             return out
         finally:
             hooks.layer = hooks.waiting = None
+            hooks.buffers = None, None
 
     def run_torch(self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
         """Run torch's own layer, whose gradient is that of a Function of ours, and let hooks keep its input.
@@ -257,9 +260,11 @@ class Region(EagerKeeper):
         hooks = self.hooks
         try:
             hooks.layer = input, weight
-            return layer(input, weight, *args)
+            out = layer(input, weight, *args)
         finally:
             hooks.layer = None
+        self.state.mark_activation(out)
+        return out
 
     def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved) -> Tensor:
         """Run a function of torch's that saves its input alone, in the place of which hooks keep what keeps it."""
@@ -269,7 +274,7 @@ class Region(EagerKeeper):
             out = function(input)
         finally:
             hooks.layer = hooks.kept = None
-        self.state.mark_weight(out, weight=False)
+        self.state.mark_activation(out)
         return out
 
     def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -112,6 +112,8 @@ class SavedTensorHooks:
         self.layer: tuple[Tensor, Tensor | None] | None = None
         # What keeps that input, where it is known before the layer runs.
         self.kept: Saved | None = None
+        # Running statistics of torch's own norm that runs.
+        self.buffers: tuple[Tensor | None, Tensor | None] = None, None
         # The input of torch's own norm, kept once its statistics are there.
         self.waiting: list[tuple[_SavedByHook, Tensor]] | None = None
         self._of_weights: list[tuple[_SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
@@ -211,9 +213,12 @@ class SavedTensorHooks:
         elif self.kept is not None:
             kept = self.kept
         elif self.waiting is not None:
-            stored = _SavedByHook()
-            self.waiting.append((stored, x.detach()))
-            return stored
+            if x is self.buffers[0] or x is self.buffers[1]:
+                kept = keep_as_it_is(x)
+            else:
+                stored = _SavedByHook()
+                self.waiting.append((stored, x.detach()))
+                return stored
         elif layer is not None and x.shape != layer[0].shape:
             kept = keep_as_it_is(x)  # statistics
         else:  # a layer's input, or a copy of it in another order of memory

@@ -131,9 +131,15 @@ def test_bit_widths_in_one_storage_are_told_apart():
 def test_nothing_is_known_of_tensors_that_are_gone():
     model = nn.Sequential(activation_layer("uint4", relu=True), qnn.QuantConv2d(CHANNELS, 4, 3))
     brevact.quantize_backward(model, LosslessBackward, min_numel=0)
-    gc.collect()
-    known = len(known_values._entries)
+
+    def entries() -> int:
+        gc.collect()
+        return sum(type(each) is known_values._Entry for each in gc.get_objects())
+
+    known = entries()
+    held = [model[0](activation(seed)) for seed in range(3)]
+    assert entries() == known + 3
+    del held
     for seed in range(3):
         model(activation(seed)).sum().backward()
-    gc.collect()
-    assert len(known_values._entries) == known
+    assert entries() == known

@@ -28,6 +28,9 @@ _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
+_OVER_CHANNELS = OverChannels()
+
+
 class Norm:
     """What the Functions ask of a norm by statistics of its input; weights and biases are one number a channel."""
 
@@ -49,7 +52,7 @@ class Norm:
     @property
     def alignment(self) -> Alignment:
         """Return how statistics, those of :meth:`forward`, and weights belong to the elements of the input."""
-        return OverChannels()
+        return _OVER_CHANNELS
 
     @property
     def key(self) -> Hashable | None:
