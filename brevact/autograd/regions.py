@@ -270,7 +270,7 @@ class Region(EagerKeeper):
         """Run a function of torch's that saves its input alone, in the place of which hooks keep what keeps it."""
         hooks = self.hooks
         try:
-            hooks.layer, hooks.kept = (input, None), reported(kept)
+            hooks.layer, hooks.kept = (input, None), kept
             out = function(input)
         finally:
             hooks.layer = hooks.kept = None

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derived import derive, keep_smooth, keep_source
-from brevact.autograd.keeper import Keeper, TorchRunner
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, Value, expanded_one, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.autograd.saved import Saved
+from brevact.autograd.store import keep_small, reported
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]
@@ -210,20 +210,30 @@ def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool 
             return NotImplemented
         value = Value.of(func, rest, kwargs) if is_gentle else None
         inplace = bool(inplace) or always_inplace
-        if func in _SAVING_INPUT and not inplace and input.numel() <= MOST_HELD:
-            runner = region.torch_runner(input)
-            source = None if runner is None else keep_source(region, input)
-            if runner is not None and source is not None:
-                return _run_torch(region, runner, value, input, source)
+        if value is not None and func in _SAVING_INPUT and not inplace and input.numel() <= MOST_HELD:
+            out = _run_torch(region, value, input)
+            if out is not None:
+                return out
         return region.apply(_Smooth, lambda x: func(x, *rest, **kwargs), derivative, value, input, inplace)
 
     return handle
 
 
-def _run_torch(region: Keeper, runner: TorchRunner, value: Value, input: Tensor, source: Saved) -> Tensor:
-    """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls."""
-    out = runner.run_torch_function(value, input, source)
-    derive(region, out, value, ((input, source),), is_curved=True)
+def _run_torch(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
+    """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls.
+
+    None where a Function must run.
+    """
+    runner = region.torch_runner(input)
+    if runner is None:
+        return None
+    if input.numel() < region.settings.min_numel:
+        return runner.run_torch_function(function, input, keep_small(input))
+    source = keep_source(region, input)
+    if source is None:
+        return None
+    out = runner.run_torch_function(function, input, reported(source))
+    derive(region, out, function, ((input, source),), is_curved=True)
     return out
 
 
