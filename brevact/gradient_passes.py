@@ -40,7 +40,7 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
         if buffer is not None and not buffer.is_inference()
     ]
     model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
+    _seed_generators(seed)
     try:
         with nullcontext() if quantization is None else seeded(quantization):
             value = loss(model, batch)
@@ -61,6 +61,14 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
     model.zero_grad(set_to_none=True)
     trained = (p for p in model.parameters() if p.requires_grad)
     return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(trained, found, strict=True)]
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed torch's generators; not those of CUDA where it has not started, which would begin with this seed then."""
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def squared_norm(found: Gradients) -> float:
