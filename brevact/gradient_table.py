@@ -28,8 +28,9 @@ class LayerNoise:
         noise_error: standard error of ``noise``.
         bias: squared norm of the mean error.
         bias_error: standard error of ``bias``.
-        estimate: the part of ``noise`` that comes through weight gradients of linear layers and convolutions, from one
-            pass a batch for all layers; NaN where none reads the tensors: what they do elsewhere is measured only.
+        estimate: the part of ``noise`` and ``bias`` that comes through weight gradients of linear layers and
+            convolutions, from one pass a batch for all layers; NaN where none reads the tensors: what they do
+            elsewhere is measured only.
         estimate_error: standard error of ``estimate``.
     """
 

@@ -79,6 +79,16 @@ def test_gradient_report_rows_add_up_to_the_whole(act):
     assert report.saved_bytes > sum(row.saved_bytes for row in report.rows)
 
 
+@pytest.mark.parametrize(
+    "quantizer", [brevact.WeibullBackward3bit, brevact.L4Backward, brevact.StochBackward2bitPerSample]
+)
+def test_gradient_report_isolates_layers_under_every_format(quantizer):
+    torch.manual_seed(0)
+    report = report_of(Net(nn.ReLU), quantizer, draws=4, layer_draws=4)
+    whole = report.noise + report.bias
+    assert sum(row.noise + row.bias for row in report.rows) == pytest.approx(whole, rel=0.05) and whole > 0
+
+
 def test_gradient_report_of_the_whole_is_that_of_gradient_noise(net):
     brevact.quantize_backward(net, TWO_BITS)
     report = report_of(net, draws=3, layers=None)
