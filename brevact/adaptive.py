@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from brevact.allocation import Option, allocate
 from brevact.arguments import check_model
 from brevact.autograd import has_region
-from brevact.batches import tensors_of
 from brevact.budget import budget_of, check_numbers
 from brevact.gradient_passes import Gradients, Loss, as_it_was, gradients
 from brevact.memory import memory_of
@@ -44,8 +43,8 @@ class Adaptive:
     two gradients of the weights. Making the object costs 10 forward passes of copies beside, one at full precision and
     eight at 1 to 8 bits: where those of a batch do not fit, give a smaller one, since the budget is a ratio.
 
-    With ``samples`` each sample of a batch has a width of its own, too (`SampleQuantizer`): those with larger gradients
-    at the model's outputs, remembered from the epoch before, have more bits; a sample that has not been seen counts as
+    With ``samples`` each sample of a batch has a width of its own, too (`SampleQuantizer`): those whose gradients were
+    larger in the epoch before, at the outputs of the layers, have more bits; a sample that has not been seen counts as
     the mean. The model then runs inside ``with adaptive.batch(indices)``.
 
     Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: ActNN has a closed form of the sensitivity for each
@@ -137,6 +136,8 @@ class Adaptive:
             batch: the one of this step; gradients that the parameters hold stay as they are.
         """
         self._steps += 1
+        if self._norms is not None:
+            self._norms.finish()
         if self._steps % self._every == 0:
             new = self._measured(batch)
             mixed = zip(self._sensitivities, new, strict=True)
@@ -158,17 +159,23 @@ class Adaptive:
         """
         if self._norms is None or self._weights is None:
             raise ValueError("batch(indices): the widths are those of layers alone; make it with samples=len(dataset)")
+        self._norms.finish()
         found = self._norms.checked(indices)
-        handle = self._model.register_forward_hook(lambda module, args, output: self._watch(found, output))
+        norms, modules = self._norms.begin(found), dict(self._model.named_modules())
+        sources = [modules[name] for group in self._plan.groups for name in group.sources]
+        handles = [module.register_forward_hook(norms.watch) for module in sources]
         self._weights.values = self._norms.of(found)
         try:
             yield
         finally:
             self._weights.values = None
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next steps depend on, for a checkpoint."""
+        if self._norms is not None:
+            self._norms.finish()
         return {
             "steps": self._steps,
             "layers": [list(group.sources) for group in self._plan.groups],
@@ -254,16 +261,6 @@ class Adaptive:
 
     def _gradients(self, batch: Any) -> Gradients:
         return gradients(self._model, batch, self._loss, self._steps, self._steps)
-
-    def _watch(self, indices: Tensor, output: Any) -> None:
-        """Remember the norms of the gradients that reach the outputs of the model, those of one row a sample."""
-        for x in tensors_of(output):
-            if x.requires_grad and x.dim() and len(x) == len(indices):
-                x.register_hook(lambda grad: self._remember(indices, grad))
-
-    def _remember(self, indices: Tensor, grad: Tensor) -> None:
-        assert self._norms is not None
-        self._norms.remember(indices, grad.detach().float().flatten(1).square().sum(1).cpu())
 
 
 def _noise(sensitivity: float, bit_width: int) -> float:
