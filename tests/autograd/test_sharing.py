@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import brevact
 from brevact.autograd import attach_region, store
@@ -157,3 +157,25 @@ def test_a_small_view_does_not_hold_a_large_storage(op):
     assert max(kept.untyped_storage().nbytes() for kept in saved.tensors) < x.nbytes / 4
     out.sum().backward()
     assert model.tokens.weight.grad.isfinite().all()
+
+
+class Shortcut(nn.Module):
+    """A sum of what one layer reads and what another one makes of it, which a third one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.norm, self.last = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.norm(self.read(x)))
+
+
+@pytest.mark.parametrize(("width", "derives"), [(2, True), (4, True), (1, False)])
+def test_a_sum_derives_from_what_is_packed_at_another_width(width: int, derives: bool):
+    """As long as that is no coarser than what its reader, of 2 bits, would pack."""
+    model, x = Shortcut(), torch.randn(128, 64)
+    bits = {"read": brevact.StochBackward2bit.let(bit_width=width), "*": brevact.StochBackward2bit}
+    brevact.quantize_backward(model, bits)
+    rows = {row.layer: row for row in brevact.memory_report(model, x.requires_grad_()).ops if row.layer == "last"}
+    assert (rows["last"].how == "derived") == derives
+    assert (rows["last"].saved_bytes == 0) == derives
