@@ -14,7 +14,8 @@ included.
 
 A policy is a name of brevact, with settings, and with other quantizers for parts of the model: StochBackward2bit,
 StochBackward4bit:bucket_size=256, StochBackward2bit+norms=StochBackward4bit+loss=None (parts: norms, activations,
-linear, attention, loss).
+linear, attention, loss). Or one that `brevact.fit` makes on batches that are not measured: fit:24x, fit:noise=0.05, or
+fit:bytes=StochBackward3bit, for the bytes of another policy.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from tqdm import tqdm
 
 import brevact
+from benchmarks.fitted_policies import FittedPolicy, policy_or_fit
 from benchmarks.policy_names import NamedPolicy, named_policy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
@@ -50,6 +52,9 @@ COLUMNS = (
     *("batch_size", "batches", "draws", "unit_batches", "loss"),
 )
 
+#: Batches on which policies are fitted.
+_OF_FIT = 12
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
@@ -57,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--models", nargs="+", choices=TASKS, default=list(TASKS), metavar="MODEL", help=", ".join(TASKS)
     )
-    parser.add_argument("--policies", nargs="+", type=named_policy, default=None, help=", ".join(POLICIES))
+    parser.add_argument("--policies", nargs="+", type=policy_or_fit, default=None, help=", ".join(POLICIES))
     parser.add_argument("--data", type=Path, help="folder that holds CIFAR-10; without it, scikit-learn's digits")
     parser.add_argument("--batches", type=int, default=6, help="that policies are measured on (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=4, help="seeds a batch (default: %(default)s)")
@@ -91,7 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.markdown.write_text(markdown(rows, options.plot), encoding="utf-8")
 
 
-def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.Namespace) -> Iterator[Row]:
+def measure_model(
+    name: str, policies: Sequence[NamedPolicy | FittedPolicy], options: argparse.Namespace
+) -> Iterator[Row]:
     """Train a model, or take its weights from the cache, and measure policies on it.
 
     Args:
@@ -107,10 +114,11 @@ def measure_model(name: str, policies: Sequence[NamedPolicy], options: argparse.
     total = 1 + options.unit_batches + len(policies) * options.batches * options.draws
     with tqdm(total=total, desc=name, unit="gradient") as bar:
         exact = exact_gradients(model, batches, loss_of, bar.update)
-        batches = batches[: options.batches]
+        others, batches = batches[options.batches :][:_OF_FIT], batches[: options.batches]
         with torch.no_grad():
             loss = sum(float(model(**batch)) for batch in batches) / len(batches)
-        for policy in policies:
+        for words in policies:
+            policy = words.named(model, others, loss_of) if isinstance(words, FittedPolicy) else words
             changed = policy.apply(copy.deepcopy(model))
             noise, bias2 = gradient_noise(changed, batches, loss_of, exact, options.draws, bar.update)
             report = brevact.memory_report(changed, batches[0])

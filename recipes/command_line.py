@@ -86,7 +86,9 @@ def resumed(recipe: Recipe, command: Command) -> tuple[Settings, tuple[str, ...]
 
 def default_folder(recipe: Recipe, settings: Settings, quantizers: Sequence[str] | None) -> Path:
     """The folder of a run or comparison that the command line gives none for, named after what it trains."""
-    kind = "comparison" if quantizers else settings.act_quant or settings.reference_folder
+    kind = (
+        "comparison" if quantizers else settings.reference_folder if settings.is_reference else settings.backward_name
+    )
     name = "-".join([recipe.folder(settings), kind, *settings.quantizer_changes])
     return Path("runs") / re.sub(r"[^\w.,=+-]+", "_", name)
 

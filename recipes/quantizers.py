@@ -33,7 +33,7 @@ def find_quantizers(settings: Settings) -> tuple[type | None, type | None, type 
     weight_name, input_name, act_name = settings.weight_quant, settings.input_quant, settings.act_quant
     if act_name is None and settings.act_override:
         raise RecipeError("--act-override needs a backward quantizer to change: add --act-quant NAME")
-    if act_name is None and settings.adapt_every is not None:
+    if settings.is_reference and settings.adapt_every is not None:
         raise RecipeError("--adapt-every needs a backward quantizer whose bits it moves: add --act-quant NAME")
     act_quant = act_name and backward_quantizer(act_name, settings.act_override, settings.save_mode)
     weight_quant = weight_name and forward_quantizer(weight_name, WeightQuantProxyFromInjectorBase, "--weight-quant")

@@ -7,10 +7,12 @@
 | checkpoint.pt | all that the next epoch depends on |
 | memory.csv, memory.png | what each layer stores for backward |
 | history.png | what the recipe measures, over the epochs |
+| policy.json | what was fitted to a budget |
 | sample.txt | text of a language model |
 """
 
 import copy
+import itertools
 import platform
 import time
 from collections.abc import Callable
@@ -34,12 +36,14 @@ from recipes.training import Objective, Trainer
 
 CHECKPOINT = "checkpoint.pt"
 HISTORY = "history.csv"
+POLICY = "policy.json"
 SUMMARY = "summary.json"
 COMPARISON = "comparison.json"
 _RESULTS = (
     CHECKPOINT,
     HISTORY,
     SUMMARY,
+    POLICY,
     "history.png",
     "memory.csv",
     "memory.png",
@@ -49,6 +53,8 @@ _RESULTS = (
     "sample.txt",
 )
 MIB = 2**20
+_FITTED_ON = 12
+"""Batches."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +123,20 @@ def train(recipe: Recipe, settings: Settings, data: Any, folder: Path, *, resume
     if recipe.prepare is not None:
         recipe.prepare(objective.model, settings, train_batches)
     trainer = Trainer(objective, settings, device, len(train_batches))
+    folder.mkdir(parents=True, exist_ok=True)
+    policy = _fitted(trainer, settings, train_batches, folder / POLICY, resume=resume)
     if settings.adapt_every is not None:
         trainer.adapt(next(train_batches.epoch()), settings.adapt_every)
-    folder.mkdir(parents=True, exist_ok=True)
-    report = _measure_memory(recipe, trainer, train_batches, is_reference=settings.act_quant is None)
+    with_loss = recipe.quantize_loss or policy is not None
+    report = _measure_memory(trainer, train_batches, with_loss=with_loss, is_reference=settings.is_reference)
     result = Result(settings.label, recipe.metric, [], report.saved_bytes, report.plain_bytes)
     if resume:
         result.history.extend(_restore(trainer, folder / CHECKPOINT, recipe.metric))
         _write_results(folder, settings, result, trainer)
     else:
         clear_results(folder)
+    if policy is not None:
+        files.write_path_atomically(folder / POLICY, policy.save)
     files.write_path_atomically(folder / "memory.csv", report.to_csv)
     files.write_path_atomically(folder / "memory.png", report.plot)
     tqdm.write(
@@ -164,6 +174,38 @@ def build_objective(recipe: Recipe, settings: Settings, data: Any) -> Objective:
     return objective
 
 
+def _fitted(
+    trainer: Trainer, settings: Settings, batches: BatchSource, path: Path, *, resume: bool
+) -> brevact.Policy | None:
+    """Gives the model and its loss the policy of a budget: one that is fitted, or that the run began with.
+
+    Args:
+        trainer: of a model without a policy.
+        settings: of the run.
+        batches: for training; the first ones are what it is fitted on.
+        path: of the policy of a run to resume.
+        resume: whether there is one.
+
+    Returns:
+        The policy; None for a run without a budget.
+
+    Raises:
+        RecipeError: the budget is not possible, or there is no such policy.
+    """
+    if not settings.fit_arguments:
+        return None
+    try:
+        if resume:
+            policy = brevact.Policy.load(path)
+        else:
+            policy = trainer.fit(list(itertools.islice(batches.epoch(), _FITTED_ON)), settings.fit_arguments)
+        brevact.quantize_backward(trainer.objective, policy)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{settings.backward_name}: {error}") from error
+    tqdm.write(str(policy.report))
+    return policy
+
+
 def saved_settings(recipe: Recipe, folder: Path) -> Settings:
     """The settings of the run in `folder`."""
     path = folder / CHECKPOINT
@@ -182,11 +224,11 @@ def clear_results(folder: Path) -> None:
 
 
 def _measure_memory(
-    recipe: Recipe, trainer: Trainer, batches: BatchSource, *, is_reference: bool
+    trainer: Trainer, batches: BatchSource, *, with_loss: bool, is_reference: bool
 ) -> brevact.MemoryReport:
     inputs, targets = next(batches.epoch())
     with trainer.autocast():
-        model, batch = (trainer.objective, (inputs, targets)) if recipe.quantize_loss else (trainer.model, inputs)
+        model, batch = (trainer.objective, (inputs, targets)) if with_loss else (trainer.model, inputs)
         if is_reference:  # measured as it is, not as the default policy would let it store
             model = brevact.quantize_backward(copy.deepcopy(model), {"*": None})
         return brevact.memory_report(model, batch)
@@ -244,6 +286,7 @@ def _write_results(folder: Path, settings: Settings, result: Result, trainer: Tr
             "seconds_per_epoch": result.seconds_per_epoch,
             "saved_bytes": result.saved_bytes,
             "plain_bytes": result.plain_bytes,
+            "policy": files.read_json(folder / POLICY) if settings.fit_arguments else None,
             "bit_widths": None if adaptive is None else adaptive.bit_widths,
             "peak_cuda_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from recipes.budgets import budget_of
 from recipes.errors import RecipeError
 
 SCHEDULES = ("cosine", "onecycle", "constant")
@@ -35,6 +36,7 @@ class Settings:
 
     LIMITS: ClassVar[tuple[Limit, ...]] = (
         ("epochs", lambda value: value >= 1, "use at least 1"),
+        ("noise", lambda value: value > 0, "use a value above 0, or leave it out"),
         ("adapt_every", lambda value: value >= 1, "use at least 1, or leave it out"),
         ("batch_size", lambda value: value >= 1, "use at least 1"),
         ("lr", lambda value: value > 0, "use a value above 0"),
@@ -55,6 +57,12 @@ class Settings:
     )
     act_override: tuple[str, ...] = setting(
         (), "setting of the backward quantizer, such as bucket_size=256; repeatable", action="append"
+    )
+    budget: str | None = setting(
+        None, "in place of --act-quant: the policy of least gradient noise that stores 24x less, or 512MiB at most"
+    )
+    noise: float | None = setting(
+        None, "in place of --act-quant: the policy of least bytes with this much of the minibatch noise", type=float
     )
     adapt_every: int | None = setting(
         None, "steps from one measurement of the layers' sensitivities to the next; bits move, bytes stay", type=int
@@ -82,6 +90,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not accepted(value):
                 raise RecipeError(f"{option(name)} {value} is not possible: {text}")
+        given = [name for name in ("act_quant", "budget", "noise") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise RecipeError(f"{' and '.join(map(option, given))} each say what is stored: leave all but one out")
+        if self.budget is not None:
+            budget_of(self.budget)
         if self.warmup_epochs >= self.epochs and self.schedule != "constant":
             raise RecipeError(
                 f"--warmup-epochs {self.warmup_epochs:g} leaves nothing of --epochs {self.epochs}; use a smaller value"
@@ -90,7 +103,24 @@ class Settings:
     @property
     def label(self) -> str:
         """How tables and plots call a run with these settings."""
-        return " ".join([self.act_quant, *self.quantizer_changes]) if self.act_quant else self.REFERENCE
+        return self.REFERENCE if self.is_reference else " ".join([self.backward_name, *self.quantizer_changes])
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether there is no backward quantizer."""
+        return self.act_quant is None and not self.fit_arguments
+
+    @property
+    def fit_arguments(self) -> dict[str, float]:
+        """The budget that `brevact.fit` takes; empty where none is given."""
+        if self.budget is not None:
+            return budget_of(self.budget)
+        return {} if self.noise is None else {"noise": self.noise}
+
+    @property
+    def backward_name(self) -> str:
+        """The backward quantizer, or the budget of a fitted policy."""
+        return self.act_quant or (f"fit {self.budget}" if self.budget is not None else f"fit noise={self.noise}")
 
     @property
     def reference_folder(self) -> str:
@@ -226,6 +256,7 @@ def parse(
         given["act_override"] = tuple(given["act_override"])
     if resume and (out_dir or overwrite):
         parser.error("--resume DIR continues in DIR: leave out --out-dir and --overwrite")
-    if compare and "act_quant" in given:
-        parser.error("--compare names the backward quantizers itself: leave out --act-quant")
+    for name in ("act_quant", "budget", "noise"):
+        if compare and name in given:
+            parser.error(f"--compare names the backward quantizers itself: leave out {option(name)}")
     return Command(given, out_dir, overwrite, resume, tuple(compare) if compare else None)

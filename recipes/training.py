@@ -126,6 +126,18 @@ class Trainer:
         except ValueError as error:
             raise RecipeError(f"--adapt-every {every}: {error}") from error
 
+    def fit(self, batches: list[tuple[Tensor, Tensor]], budget: dict[str, float]) -> brevact.Policy:
+        """The policy of least gradient noise of the model and its loss within a budget.
+
+        Args:
+            batches: inputs and targets.
+            budget: an argument of `brevact.fit`.
+
+        Raises:
+            ValueError: the budget is not possible.
+        """
+        return brevact.fit(self.objective, batches, self._scaled_loss, **budget)
+
     def _scaled_loss(self, objective: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The loss whose gradients a step computes."""
         with self.autocast():

@@ -41,6 +41,58 @@ def test_main_writes_history_summary_and_pictures(tmp_path, capsys):
     assert f"test accuracy {summary['test_accuracy']:.2%}" in capsys.readouterr().out
 
 
+def check_fitted(summary, folder):
+    report = summary["policy"]["report"]
+    assert summary["policy"] == json.loads((folder / "policy.json").read_text())
+    assert (report["saved_bytes"], report["plain_bytes"]) == (summary["saved_bytes"], summary["plain_bytes"])
+    assert report["note"] == "" and len({rule["quantizer"] for rule in summary["policy"]["rules"]}) > 2
+    return report
+
+
+def test_main_fits_a_policy_to_a_budget_and_goes_on_with_it(tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*ONE_EPOCH, "--budget", "20x", "--out-dir", str(whole)]) == 0
+    summary = json.loads((whole / "summary.json").read_text())
+    report = check_fitted(summary, whole)
+    assert 0.9 * report["plain_bytes"] / 20 <= report["saved_bytes"] <= report["plain_bytes"] / 20
+    parts.mkdir()
+    write_checkpoint(parts / "checkpoint.pt", read_checkpoint(whole / "checkpoint.pt"))
+    capsys.readouterr()
+    assert main(["--resume", str(parts)]) == 2
+    assert "fit 20x: " in capsys.readouterr().err  # there is no policy.json
+    shutil.copy(whole / "policy.json", parts)
+    assert main(["--resume", str(parts)]) == 0
+    assert json.loads((parts / "summary.json").read_text())["policy"] == summary["policy"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", [("--budget", "0.5MiB", "--adapt-every", "2"), ("--noise", "0.1")])
+def test_main_fits_a_policy_to_bytes_and_to_noise(words, tmp_path):
+    assert main([*ONE_EPOCH, *words, "--out-dir", str(tmp_path)]) == 0
+    report = check_fitted(json.loads((tmp_path / "summary.json").read_text()), tmp_path)
+    if words[0] == "--noise":
+        assert report["noise"] + max(0, report["bias"]) <= 0.1
+    else:
+        assert 0.9 * 2**19 <= report["saved_bytes"] <= 2**19
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budget", "20"], "--budget 20 is not possible: use 24x"),
+        (["--budget", "0x"], "--budget 0x is not possible"),
+        (["--budget", "900x"], "fit 900x: ratio=900.0 is not possible"),
+        (["--noise", "-1"], "--noise -1.0 is not possible"),
+        (["--budget", "20x", "--noise", "0.1"], "--budget and --noise each say what is stored"),
+        (["--budget", "20x", "--act-quant", "DEFAULT"], "--act-quant and --budget each say what is stored"),
+        (["--budget", "20x", "--act-override", "bucket_size=256"], "add --act-quant NAME"),
+    ],
+)
+def test_main_refuses_a_budget(words, message, tmp_path, capsys):
+    assert main([*ONE_EPOCH, *words, "--out-dir", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_main_adapts_widths_and_goes_on_with_them(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     arguments = [*ONE_EPOCH, "--act-quant", "DEFAULT", "--adapt-every", "2", "--out-dir", str(whole)]
