@@ -22,7 +22,9 @@ from recipes.budgets import budget_of
 from recipes.errors import RecipeError
 
 M = TypeVar("M", bound=nn.Module)
-_BEGIN, _BYTES, _NOISE = "fit:", "bytes=", "noise="
+#: What their names begin with.
+FIT = "fit:"
+_BYTES, _NOISE = "bytes=", "noise="
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ def policy_or_fit(words: str) -> NamedPolicy | FittedPolicy:
     Raises:
         argparse.ArgumentTypeError: there is no such policy, or no such budget.
     """
-    if not words.startswith(_BEGIN):
+    if not words.startswith(FIT):
         return named_policy(words)
-    budget = words.removeprefix(_BEGIN)
+    budget = words.removeprefix(FIT)
     try:
         if budget.startswith(_BYTES):
             return FittedPolicy(words, {}, named_policy(budget.removeprefix(_BYTES)))

@@ -25,6 +25,7 @@ import copy
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,22 +37,32 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from tqdm import tqdm
 
 import brevact
-from benchmarks.fitted_policies import FittedPolicy, policy_or_fit
-from benchmarks.policy_names import NamedPolicy, named_policy
+from benchmarks.fitted_policies import FIT, FittedPolicy, policy_or_fit
+from benchmarks.policy_names import NamedPolicy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
 from brevact.gradient_noise import exact_gradients, gradient_noise
 
 Row = dict[str, Any]
 
-_QUANTIZERS = (*(f"StochBackward{bits}bit" for bits in (2, 3, 4, 8)), "NearestBackward2bit", "NearestBackward4bit")
+_QUANTIZERS = (
+    *(f"StochBackward{bits}bit" for bits in (2, 3, 4, 5, 6, 8)),
+    "NearestBackward2bit",
+    "NearestBackward4bit",
+)
 POLICIES = (*_QUANTIZERS, "StochBackward2bit4bitMix", "L4Backward", "StochL4Backward", "CONV_NET", "TRANSFORMER")
-POLICIES += ("DEFAULT",) if hasattr(brevact, "DEFAULT") else ()
+POLICIES += ("DEFAULT", "fit:bytes=DEFAULT", "fit:noise=0.05")
+POLICIES += tuple(f"fit:bytes=StochBackward{bits}bit" for bits in (2, 3, 4, 5, 6))
 COLUMNS = (
     *("model", "data", "policy", "noise", "noise_se", "bias2", "bias2_se", "saved_bytes", "plain_bytes", "ratio"),
     *("batch_size", "batches", "draws", "unit_batches", "loss"),
 )
 
+#: Policies that a line of the picture joins.
+_LINES = (
+    (r"StochBackward\dbit", "one width", {"color": "C0", "linestyle": ":"}),
+    (rf"{FIT}.*", "brevact.fit", {"color": "C2"}),
+)
 #: Batches on which policies are fitted.
 _OF_FIT = 12
 
@@ -78,9 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, least in (("batches", 2), ("draws", 2), ("unit_batches", max(3, options.batches))):
         if (value := getattr(options, name)) < least:
             parser.error(f"--{name.replace('_', '-')} {value} is not possible: use at least {least}")
+    policies = options.policies or [policy_or_fit(name) for name in POLICIES]
+    if any(isinstance(policy, FittedPolicy) for policy in policies) and options.unit_batches < options.batches + 2:
+        parser.error(f"--unit-batches {options.unit_batches} leaves fewer than 2 batches to fit on: use more")
     if options.csv:
         check_columns(options.csv, COLUMNS)
-    policies = options.policies or [named_policy(name) for name in POLICIES]
     rows = []
     for name in options.models:
         for row in measure_model(name, policies, options):
@@ -188,10 +201,23 @@ def plot(rows: Sequence[Row]) -> Figure:
             if figure_of <= 0:
                 continue
             style = {"color": "C0"} if mostly_noise else {"color": "C3", "markerfacecolor": "none"}
+            if row["policy"].startswith(FIT):
+                style = {"color": "C2", "zorder": 3}
             panel.errorbar(mib, figure_of, float(error), fmt="o", markersize=5, capsize=2, **style)
+            if row["policy"].startswith(FIT):
+                continue
             short = row["policy"].replace("Backward", "")
             place = (4, -9 if index % 2 else 4)
             panel.annotate(short, (mib, figure_of), place, textcoords="offset points", fontsize=7)
+        for begin, label, style in _LINES:
+            points = [
+                (int(row["saved_bytes"]) / 2**20, float(row["noise"]))
+                for row in rows
+                if row["model"] == model and re.fullmatch(begin, row["policy"]) and float(row["noise"]) > 0
+            ]
+            if len(points) > 1:
+                panel.plot(*zip(*sorted(points), strict=True), label=label, linewidth=1, **style)
+                panel.legend(fontsize=7)
         panel.set(title=model, xlabel="kept for backward (MiB a batch)", xscale="log", yscale="log")
         panel.margins(x=0.15)
         panel.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 3, 5, 7)))
@@ -245,7 +271,8 @@ _PAGE = """
     the variance of g between batches of that size. Both are estimated without bias, so that a bias of 0 may come out
     negative. Noise 1 doubles the variance of a training step's gradient, as halving the batch does. Figures come with
     their standard errors. *MiB a batch* are the distinct storages that autograd keeps, weights left out, the loss's
-    own included.
+    own included. `fit:...` are policies that `brevact.fit` makes on 12 batches that are not measured, for the noise or
+    the bytes that are named.
 """
 
 

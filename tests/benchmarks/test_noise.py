@@ -10,11 +10,11 @@ from benchmarks import noise
 def test_main_writes_a_row_a_policy_and_draws_it(tmp_path, capsys):
     files = {kind: str(tmp_path / f"noise.{kind}") for kind in ("csv", "png", "md")}
     arguments = ["--quick", "--models", "GPT nano", "--cache", str(tmp_path / "weights"), "--csv", files["csv"]]
-    noise.main(
-        [*arguments, "--plot", files["png"], "--markdown", files["md"], "--policies", "StochBackward2bit", "None"]
-    )
+    pages = ["--plot", files["png"], "--markdown", files["md"]]
+    policies = ["StochBackward2bit", "None"]
+    noise.main([*arguments, *pages, "--policies", *policies])
     assert "GPT nano learns" in capsys.readouterr().err
-    noise.main([*arguments, "--plot", files["png"], "--markdown", files["md"], "--policies", "NearestBackward4bit"])
+    noise.main([*arguments, *pages, "--policies", "NearestBackward4bit"])
     assert "GPT nano learns" not in capsys.readouterr().err
     with open(files["csv"], newline="") as file:
         stochastic, exact, nearest = csv.DictReader(file)
@@ -25,6 +25,17 @@ def test_main_writes_a_row_a_policy_and_draws_it(tmp_path, capsys):
     page = (tmp_path / "noise.md").read_text()
     assert all(f"| `{row['policy']}` |" in page for row in (stochastic, exact, nearest))
     assert (tmp_path / "noise.png").stat().st_size > 0
+
+
+@pytest.mark.exhaustive
+def test_main_fits_a_policy_to_the_bytes_of_another(tmp_path):
+    file = tmp_path / "noise.csv"
+    policies = ["--policies", "StochBackward2bit", "fit:bytes=StochBackward2bit"]
+    noise.main(["--quick", "--models", "GPT nano", "--csv", str(file), *policies])
+    with open(file, newline="") as lines:
+        uniform, fitted = csv.DictReader(lines)
+    assert int(fitted["saved_bytes"]) <= int(uniform["saved_bytes"])
+    assert 0 < float(fitted["noise"]) < float(uniform["noise"]) / 2
 
 
 def test_latest_keeps_the_last_row_of_each_policy_and_models_together():
@@ -43,11 +54,27 @@ def test_plot_shows_noise_where_there_is_some_and_bias_elsewhere():
     assert {text.get_text(): text.xy for text in panel.texts} == {"Stoch2bit": (1, 0.5), "L4": (1, 0.2)}
 
 
+def test_plot_joins_widths_and_fitted_policies_by_lines():
+    def row(policy, found, saved_bytes):
+        figures = {"noise": found, "noise_se": "0.01", "bias2": "0", "bias2_se": "0.01", "saved_bytes": saved_bytes}
+        return {"model": "net", "policy": policy, **figures}
+
+    found = [row(f"StochBackward{bits}bit", str(1 / bits), bits * 2**20) for bits in (4, 2)]
+    found += [row("fit:24x", "0.2", 2**21), row("fit:noise=0.1", "0.1", 2**22)]
+    (panel,) = noise.plot(found).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines if line.get_linestyle() != "None"}
+    assert lines["one width"] == [[2, 0.5], [4, 0.25]]
+    assert lines["brevact.fit"] == [[2, 0.2], [4, 0.1]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--draws", "1"], "--draws 1 is not possible: use at least 2"),
         (["--unit-batches", "4"], "--unit-batches 4 is not possible: use at least 6"),
+        (["--policies", "fit:24x", "--unit-batches", "7"], "--unit-batches 7 leaves fewer than 2 batches to fit on"),
+        (["--policies", "fit:24"], "fit:24: fit: 24 is not possible: use 24x"),
+        (["--policies", "fit:bytes=Stoch2bit"], "Stoch2bit is not a backward quantizer"),
         (["--policies", "Stoch2bit"], "Stoch2bit is not a backward quantizer or policy of brevact; nearest: Stoch"),
     ],
 )
