@@ -6,7 +6,7 @@ The forward pass stays as it is; what a layer keeps for its backward pass is sto
 from brevact.actnn import ActnnLevel, actnn_level
 from brevact.adaptive import Adaptive
 from brevact.autograd import BackwardSettings, SaveMode
-from brevact.fit_report import FitReport, FittedGroup
+from brevact.fit_report import FitReport
 from brevact.fitting import fit
 from brevact.gradient_table import GradientReport
 from brevact.gradients import gradient_report
@@ -104,7 +104,6 @@ __all__ = [
     "DualPrecisionBackward4bit",
     "DualPrecisionQuantizer",
     "FitReport",
-    "FittedGroup",
     "GradientReport",
     "Granularity",
     "L2Backward",

@@ -35,6 +35,12 @@ class FitReport:
 
     ``print(report)`` is a table of what each layer that packs tensors got.
 
+    >>> report = FitReport("ratio=24", 2**20, 25 * 2**20, 0.045, 0.048, 0.002, 0.001, 0.001, passes=73)
+    >>> report.ratio, round(report.harm, 3)
+    (25.0, 0.049)
+    >>> print(report.summary.partition(";")[0])
+    ratio=24: 1.00 of 25.00 MiB, 25.0 times less
+
     Args:
         budget: as it was asked for.
         saved_bytes: measured bytes stored for backward.

@@ -224,7 +224,6 @@ def test_every_public_function_is_in_the_table():
         "TRANSFORMER",
         "BackwardPolicy",
         "FitReport",
-        "FittedGroup",
         "GradientReport",
         "SaveMode",
         "Rounding",
