@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import StochBackward2bit, StochBackward4bit, StochBackward8bit
-from brevact.autograd import SaveMode, known_values, region
+from brevact.autograd import SaveMode, derivations, known_values, region
 from brevact.autograd.store import find_packed
 from tests.autograd.measuring import settings, watch_saved
 
@@ -609,3 +609,33 @@ def test_another_device_begins_a_chain():
         y, _ = normalized()
         assert known_values.find(y.to("meta"), FOUR) is None
         assert known_values.find(y.double(), FOUR) is not None
+
+
+@pytest.mark.parametrize("function", ["silu", "gelu", "softplus", "tanh", "elu of a tensor", "product"])
+def test_derivations_of_many_steps_are_few_and_hold_no_tensors(function):
+    """The table of derivations grows with the functions of a model, and not with its steps."""
+    calls = {"elu of a tensor": lambda x: F.elu(x, torch.tensor(1.0)), "product": lambda x: x * torch.ones(16, 1, 1)}
+    run = calls.get(function) or getattr(F, function)
+    norm, conv = nn.BatchNorm2d(16), nn.Conv2d(16, 16, 1)
+
+    def step():
+        with brevact.backward_quant():
+            conv(run(norm(torch.randn(4, 16, 16, 16)))).sum().backward()
+
+    derivations._derivations.clear()
+    step()
+    step()
+    entries = len(derivations._derivations)
+    for _ in range(3):
+        step()
+    gc.collect()
+    assert len(derivations._derivations) == entries
+    seen, pending = set(), [derivations._derivations]
+    while pending:
+        each = pending.pop()
+        if id(each) in seen or isinstance(each, type | type(torch)):
+            continue
+        seen.add(id(each))
+        assert not isinstance(each, torch.Tensor)
+        if isinstance(each, dict | tuple | list | set) or type(each).__module__.startswith("brevact"):
+            pending += gc.get_referents(each)

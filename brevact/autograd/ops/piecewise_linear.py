@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.derived import ByMask, derive
+from brevact.autograd.derived import derive
+from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, expanded_one, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored

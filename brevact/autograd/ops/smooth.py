@@ -10,8 +10,10 @@ f''' Var / 2, is small then, and one tensor is stored in place of two or three.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -83,11 +85,21 @@ def _mish(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
 
 
 def _gelu(input: Tensor, *, approximate: str = "none") -> tuple[Derivative, bool]:
-    return lambda one, x: aten.gelu_backward(one, x, approximate=approximate), False
+    return _gelu_slope(approximate), False
+
+
+@functools.lru_cache  # one object for each setting, by which derivations are found again
+def _gelu_slope(approximate: str) -> Derivative:
+    return lambda one, x: aten.gelu_backward(one, x, approximate=approximate)
 
 
 def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> tuple[Derivative, bool]:
-    return lambda one, x: aten.softplus_backward(one, x, beta, threshold), False
+    return _softplus_slope(beta, threshold), False
+
+
+@functools.lru_cache
+def _softplus_slope(beta: float, threshold: float) -> Derivative:
+    return lambda one, x: aten.softplus_backward(one, x, beta, threshold)
 
 
 def _log_sigmoid(input: Tensor) -> tuple[Derivative, bool]:
@@ -103,15 +115,20 @@ def _tanh(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
 
 
 def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
-    return lambda one, x: aten.elu_backward(one, alpha, 1.0, 1.0, False, x), inplace
+    return _elu_slope(alpha, 1.0, 1.0), inplace
+
+
+@functools.lru_cache
+def _elu_slope(alpha: float, scale: float, input_scale: float) -> Derivative:
+    return lambda one, x: aten.elu_backward(one, alpha, scale, input_scale, False, x)
 
 
 def _celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
-    return lambda one, x: aten.elu_backward(one, alpha, 1.0, 1.0 / alpha, False, x), inplace
+    return _elu_slope(alpha, 1.0, 1.0 / alpha), inplace
 
 
 def _selu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
-    return lambda one, x: aten.elu_backward(one, _SELU_ALPHA, _SELU_SCALE, 1.0, False, x), inplace
+    return _elu_slope(_SELU_ALPHA, _SELU_SCALE, 1.0), inplace
 
 
 def _softsign(input: Tensor) -> tuple[Derivative, bool]:
@@ -192,6 +209,8 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     return region.apply(_GLU, lambda x: func(x, dim), dim, input)
 
 
+#: Derivatives without settings, by which derivations are found again.
+_slopes: dict[CodeType, Derivative] = {}
 #: Functions without a bounded slope, or of many turns: a rounding error of their input is no small one of theirs.
 _STEEP = frozenset((_sin, _cos, _sinh, _cosh))
 
@@ -205,6 +224,8 @@ def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool 
             derivative, inplace = rule(*args, **kwargs)
         except TypeError:
             return NotImplemented  # torch explains what is wrong
+        if isinstance(derivative, FunctionType) and derivative.__closure__ is None:  # of a line that ran before
+            derivative = _slopes.setdefault(derivative.__code__, derivative)
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented

@@ -1,0 +1,216 @@
+"""Derivations: the decoder of a result of what keeps the operands of an op, found again from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.expressions import Call, Derived, Restrided
+from brevact.autograd.known_values import View
+from brevact.autograd.quality import EXACT, Quality
+from brevact.autograd.saved import Saved
+from brevact.autograd.store import AS_IT_IS
+from brevact.private_names.of_torch import TreeSpec
+from brevact.quantizers import Layout, is_traced
+
+#: Calls in an expression: what decodes costs no more than a few passes.
+MOST_CALLS = 24
+#: Elements that are decoded for one of a result: for the mean of many, and for the maximum, a code costs less.
+MOST_DECODED = 4
+#: Packed tensors of which a sum or a product is derived; the sum of more is stored, and a new chain begins with it.
+MOST_COMBINED = 2
+
+
+class _Expressions:
+    """Operands of an expression that is built: each source once."""
+
+    def __init__(self) -> None:
+        self.sources: list[Saved] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self.quality = EXACT
+        #: Whether two operands read the same packed tensor.
+        self.overlap = False
+        self.packed: set[int] = set()  # identities of packed tensors
+        #: Packed tensors that one operand alone reads.
+        self.most = 0
+
+    def add(self, kept: Saved) -> Call | int:
+        """Return the expression of one more operand."""
+        tensors, decoder = kept
+        if isinstance(decoder, View):
+            whole = self.add((tensors, decoder.decoder))
+            stride = decoder.decoder.stride if isinstance(decoder.decoder, Derived) else None
+            return Call(Restrided(stride, decoder.shape, decoder.stride, decoder.offset), (whole,), -1)
+        if isinstance(decoder, Derived):
+            parts = decoder.parts(tensors)
+            self._meet(decoder.quality, {id(kept[0]) for kept, of in parts if not quality_of(of).is_exact})
+            return decoder.expression.renumbered([self._number(part) for part in parts])
+        quality = quality_of(decoder)
+        self._meet(quality, set() if quality.is_exact else {id(tensors[0])})
+        return self._number(kept)
+
+    def _meet(self, quality: Quality, packed: set[int]) -> None:
+        self.quality = self.quality.with_other(quality)
+        self.overlap = self.overlap or bool(self.packed & packed)
+        self.packed |= packed
+        self.most = max(self.most, len(packed))
+
+    def _number(self, kept: Saved) -> int:
+        tensors, decoder = kept
+        key = (id(decoder), *map(id, tensors))
+        number = self._numbers.setdefault(key, len(self.sources))
+        if number == len(self.sources):
+            self.sources.append(kept)
+        return number
+
+
+def quality_of(decoder: Any) -> Quality:
+    """Return how good a tensor is that a decoder gives back; those that say nothing give it back without a loss."""
+    return getattr(decoder, "quality", EXACT)
+
+
+class Derivation(NamedTuple):
+    """How a result derives from what keeps the operands of an op, whatever their values.
+
+    Args:
+        decoder: of the result; None where it depends on too much.
+        picks: which of the operands' tensors the decoder reads, in its order.
+        decoded_bytes: of the packed sources, once they are decoded.
+        small: which of the operands' tensors are sources that are kept as they are.
+        holds: what the key in the table is made of the identities of.
+    """
+
+    decoder: Derived | None
+    picks: tuple[int, ...] = ()
+    decoded_bytes: int = 0
+    small: tuple[int, ...] = ()
+    holds: tuple[Any, ...] = ()
+
+    def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
+        """Return whether sources are no larger than a few results, and what is kept as it is has a bit an element.
+
+        Args:
+            tensors: of the operands.
+            out: the result.
+        """
+        if is_traced(out):
+            return True
+        small = sum([tensors[place].nbytes for place in self.small])
+        return self.decoded_bytes <= MOST_DECODED * out.nbytes and 8 * small <= out.numel()
+
+
+#: Derivations of earlier training steps, by functions, decoders of operands, and which of their tensors are the same.
+_derivations: dict[Hashable, Derivation] = {}
+_MOST_DERIVATIONS = 4096
+_CONSTANTS = (bool, int, float, str, type, torch.dtype, torch.device, type(torch.ops.aten.relu.default))
+_CONSTANTS += (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, TreeSpec)
+
+
+class Way(NamedTuple):
+    """What is known of the function by which a tensor derives.
+
+    Args:
+        function: takes the tensors, and returns the one that is kept.
+        is_curved: whether it is not linear in each operand.
+        is_pointwise: whether an element of the result depends on the elements at its place alone.
+        most_packed: packed tensors of several operands that the result may depend on.
+    """
+
+    function: Callable[..., Tensor]
+    is_curved: bool = False
+    is_pointwise: bool = True
+    most_packed: int = MOST_COMBINED
+
+
+def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[list[Tensor], Derivation]:
+    """Return the tensors of all operands, and how a result of these sizes derives from them."""
+    tensors = [x for kept, _ in operands for x in kept]
+    first: dict[int, int] = {}
+    places = [first.setdefault(id(x), place) for place, x in enumerate(tensors)]
+    decoders = tuple([decoder for _, decoder in operands])
+    for decoder in decoders:
+        if not getattr(decoder, "lasts", False):
+            return tensors, _derive_anew(way, operands, like, first, lasts=False)
+    try:
+        key = (way, Layout.of(like), *map(id, decoders), *places)
+        found = _derivations.get(key)
+    except TypeError:  # symbols, and arguments of some functions, have no hash
+        return tensors, _derive_anew(way, operands, like, first, lasts=False)
+    if found is None:
+        if not _is_constant(way.function):
+            return tensors, _derive_anew(way, operands, like, first, lasts=False)
+        found = _derive_anew(way, operands, like, first, lasts=True)._replace(holds=decoders)
+        if len(_derivations) >= _MOST_DERIVATIONS:
+            _derivations.clear()
+        _derivations[key] = found
+    return tensors, found
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a function, or what it holds, is made of constants: a table must keep no tensor and no module alive."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    if isinstance(value, FunctionType):
+        held = *(value.__defaults__ or ()), *(cell.cell_contents for cell in value.__closure__ or ())
+        return all(map(_is_constant, held))
+    return value is None or isinstance(value, _CONSTANTS)
+
+
+def _derive_anew(
+    way: Way, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
+) -> Derivation:
+    """Return how a result derives from operands whose tensors have these places."""
+    found = _Expressions()
+    expressions = tuple([found.add(kept) for kept in operands])
+    if len(found.packed) > max(way.most_packed, found.most):
+        return Derivation(None)
+    only = -1
+    if way.is_pointwise and len(found.sources) == 1 and all(isinstance(x, int) or x.only >= 0 for x in expressions):
+        only = 0
+    expression = Call(way.function, expressions, only)
+    if expression.calls > MOST_CALLS:
+        return Derivation(None)
+    quality = found.quality
+    if (way.is_curved or found.overlap) and not quality.is_exact:
+        quality = quality._replace(is_curved=True)
+    stride = None
+    if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
+        stride = like.stride()
+    decoded_bytes, small = 0, []
+    for kept, decoder in found.sources:
+        if decoder is AS_IT_IS:
+            small.append(places[id(kept[0])])
+        elif not quality_of(decoder).is_exact:
+            decoded_bytes += decoder.described(kept)[1]
+    sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
+    decoder = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
+    picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
+    return Derivation(decoder, picks, decoded_bytes, tuple(small))
+
+
+def function_of(
+    function: Callable[..., Tensor],
+    operands: Sequence[Saved],
+    like: Tensor,
+    *,
+    is_curved: bool = False,
+    is_pointwise: bool = True,
+) -> Saved | None:
+    """Keep a function of tensors that are kept.
+
+    Args:
+        function: takes the tensors, and returns the one that is kept.
+        operands: what keeps the tensors.
+        like: tensor of the sizes, strides and dtype of the result.
+        is_curved: whether the function is not linear in each operand.
+        is_pointwise: whether an element of the result depends on the elements at its place alone.
+
+    Returns:
+        What keeps the result; None where it depends on too much.
+    """
+    tensors, found = derivation(Way(function, is_curved, is_pointwise), operands, like)
+    return None if found.decoder is None else (tuple([tensors[place] for place in found.picks]), found.decoder)

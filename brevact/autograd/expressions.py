@@ -1,0 +1,178 @@
+"""Expressions: how a derived tensor is computed of what keeps its sources, and the decoder that does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.quality import Quality
+from brevact.autograd.saved import Decoder, Saved
+from brevact.private_names.of_torch import is_any_autocast_enabled
+from brevact.quantizers import is_traced
+
+
+class Call(NamedTuple):
+    """An expression: a function of other expressions; an integer names a source.
+
+    Args:
+        function: takes tensors and returns a new one, or a view of one; :class:`ByMask` takes a source as it is kept.
+        operands: what it takes.
+        only: the one source of an expression that is pointwise from there on; -1 for others.
+    """
+
+    function: Callable[..., Tensor]
+    operands: tuple[Call | int, ...]
+    only: int
+
+    @property
+    def calls(self) -> int:
+        """Number of calls in the expression."""
+        return 1 + sum(operand.calls for operand in self.operands if isinstance(operand, Call))
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the value of a pointwise expression of one source, x."""
+        return self.function(*(operand.of(x) if isinstance(operand, Call) else x for operand in self.operands))
+
+    def renumbered(self, numbers: Sequence[int]) -> Call:
+        """Return the expression for sources that have other numbers."""
+        operands = [o.renumbered(numbers) if isinstance(o, Call) else numbers[o] for o in self.operands]
+        return Call(self.function, tuple(operands), -1 if self.only < 0 else numbers[self.only])
+
+
+class _Composed(NamedTuple):
+    """A pointwise expression of one source, as a function of one number."""
+
+    expression: Call
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.expression.of(x)
+
+
+class ByMask(NamedTuple):
+    """A product with a mask, or with 1 and its negative slope, and with a factor; the mask stays packed.
+
+    Args:
+        factor: the factor.
+    """
+
+    factor: float = 1.0
+
+    def __call__(self, *operands: Any) -> Tensor:
+        raise NotImplementedError("the decoder of a mask computes its products")
+
+    def product(self, values: Tensor, mask: Saved) -> Tensor:
+        """Return the product of values and a kept mask."""
+        tensors, decoder = mask
+        if decoder.layout.shape == values.shape:  # type: ignore[attr-defined]
+            values = decoder.multiply(tensors, values)
+        else:
+            values = values * decoder.decode(tensors)
+        return values if self.factor == 1.0 else values.mul_(self.factor)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Derived:
+    """Decoder of a derived tensor; its tensors are those of its sources, one after the other.
+
+    Args:
+        expression: what gives the tensor back; an integer for the source itself.
+        sources: decoders of the sources, and the number of tensors of each.
+        shape: of the tensor.
+        stride: of the tensor; None for one that is expanded, whose distinct elements may lie anyhow.
+        dtype: of the tensor.
+        quality: of the tensor.
+        lasts: whether the next training step derives the tensor by the same object.
+    """
+
+    expression: Call
+    sources: tuple[tuple[Decoder, int], ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    quality: Quality
+    lasts: bool
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the tensor."""
+        return self._computed(tensors, None)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return its product with ``grad``."""
+        return self._computed(tensors, grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        """Return how it is kept, for a report, and its bytes."""
+        how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
+        return how, math.prod(self.shape) * self.dtype.itemsize
+
+    def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
+        """Return what keeps each source."""
+        parts, start = [], 0
+        for decoder, count in self.sources:
+            parts.append((tensors[start : start + count], decoder))
+            start += count
+        return parts
+
+    def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+        with ExitStack() as stack:
+            if torch.is_grad_enabled():
+                stack.enter_context(torch.no_grad())
+            if is_any_autocast_enabled():
+                stack.enter_context(torch.autocast(tensors[0].device.type, enabled=False))
+            parts = self.parts(tensors)
+            if grad is not None:
+                product = _fused(self.expression, parts, grad)
+                if product is not None:
+                    return product
+            values = _with_strides(_value(self.expression, parts, {}).to(self.dtype), self.stride)
+            return values if grad is None else grad * values
+
+
+def _fused(expression: Call, parts: list[Saved], grad: Tensor | None) -> Tensor | None:
+    """Value of a pointwise expression of one source, which its decoder computes on the way; None for others."""
+    if expression.only < 0:
+        return None
+    tensors, decoder = parts[expression.only]
+    decode_through = getattr(decoder, "decode_through", None)
+    return None if decode_through is None else decode_through(tensors, _Composed(expression), grad)
+
+
+def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor:
+    if isinstance(expression, int):
+        if expression not in decoded:
+            tensors, decoder = parts[expression]
+            decoded[expression] = decoder.decode(tensors)
+        return decoded[expression]
+    if isinstance(expression.function, ByMask):
+        values, mask = expression.operands
+        return expression.function.product(_value(values, parts, decoded), parts[mask])  # type: ignore[index]
+    fused = _fused(expression, parts, None)
+    if fused is not None:
+        return fused
+    return expression.function(*(_value(operand, parts, decoded) for operand in expression.operands))
+
+
+class Restrided(NamedTuple):
+    """Makes a view of a tensor of these strides, whatever those are with which it was computed."""
+
+    whole: tuple[int, ...] | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _with_strides(x, self.whole).as_strided(self.shape, self.stride, self.offset)
+
+
+def _with_strides(x: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Return ``x`` densely in memory with these strides; None leaves it as it is."""
+    if stride is None or is_traced(x) or x.stride() == stride:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
