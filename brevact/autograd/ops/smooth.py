@@ -72,6 +72,11 @@ class _Smooth(Saving):
         return None, None, None, None, kept.multiply(grad), None
 
 
+def _number(x: Any) -> Any:
+    """Return the number that torch takes of a tensor in the place of one."""
+    return x.item() if isinstance(x, Tensor) else x
+
+
 def _silu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
     return aten.silu_backward.default, inplace
 
@@ -94,7 +99,7 @@ def _gelu_slope(approximate: str) -> Derivative:
 
 
 def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> tuple[Derivative, bool]:
-    return _softplus_slope(beta, threshold), False
+    return _softplus_slope(_number(beta), _number(threshold)), False
 
 
 @functools.lru_cache
@@ -115,7 +120,7 @@ def _tanh(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
 
 
 def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
-    return _elu_slope(alpha, 1.0, 1.0), inplace
+    return _elu_slope(_number(alpha), 1.0, 1.0), inplace
 
 
 @functools.lru_cache
@@ -124,7 +129,7 @@ def _elu_slope(alpha: float, scale: float, input_scale: float) -> Derivative:
 
 
 def _celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
-    return _elu_slope(alpha, 1.0, 1.0 / alpha), inplace
+    return _elu_slope(_number(alpha), 1.0, 1.0 / _number(alpha)), inplace
 
 
 def _selu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
