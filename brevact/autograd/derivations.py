@@ -152,12 +152,18 @@ def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[list[
 
 def _is_constant(value: Any) -> bool:
     """Whether a function, or what it holds, is made of constants: a table must keep no tensor and no module alive."""
-    if isinstance(value, tuple):
-        return all(map(_is_constant, value))
-    if isinstance(value, FunctionType):
-        held = *(value.__defaults__ or ()), *(cell.cell_contents for cell in value.__closure__ or ())
-        return all(map(_is_constant, held))
-    return value is None or isinstance(value, _CONSTANTS)
+    pending, functions = [value], []
+    while pending:
+        value = pending.pop()
+        if isinstance(value, tuple):
+            pending += value
+        elif isinstance(value, FunctionType):
+            if value not in functions:  # some of torch's hold themselves
+                functions.append(value)
+                pending += [*(value.__defaults__ or ()), *(cell.cell_contents for cell in value.__closure__ or ())]
+        elif not (value is None or isinstance(value, _CONSTANTS)):
+            return False
+    return True
 
 
 def _derive_anew(
