@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from brevact.allocation import Option, allocate
 from brevact.arguments import check_model
@@ -98,7 +97,7 @@ class Adaptive:
         check_numbers(ratio=ratio, bit_width=bit_width, every=every, samples=samples)
         if not callable(loss):
             raise TypeError(f"loss: got {brief(loss)}; accepted is a function: lambda model, batch: ...")
-        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._loss, self._every, self._steps = loss, every, 0
         if not any(has_region(module, POLICY) for module in self._model.modules()):
             quantize_backward(self._model)

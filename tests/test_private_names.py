@@ -22,7 +22,14 @@ DOCUMENTED = {
     *("torch", "torch.autograd", "torch.autograd.forward_ad", "torch.autograd.graph", "torch.nn", "torch.nn.attention"),
     *("torch.nn.functional", "torch.nn.modules.module", "torch.nn.parameter", "torch.overrides", "torch.utils.hooks"),
     *("torch.utils.data", "torch.utils.checkpoint", "torch.distributed", "torch.library"),
-    *("brevitas.config", "brevitas.inject", "brevitas.nn", "brevitas.quant", "brevitas.quant_tensor"),
+    *(
+        "brevitas.config",
+        "brevitas.inject",
+        "brevitas.inject.enum",
+        "brevitas.nn",
+        "brevitas.quant",
+        "brevitas.quant_tensor",
+    ),
     *("numba", "numba.extending", "llvmlite.ir", "triton", "triton.language"),
 }
 ATTRIBUTES = {path.rpartition(".")[2] for path in (*of_torch.ATTRIBUTES, *of_numba.ATTRIBUTES)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,9 +57,12 @@ LEAVES: dict[str, InjectorClass] = {
     for name, each in vars(injectors).items()
     if isinstance(each, BackwardInjectorType) and each is not injectors.BackwardQuantSolver
 }
-_OF_BREVITAS: dict[str, InjectorClass] = {
-    f"{BREVITAS}{name}": each for name, each in vars(brevitas.quant).items() if is_act_quantizer(each)
-}
+
+
+@functools.cache
+def _of_brevitas_quant() -> dict[str, InjectorClass]:
+    """Brevitas' activation quantizers by name; looked up when a policy is saved or loaded, and not before."""
+    return {f"{BREVITAS}{name}": each for name, each in vars(brevitas.quant).items() if is_act_quantizer(each)}
 
 
 def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
@@ -129,7 +133,7 @@ def from_plain(plain: Mapping[str, Any]) -> Any:
 
 def _known(name: Any) -> Any:
     """Return what a name stands for: a class of injectors or of quantizer objects, or None for no quantizer."""
-    known = LEAVES | _OF_BREVITAS | OBJECTS | {NO_QUANTIZER: None}
+    known = LEAVES | _of_brevitas_quant() | OBJECTS | {NO_QUANTIZER: None}
     if isinstance(name, str) and name in known:
         return known[name]
     near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
@@ -155,7 +159,7 @@ def _of_leaf(source: InjectorClass) -> dict[str, Any] | None:
 
 
 def _of_brevitas(source: InjectorClass, of_region: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    names = {each: name for name, each in _OF_BREVITAS.items()}
+    names = {each: name for name, each in _of_brevitas_quant().items()}
     changed: dict[str, Any] = {}
     origin = source
     while origin not in names:
