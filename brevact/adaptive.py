@@ -13,7 +13,7 @@ from brevact.allocation import Option, allocate
 from brevact.arguments import check_model
 from brevact.autograd import has_region
 from brevact.budget import budget_of, check_numbers
-from brevact.gradient_passes import Gradients, Loss, as_it_was, gradients
+from brevact.gradient_passes import Gradients, Loss, as_it_was, gradients, squared_distance
 from brevact.memory import memory_of
 from brevact.policy import quantize_backward
 from brevact.quantizers import SampleWeights
@@ -248,7 +248,7 @@ class Adaptive:
                 first = self._gradients(batch)
                 for group, width in zip(self._plan.groups, self._widths, strict=True):
                     self._layers.set(widths, redrawn=group.sources)
-                    variance = _squared_distance(self._gradients(batch), first) / 2
+                    variance = squared_distance(self._gradients(batch), first) / 2
                     found.append(variance / _noise(1.0, width))
         finally:
             self._layers.set(widths)
@@ -264,10 +264,6 @@ class Adaptive:
 
 def _noise(sensitivity: float, bit_width: int) -> float:
     return sensitivity / (2**bit_width - 1) ** 2
-
-
-def _squared_distance(found: Gradients, other: Gradients) -> float:
-    return sum(float((a - b).double().square().sum()) for a, b in zip(found, other, strict=True))
 
 
 def _is_distributed() -> bool:

@@ -76,6 +76,11 @@ def squared_norm(found: Gradients) -> float:
     return sum(float(grad.double().square().sum()) for grad in found)
 
 
+def squared_distance(found: Gradients, other: Gradients) -> float:
+    """Sum of the squares of the differences of gradients."""
+    return sum(float((a.double() - b).square().sum()) for a, b in zip(found, other, strict=True))
+
+
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Run a block that trains a model; gradients, training mode and torch's generators are afterwards as before.
@@ -127,7 +132,7 @@ def check_repeats(first: Gradients, second: Gradients) -> None:
         second: those of another pass.
     """
     norm = math.sqrt(squared_norm(first))
-    difference = math.sqrt(sum(float((a.double() - b).square().sum()) for a, b in zip(first, second, strict=True)))
+    difference = math.sqrt(squared_distance(first, second))
     if not math.isfinite(norm):
         raise ValueError("loss: the gradient of the first batch is not finite; noise is measured where gradients are")
     if not difference <= MOST_DIFFERENCE * norm:
