@@ -16,6 +16,7 @@ from brevact import FitReport, Policy, StochBackward3bit
 from brevact.allocation import Option
 from brevact.fit_budget import budget_of
 from brevact.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, quantizer_of, with_quantizers
+from brevact.fit_noise import Sensitivities
 from brevact.gradient_noise import exact_gradients, gradient_noise
 from brevact.memory import memory_of
 
@@ -104,9 +105,9 @@ def test_fit_has_less_noise_than_one_width_at_its_bytes(model, batches):
     saved_bytes = stored(model, batches[0])
     noise, bias = gradient_noise(model, batches, loss, exact, 4)
     brevact.restore_backward(model)
-    report = brevact.fit(model, batches, loss, saved_bytes=saved_bytes).report
-    assert report.saved_bytes <= saved_bytes
-    brevact.quantize_backward(model, brevact.fit(model, batches, loss, saved_bytes=saved_bytes))
+    policy = brevact.fit(model, batches, loss, saved_bytes=saved_bytes)
+    assert policy.report.saved_bytes <= saved_bytes
+    brevact.quantize_backward(model, policy)
     fitted, fitted_bias = gradient_noise(model, batches, loss, exact, 4)
     assert fitted.value + fitted_bias.value < noise.value + bias.value
 
@@ -252,3 +253,33 @@ def test_report_writes_what_was_not_reached():
     report = FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001, 7, "Not reached.")
     assert report.ratio == 24 and str(report).endswith("Not reached.")
     assert FitReport.from_plain(report.to_plain() | {"groups": []}) == report
+
+
+def test_fit_says_where_noises_do_not_add_up():
+    torch.manual_seed(0)
+    kinds = (lambda: nn.Linear(64, 64), lambda: nn.LayerNorm(64), nn.SiLU)
+    deep = nn.Sequential(*(kind() for _ in range(6) for kind in kinds), nn.Linear(64, 5))
+    rows = [(torch.randn(128, 64), torch.randint(5, (128,))) for _ in range(4)]
+    report = brevact.fit(deep, rows, loss, ratio=30).report  # one bit in half of the layers: noises multiply
+    assert report.harm > 1.5 * report.predicted
+    assert "times what was predicted" in report.note
+    assert report.passes > 5 + 2 * 8 + 8 + 2 * 8  # beside exact gradients: each group alone, a policy, each within it
+
+
+def test_sensitivities_within_a_policy_are_what_each_group_adds_to_it(model, batches):
+    with with_quantizers(model, {"": quantizer_of(8, attends=False)}):
+        report = memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
+    groups = groups_of(model, dict.fromkeys(BIT_WIDTHS, report))
+    exact = exact_gradients(model, batches, loss)
+    known = Sensitivities(model, groups, batches, loss, exact, lambda: None)
+    sources = [group.source for group in groups.groups]
+    for source in sources:
+        known.measure(source, 3)
+        assert not known.is_known(source, 2) and known.is_known(source, 4)
+        assert known.noise(source, 4) == known.noise(source, 3) * (7 / 15) ** 2
+        assert known.noise(source, FULL_PRECISION) == 0
+    alone = [known.noise(source, 3) for source in sources]
+    known.measure_within(dict.fromkeys(sources, 3))
+    within = [known.noise(source, 3) for source in sources]
+    assert sum(within) == pytest.approx(sum(alone), rel=0.5) and within != alone
+    assert max(alone) == alone[within.index(max(within))]
