@@ -26,7 +26,7 @@ from recipes.training import Objective, Trainer
 
 CPU = torch.device("cpu")
 #: Settings that change nothing of what is learned at full precision.
-_WITHOUT_EFFECT = ("data_dir", "adapt_every")
+_WITHOUT_EFFECT = ("data_dir", "adapt_every", "budget", "noise")
 
 
 def _build_resnet(settings: Settings, data: ImageDataset, layers: Layers) -> nn.Module:
