@@ -60,10 +60,11 @@ def test_plot_joins_widths_and_fitted_policies_by_lines():
         return {"model": "net", "policy": policy, **figures}
 
     found = [row(f"StochBackward{bits}bit", str(1 / bits), bits * 2**20) for bits in (4, 2)]
+    found += [row("StochBackward3bit", "0.9", 3 * 2**20)]
     found += [row("fit:24x", "0.2", 2**21), row("fit:noise=0.1", "0.1", 2**22)]
     (panel,) = noise.plot(found).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines if line.get_linestyle() != "None"}
-    assert lines["one width"] == [[2, 0.5], [4, 0.25]]
+    assert lines["best of one width"] == [[2, 0.5], [4, 0.25]]
     assert lines["brevact.fit"] == [[2, 0.2], [4, 0.1]]
 
 
