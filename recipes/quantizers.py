@@ -34,7 +34,7 @@ def find_quantizers(settings: Settings) -> tuple[type | None, type | None, type 
     if act_name is None and settings.act_override:
         raise RecipeError("--act-override needs a backward quantizer to change: add --act-quant NAME")
     if settings.is_reference and settings.adapt_every is not None:
-        raise RecipeError("--adapt-every needs a backward quantizer to move bits in: add --act-quant NAME or --budget 24x")
+        raise RecipeError("--adapt-every needs a quantizer whose bits it moves: add --act-quant NAME or --budget 24x")
     act_quant = act_name and backward_quantizer(act_name, settings.act_override, settings.save_mode)
     weight_quant = weight_name and forward_quantizer(weight_name, WeightQuantProxyFromInjectorBase, "--weight-quant")
     input_quant = input_name and forward_quantizer(input_name, ActQuantProxyFromInjectorBase, "--input-quant")
