@@ -1,6 +1,6 @@
 """The suite in new environments, of the oldest and the newest versions that are supported: `make test-versions`.
 
-`python -m nox -s "suite(torch='2.15.0')" -- tests/test_policy.py` runs a part with one version.
+`python -m nox -s "suite(torch='2.15.0')" -- tests/policy/test_attach.py` runs a part with one version.
 """
 
 from pathlib import Path

@@ -33,8 +33,8 @@ from tqdm import tqdm
 import brevact
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, Learner, LossOf, data_name, settings_of
-from brevact.gradient_noise import ExactGradients, exact_gradients, gradient_noise
-from brevact.memory import memory_of
+from brevact.reports.gradient_noise import ExactGradients, exact_gradients, gradient_noise
+from brevact.reports.memory import memory_of
 
 Row = dict[str, Any]
 

@@ -23,7 +23,7 @@ import brevact
 from benchmarks.policy_names import NamedPolicy, named_policy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
-from brevact.gradient_table import LayerNoise
+from brevact.reports.gradient_table import LayerNoise
 
 Row = dict[str, Any]
 

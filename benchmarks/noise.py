@@ -41,7 +41,7 @@ from benchmarks.fitted_policies import FIT, FittedPolicy, policy_or_fit
 from benchmarks.policy_names import NamedPolicy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
-from brevact.gradient_noise import exact_gradients, gradient_noise
+from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 
 Row = dict[str, Any]
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 import brevact
-from brevact.policies import computes_attention, is_activation_function, is_norm
+from brevact.policy.presets import computes_attention, is_activation_function, is_norm
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -3,13 +3,11 @@
 The forward pass stays as it is; what a layer keeps for its backward pass is stored as packed 1- to 8-bit codes.
 """
 
-from brevact.actnn import ActnnLevel, actnn_level
-from brevact.adaptive import Adaptive
 from brevact.autograd import BackwardSettings, SaveMode
-from brevact.fit_report import FitReport
-from brevact.fitting import fit
-from brevact.gradient_table import GradientReport
-from brevact.gradients import gradient_report
+from brevact.bit_widths.actnn import ActnnLevel, actnn_level
+from brevact.bit_widths.adaptive import Adaptive
+from brevact.bit_widths.fit import fit
+from brevact.bit_widths.fit_report import FitReport
 from brevact.injectors import (
     DualPrecisionBackward2bit,
     DualPrecisionBackward4bit,
@@ -71,11 +69,10 @@ from brevact.injectors import (
     WeibullBackward3bit,
     WeibullBackward4bit,
 )
-from brevact.memory import MemoryReport, memory_report
-from brevact.mixing import MixSchedule
-from brevact.policies import CONV_NET, DEFAULT, TRANSFORMER, Policy
-from brevact.policy import backward_quant, quantize_backward, quantizer, restore_backward
-from brevact.policy_table import BackwardPolicy, backward_policy
+from brevact.policy.attach import backward_quant, quantize_backward, quantizer, restore_backward
+from brevact.policy.description import BackwardPolicy, backward_policy
+from brevact.policy.mixing import MixSchedule
+from brevact.policy.presets import CONV_NET, DEFAULT, TRANSFORMER, Policy
 from brevact.quantizers import (
     DualPrecisionQuantizer,
     Granularity,
@@ -90,6 +87,9 @@ from brevact.quantizers import (
     UniformQuantizer,
     WeibullQuantizer,
 )
+from brevact.reports.gradient_table import GradientReport
+from brevact.reports.gradients import gradient_report
+from brevact.reports.memory import MemoryReport, memory_report
 from brevact.version import __version__
 
 __all__ = [

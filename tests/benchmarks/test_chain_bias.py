@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.gradient_noise import exact_gradients, gradient_noise
+from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 
 
 class Loss(nn.Module):

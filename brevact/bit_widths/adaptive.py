@@ -1,0 +1,270 @@
+"""Widths that follow the sensitivities of layers and samples while a model trains: `Adaptive`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from brevact.arguments import check_model
+from brevact.autograd import has_region
+from brevact.bit_widths.allocation import Option, allocate
+from brevact.bit_widths.budget import budget_of, check_numbers
+from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of
+from brevact.bit_widths.sample_norms import SampleNorms
+from brevact.policy.attach import quantize_backward
+from brevact.policy.rules import POLICY
+from brevact.quantizers import SampleWeights
+from brevact.quantizers.brief import brief
+from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, gradients, squared_distance
+from brevact.reports.memory import memory_of
+from brevact.reports.tables import text_table
+
+#: Share of what was known of a layer's sensitivity in what is known after one more measurement.
+_OLD_SHARE = 0.5
+
+
+class Adaptive:
+    """Gives the layers of a model widths of 1 to 8 bits while it trains, under a budget of bytes, by their sensitivity.
+
+    The sensitivity of a layer is what its rounding adds to the variance of the gradient, times (2^b - 1)^2: measured
+    as half the squared distance of two gradients of one batch, which differ in the random bits of that layer alone.
+    Widths b then minimize sum_l sensitivity_l / (2^b_l - 1)^2, bytes being within the budget. Layers that share or
+    derive from a packed tensor have one width; a chain with smooth functions has no less than `derive_min_bits`, below
+    which its members would store tensors of their own.
+
+    A measurement costs as many forward and backward passes of a batch as there are groups of layers, and one: with 40
+    groups and ``every=1000`` 4 % of the time of training. It is taken when the object is made, and in every
+    ``every``-th step. It runs under the widths that are in force, so that it stores no more than training does, but for
+    two gradients of the weights. Making the object costs 10 forward passes of copies beside, one at full precision and
+    eight at 1 to 8 bits: where those of a batch do not fit, give a smaller one, since the budget is a ratio.
+
+    With ``samples`` each sample of a batch has a width of its own, too (`SampleQuantizer`): those whose gradients were
+    larger in the epoch before, at the outputs of the layers, have more bits; a sample that has not been seen counts as
+    the mean. The model then runs inside ``with adaptive.batch(indices)``.
+
+    Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: ActNN has a closed form of the sensitivity for each
+    kind of layer, of the nearest weight alone, at no pass; the measured one counts all weights, whatever the layers,
+    chains and functions between. Budgets are bytes, metadata and masks included.
+
+    >>> import torch, brevact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    >>> model = brevact.quantize_backward(model, brevact.StochBackward4bit)
+    >>> batches = torch.randn(3, 128, 64).unbind()
+    >>> loss = lambda model, batch: model(batch).square().mean()
+    >>> adaptive = brevact.Adaptive(model, batches[0], loss, bit_width=2.5, every=2)
+    >>> for batch in batches:
+    ...     loss(model, batch).backward()
+    ...     adaptive.step(batch)  # beside optimizer.step()
+    >>> adaptive.saved_bytes <= adaptive.budget_bytes
+    True
+
+    Layers with ``act_quant=`` of their own, quantizers other than ``StochBackward{1..8}bit`` and
+    ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep what they have. In a distributed run, ranks
+    take the mean of what each of them measures, and so agree. A graph of ``torch.compile`` is made anew where widths
+    change.
+
+    Args:
+        model: module with a policy, or without, which then gets :data:`brevact.DEFAULT`; may be wrapped in DDP.
+        batch: what ``loss`` takes, like those of training: bytes are measured on it.
+        loss: takes the model and a batch, and returns a scalar.
+        ratio: how many times less a training step shall store than at full precision.
+        bit_width: or: no more than all layers take at this width, a number from 1 to 8; between integers in proportion.
+        every: steps from one measurement to the next.
+        samples: number of samples in the data set; None for widths of layers alone.
+
+    Raises:
+        TypeError: ``model`` is no module, or an argument has another type.
+        ValueError: not exactly one of ``ratio`` and ``bit_width`` is given, a number is out of range, no layer has a
+            width that may change, or the budget is impossible.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        *,
+        ratio: float | None = None,
+        bit_width: float | None = None,
+        every: int = 500,
+        samples: int | None = None,
+    ) -> None:
+        check_model(model, "Adaptive(model, batch, loss, ratio=24)", batch)
+        check_numbers(ratio=ratio, bit_width=bit_width, every=every, samples=samples)
+        if not callable(loss):
+            raise TypeError(f"loss: got {brief(loss)}; accepted is a function: lambda model, batch: ...")
+        self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self._loss, self._every, self._steps = loss, every, 0
+        if not any(has_region(module, POLICY) for module in self._model.modules()):
+            quantize_backward(self._model)
+        self._norms = None if samples is None else SampleNorms(samples)
+        self._weights = None if samples is None else SampleWeights()
+        self._layers = LayerWidths(self._model, self._weights)
+        if not self._layers.base:
+            raise ValueError(
+                "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit: "
+                "brevact.quantize_backward(model, brevact.StochBackward2bit)"
+            )
+        self._plan = plan_of(self._layers, lambda copied: loss(copied, batch))
+        plain = 0 if ratio is None else self._plain_bytes(batch)
+        #: Bytes that a training step may store, of a batch like the one that was measured.
+        self.budget_bytes = budget_of(self._plan, plain, ratio, bit_width)
+        self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
+        self._widths = self._allocate()
+        self._sensitivities = self._measured(batch)
+        self._widths = self._allocate()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that a training step stores, of a batch like the one that was measured."""
+        return self._plan.bytes_of(self._widths)
+
+    @property
+    def bit_widths(self) -> dict[str, int]:
+        """The widths in force, by the names of the modules."""
+        return self._plan.of_layers(self._widths)
+
+    def step(self, batch: Any) -> None:
+        """Go on by one training step, and measure where it is time to.
+
+        Args:
+            batch: the one of this step; gradients that the parameters hold stay as they are.
+        """
+        self._steps += 1
+        if self._norms is not None:
+            self._norms.finish()
+        if self._steps % self._every == 0:
+            new = self._measured(batch)
+            mixed = zip(self._sensitivities, new, strict=True)
+            self._sensitivities = [_OLD_SHARE * a + (1 - _OLD_SHARE) * b for a, b in mixed]
+            if self._norms is not None and _is_distributed():
+                self._norms.reduce(self._device)
+            self._widths = self._allocate()
+
+    @contextmanager
+    def batch(self, indices: Any) -> Iterator[None]:
+        """Run the forward pass of a batch of these samples; its backward pass may run behind the block.
+
+        Args:
+            indices: (N,) integers, in the order of the batch: the same for a sample in each epoch.
+
+        Raises:
+            TypeError: they are no integers.
+            ValueError: they are out of range, or ``samples`` was not given.
+        """
+        if self._norms is None or self._weights is None:
+            raise ValueError("batch(indices): the widths are those of layers alone; make it with samples=len(dataset)")
+        self._norms.finish()
+        found = self._norms.checked(indices)
+        norms, modules = self._norms.begin(found), dict(self._model.named_modules())
+        sources = [modules[name] for group in self._plan.groups for name in group.sources]
+        handles = [module.register_forward_hook(norms.watch) for module in sources]
+        self._weights.values = self._norms.of(found)
+        try:
+            yield
+        finally:
+            self._weights.values = None
+            for handle in handles:
+                handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next steps depend on, for a checkpoint."""
+        if self._norms is not None:
+            self._norms.finish()
+        return {
+            "steps": self._steps,
+            "layers": [list(group.sources) for group in self._plan.groups],
+            "bit_widths": list(self._widths),
+            "sensitivities": list(self._sensitivities),
+            "samples": None if self._norms is None else self._norms.values.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, with the budget of this object.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: ``state`` is no mapping.
+            ValueError: it is of a model with other layers, or of another number of samples.
+        """
+        own = self.state_dict()
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
+        if set(state) != set(own):
+            raise ValueError(f"state: got the keys {sorted(map(str, state))}; accepted are {sorted(own)}")
+        if state["layers"] != own["layers"]:
+            raise ValueError(
+                f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
+                "object with the model, the policy and a batch of the size of the checkpoint's run"
+            )
+        counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
+        if counts[0] != counts[1]:
+            raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
+        self._steps = int(state["steps"])
+        self._sensitivities = [float(each) for each in state["sensitivities"]]
+        self._widths = [int(each) for each in state["bit_widths"]]
+        if self._norms is not None:
+            self._norms.values = state["samples"].clone()
+        self._layers.set(self.bit_widths)
+
+    def __str__(self) -> str:
+        """Return a table of the groups of layers: widths, bytes, and the noise that is expected of each."""
+        rows = [
+            (" ".join(group.sources), str(width), str(group.costs[width]), f"{_noise(sensitivity, width):.3g}")
+            for group, width, sensitivity in zip(self._plan.groups, self._widths, self._sensitivities, strict=True)
+        ]
+        total = ("total", "", str(self.saved_bytes), f"{sum(float(row[-1]) for row in rows):.3g}")
+        return text_table(("layers", "bit_width", "bytes", "noise"), rows, total, numbers=3)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    def _plain_bytes(self, batch: Any) -> int:
+        """Measure what a training step stores at full precision."""
+        return memory_of(self._model, lambda copied: self._loss(copied, batch), batch).plain_bytes
+
+    def _allocate(self) -> list[int]:
+        """Choose the widths of groups, and set those of the layers."""
+        items = [
+            [Option(cost, _noise(sensitivity, width), width) for width, cost in group.costs.items()]
+            for group, sensitivity in zip(self._plan.groups, self._sensitivities, strict=True)
+        ]
+        widths = [option.bit_width for option in allocate(items, self.budget_bytes - self._plan.fixed_bytes)]
+        self._layers.set(self._plan.of_layers(widths))
+        return widths
+
+    def _measured(self, batch: Any) -> list[float]:
+        """Measure the sensitivity of each group, on all ranks alike."""
+        widths, found = self.bit_widths, []
+        try:
+            with as_it_was(self._model):
+                first = self._gradients(batch)
+                for group, width in zip(self._plan.groups, self._widths, strict=True):
+                    self._layers.set(widths, redrawn=group.sources)
+                    variance = squared_distance(self._gradients(batch), first) / 2
+                    found.append(variance / _noise(1.0, width))
+        finally:
+            self._layers.set(widths)
+        if _is_distributed():
+            shared = torch.tensor(found, dtype=torch.float32, device=self._device)
+            distributed.all_reduce(shared)
+            found = (shared / distributed.get_world_size()).tolist()
+        return found
+
+    def _gradients(self, batch: Any) -> Gradients:
+        return gradients(self._model, batch, self._loss, self._steps, self._steps)
+
+
+def _noise(sensitivity: float, bit_width: int) -> float:
+    return sensitivity / (2**bit_width - 1) ** 2
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()

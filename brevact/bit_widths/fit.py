@@ -1,0 +1,247 @@
+"""Bits where they matter, under a budget: `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from brevact.arguments import check_model
+from brevact.autograd import has_region
+from brevact.bit_widths.fit_budget import Budget, budget_of
+from brevact.bit_widths.fit_groups import (
+    BIT_WIDTHS,
+    FULL_PRECISION,
+    groups_of,
+    quantizer_of,
+    with_quantizers,
+    without_policy,
+)
+from brevact.bit_widths.fit_noise import FIRST_WIDTH, Sensitivities
+from brevact.bit_widths.fit_report import FitReport, FittedGroup
+from brevact.policy.attach import quantize_backward
+from brevact.policy.presets import Policy
+from brevact.policy.rules import POLICY, layers_of
+from brevact.reports.gradient_noise import exact_gradients, gradient_noise
+from brevact.reports.gradient_passes import Loss, check_batches, check_loss
+from brevact.reports.memory import memory_of
+from brevact.reports.memory_table import MemoryReport
+from brevact.reports.progress import progress_bar
+
+#: Batches on which each group's noise is measured, and those on which the result is, with draws of each.
+_ALONE, _TOGETHER, _DRAWS = 2, 4, 2
+#: How often a policy is measured, and another one is made of what that tells.
+_ROUNDS = 3
+#: How often widths are chosen until their bytes fit.
+_TRIES = 8
+#: Part of the bytes that may be left unused.
+_SLACK = 0.01
+#: Most by which measured and predicted noise may differ, as a factor.
+_AGREE = 1.5
+
+
+def fit(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss: Loss,
+    *,
+    ratio: float | None = None,
+    saved_bytes: int | None = None,
+    noise: float | None = None,
+    progress: bool = True,
+) -> Policy:
+    """Return the policy of least gradient noise within a budget: bit widths of 1 to 8, or full precision, a layer.
+
+    Layers that pack tensors get widths, and all that can derive from these derives. The noise of each of them is
+    measured alone; bytes go where they lower it most (:func:`brevact.bit_widths.allocation.allocate`). The result is measured,
+    and corrected until bytes fit, and noise is what was predicted within a factor of 1.5; ``policy.report`` says what
+    is reached. Noise and squared bias are in units of the noise between minibatches, and count together.
+
+    Cost, of B batches and G layers that pack tensors (in EfficientNetV2 nano 24): B + 1 + 2 (G + 1) passes, two more
+    for each layer that is to have 1 or 2 bits, 8 for each of at most 3 policies that are measured, and some
+    20 forward passes for bytes.
+
+    Source: ActNN, arXiv:2104.14129, section 4.3. Differs: noise is measured, not bounded, for any op; chains of derived
+    tensors count as one; the budget is one of bytes.
+
+    >>> import torch, torch.nn.functional as F, brevact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.SiLU(), torch.nn.Linear(128, 8))
+    >>> batches = [(torch.randn(128, 64), torch.randint(8, (128,))) for _ in range(3)]
+    >>> loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+    >>> policy = brevact.fit(model, batches, loss, ratio=8)
+    >>> policy.report.ratio >= 8
+    True
+    >>> model = brevact.quantize_backward(model, policy)
+
+    Args:
+        model: module without a policy; layers with ``act_quant=`` keep theirs. It is afterwards as it was.
+        batches: at least 2, of the size that it trains with: the more, the better is the unit known. Noise is measured
+            on the first 4.
+        loss: takes the model and a batch, and returns a scalar. What it stores outside of the model counts, too.
+        ratio: how many times less is to be stored.
+        saved_bytes: bytes to be stored for a batch like the first, at most.
+        noise: noise and squared bias, together, in units of minibatch noise, at most.
+        progress: whether a bar appears where it takes longer than some seconds, if tqdm is installed.
+
+    Returns:
+        A policy for this model, to be saved with ``policy.save``; its ``report`` says what was reached.
+
+    Raises:
+        TypeError: ``model`` is no module, ``batches`` no list, a budget no number, or the loss no tensor.
+        ValueError: there is not exactly one budget, or it is impossible; the nearest possible one is named. Or there
+            are fewer than two batches, the loss is no scalar or not the same twice, no parameter trains, or the model
+            has a policy.
+    """
+    check_model(model, "fit(model, batches, loss, ratio=24)", batches)
+    check_batches(batches, "fit(model, batches, loss, ratio=24)")
+    check_loss(loss)
+    budget = budget_of(ratio=ratio, saved_bytes=saved_bytes, noise=noise)
+    if len(batches) < 2:
+        raise ValueError(
+            "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
+        )
+    if any(has_region(module, POLICY) for module in model.modules()):
+        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
+    with progress_bar("fit", None, progress) as on_pass:
+        return _Fit(model, batches, loss, budget, on_pass).policy()
+
+
+class _Found(NamedTuple):
+    """A policy that was tried, and what was measured under it."""
+
+    policy: Policy
+    report: FitReport
+
+
+def _agree(report: FitReport) -> bool:
+    """Whether measured and predicted noise do not differ by much."""
+    return report.predicted <= _AGREE * report.harm and report.harm <= _AGREE * report.predicted
+
+
+class _Fit:
+    """Chooses widths, measures, and chooses again."""
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Any], loss: Loss, budget: Budget, on_pass: Callable[[], object]
+    ) -> None:
+        self._model, self._batches, self._loss, self._budget = model, batches, loss, budget
+        self._passes, self._told = 0, on_pass
+        self._exact = exact_gradients(model, batches, loss, self._count)
+        self._groups = groups_of(model, {width: self._memory_at(width) for width in BIT_WIDTHS})
+        #: Measured bytes beyond those that add up, and measured noise for what adds up.
+        self._more_bytes, self._factor = 0, 1.0
+
+    def policy(self) -> Policy:
+        """Return the best policy that was found."""
+        groups, budget = self._groups, self._budget
+        sources = [group.source for group in groups.groups]
+        least = groups.saved_bytes(dict.fromkeys(sources, min(BIT_WIDTHS)))
+        if budget.bytes_of(groups.plain_bytes) < min(least, groups.plain_bytes):
+            raise budget.refusal(groups.plain_bytes, least)
+        if not sources or budget.takes_all(groups.plain_bytes):
+            return self._best([self._measured(dict.fromkeys(sources, FULL_PRECISION), None)])
+        known = Sensitivities(self._model, groups, self._batches[:_ALONE], self._loss, self._exact, self._count)
+        for source in sources:
+            known.measure(source, FIRST_WIDTH)
+        found: list[_Found] = []
+        for _ in range(_ROUNDS):
+            widths = self._within_bytes(known)
+            found.append(self._measured(widths, known))
+            if self._is_right(found[-1].report, widths, known):
+                break
+        return self._best(found)
+
+    def _within_bytes(self, known: Sensitivities) -> dict[str, int]:
+        """Return the best widths by what is known, whose measured bytes are within the budget, and hardly less."""
+        groups, limit = self._groups, self._budget.bytes_of(self._groups.plain_bytes)
+        for _ in range(_TRIES):
+            widths = self._chosen(known)
+            with with_quantizers(self._model, groups.quantizers(widths)):
+                saved_bytes = self._memory().saved_bytes
+            error = saved_bytes - self._more_bytes - groups.saved_bytes(widths)
+            self._more_bytes += error
+            if saved_bytes <= limit and -error <= _SLACK * saved_bytes:
+                break
+        return widths
+
+    def _chosen(self, known: Sensitivities) -> dict[str, int]:
+        """Return the best widths by what is known, which is completed where they are few bits."""
+        groups = self._groups
+        while True:
+            items = [known.options(group) for group in groups.groups]
+            others = groups.fixed_bytes + self._more_bytes
+            chosen = self._budget.choose(items, others, groups.plain_bytes, self._factor)
+            widths = {group.source: each.bit_width for group, each in zip(groups.groups, chosen, strict=True)}
+            unknown = [source for source, width in widths.items() if not known.is_known(source, width)]
+            for source in unknown:
+                known.measure(source, widths[source])
+            if not unknown:
+                return widths
+
+    def _measured(self, widths: Mapping[str, int], known: Sensitivities | None) -> _Found:
+        """Return the policy of these widths, and a report of what is measured under it."""
+        policy = self._groups.policy(widths)
+        with without_policy(self._model):
+            quantize_backward(self._model, policy)
+            memory = self._memory()
+            batches = self._batches[:_TOGETHER]
+            noise, bias = gradient_noise(self._model, batches, self._loss, self._exact, _DRAWS, self._count)
+        of_layers = {row.layer: row.saved_bytes for row in memory.rows}
+        groups = tuple(
+            FittedGroup(
+                *(group.source, len(group.readers), widths[group.source], of_layers.get(group.source, 0)),
+                0.0 if known is None else known.noise(group.source, widths[group.source]) * self._factor,
+            )
+            for group in self._groups.groups
+        )
+        report = FitReport(
+            budget=self._budget.text,
+            saved_bytes=memory.saved_bytes,
+            plain_bytes=self._groups.plain_bytes,
+            predicted=sum(each.noise for each in groups),
+            noise=noise.value,
+            noise_error=noise.error,
+            bias=bias.value,
+            bias_error=bias.error,
+            passes=self._passes,
+            groups=groups,
+        )
+        return _Found(policy, report)
+
+    def _is_right(self, report: FitReport, widths: Mapping[str, int], known: Sensitivities) -> bool:
+        """Return whether the noise is as predicted, and within the budget; if not, take note of what differs."""
+        if not _agree(report) and self._budget.noise is None:
+            known.measure_within(widths)
+        if not _agree(report) or self._budget.noise is not None:
+            total = sum(known.noise(source, width) for source, width in widths.items())
+            self._factor = report.harm / total if total else 1.0
+        return _agree(report) and self._budget.is_met(report.saved_bytes, report.plain_bytes, report.harm)
+
+    def _best(self, found: Sequence[_Found]) -> Policy:
+        """Return the policy of least noise, or of least bytes, of those within the budget; it says if there is none."""
+        budget, plain = self._budget, self._groups.plain_bytes
+        met = [each for each in found if budget.is_met(each.report.saved_bytes, plain, each.report.harm)]
+        is_by_noise = (budget.noise is None) == bool(met)
+        best = min(met or found, key=lambda each: each.report.harm if is_by_noise else each.report.saved_bytes)
+        notes = []
+        if not met:
+            notes.append(f"{budget.text} was not reached in {len(found)} policies; this is the nearest one.")
+        if not _agree(best.report):
+            times = best.report.harm / best.report.predicted
+            notes.append(f"The noise is {times:.2g} times what was predicted: that of the layers does not add up.")
+        report = replace(best.report, passes=self._passes, note=" ".join(notes))
+        return replace(best.policy, layers=layers_of(self._model), report=report)
+
+    def _memory_at(self, bit_width: int) -> MemoryReport:
+        with with_quantizers(self._model, {"": quantizer_of(bit_width, attends=True)}):
+            return self._memory()
+
+    def _memory(self) -> MemoryReport:
+        batch = self._batches[0]
+        return memory_of(self._model, lambda model: self._loss(model, batch), batch)
+
+    def _count(self) -> None:
+        self._passes += 1
+        self._told()

@@ -1,0 +1,96 @@
+"""The budget of `fit`: bytes, or noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from brevact.bit_widths.allocation import Option, allocate
+from brevact.quantizers.brief import brief
+
+_MIB = 2**20
+#: Part of the noise that is aimed at, since what is measured scatters.
+_AIM = 0.95
+#: Steps of a bisection between the least and the most bytes: to a byte of a terabyte.
+_HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a policy may cost.
+
+    Args:
+        text: as it was asked for.
+        ratio: how many times less is stored; None for a budget of another kind, and so are the others.
+        saved_bytes: bytes stored.
+        noise: noise and squared bias, in units of minibatch noise.
+    """
+
+    text: str
+    ratio: float | None
+    saved_bytes: float | None
+    noise: float | None
+
+    def bytes_of(self, plain_bytes: int) -> float:
+        """Return the bytes that may be stored; infinitely many for a budget of noise."""
+        if self.ratio is not None:
+            return plain_bytes / self.ratio
+        return math.inf if self.saved_bytes is None else self.saved_bytes
+
+    def takes_all(self, plain_bytes: int) -> bool:
+        """Return whether full precision is within the budget."""
+        return self.noise is None and self.bytes_of(plain_bytes) >= plain_bytes
+
+    def is_met(self, saved_bytes: int, plain_bytes: int, noise: float) -> bool:
+        """Return whether what was measured is within the budget."""
+        return saved_bytes <= self.bytes_of(plain_bytes) and (self.noise is None or noise <= self.noise)
+
+    def refusal(self, plain_bytes: int, least: int) -> ValueError:
+        """Return the error for a budget that is less than what 1 bit everywhere stores."""
+        ratio = math.floor(10 * plain_bytes / least) / 10
+        return ValueError(
+            f"{self.text} is not possible: 1 bit in each layer that packs stores {least / _MIB:.2f} of "
+            f"{plain_bytes / _MIB:.2f} MiB; accepted are a ratio up to {ratio:g}, and saved_bytes from {least} on"
+        )
+
+    def choose(self, items: Sequence[Sequence[Option]], others: float, plain_bytes: int, factor: float) -> list[Option]:
+        """Return an option of each item, of the least noise in the bytes, or of the least bytes for the noise.
+
+        Args:
+            items: options of each group.
+            others: bytes that are stored beside those of groups.
+            plain_bytes: bytes stored at full precision.
+            factor: measured noise for what adds up over groups.
+        """
+        least, most = (sum(pick(option.cost for option in options) for options in items) for pick in (min, max))
+        if self.noise is None:
+            return allocate(items, max(least, self.bytes_of(plain_bytes) - others))
+        low, high = least, most
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            total = sum(option.noise for option in allocate(items, middle))
+            low, high = (low, middle) if total * factor <= _AIM * self.noise else (middle, high)
+        return allocate(items, high)
+
+
+def budget_of(*, ratio: float | None, saved_bytes: float | None, noise: float | None) -> Budget:
+    """Return the one budget that was given.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: there is none, or more than one, or it is not above 0.
+    """
+    given = {name: value for name, value in (("ratio", ratio), ("saved_bytes", saved_bytes), ("noise", noise))}
+    stated = {name: value for name, value in given.items() if value is not None}
+    if len(stated) != 1:
+        raise ValueError(
+            f"got {', '.join(stated) or 'no budget'}; accepted is exactly one of ratio=24 (times less), "
+            "saved_bytes=512 * 2**20 and noise=0.05 (of minibatch noise)"
+        )
+    ((name, value),) = stated.items()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={brief(value)} of type {type(value).__name__}; accepted is a number above 0")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value}; accepted is a number above 0")
+    return Budget(f"{name}={value}", ratio, saved_bytes, noise)

@@ -1,0 +1,121 @@
+"""What `fit` has found and measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from brevact.reports.tables import text_table
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class FittedGroup:
+    """A layer that packs tensors, with what derives from it.
+
+    Args:
+        source: qualified name of the layer.
+        readers: number of layers that derive from it.
+        bit_width: of its codes; 32 for full precision.
+        saved_bytes: what they store.
+        noise: predicted noise and squared bias that they cause, in units of minibatch noise.
+    """
+
+    source: str
+    readers: int
+    bit_width: int
+    saved_bytes: int
+    noise: float
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fitted policy stores and does to gradients, in units of the noise between minibatches.
+
+    ``print(report)`` is a table of what each layer that packs tensors got.
+
+    >>> report = FitReport("ratio=24", 2**20, 25 * 2**20, 0.045, 0.048, 0.002, 0.001, 0.001, passes=73)
+    >>> report.ratio, round(report.harm, 3)
+    (25.0, 0.049)
+    >>> print(report.summary.partition(";")[0])
+    ratio=24: 1.00 of 25.00 MiB, 25.0 times less
+
+    Args:
+        budget: as it was asked for.
+        saved_bytes: measured bytes stored for backward.
+        plain_bytes: measured bytes without backward quantization.
+        predicted: noise and squared bias, together, by the sum over layers, each measured alone.
+        noise: measured noise.
+        noise_error: its standard error.
+        bias: measured squared bias; estimated without bias, hence maybe negative.
+        bias_error: its standard error.
+        passes: forward and backward passes that it took.
+        note: what was not reached, "" where all was.
+        groups: in the order of the forward pass.
+    """
+
+    budget: str
+    saved_bytes: int
+    plain_bytes: int
+    predicted: float
+    noise: float
+    noise_error: float
+    bias: float
+    bias_error: float
+    passes: int
+    note: str = ""
+    groups: tuple[FittedGroup, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        """How many times less is stored: ``plain_bytes / saved_bytes``."""
+        return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
+
+    @property
+    def harm(self) -> float:
+        """Measured noise and squared bias together, the latter no less than 0."""
+        return self.noise + max(0.0, self.bias)
+
+    def __str__(self) -> str:
+        """Return the table of layers, and what was measured of the whole."""
+        rows = [
+            (
+                group.source or "(model)",
+                str(group.readers),
+                "full" if group.bit_width > 8 else str(group.bit_width),
+                f"{group.saved_bytes / _MIB:.3f} MiB",
+                f"{group.noise:.2g}",
+            )
+            for group in self.groups
+        ]
+        total = ("total", "", "", f"{self.saved_bytes / _MIB:.3f} MiB", f"{self.predicted:.2g}")
+        table = text_table(("layer that packs", "readers", "bits", "stored", "noise"), rows, total, numbers=4)
+        return f"{table}\n\n{self.summary}"
+
+    @property
+    def summary(self) -> str:
+        """What was asked for, what is stored and what was measured, in one line, and what was not reached."""
+        text = (
+            f"{self.budget}: {self.saved_bytes / _MIB:.2f} of {self.plain_bytes / _MIB:.2f} MiB, "
+            f"{self.ratio:.1f} times less; noise {self.noise:.4f} ± {self.noise_error:.4f}, "
+            f"bias² {self.bias:.4f} ± {self.bias_error:.4f} (predicted together: {self.predicted:.4f}), "
+            "in units of minibatch noise"
+        )
+        return f"{text}\n{self.note}" if self.note else text
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return numbers and texts that JSON holds."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> FitReport:
+        """Return the report that :meth:`to_plain` wrote.
+
+        Raises:
+            TypeError: it is of another form.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(plain, dict) or plain.keys() != names or not isinstance(plain["groups"], list):
+            raise TypeError(f"report: accepted is an object with {', '.join(sorted(names))}")
+        return cls(**{**plain, "groups": tuple(FittedGroup(**each) for each in plain["groups"])})

@@ -1,0 +1,218 @@
+"""Bit widths of a model's layers: which ones must be equal, what they cost, and how they are set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from brevact.autograd import BackwardSettings, attach_region, has_region
+from brevact.autograd.hooks import regions_of
+from brevact.autograd.storage_report import DERIVED, PACKED
+from brevact.policy.rules import POLICY, modules_without_own_region
+from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
+from brevact.quantizers.philox import moved_seed, seed_value
+from brevact.reports.copies import copy_of
+from brevact.reports.memory import stored_ops
+from brevact.reports.memory_table import OpMemory
+
+BIT_WIDTHS = range(1, 9)
+_SHIFT = 0x9FB21C651E98DF25  # what the seeds of another draw are moved by
+
+
+class _Redrawn:
+    """A quantizer that rounds with other random bits than its plain kind does for the same seed, and is like it."""
+
+    plain: type
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        fields = [field.name for field in dataclasses.fields(self.plain) if field.init]
+        plain = self.plain(**{name: getattr(self, name) for name in fields})
+        return plain.quantize(x, moved_seed(seed_value(seed, x.device), _SHIFT))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RedrawnUniform(_Redrawn, UniformQuantizer):
+    plain = UniformQuantizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RedrawnSample(_Redrawn, SampleQuantizer):
+    plain = SampleQuantizer
+
+
+def has_width(settings: BackwardSettings | None) -> bool:
+    """Whether the bit width of settings may change: they round stochastically to evenly spaced levels."""
+    if settings is None or type(settings.quantizer) not in (UniformQuantizer, SampleQuantizer):
+        return False
+    quantizer = settings.quantizer
+    return quantizer.rounding is Rounding.STOCHASTIC and quantizer.bit_width <= BIT_WIDTHS[-1]
+
+
+class LayerWidths:
+    """The regions of a model's policy whose widths may change, by the names of their modules.
+
+    Each module gets a region of its own, with the settings of the one that it runs in otherwise.
+
+    Settings of one kind and width are one object, so that a run makes no more of them than there are widths.
+
+    Args:
+        model: module with a policy.
+        weights: where they are given, quantizers in buckets have a width a sample, with these factors.
+    """
+
+    def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
+        self.model = model
+        self._settings: dict[tuple[BackwardSettings, int, bool], BackwardSettings] = {}
+        self.base: dict[str, BackwardSettings] = {}
+        _attach_to_all(model)
+        for name, hook in _regions(model).items():
+            if has_width(hook.settings):
+                self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
+
+    def set(self, widths: Mapping[str, int], redrawn: Collection[str] = (), model: nn.Module | None = None) -> None:
+        """Give layers their widths.
+
+        Args:
+            widths: by the names of the modules; others keep theirs.
+            redrawn: those which round with other random bits.
+            model: a copy of the model; None for the model.
+        """
+        for name, hook in _regions(self.model if model is None else model).items():
+            if name in widths and name in self.base:
+                key = self.base[name], widths[name], name in redrawn
+                if key not in self._settings:
+                    self._settings[key] = _with_width(*key)
+                hook.settings = self._settings[key]
+
+    def stored(self, run: Callable[[nn.Module], Any], bit_width: int) -> tuple[OpMemory, ...]:
+        """Measure how each op stores its tensors where all layers have one width, on a copy of the model."""
+        copied = copy_of(self.model)
+        self.set(dict.fromkeys(self.base, bit_width), model=copied)
+        return stored_ops(copied, run)
+
+
+class Group(NamedTuple):
+    """Layers that have one width.
+
+    Args:
+        sources: layers that pack tensors: the same ones, or some that derive from each other's.
+        costs: bytes of these tensors, by the widths at which layers store what they do at the largest one.
+    """
+
+    sources: tuple[str, ...]
+    costs: Mapping[int, int]
+
+
+class Plan(NamedTuple):
+    """What widths are chosen from.
+
+    Args:
+        groups: layers of one width each.
+        readers: for layers that derive from groups and pack nothing, the numbers of these groups.
+        others: layers that neither pack nor derive.
+        fixed_bytes: bytes that do not depend on the widths.
+        uniform_bytes: bytes of all, by the width that all layers have.
+    """
+
+    groups: tuple[Group, ...]
+    readers: Mapping[str, tuple[int, ...]]
+    others: tuple[str, ...]
+    fixed_bytes: int
+    uniform_bytes: Mapping[int, int]
+
+    def of_layers(self, widths: Sequence[int]) -> dict[str, int]:
+        """The widths of layers for those of groups.
+
+        A layer that packs nothing has the least of those that it derives from, or of all: with more, what it reads
+        would not be good enough, and it would pack a tensor of its own.
+        """
+        found = dict.fromkeys(self.others, min(widths))
+        found |= {name: min(widths[number] for number in numbers) for name, numbers in self.readers.items()}
+        return found | {name: width for group, width in zip(self.groups, widths, strict=True) for name in group.sources}
+
+    def bytes_of(self, widths: Sequence[int]) -> int:
+        """Bytes of a training step with these widths of groups."""
+        return self.fixed_bytes + sum(group.costs[w] for group, w in zip(self.groups, widths, strict=True))
+
+
+def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
+    """Measure what widths cost, by a forward pass of a copy for each of the eight.
+
+    Args:
+        layers: of the model.
+        run: calls the model on a batch.
+    """
+    stored = {width: layers.stored(run, width) for width in BIT_WIDTHS}
+    widest = stored[BIT_WIDTHS[-1]]
+    group_of, readers = _grouped(widest, layers.base)
+    roots = list(dict.fromkeys(group_of.values()))
+    members = {root: tuple(name for name, of in group_of.items() if of == root) for root in roots}
+    of_readers = {name: tuple(roots.index(group_of[source]) for source in found) for name, found in readers.items()}
+    groups = []
+    for number, root in enumerate(roots):
+        names = {*members[root], *(name for name, numbers in of_readers.items() if number in numbers)}
+        same = [width for width in BIT_WIDTHS if _ways(stored[width], names) == _ways(widest, names)]
+        groups.append(Group(members[root], {width: _packed_bytes(stored[width], members[root]) for width in same}))
+    totals = {width: sum(row.saved_bytes for row in rows) for width, rows in stored.items()}
+    last = BIT_WIDTHS[-1]
+    others = tuple(name for name in layers.base if name not in group_of and name not in of_readers)
+    return Plan(tuple(groups), of_readers, others, totals[last] - sum(group.costs[last] for group in groups), totals)
+
+
+def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """For layers that pack, one of those that must have the same width; for others, those that they derive from."""
+    group_of = {row.layer: row.layer for row in ops if row.how == PACKED and row.layer in names}
+    derive: dict[str, list[str]] = {}
+    for row in ops:
+        if row.source in group_of and row.source != row.layer and row.layer in names:
+            if row.layer in group_of and row.how in (PACKED, DERIVED):
+                old, new = group_of[row.layer], group_of[row.source]
+                group_of = {name: new if of == old else of for name, of in group_of.items()}
+            elif row.how == DERIVED and row.source not in derive.setdefault(row.layer, []):
+                derive[row.layer].append(row.source)
+    return group_of, {name: found for name, found in derive.items() if found}
+
+
+def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
+    return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
+
+
+def _packed_bytes(ops: Sequence[OpMemory], names: Collection[str]) -> int:
+    return sum(row.saved_bytes for row in ops if row.layer in names and row.how == PACKED)
+
+
+def _regions(model: nn.Module) -> dict[str, Any]:
+    return {
+        name: hook for name, module in model.named_modules() for hook in regions_of(module) if hook.origin == POLICY
+    }
+
+
+def _attach_to_all(model: nn.Module) -> None:
+    """Attach a region to each module that has none, with the settings and the label of the module around it."""
+    found = _regions(model)
+    for name, module in modules_without_own_region(model):
+        around = found.get(name.rpartition(".")[0]) if name else None
+        if name not in found and around is not None and not has_region(module, POLICY):
+            attach_region(module, around.settings, POLICY, label=around.label)
+            found[name] = next(hook for hook in regions_of(module) if hook.origin == POLICY)
+
+
+def _by_samples(settings: BackwardSettings, weights: SampleWeights) -> BackwardSettings:
+    quantizer = settings.quantizer
+    if isinstance(quantizer, UniformQuantizer):
+        if quantizer.granularity is not Granularity.BUCKET or quantizer.bucket_size is None:
+            return settings
+        quantizer = SampleQuantizer(bit_width=quantizer.bit_width, bucket_size=max(8, quantizer.bucket_size))
+    return dataclasses.replace(settings, quantizer=dataclasses.replace(quantizer, weights=weights))
+
+
+def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) -> BackwardSettings:
+    quantizer = settings.quantizer
+    values = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
+    plain = type(quantizer)
+    kind: Any = {UniformQuantizer: _RedrawnUniform, SampleQuantizer: _RedrawnSample}[plain] if is_redrawn else plain
+    return dataclasses.replace(settings, quantizer=kind(**values | {"bit_width": bit_width}))

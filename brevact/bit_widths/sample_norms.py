@@ -1,0 +1,135 @@
+"""How large the gradients of a data set's samples are, remembered from one epoch to the next."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from brevact.quantizers.brief import brief
+from brevact.reports.batches import tensors_of
+
+#: Share of a sample's last norm in what is remembered of it. Source: ActNN, its published code.
+_NEW_SHARE = 0.5
+#: Forward passes that may wait for their backward pass.
+_MOST_BATCHES = 64
+
+
+class BatchNorms:
+    """Squared norms of the gradients that reach layers, for each sample of a batch.
+
+    Args:
+        indices: (N,) int64 indices of the samples.
+    """
+
+    def __init__(self, indices: Tensor) -> None:
+        self.indices = indices
+        self._total: Tensor | None = None
+        self._layers = 0
+
+    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: take the gradients of outputs that have a row for each sample."""
+        for x in tensors_of(output):
+            if x.requires_grad and x.dim() and len(x) == len(self.indices):
+                x.register_hook(self._add)
+
+    def mean(self) -> Tensor | None:
+        """The mean over layers, each in units of its mean over the batch: (N,) float32; None before backward."""
+        return None if self._total is None else (self._total / self._layers).cpu()
+
+    def _add(self, grad: Tensor) -> None:
+        squares = grad.detach().float().flatten(1).square().sum(1)
+        relative = squares / squares.mean()
+        self._total = relative if self._total is None else self._total.to(relative.device) + relative
+        self._layers += 1
+
+
+class SampleNorms:
+    """A number a sample, 1 in the mean over a batch; 0 for samples that have not been seen.
+
+    Source: ActNN, arXiv:2104.14129, section 4.3: the stale magnitude of the last epoch. Differs: one number a sample
+    for all layers, the mean of the squared norms that reach them; ActNN's is one a layer.
+
+    >>> norms = SampleNorms(4)
+    >>> norms.remember(torch.tensor([0, 1]), torch.tensor([1.0, 3.0]))
+    >>> norms.of(torch.tensor([0, 1, 2]))
+    tensor([1., 3., 2.])
+
+    Args:
+        samples: of the data set.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.values = torch.zeros(samples)
+        self._batches: collections.deque[BatchNorms] = collections.deque(maxlen=_MOST_BATCHES)
+
+    def of(self, indices: Tensor) -> Tensor:
+        """The norms of samples; the mean of the known ones for others, 1 where none is known.
+
+        Args:
+            indices: (N,) int64 indices.
+
+        Returns:
+            (N,) float32 squared norms.
+        """
+        known = self.values > 0
+        mean = self.values.sum() / known.sum() if known.any() else torch.ones(())
+        return torch.where(known[indices], self.values[indices], mean)
+
+    def begin(self, indices: Tensor) -> BatchNorms:
+        """Return what takes the gradients of a batch; they are remembered once its backward pass has run.
+
+        Args:
+            indices: (N,) int64 indices.
+        """
+        self._batches.append(BatchNorms(indices))
+        return self._batches[-1]
+
+    def finish(self) -> None:
+        """Remember the batches whose backward pass has run."""
+        for batch in list(self._batches):
+            squares = batch.mean()
+            if squares is not None:
+                self.remember(batch.indices, squares)
+                self._batches.remove(batch)
+
+    def remember(self, indices: Tensor, squares: Tensor) -> None:
+        """Mix new squared norms into those of before; what is not finite, or 0, changes nothing.
+
+        Args:
+            indices: (N,) int64 indices.
+            squares: (N,) float32 squared norms.
+        """
+        old = self.values[indices]
+        new = torch.where(old > 0, (1 - _NEW_SHARE) * old + _NEW_SHARE * squares, squares)
+        self.values[indices] = torch.where(squares.isfinite() & (squares > 0), new, old)
+
+    def reduce(self, device: torch.device) -> None:
+        """Give all ranks of a distributed run the mean of what those know that have seen a sample."""
+        parts = torch.stack((self.values, (self.values > 0).float())).to(device)
+        distributed.all_reduce(parts)
+        total, count = parts.cpu()
+        self.values = total / count.clamp(min=1)
+
+    def checked(self, indices: Any) -> Tensor:
+        """Indices of samples as an int64 tensor on the CPU.
+
+        Args:
+            indices: tensor or sequence of integers.
+
+        Raises:
+            TypeError: they are no integers.
+            ValueError: they are none, not of one dimension, or out of range.
+        """
+        accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
+        if not isinstance(indices, Tensor | Sequence) or isinstance(indices, str):
+            raise TypeError(f"indices: got {brief(indices)} of type {type(indices).__name__}; {accepted}")
+        found = torch.as_tensor(indices).cpu()
+        if found.numel() and (found.is_floating_point() or found.dtype is torch.bool):
+            raise TypeError(f"indices: got {brief(indices)}; {accepted}")
+        if found.dim() != 1 or not len(found) or found.min() < 0 or found.max() >= len(self.values):
+            raise ValueError(f"indices: got {brief(indices)}; {accepted}")
+        return found.long()

@@ -1,0 +1,1 @@
+"""Which backward quantizer applies where in a model."""

@@ -1,0 +1,165 @@
+"""What applies where in a model: `backward_policy`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from brevact.arguments import check_model
+from brevact.autograd import BackwardSettings
+from brevact.autograd.hooks import regions_of
+from brevact.injectors.proxies import is_quant_proxy
+from brevact.injectors.settings import described
+from brevact.injectors.slot import BackwardQuantProxy
+from brevact.policy.rules import POLICY, Assignment, source_text
+from brevact.reports.tables import text_table
+
+_OWN = "its own"
+
+
+@dataclass(frozen=True)
+class OpPolicy:
+    """What applies to an op inside a module, in place of what applies to the module.
+
+    Args:
+        op: name of the op: the torch functions that mean it have one rule.
+        rule: the policy's rule that names it, as text.
+        source: the backward quantizer by name.
+        settings: what the op stores; None for full precision.
+    """
+
+    op: str
+    rule: str
+    source: str
+    settings: BackwardSettings | None
+
+
+@dataclass(frozen=True)
+class ModulePolicy:
+    """What applies to one module.
+
+    Args:
+        module: qualified name of the module, "" for the model itself.
+        kind: class of the module.
+        rule: the policy's rule that matched it, as text; "its own" for a layer with ``act_quant=``; "" if none did
+            and it runs as its parent does.
+        source: the backward quantizer by name.
+        settings: what ops inside store; None for full precision.
+        ops: ops to which something else applies.
+    """
+
+    module: str
+    kind: str
+    rule: str
+    source: str
+    settings: BackwardSettings | None
+    ops: tuple[OpPolicy, ...] = ()
+
+
+@dataclass(frozen=True)
+class BackwardPolicy:
+    """Which backward quantizer applies where in a model.
+
+    ``print(policy)`` shows a tree: a module has a line if something else applies to it than to its parent, and so has,
+    below it, an op with a rule of its own.
+
+    >>> import torch.nn as nn, brevact
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), brevact.StochBackward2bit)
+    >>> print(brevact.backward_policy(model))
+    module   kind        modules  rule  backward quantizer
+    ------------------------------------------------------------------------------------
+    (model)  Sequential  3        '*'   StochBackward2bit: UniformQuantizer, bit_width=2
+
+    Args:
+        rows: what applies to each module, in the order of ``model.named_modules()``.
+    """
+
+    rows: tuple[ModulePolicy, ...]
+
+    def __str__(self) -> str:
+        """Return a line for the model, and one for each module that differs from its parent."""
+        shown: dict[str, ModulePolicy] = {}
+        counts: dict[str, int] = {}
+        above: dict[str, str] = {}
+        for row in self.rows:
+            parent = above.get(row.module.rpartition(".")[0]) if row.module else None
+            differs = parent is None or (shown[parent].settings, shown[parent].ops) != (row.settings, row.ops)
+            above[row.module] = row.module if differs or parent is None else parent
+            if differs:
+                shown[row.module] = row
+            counts[above[row.module]] = counts.get(above[row.module], 0) + 1
+        header = ("module", "kind", "modules", "rule", "backward quantizer")
+        cells = []
+        for row in shown.values():
+            name = "  " * (row.module.count(".") + 1) + row.module if row.module else "(model)"
+            cells.append((name, row.kind, str(counts[row.module]), row.rule or "-", quantizer_text(row)))
+            indent = " " * (len(name) - len(name.lstrip()) + 2)
+            around = shown[above[row.module.rpartition(".")[0]]] if row.module else None
+            cells += [(indent + op, "op", "-", *texts) for op, texts in _ops_that_differ(row, around).items()]
+        return text_table(header, cells)
+
+
+def backward_policy(model: nn.Module) -> BackwardPolicy:
+    """Return which backward quantizer applies to each module of a model.
+
+    >>> import torch.nn as nn, brevact
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    >>> model = brevact.quantize_backward(model, {nn.LayerNorm: None, "*": brevact.StochBackward2bit})
+    >>> [(row.module, row.rule, row.source) for row in brevact.backward_policy(model).rows]
+    [('', "'*'", 'StochBackward2bit'), ('0', "'*'", 'StochBackward2bit'), ('1', 'LayerNorm', 'full precision')]
+
+    Args:
+        model: module, with a policy, with layers that have a quantizer of their own, or with neither.
+
+    Returns:
+        What applies where; ``print`` it.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    check_model(model)
+    rows: list[ModulePolicy] = []
+    _describe(model, "", ModulePolicy("", "", "", source_text(None), None), rows)
+    return BackwardPolicy(tuple(rows))
+
+
+def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[ModulePolicy]) -> None:
+    """Append the rows of a module and of what is inside it."""
+    rule, source, settings, ops = "", parent.source, parent.settings, parent.ops
+    for hook in regions_of(module):  # the last one is entered last, and decides
+        settings = hook.settings
+        if hook.origin == POLICY:
+            rule, source, of_ops = hook.label
+        else:
+            rule, source = _OWN, source_text(None) if settings is None else type(settings.quantizer).__name__
+            of_ops = ()
+        of_functions = () if settings is None else settings.of_functions
+        ops = tuple(
+            OpPolicy(name, rule, source, each)
+            for (name, rule, source), (_, each) in zip(of_ops, of_functions, strict=False)
+        )
+        if settings is not None and settings.quantizer is None:
+            settings = None
+    row = ModulePolicy(name, type(module).__name__, rule, source, settings, ops)
+    rows.append(row)
+    for child_name, child in module.named_children():
+        if not (is_quant_proxy(child) or isinstance(child, BackwardQuantProxy)):
+            _describe(child, f"{name}.{child_name}" if name else child_name, row, rows)
+
+
+def _ops_that_differ(row: ModulePolicy, parent: ModulePolicy | None) -> dict[str, tuple[str, str]]:
+    """Return rule and quantizer, as texts, of the ops to which something else applies than in the parent."""
+    inside, around = (
+        {} if each is None else {op.op: (op.rule, quantizer_text(op)) for op in each.ops} for each in (row, parent)
+    )
+    of_module = row.rule or "-", quantizer_text(row)
+    return {op: inside.get(op, of_module) for op in {**around, **inside} if inside.get(op, of_module) != around.get(op)}
+
+
+def quantizer_text(row: ModulePolicy | OpPolicy | Assignment) -> str:
+    """Return a backward quantizer by name, with the settings that differ from its class's."""
+    if row.settings is None:
+        return row.source
+    text = described(row.settings, brief=True)
+    return text if text.startswith(row.source) else f"{row.source}: {text}"

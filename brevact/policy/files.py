@@ -1,0 +1,133 @@
+"""Policies as readable JSON: what is written, and what of a file is accepted.
+
+A file holds the package's version, rules in their order, and the layers that a fitted policy is for:
+
+    {"brevact": "0.1.0",
+     "rules": [{"types": ["torch.nn.LayerNorm"], "quantizer": "StochBackward4bit", "settings": {"bucket_size": 128}},
+               {"name": "*", "quantizer": "StochBackward2bit"}]}
+
+Names in it are looked up in closed lists: a file from a stranger runs no code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from brevact.bit_widths.fit_report import FitReport
+from brevact.injectors.saved_form import from_plain, to_plain
+from brevact.policy.keys import FIELDS, key_from_plain, key_to_plain
+from brevact.quantizers.brief import brief
+
+_TOP = ("brevact", "rules", "layers", "report")
+_OF_RULES = (*FIELDS, "quantizer", "settings")
+
+
+def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, report: FitReport | None, version: str) -> str:
+    """Return a policy as the text of a file.
+
+    Args:
+        rules: backward quantizers, or None, by rule.
+        layers: kinds of the modules that it was fitted for, by name; None for any.
+        report: what was measured of a fitted policy; None for others.
+        version: of the package.
+
+    Raises:
+        TypeError: a key or a quantizer is a user's own, which a file cannot name.
+    """
+    plain: dict[str, Any] = {"brevact": version}
+    plain["rules"] = [{**key_to_plain(key), **_quantizer(key, source)} for key, source in rules.items()]
+    if layers is not None:
+        plain["layers"] = dict(layers)
+    if report is not None:
+        plain["report"] = report.to_plain()
+    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in plain.items()]
+    return "{\n  " + ",\n  ".join(lines) + "\n}\n"
+
+
+def _quantizer(key: Any, source: Any) -> dict[str, Any]:
+    try:
+        return to_plain(source)
+    except TypeError as error:
+        raise TypeError(f"policy rule {json.dumps(key_to_plain(key))}: {error}") from error
+
+
+def _lines(value: Any) -> str:
+    """Return JSON with one line for each item of the outermost list or object."""
+    if not value or not isinstance(value, list | dict):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
+    return "{\n    " + ",\n    ".join(f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "\n  }"
+
+
+def read(path: str | os.PathLike[str], version: str) -> tuple[Any, ...]:
+    """Return rules, layers and report of a file.
+
+    Args:
+        path: of the file.
+        version: of the package, for the error of a file that another one wrote.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it holds no policy, or names something that is not known here.
+    """
+    with open(path, encoding="utf-8") as file:
+        try:
+            content = json.load(file, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{os.fspath(path)} holds no policy: {error}; Policy.save writes one") from error
+    if not isinstance(content, dict) or not {"brevact", "rules"} <= {*content}:
+        raise ValueError(f"{os.fspath(path)} holds no policy: {brief(content)}; Policy.save writes one")
+    of_other = content["brevact"] != version
+    note = f" (written by brevact {content['brevact']}; this is {version})" if of_other else ""
+    try:
+        _check_fields(content, _TOP)
+        report = content.get("report")
+        report = None if report is None else FitReport.from_plain(report)
+        return _rules(content["rules"]), _layers(content.get("layers")), report
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)}{note}: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r} stands in one object twice")
+    return found
+
+
+def _rules(entries: Any) -> dict[Any, Any]:
+    if not isinstance(entries, list):
+        raise TypeError(f"rules: got {brief(entries)}; accepted is a list")
+    rules: dict[Any, Any] = {}
+    for number, entry in enumerate(entries, 1):
+        try:
+            if not isinstance(entry, dict) or "quantizer" not in entry:
+                raise TypeError(f'got {brief(entry)}; accepted is an object with "quantizer" and one of {FIELDS}')
+            _check_fields(entry, _OF_RULES)
+            key, source = key_from_plain(entry), from_plain(entry)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rule {number}: {error}") from error
+        if key in rules:
+            raise ValueError(f"rule {number}: an earlier rule is for the same; leave one of them out")
+        rules[key] = source
+    return rules
+
+
+def _layers(layers: Any) -> dict[str, str] | None:
+    if layers is None or (isinstance(layers, dict) and all(isinstance(kind, str) for kind in layers.values())):
+        return layers
+    raise TypeError(f"layers: got {brief(layers)}; accepted is an object of kinds of modules by name")
+
+
+def _check_fields(entry: Mapping[str, Any], accepted: tuple[str, ...]) -> None:
+    for name in entry:
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"unknown field {name!r}; {hint}Accepted: {', '.join(accepted)}")

@@ -1,0 +1,111 @@
+"""Keys of a policy's rules as plain values that JSON holds, and back: names of closed lists, and name patterns."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from brevact.autograd.op_names import OP_NAMES
+from brevact.nn.layer_types import LAYER_TYPES
+from brevact.policy.predicates import computes_attention, is_activation_function, is_norm, is_rectified
+from brevact.policy.rules import are_module_types, ops_of
+from brevact.quantizers.brief import brief
+
+#: Functions of a name and a module, by the path under which users know them.
+PREDICATES: dict[str, Callable[[str, nn.Module], bool]] = {
+    f"brevact.policy.attach.presets.{each.__name__}": each
+    for each in (computes_attention, is_activation_function, is_norm, is_rectified)
+}
+#: What a rule may be for, by the name of its field.
+FIELDS = ("name", "types", "functions", "predicate")
+
+
+def key_to_plain(key: Any) -> dict[str, Any]:
+    """Return the key of a rule as a field and its value.
+
+    >>> import torch.nn.functional as F
+    >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
+    ({'types': ['torch.nn.Conv2d']}, {'functions': ['cross_entropy']}, {'name': 'blocks.*'})
+
+    Args:
+        key: of the rules that ``quantize_backward`` takes.
+
+    Raises:
+        TypeError: it is a type of layers of another library, or a function of the user's.
+    """
+    if isinstance(key, str):
+        return {"name": key}
+    if ops_of(key):
+        return {"functions": list(ops_of(key))}
+    if are_module_types(key):
+        names = {kind: name for name, kind in LAYER_TYPES.items()}
+        kinds = key if isinstance(key, tuple) else (key,)
+        return {"types": [names[kind] if kind in names else _refuse_type(kind) for kind in kinds]}
+    for name, predicate in PREDICATES.items():
+        if key is predicate:
+            return {"predicate": name}
+    raise TypeError(
+        f"policy rule {getattr(key, '__qualname__', brief(key))} is a function of yours, which a file cannot hold; "
+        f"accepted functions are {', '.join(PREDICATES)}; write name patterns in its place: "
+        "{name: quantizer for name, module in model.named_modules() if rule(name, module)}"
+    )
+
+
+def key_from_plain(entry: Mapping[str, Any]) -> Any:
+    """Return the key that :func:`key_to_plain` wrote.
+
+    Args:
+        entry: exactly one of the fields "name", "types", "functions" and "predicate"; others are not looked at.
+
+    Raises:
+        TypeError: the value is of another type than the field holds.
+        ValueError: there is none of these fields, or more than one; or a name is not known.
+    """
+    given = [field for field in FIELDS if field in entry]
+    if len(given) != 1:
+        raise ValueError(f"got {', '.join(given) or 'none'} of {', '.join(FIELDS)}; accepted is exactly one")
+    (field,) = given
+    value = entry[field]
+    if field in ("name", "predicate") and isinstance(value, str):
+        return value if field == "name" else _find(value, PREDICATES, "predicate")
+    if field in ("types", "functions") and isinstance(value, list) and value:
+        table = LAYER_TYPES if field == "types" else _FUNCTIONS
+        found = tuple(_find(each, table, field.removesuffix("s")) for each in value)
+        return found if len(found) > 1 else found[0]
+    accepted = "a string" if field in ("name", "predicate") else "a list of names"
+    raise TypeError(f"{field}: got {brief(value)} of type {type(value).__name__}; accepted is {accepted}")
+
+
+def _functions() -> dict[str, Callable]:
+    """Return a torch function of each op, that of the op's own name where there is one."""
+    found: dict[str, Callable] = {}
+    for func, op in OP_NAMES.items():
+        if op not in found or func.__name__ == op != found[op].__name__:
+            found[op] = func
+    return found
+
+
+_FUNCTIONS = _functions()
+
+
+def _find(name: Any, known: Mapping[str, Any], what: str) -> Any:
+    if isinstance(name, str) and name in known:
+        return known[name]
+    raise ValueError(f"{what} {brief(name)} is not known here; {_nearest(str(name), known)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    by_last: dict[str, str] = {each.rpartition(".")[2]: each for each in known}
+    near = difflib.get_close_matches(name.rpartition(".")[2], by_last, n=3, cutoff=0.4)
+    return "nearest: " + ", ".join(by_last[each] for each in near or sorted(by_last)[:3])
+
+
+def _refuse_type(kind: type) -> str:
+    raise TypeError(
+        f"policy rule {kind.__module__}.{kind.__qualname__} cannot be saved: a file names types of torch.nn, "
+        "brevitas.nn and brevact.nn alone, so that it runs no code; write name patterns in its place: "
+        f"{{name: quantizer for name, module in model.named_modules() if isinstance(module, {kind.__name__})}}"
+    )

@@ -1,0 +1,137 @@
+"""Policies: rules that models of one kind share, saved and loaded; and those that are shipped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn import functional as F
+
+from brevact.autograd.settings import bits_of
+from brevact.bit_widths.fit_report import FitReport
+from brevact.injectors import StochBackward2bit, StochBackward3bit, StochBackward4bit, StochBackward6bit
+from brevact.injectors.settings import BackwardQuantizer
+from brevact.policy import files as policy_files
+from brevact.policy.description import quantizer_text
+from brevact.policy.predicates import computes_attention as computes_attention
+from brevact.policy.predicates import is_activation_function as is_activation_function
+from brevact.policy.predicates import is_norm, is_rectified
+from brevact.policy.rules import assignment_of, check_rules, ops_of
+from brevact.reports.tables import text_table
+from brevact.version import __version__
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Ordered rules for models of one kind, some of which a model may leave without a match.
+
+    ``print(policy)`` is a table of the rules.
+
+    >>> import torch.nn as nn, torch.nn.functional as F, brevact
+    >>> finer = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit,
+    ...                         F.cross_entropy: brevact.StochBackward8bit})
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.LayerNorm(8)), finer)
+    >>> print(finer)
+    rule           for   bits  backward quantizer
+    ---------------------------------------------------------------------------
+    LayerNorm      type  4     StochBackward4bit: UniformQuantizer, bit_width=4
+    RMSNorm        type  4     StochBackward4bit: UniformQuantizer, bit_width=4
+    cross_entropy  op    8     StochBackward8bit: UniformQuantizer, bit_width=8
+
+    Args:
+        rules: mapping from module types, torch functions, name patterns or functions to backward quantizers, as
+            :func:`brevact.quantize_backward` takes it. Unlike there, a rule may match nothing; all of them may not.
+        layers: kinds of the modules that it was fitted for, by name: a model with others is refused. None for any.
+        report: what :func:`brevact.fit` measured; None for a policy that it did not make.
+
+    Raises:
+        TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.
+        ValueError: there are no rules.
+    """
+
+    rules: Mapping[Any, BackwardQuantizer | None]
+    layers: Mapping[str, str] | None = None
+    report: FitReport | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        check_rules(self.rules, "rules")
+        for key, source in self.rules.items():
+            assignment_of(key, source)
+
+    def __str__(self) -> str:
+        """Return a table of the rules, and what was measured of a fitted policy."""
+        rows = []
+        for key, source in self.rules.items():
+            found = assignment_of(key, source)
+            bits = 0 if found.settings is None else bits_of(found.settings.quantizer)
+            rows.append((found.rule, _kind_of(key), str(bits or "-"), quantizer_text(found)))
+        table = text_table(("rule", "for", "bits", "backward quantizer"), rows)
+        return table if self.report is None else f"{table}\n\n{self.report.summary}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy as JSON, with the version of the package.
+
+        Rules for names, for types of torch.nn, brevitas.nn and brevact.nn, for torch functions and for the functions of
+        ``brevact.policy.predicates`` can be saved, with quantizers of brevact and brevitas.quant and their settings. What a
+        Brevitas quantizer has collected is not part of a policy.
+
+        >>> import brevact, tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "policy.json")
+        >>> brevact.CONV_NET.save(path)
+        >>> brevact.Policy.load(path) == brevact.CONV_NET
+        True
+
+        Args:
+            path: file to write.
+
+        Raises:
+            TypeError: a rule is a function of yours or a type of another library; a quantizer, or one of its settings,
+                is a class or an object of your own. No file is written.
+        """
+        text = policy_files.written(self.rules, self.layers, self.report, __version__)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Policy:
+        """Return the policy that :meth:`save` wrote. Names in the file are those of closed lists: it runs no code.
+
+        Args:
+            path: file to read.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it holds no policy, or fields, types, functions, quantizers or settings that are not known here.
+        """
+        return cls(*policy_files.read(path, __version__))
+
+
+def _kind_of(key: Any) -> str:
+    if isinstance(key, str):
+        return "name"
+    if ops_of(key):
+        return "op"
+    return "type" if isinstance(key, type | tuple) else "function"
+
+
+#: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need; at 3 bits where the
+#: activation functions are piecewise linear, whose chains are unbiased at any width. Query and key, which are
+#: exponentiated, and the probabilities of a loss have 6. Noise and bytes of it are in docs/noise.md.
+DEFAULT = Policy(
+    {
+        F.cross_entropy: StochBackward6bit,
+        is_rectified: StochBackward3bit,
+        "": StochBackward4bit.let(score_bit_width=6),
+    }
+)
+
+#: For convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2.
+CONV_NET = Policy({(*CONVOLUTIONS, nn.Linear): StochBackward3bit, is_norm: StochBackward3bit, "*": StochBackward2bit})
+
+#: For transformers: norms, which read the residual stream with its outliers, and the loss at 4 bits, the rest at 2.
+TRANSFORMER = Policy({is_norm: StochBackward4bit, F.cross_entropy: StochBackward4bit, "*": StochBackward2bit})

@@ -1,0 +1,1 @@
+"""What backward quantization stores of a model, and what it does to its gradients: measured."""

@@ -1,0 +1,184 @@
+"""Gradients of a model that stays as it was, and what a loss must be for that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brevact.autograd.seeds import seeded
+from brevact.quantizers.brief import brief
+from brevact.quantizers.checks import check_int
+from brevact.reports.copies import uncompiled
+
+#: Gradients of parameters, in their order.
+Gradients = Sequence[Tensor]
+Loss = Callable[[Any, Any], Tensor]
+
+#: Two exact gradients of one batch that differ by more than this part of their norm are those of two functions.
+MOST_DIFFERENCE = 1e-2
+
+
+def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization: int | None = None) -> Gradients:
+    """Return the gradients of the parameters that train; buffers stay as they are.
+
+    Args:
+        model: module, whose gradients are None afterwards.
+        batch: what ``loss`` takes.
+        loss: takes the model and a batch, and returns a scalar.
+        seed: of torch's generators, for what the model draws.
+        quantization: seed of its quantizers; None lets them draw from torch's generator.
+    """
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    ]
+    model.zero_grad(set_to_none=True)
+    _seed_generators(seed)
+    try:
+        with nullcontext() if quantization is None else seeded(quantization):
+            value = loss(model, batch)
+            _check_value(value)
+            value.backward()
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, old in before:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, old):  # norms of torch's change theirs behind the version's back
+                    buffer.copy_(old)
+    found = [p.grad for p in model.parameters() if p.requires_grad]
+    if all(grad is None for grad in found):
+        raise ValueError(
+            "loss: no parameter of the model gets a gradient; compute it with the model that is passed, which may be a "
+            "copy: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+        )
+    model.zero_grad(set_to_none=True)
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(trained, found, strict=True)]
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed torch's generators; not those of CUDA where it has not started, which would begin with this seed then."""
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def squared_norm(found: Gradients) -> float:
+    """Sum of the squares of gradients."""
+    return sum(float(grad.double().square().sum()) for grad in found)
+
+
+def squared_distance(found: Gradients, other: Gradients) -> float:
+    """Sum of the squares of the differences of gradients."""
+    return sum(float((a.double() - b).square().sum()) for a, b in zip(found, other, strict=True))
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Run a block that trains a model; gradients, training mode and torch's generators are afterwards as before.
+
+    Args:
+        model: with parameters that train, or else a ValueError says so.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        count = sum(1 for _ in model.parameters())
+        raise ValueError(
+            f"model: none of the {count} parameters of {type(model).__name__} requires a gradient, so that "
+            "quantization has nothing to change; call model.requires_grad_()"
+        )
+    before = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with uncompiled(), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            if not model.training:
+                model.train()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, grad in before:
+            parameter.grad = grad
+
+
+def _check_value(value: Any) -> None:
+    fix = "return a scalar tensor: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss: returned {brief(value)} of type {type(value).__name__}; {fix}")
+    if value.numel() != 1:
+        raise ValueError(f"loss: returned a tensor of shape {tuple(value.shape)}; {fix}, or its mean()")
+    if not value.requires_grad:
+        raise ValueError(
+            "loss: returned a tensor that requires no gradient; compute it with the model that is passed, without "
+            "detach(), item() and torch.no_grad()"
+        )
+    if not bool(value.isfinite()):
+        raise ValueError(f"loss: returned {float(value.detach())}; noise is measured where losses are finite")
+
+
+def check_repeats(first: Gradients, second: Gradients) -> None:
+    """Raise for a loss whose exact gradient of a batch differs from one pass to the next.
+
+    Args:
+        first: gradients of the batch.
+        second: those of another pass.
+    """
+    norm = math.sqrt(squared_norm(first))
+    difference = math.sqrt(squared_distance(first, second))
+    if not math.isfinite(norm):
+        raise ValueError("loss: the gradient of the first batch is not finite; noise is measured where gradients are")
+    if not difference <= MOST_DIFFERENCE * norm:
+        raise ValueError(
+            f"loss: two exact gradients of the first batch, of norm {norm:.2g}, differ by {difference:.2g}, which "
+            "would count as noise of quantization. Random numbers of torch's generators are the same in all passes "
+            "of a batch; draw others (of random, numpy, a generator of its own) beforehand, into the batches"
+        )
+
+
+def check_batches(batches: Any, call: str) -> None:
+    """Raise for batches that cannot be gone through again, or for none.
+
+    Args:
+        batches: what the user passed.
+        call: how the function is called.
+    """
+    if isinstance(batches, str | bytes | Tensor) or not isinstance(batches, Sequence):
+        raise TypeError(
+            f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a list of batches, each what "
+            f"the loss takes; a few of a data loader: {call} with batches = list(itertools.islice(loader, 4))"
+        )
+    if not batches:
+        raise ValueError("batches: got none; accepted are at least 2, or 1 for figures relative to its gradient")
+
+
+def check_loss(loss: Any) -> None:
+    """Raise for a loss that is no function of a model and a batch.
+
+    Args:
+        loss: what the user passed.
+    """
+    if not callable(loss) or isinstance(loss, nn.Module | type):
+        raise TypeError(
+            f"loss: got {brief(loss)} of type {type(loss).__name__}; accepted is a function of the model and a batch: "
+            "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+        )
+
+
+def check_draws(draws: Any, name: str = "draws") -> None:
+    """Raise for a number of draws of which no variance can be estimated.
+
+    Args:
+        draws: what the user passed.
+        name: of the argument.
+    """
+    check_int(name, draws)
+    if draws < 2:
+        raise ValueError(f"{name}={draws}; accepted is an int of at least 2, of which a variance can be estimated")

@@ -1,0 +1,219 @@
+"""What backward quantization does to the gradients of a model, layer by layer, measured: `gradient_report`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brevact.arguments import check_model
+from brevact.autograd import detach_region
+from brevact.policy.attach import quantize_backward
+from brevact.policy.rules import POLICY
+from brevact.quantizers.brief import brief
+from brevact.reports.batches import without_surroundings
+from brevact.reports.chains import Chain, chains_of
+from brevact.reports.copies import copy_of
+from brevact.reports.gradient_noise import (
+    Estimate,
+    ExactGradients,
+    exact_gradients,
+    gradient_noise,
+    in_units,
+    noise_of_batches,
+)
+from brevact.reports.gradient_passes import Loss, as_it_was, check_batches, check_draws, check_loss
+from brevact.reports.gradient_table import GradientReport, LayerNoise
+from brevact.reports.isolation import Isolation
+from brevact.reports.memory import BY_DEFAULT, memory_of
+from brevact.reports.memory_table import MemoryReport
+from brevact.reports.progress import progress_bar
+from brevact.reports.weight_errors import layers_with_formula, weight_errors
+
+#: Ways to the rows of a report.
+LAYERS = ("measured", "estimated", None)
+UNKNOWN = Estimate(math.nan, math.nan)
+
+
+def gradient_report(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss: Loss,
+    policy: Any = None,
+    draws: int = 8,
+    *,
+    layers: str | None = "measured",
+    layer_draws: int = 2,
+    progress: bool = True,
+) -> GradientReport:
+    """Measure what backward quantization does to the gradients of a model, all in all and layer by layer.
+
+    With g_b the exact gradient of batch b, all weights in one vector, h the same with backward quantization, and E the
+    mean over the seeds of stochastic rounding:
+
+        noise = mean_b E |h_b - E h_b|^2 / V,    bias = mean_b |E h_b - g_b|^2 / V,    V = variance of g_b over batches
+
+    so that noise 1 is what halving the batch adds to a step. Both are estimated without bias. The row of a layer has
+    what the tensors cause that it packs, there and in the layers that derive theirs from them: with all others at 8
+    bits, whose noise is subtracted. Beside it stands the part that comes through weight gradients of linear layers and
+    convolutions, from a closed form (:mod:`brevact.weight_errors`).
+
+    It runs a copy of the model, in training mode, with the same random numbers of torch's (dropout) in all passes of a
+    batch. For B batches and L rows, 1 + B + B draws passes give the whole, 1 + B more the estimates, and
+    (L + 1) B layer_draws more the rows. Held are the gradients of all batches.
+
+    >>> import torch, brevact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    >>> model = brevact.quantize_backward(model)
+    >>> batches = [torch.randn(64, 64) for _ in range(3)]
+    >>> report = brevact.gradient_report(model, batches, lambda model, batch: (model(batch) - 1).square().mean())
+    >>> report.noise > 0, report.passes
+    (True, 50)
+    >>> [(row.layer, row.readers, row.bit_widths, row.saved_bytes) for row in report.rows]
+    [('0', (), (4,), 2096), ('1', ('2',), (6,), 3120)]
+
+    Args:
+        model: module, with or without backward quantization.
+        batches: a few of them, at least two; of one, figures are relative to the squared norm of its gradient, and
+            have no standard errors. Each is what ``loss`` takes.
+        loss: takes the model (a copy of it) and a batch, and returns a scalar that is the mean over the batch.
+        policy: what ``quantize_backward`` takes, in place of the policy in force; None for that one, or, in a model
+            that has none, for the default.
+        draws: seeds a batch for the whole, at least 2.
+        layers: "measured", with estimates; "estimated" for those alone; None for neither.
+        layer_draws: seeds a batch for each row, at least 2.
+        progress: whether a bar appears when it takes longer than some seconds, where tqdm is installed.
+
+    Returns:
+        The report: ``print`` it, or use ``to_csv`` and ``plot``.
+
+    Raises:
+        TypeError: ``model`` is no module, ``batches`` no list, ``loss`` no function, or what it returns no tensor.
+        ValueError: there are no batches, or too few draws; the model cannot be copied, or has no parameters that
+            train; the loss is no scalar, is not finite, does not use the model, or draws random numbers of its own;
+            the gradients of all batches are equal; or the policy does not fit.
+    """
+    _check(model, batches, loss, layers)
+    check_draws(draws)
+    check_draws(layer_draws, "layer_draws")
+    changed, memory = _with_policy(model, batches[0], loss, policy)
+    chains = chains_of(memory)
+    is_estimated, is_measured = layers is not None and bool(chains), layers == "measured" and bool(chains)
+    passes = 1 + len(batches) * (1 + draws) + is_estimated * (1 + len(batches))
+    passes += is_measured * (len(chains) + 1) * len(batches) * layer_draws
+    with progress_bar("gradient_report", passes, progress) as on_pass:
+        exact = exact_gradients(changed, batches, loss, on_pass)
+        whole = gradient_noise(changed, batches, loss, exact, draws, on_pass)
+        measurement = _Measurement(changed, batches, loss, exact, on_pass)
+        estimates = measurement.estimates(chains) if is_estimated else {}
+        figures, notes = measurement.of_chains(chains, layer_draws) if is_measured else ({}, [])
+    kinds = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
+    rows = []
+    for chain in chains:
+        noise, bias = figures.get(chain.source, (UNKNOWN, UNKNOWN))
+        found = *noise, *bias, *estimates.get(chain.source, UNKNOWN)
+        of_chain = chain.readers, chain.bit_widths, chain.saved_bytes
+        rows.append(LayerNoise(chain.source, kinds[chain.source], *of_chain, *found))
+    return GradientReport(
+        rows=tuple(rows),
+        noise=whole.noise.value,
+        noise_error=whole.noise.error,
+        bias=whole.bias.value,
+        bias_error=whole.bias.error,
+        saved_bytes=memory.saved_bytes,
+        plain_bytes=memory.plain_bytes,
+        unit=exact.unit.value,
+        is_relative=exact.is_relative,
+        batches=len(batches),
+        draws=draws,
+        passes=passes,
+        notes=tuple(note for note in (memory.note, *notes) if note),
+    )
+
+
+class _Measurement:
+    """What chains of a model do to its gradients.
+
+    Args:
+        model: copy with backward quantization.
+        batches: those of ``exact``.
+        loss: takes the model and a batch, and returns a scalar.
+        exact: gradients without quantization.
+        on_pass: called after each pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        loss: Loss,
+        exact: ExactGradients,
+        on_pass: Callable[[], object],
+    ) -> None:
+        self._model, self._batches, self._loss, self._exact, self._on_pass = model, batches, loss, exact, on_pass
+
+    def estimates(self, chains: Sequence[Chain]) -> dict[str, Estimate]:
+        """Return the noise that comes through weight gradients with a closed form, by the sources of chains.
+
+        That of a layer that derives from several chains counts for each of them in equal parts.
+        """
+        sources: dict[str, list[str]] = {}
+        for chain in chains:
+            for layer in chain.layers:
+                sources.setdefault(layer, []).append(chain.source)
+        found: dict[str, Tensor] = {}
+        with as_it_was(self._model):
+            seed, _ = self._exact.seeds_of(0)
+            layers = layers_with_formula(self._model, self._batches[0], self._loss, seed)
+            self._on_pass()
+            for index, batch in enumerate(self._batches):
+                errors = weight_errors(self._model, layers, batch, self._loss, *self._exact.seeds_of(index))
+                self._on_pass()
+                for layer in errors.keys() & sources.keys():
+                    for source in sources[layer]:
+                        of_batches = found.setdefault(source, torch.zeros(len(self._batches), dtype=torch.float64))
+                        of_batches[index] += errors[layer] / len(sources[layer])
+        return {source: in_units(of_batches, self._exact.unit) for source, of_batches in found.items()}
+
+    def of_chains(self, chains: Sequence[Chain], draws: int) -> tuple[dict[str, tuple[Estimate, Estimate]], list[str]]:
+        """Return noise and bias of each chain alone, by its source, and notes; the model's regions are changed."""
+        isolation = Isolation(self._model)
+        fine_B, _ = self._with_only(isolation, (), draws)
+        found, left = {}, []
+        for chain in chains:
+            noise_B, bias_B = self._with_only(isolation, chain.layers, draws)
+            if isolation.has_region(chain.source):
+                found[chain.source] = in_units(noise_B - fine_B, self._exact.unit), in_units(bias_B, self._exact.unit)
+            else:
+                left.append(chain.source or "(model)")
+        note = f"In {', '.join(left)} the code of the model itself sets a region: measured in the total only."
+        return found, [note] if left else []
+
+    def _with_only(self, isolation: Isolation, layers: Sequence[str], draws: int) -> Tensor:
+        isolation.restrict_to(layers)
+        return noise_of_batches(self._model, self._batches, self._loss, self._exact, draws, self._on_pass)
+
+
+def _with_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> tuple[nn.Module, MemoryReport]:
+    """Return a copy of a model with the policy that is measured, and what it stores."""
+    changed = copy_of(model)
+    if policy is not None:
+        for module in changed.modules():
+            detach_region(module, POLICY)
+        quantize_backward(changed, policy)
+    batch = without_surroundings(batch)
+    memory = memory_of(changed, lambda measured: loss(measured, batch), batch)
+    if memory.note == BY_DEFAULT:
+        quantize_backward(changed)
+    return changed, memory
+
+
+def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:
+    check_model(model, "gradient_report(model, batches, loss)", batches)
+    check_batches(batches, "gradient_report(model, batches, loss)")
+    check_loss(loss)
+    if layers not in LAYERS:
+        raise ValueError(f"layers={brief(layers)}; accepted are {', '.join(map(repr, LAYERS))}")

@@ -1,0 +1,108 @@
+"""One chain of a model at a time as its policy says, everything else at 8 bits: whose noise it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from brevact.autograd import BackwardSettings, attach_region
+from brevact.autograd.hooks import regions_of
+from brevact.injectors import BackwardQuantProxy
+from brevact.injectors.proxies import is_quant_proxy
+from brevact.policy.rules import POLICY
+from brevact.quantizers import Rounding, UniformQuantizer
+
+#: Of what is not to be heard: its variance is a 289th of that of 4 bits.
+FINE_BIT_WIDTH = 8
+
+
+class Isolation:
+    """Lets some layers of a model store what its policy says, and all others the same at 8 bits.
+
+    Not at full precision: the same tensors are packed, and the same derive, as under the policy.
+
+    Args:
+        model: module with backward quantization; it is changed for good, so pass a copy.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._regions: list[tuple[Any, nn.Module, BackwardSettings | None, BackwardSettings | None]] = []
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._enter(model, None, set())
+
+    def _enter(self, module: nn.Module, around: BackwardSettings | None, seen: set[nn.Module]) -> None:
+        """Give each module a region of its own, which stores what the one around it does where it had none."""
+        if module in seen or is_quant_proxy(module) or isinstance(module, BackwardQuantProxy):
+            return
+        seen.add(module)
+        if not regions_of(module) and around is not None:
+            attach_region(module, around, POLICY)
+        for hook in regions_of(module):
+            self._regions.append((hook, module, hook.settings, fine(hook.settings)))
+            around = hook.settings  # the last one decides
+        for child in module.children():
+            self._enter(child, around, seen)
+
+    def has_region(self, layer: str) -> bool:
+        """Return whether a region of a module decides on what a layer stores, and not one in the code of the model."""
+        module = self._modules[layer]
+        return any(each is module for _, each, _, _ in self._regions)
+
+    def restrict_to(self, layers: Collection[str]) -> None:
+        """Let these layers store what the policy says, and all others the same at 8 bits.
+
+        Args:
+            layers: qualified names of modules; what is inside them is not meant.
+        """
+        chosen = {self._modules[layer] for layer in layers}
+        for hook, module, settings, finer in self._regions:
+            hook.settings = settings if module in chosen else finer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn(UniformQuantizer):
+    """Stores at 8 bits what another quantizer would store: what derives from what, and from how many bits, stays.
+
+    Args:
+        stands_for: the other quantizer.
+    """
+
+    stands_for: Any = None
+
+
+def _finer(quantizer: Any) -> Any:
+    """Return what stands in for a quantizer; for a module, whose tensors no cache may hold, one on its own."""
+    form: dict[str, Any] = {"rounding": Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST}
+    if isinstance(quantizer, nn.Module):
+        return UniformQuantizer(bit_width=FINE_BIT_WIDTH, **form)
+    if isinstance(quantizer, UniformQuantizer):
+        form = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
+    return StandIn(**(form | {"bit_width": FINE_BIT_WIDTH, "stands_for": quantizer}))
+
+
+def fine(settings: BackwardSettings | None) -> BackwardSettings | None:
+    """Return settings that store the same tensors at 8 bits, evenly spaced; what is exact stays.
+
+    >>> import brevact
+    >>> fine(BackwardSettings(brevact.quantizer(brevact.NearestBackward2bit))).quantizer.bit_width
+    8
+
+    Args:
+        settings: of a region; None for full precision.
+    """
+    if settings is None:
+        return None
+    quantizer = settings.quantizer
+    if quantizer is not None and not (settings.is_exact or settings.is_lossless):
+        quantizer = _finer(quantizer)
+    return dataclasses.replace(
+        settings,
+        quantizer=quantizer,
+        residual_bit_width=max(FINE_BIT_WIDTH, settings.residual_bit_width),
+        score_bit_width=FINE_BIT_WIDTH,
+        of_functions=tuple((name, fine(each)) for name, each in settings.of_functions),
+    )

@@ -1,0 +1,241 @@
+"""What a model stores for backward, measured: `memory_report`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from brevact.arguments import check_model
+from brevact.autograd import region, regions_disabled
+from brevact.autograd.hooks import regions_of
+from brevact.autograd.storage_report import DERIVED, NO_QUANTIZER, PACKED, recording
+from brevact.autograd.storages import storage_address
+from brevact.injectors.proxies import is_quant_proxy
+from brevact.policy.attach import quantize_backward
+from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
+from brevact.reports.copies import copy_of, uncompiled
+from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
+
+__all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
+#: Note of a report.
+BY_DEFAULT = "The model has no backward quantizer: stored is what brevact.quantize_backward(model) would store."
+
+
+def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any]) -> MemoryReport:
+    """Measure what one training forward pass of a model stores for backward, each storage once.
+
+    Runs a copy of the model on the batch twice, as it is and with its backward quantizers switched off, and adds up
+    the storages that autograd keeps, without parameters and buffers. A model that has no backward quantizer is measured
+    as ``quantize_backward(model)`` would let it store; by the rules ``{"*": None}`` it has one, full precision. Model,
+    gradients and random generators stay untouched. An input that is stored as it is counts by its own bytes, also where
+    it is a slice of a larger tensor; the caller holds it anyway. What a checkpointed function will compute again does
+    not count. What ``torch.compile`` made is measured as it runs without the compiler.
+
+    >>> import torch, brevact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+    >>> model = brevact.quantize_backward(model, brevact.NearestBackward4bit)
+    >>> report = brevact.memory_report(model, torch.randn(64, 64))
+    >>> report.plain_bytes, report.saved_bytes  # of the input and of the ReLU's output
+    (32768, 2608)
+    >>> print(brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(64, 64)).note)
+    The model has no backward quantizer: stored is what brevact.quantize_backward(model) would store.
+
+    Args:
+        model: module, with or without backward quantization; measured in training mode.
+        batch: what the model is called with, targets left out: a tensor, a tuple or list of positional arguments, or
+            a mapping of keyword arguments.
+
+    Returns:
+        The report: a row a layer, and how each op stored its tensors.
+
+    Raises:
+        TypeError: ``model`` is no module; ``batch`` is a data loader, or no arguments that the model takes.
+        ValueError: ``model`` cannot be copied.
+    """
+    check_model(model, "memory_report(model, batch)", batch)
+    args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
+    with explained(batch, arguments):
+        return memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
+
+
+def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
+    """Measure what a training forward pass of a model stores for backward, as :func:`memory_report` does.
+
+    Args:
+        model: module, with or without backward quantization.
+        run: calls a copy of the model, and computes a loss of its output, say, which then counts, too.
+        arguments: tensors that it works on.
+    """
+    note = ""
+    saved = _measure(model, run)
+    if any(regions_of(module) for module in model.modules()) or any(op.why != NO_QUANTIZER for op in saved.ops):
+        with regions_disabled():
+            plain = _measure(model, run)
+    else:
+        plain = saved
+        try:
+            saved, note = _measure(model, run, quantize_backward), BY_DEFAULT
+        except (TypeError, RuntimeError) as error:  # NotImplementedError, too
+            note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
+    plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    rows = tuple(
+        LayerMemory(
+            *(name, kind, plain_bytes[name], saved_bytes[name]),
+            saved.derived_on(name) if plain_bytes[name] else plain.note_on(name),
+        )
+        for name, kind in kinds.items()
+        if plain_bytes[name] or saved_bytes[name]
+    )
+    note = note if rows else _why_nothing(model, arguments, plain.has_graph)
+    return MemoryReport(rows, tuple(saved.ops), note)
+
+
+def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMemory, ...]:
+    """Measure how each op of a model stores its tensors, as :func:`memory_of` does, without the plain model beside it.
+
+    Args:
+        model: module with backward quantization.
+        run: calls a copy of the model, and computes a loss of its output, say, which then counts, too.
+    """
+    return tuple(_measure(model, run).ops)
+
+
+@dataclass
+class _Measured:
+    """What one forward pass stores.
+
+    Args:
+        ops: a row a tensor.
+        shared: for each layer, the others that had stored a tensor of it before.
+        has_graph: whether its output has gradients to give.
+    """
+
+    ops: list[OpMemory] = field(default_factory=list)
+    shared: dict[str, list[str]] = field(default_factory=dict)
+    has_graph: bool = False
+
+    def derived_on(self, layer: str) -> str:
+        """Return what the tensors of a layer that stores no bytes derive from, "" if it stores some."""
+        rows = [row for row in self.ops if row.layer == layer]
+        if any(row.saved_bytes for row in rows):
+            return ""
+        return next((row.why for row in rows if row.how == DERIVED), "")
+
+    def note_on(self, layer: str) -> str:
+        """Return why a layer stores no bytes in this pass."""
+        others = [other or "(model)" for other in self.shared.get(layer, ())]
+        if not others:
+            return "plain stores nothing here"
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        return f"plain stores the tensor of {others[0]}{more}, which counts there"
+
+
+def _why_nothing(model: nn.Module, arguments: Any, has_graph: bool) -> str:
+    """Return why a model stores nothing for backward at all."""
+    count = sum(1 for _ in model.parameters())
+    trains = [x for x in (*model.parameters(), *tensors_of(arguments)) if x.requires_grad]
+    if not trains:
+        of_model = f"none of the {count} parameters requires a gradient" if count else "the model has no parameters"
+        return f"Nothing is stored for backward: {of_model}, and no input requires one."
+    if not has_graph:
+        return "Nothing is stored for backward: the output requires no gradient (torch.no_grad or detach in the model)."
+    return "Nothing is stored for backward: no op of the model keeps anything but weights."
+
+
+def _by_layer(ops: list[OpMemory]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for row in ops:
+        found[row.layer] += row.saved_bytes
+    return found
+
+
+def _measure(
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    change: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> _Measured:
+    """Return what each op of a copy of the model, changed first, keeps for backward."""
+    model = change(copy_of(model))
+    if not model.training:
+        model.train()
+    weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
+    held: dict[int, tuple[Tensor, str]] = {}
+    found = _Measured()
+    source = ""  # layer that has stored what the last tensor derives from
+
+    def pack(x: Tensor) -> Tensor:
+        x = x if x.grad_fn is None else x.detach()
+        place = _place_of(x)
+        if place not in weights:
+            nonlocal source
+            stored = recorder.stored(x)
+            layer, size = running[-1], 0 if place in held else x.untyped_storage().nbytes()
+            how, why = stored.how, stored.why
+            if how == DERIVED:
+                if x.dtype is torch.uint8 and place in held:
+                    source = held[place][1]
+                if x.dtype is torch.uint8 and place not in held:  # the source itself
+                    how = PACKED
+                else:
+                    why = f"derived from {source or '(model)'}"
+                    held.setdefault(place, (x, source))
+            _, owner = held.setdefault(place, (x, layer))
+            layer = owner if how == DERIVED and size else layer  # copies of weights belong to the source
+            others = found.shared.setdefault(layer, [])
+            if owner != layer and owner not in others:
+                others.append(owner)
+            of = source if how == DERIVED else owner if owner != layer else None
+            found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of, stored.bit_width))
+        return x
+
+    devices = {x.device for x in weights.values() if x.device.type == "cuda"}
+    with uncompiled(), _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
+        with torch.inference_mode(False), torch.enable_grad(), recording() as recorder, region(None):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                try:
+                    output = run(model)
+                finally:
+                    held.clear()  # regions refer to it until garbage is collected, and later steps would share it
+    found.has_graph = any(x.requires_grad for x in tensors_of(output))
+    return found
+
+
+def _place_of(x: Tensor) -> int:
+    """Return what tells a tensor's memory apart from others': its storage; itself, where it is sparse and has none."""
+    return storage_address(x) or -id(x)
+
+
+@contextmanager
+def _running_module(model: nn.Module) -> Iterator[list[str]]:
+    """Keep a list of the names of the modules that run, outermost first."""
+    names = dict(_layers(model))
+    running = [""]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        running.append(names.get(module, running[-1]))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _layers(module: nn.Module, name: str = "") -> Iterator[tuple[nn.Module, str]]:
+    """Yield modules and names; the quantizers inside a Brevitas layer belong to the layer."""
+    yield module, name
+    for child_name, child in module.named_children():
+        if not is_quant_proxy(child):
+            yield from _layers(child, f"{name}.{child_name}" if name else child_name)

@@ -1,0 +1,190 @@
+"""Tables and plots of what a model stores for backward."""
+
+from __future__ import annotations
+
+import csv
+import os
+from dataclasses import dataclass
+
+from brevact.autograd.storage_report import DERIVED
+from brevact.reports.tables import MIB, figure_kind, size_text, text_table
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """What one layer stores for backward.
+
+    Args:
+        layer: qualified name of the module; what a container's own forward computes stands under the container.
+        kind: class of the module.
+        plain_bytes: bytes stored without backward quantization.
+        saved_bytes: bytes stored with it.
+        note: why ``plain_bytes`` is 0, where something is stored with backward quantization; the layer that its tensors
+            derive from, where nothing is; "" otherwise.
+    """
+
+    layer: str
+    kind: str
+    plain_bytes: int
+    saved_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class OpMemory:
+    """One tensor that an op stores for backward, with backward quantization.
+
+    Args:
+        layer: qualified name of the module that ran.
+        op: torch function that ran last: the one that stores the tensor, or what it was called from ("" for code that
+            calls none).
+        how: "packed"; "mask", one bit an element; "exact", whose values matter or are codes already;
+            "derived", a function of what a layer stores; or "full precision".
+        why: the reason, for what is exact, derived or in full precision.
+        tensor_bytes: bytes of the tensor when decoded.
+        saved_bytes: bytes of its storages, 0 for one that an earlier op has stored.
+        source: layer that stores what a derived tensor is a function of, or that had stored this one before; None for
+            others.
+        bit_width: bits of a code of what is packed, or is derived from; 0 where there is none, or a quantizer does not
+            say.
+    """
+
+    layer: str
+    op: str
+    how: str
+    why: str
+    tensor_bytes: int
+    saved_bytes: int
+    source: str | None = None
+    bit_width: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a model stores for backward, with and without backward quantization.
+
+    ``print(report)`` gives a text table by layer, and how the ops stored their tensors; ``print(report.explain())``
+    shows the latter for each layer. A storage that several ops keep counts once, for the first of them.
+
+    >>> import torch, brevact
+    >>> report = brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(32, 64))
+    >>> report.plain_bytes, report.rows[0].kind, report.ops[0].why
+    (8192, 'Linear', 'fewer elements than min_numel')
+
+    Args:
+        rows: one row a layer, in the order of ``model.named_modules()``; layers that store nothing are left out.
+        ops: one row a tensor that an op stores with backward quantization, in the order of the forward pass.
+        note: that the model has no backward quantizer, and what is measured in its place; or why nothing is stored at
+            all; "" otherwise.
+    """
+
+    rows: tuple[LayerMemory, ...]
+    ops: tuple[OpMemory, ...] = ()
+    note: str = ""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes stored with backward quantization."""
+        return sum(row.saved_bytes for row in self.rows)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes stored without backward quantization."""
+        return sum(row.plain_bytes for row in self.rows)
+
+    @property
+    def ratio(self) -> float:
+        """How many times less is stored: ``plain_bytes / saved_bytes``."""
+        return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
+
+    def __str__(self) -> str:
+        """Return the table by layer, and the one by op."""
+        total = LayerMemory("total", "", self.plain_bytes, self.saved_bytes)
+        table = text_table(
+            ("layer", "kind", "plain", "stored", "ratio"),
+            [*map(_cells, self.rows)],
+            _cells(total),
+            numbers=3,
+            notes=[row.note for row in self.rows],
+        )
+        table = f"{table}\n\n{self.note}" if self.note else table
+        return f"{table}\n\n{self._by_op(())}" if self.ops else table
+
+    def explain(self) -> str:
+        """Return a table of how each op of each layer stored its tensors, and why."""
+        return self._by_op(("layer",))
+
+    def _by_op(self, names: tuple[str, ...]) -> str:
+        names = (*names, "op", "how", "why")
+        groups: dict[tuple[str, ...], list[OpMemory]] = {}
+        for row in self.ops:
+            key = {name: getattr(row, name) for name in names}
+            if row.how == DERIVED and "layer" not in key:
+                key["why"] = "a function of what another layer stores"
+            groups.setdefault(tuple(key.values()), []).append(row)
+        cells = []
+        for values, rows in groups.items():
+            tensor_bytes = sum(row.tensor_bytes for row in rows)
+            cells.append(
+                (*values, str(len(rows)), size_text(tensor_bytes), size_text(sum(row.saved_bytes for row in rows)))
+            )
+        return text_table((*names, "tensors", "decoded", "stored"), cells, numbers=3)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write one line a layer: layer, kind, plain_bytes, saved_bytes, note.
+
+        Args:
+            path: file to write.
+        """
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("layer", "kind", "plain_bytes", "saved_bytes", "note"))
+            writer.writerows((row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note) for row in self.rows)
+
+    def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
+        """Draw plain against stored bytes, a pair of bars a layer.
+
+        Args:
+            path: image file to write; its ending chooses the format.
+            max_layers: layers to show, at least 1; the smaller ones are summed up in one pair of bars.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            TypeError: ``max_layers`` is no int.
+            ValueError: ``max_layers`` is less than 1.
+        """
+        figure_of = figure_kind("MemoryReport", max_layers)
+        rows = _largest(self.rows, max_layers)
+        height = 0.8 / 2
+        figure = figure_of(figsize=(9, 1.6 + 0.24 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        for offset, label, values in (
+            (-height / 2, f"plain, {self.plain_bytes / MIB:.1f} MiB", [row.plain_bytes for row in rows]),
+            (height / 2, f"stored, {self.saved_bytes / MIB:.1f} MiB", [row.saved_bytes for row in rows]),
+        ):
+            axes.barh([y + offset for y in range(len(rows))], [v / MIB for v in values], height, label=label)
+        axes.set_yticks(range(len(rows)), [row.layer or "(model)" for row in rows], fontsize=7)
+        axes.margins(y=0.01)
+        axes.invert_yaxis()
+        axes.set_xlabel("kept for backward, MiB")
+        title = f"{self.ratio:.1f} times less kept for backward"
+        axes.set_title(f"{title}\n{self.note}" if self.note else title)
+        axes.legend(loc="lower right")
+        figure.savefig(path, dpi=150)
+
+
+def _cells(row: LayerMemory) -> tuple[str, str, str, str, str]:
+    ratio = f"{row.plain_bytes / row.saved_bytes:.1f}" if row.saved_bytes else "-"
+    return row.layer or "(model)", row.kind, size_text(row.plain_bytes), size_text(row.saved_bytes), ratio
+
+
+def _largest(rows: tuple[LayerMemory, ...], count: int) -> list[LayerMemory]:
+    """The rows with the most plain bytes, in their order, and the sum of the others as a last row."""
+    if len(rows) <= count:
+        return list(rows)
+    chosen = set(sorted(rows, key=lambda row: -row.plain_bytes)[: count - 1])
+    others = [row for row in rows if row not in chosen]
+    rest = LayerMemory(
+        f"{len(others)} other layers", "", sum(r.plain_bytes for r in others), sum(r.saved_bytes for r in others)
+    )
+    return [*(row for row in rows if row in chosen), rest]

@@ -1,0 +1,131 @@
+"""Errors that quantization brings into weight gradients directly, by a closed form: one pass for all layers at once.
+
+A linear layer or a convolution has the weight gradient g (*) x, with g the gradient at its output and x its input. With
+the decoded x~ in place of x its error is g (*) (x~ - x), whatever else is quantized: the gradient that backward
+quantization gives, less g (*) x.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import grad as of_weights
+
+from brevact.autograd import regions_disabled
+from brevact.reports.gradient_passes import Loss, gradients, squared_norm
+
+_OF_CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Conv1d: of_weights.conv1d_weight,
+    nn.Conv2d: of_weights.conv2d_weight,
+    nn.Conv3d: of_weights.conv3d_weight,
+}
+#: Squared error, relative, of a product that is the gradient of a weight: that of arithmetic.
+_MOST_ERROR = 1e-6
+
+Layers = Mapping[str, Any]
+
+
+def layers_with_formula(model: nn.Module, batch: Any, loss: Loss, seed: int) -> Layers:
+    """Return the layers whose exact weight gradient is the product of input and gradient at the output, by name.
+
+    Those are linear layers and convolutions of any class, but for those that compute with another weight than their
+    own, or share it. It takes an exact pass.
+
+    Args:
+        model: module, whose gradients are None afterwards.
+        batch: what ``loss`` takes.
+        loss: takes the model and a batch, and returns a scalar.
+        seed: of torch's generators, for what the model draws.
+    """
+    uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    layers = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        is_own = isinstance(weight, nn.Parameter) and weight.requires_grad and uses[id(weight)] == 1
+        if is_own and (isinstance(module, nn.Linear) or _is_convolution(module)):
+            layers[name] = module
+    with regions_disabled():
+        errors = _errors(model, layers, batch, loss, seed, None)
+    return {name: layers[name] for name, (error, square) in errors.items() if error <= _MOST_ERROR * square}
+
+
+def weight_errors(
+    model: nn.Module, layers: Layers, batch: Any, loss: Loss, seed: int, quantization: int
+) -> dict[str, float]:
+    """Return the squared error that decoded inputs bring into the weight gradient of each layer.
+
+    It takes a pass, and holds the inputs of the layers, as training without quantization does.
+
+    Args:
+        model: module with backward quantization, whose gradients are None afterwards.
+        layers: of the model, by name: what :func:`layers_with_formula` gives.
+        batch: what ``loss`` takes.
+        loss: takes the model and a batch, and returns a scalar.
+        seed: of torch's generators, for what the model draws.
+        quantization: seed of its quantizers.
+
+    Returns:
+        Squared norms by the names of the layers that ran; none for one whose input has changed since.
+    """
+    found = _errors(model, layers, batch, loss, seed, quantization)
+    return {name: error for name, (error, _) in found.items()}
+
+
+def _errors(
+    model: nn.Module, layers: Layers, batch: Any, loss: Loss, seed: int, quantization: int | None
+) -> dict[str, tuple[float, float]]:
+    """Return squared norms of the error of each weight gradient, and of the gradient."""
+    products: dict[Any, Tensor | None] = {}
+    handles = [module.register_forward_hook(functools.partial(_watch, products)) for module in layers.values()]
+    try:
+        found = gradients(model, batch, loss, seed, quantization)
+    finally:
+        for handle in handles:
+            handle.remove()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found_of = {id(p): grad.double() for p, grad in zip(trained, found, strict=True)}
+    return {
+        name: (squared_norm([found_of[id(module.weight)] - product]), squared_norm([found_of[id(module.weight)]]))
+        for name, module in layers.items()
+        if (product := products.get(module)) is not None
+    }
+
+
+def _watch(products: dict[Any, Tensor | None], module: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Forward hook: once the gradient at the output is there, add up its products with the input."""
+    if not args or type(args[0]) is not Tensor or type(out) is not Tensor or not out.requires_grad:
+        return
+    x = args[0].detach()
+    version = x._version
+
+    def multiply(grad: Tensor) -> None:
+        if x._version != version:
+            products[module] = None
+            return
+        product = products.setdefault(module, torch.zeros_like(module.weight))
+        if product is not None:
+            product += _product(module, x.to(module.weight.dtype), grad.to(module.weight.dtype))
+
+    out.register_hook(multiply)
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return False
+    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
+
+
+def _product(module: Any, x: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of a layer's weight, of its input and the gradient at its output."""
+    if isinstance(module, nn.Linear):
+        return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+    if x.dim() < module.weight.dim():  # one sample
+        x, grad = x[None], grad[None]
+    settings = module.stride, module.padding, module.dilation, module.groups
+    product = next(product for kind, product in _OF_CONVOLUTIONS.items() if isinstance(module, kind))
+    return product(x, module.weight.shape, grad, *settings)

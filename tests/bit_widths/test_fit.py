@@ -1,0 +1,285 @@
+"""`fit`: bits where they matter, under a budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brevact
+from brevact import FitReport, Policy, StochBackward3bit
+from brevact.bit_widths.allocation import Option
+from brevact.bit_widths.fit_budget import budget_of
+from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, quantizer_of, with_quantizers
+from brevact.bit_widths.fit_noise import Sensitivities
+from brevact.reports.gradient_noise import exact_gradients, gradient_noise
+from brevact.reports.memory import memory_of
+
+
+class Block(nn.Module):
+    """A residual block, whose second chain derives from two tensors."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.SiLU()]
+        self.body = nn.Sequential(*layers, nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Net(nn.Module):
+    """A stem, a block under a name that patterns would take for many, dropout and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.blocks = nn.ModuleDict({"a*": Block(8), "ab": Block(8), "[c]": nn.Dropout(0.1)})
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(6, 32, 3, 14, 14, generator=generator)
+    return [(x, torch.randint(5, (32,), generator=generator)) for x in images]
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def stored(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
+    return memory_of(model, lambda copied: loss(copied, batch), batch).saved_bytes
+
+
+def state_of(model: nn.Module) -> list[object]:
+    values = {name: x.tolist() for name, x in model.state_dict().items()}
+    grads = [p.grad for p in model.parameters()]
+    hooks = [(len(m._forward_pre_hooks), len(m._forward_hooks), m.training) for m in model.modules()]
+    return [values, grads, hooks, torch.get_rng_state().tolist()]
+
+
+@pytest.mark.parametrize(
+    "budget", [{"ratio": 9}, {"saved_bytes": 220_000}, {"noise": 0.02}], ids=lambda budget: next(iter(budget))
+)
+def test_fit_keeps_its_budget_and_says_what_is_measured(model, batches, budget):
+    before = state_of(model)
+    policy = brevact.fit(model, batches, loss, **budget)
+    assert state_of(model) == before
+    report = policy.report
+    assert report.note == "" and report.budget == "{}={}".format(*next(iter(budget.items())))
+    assert report.harm <= 1.5 * report.predicted and report.predicted <= 1.5 * report.harm
+    brevact.quantize_backward(model, policy)
+    assert stored(model, batches[0]) == report.saved_bytes
+    if "noise" in budget:
+        assert report.noise + max(0, report.bias) <= 0.02
+    else:
+        limit = report.plain_bytes / 9 if "ratio" in budget else 220_000
+        assert 0.8 * limit <= report.saved_bytes <= limit
+    assert {group.bit_width for group in report.groups} <= {*BIT_WIDTHS, FULL_PRECISION}
+    assert sum(group.noise for group in report.groups) == pytest.approx(report.predicted)
+
+
+def test_fit_has_less_noise_than_one_width_at_its_bytes(model, batches):
+    uniform = Policy({"": quantizer_of(3, attends=False)})
+    exact = exact_gradients(model, batches, loss)
+    brevact.quantize_backward(model, uniform)
+    saved_bytes = stored(model, batches[0])
+    noise, bias = gradient_noise(model, batches, loss, exact, 4)
+    brevact.restore_backward(model)
+    policy = brevact.fit(model, batches, loss, saved_bytes=saved_bytes)
+    assert policy.report.saved_bytes <= saved_bytes
+    brevact.quantize_backward(model, policy)
+    fitted, fitted_bias = gradient_noise(model, batches, loss, exact, 4)
+    assert fitted.value + fitted_bias.value < noise.value + bias.value
+
+
+def test_bytes_of_groups_add_up_at_any_widths(model, batches):
+    def report():
+        return memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
+
+    reports = {}
+    for width in BIT_WIDTHS:
+        with with_quantizers(model, {"": quantizer_of(width, attends=False)}):
+            reports[width] = report()
+    groups = groups_of(model, reports)
+    assert {"stem.1", "blocks.a*.body.1", "blocks.ab.body.4"} <= {group.source for group in groups.groups}
+    assert any(len(sources) == 2 for sources in groups.sources_of.values())
+    draw = random.Random(0)
+    for _ in range(6):
+        widths = {group.source: draw.choice(BIT_WIDTHS) for group in groups.groups}
+        with with_quantizers(model, groups.quantizers(widths)):
+            attached = report().saved_bytes
+        brevact.quantize_backward(model, groups.policy(widths))
+        assert attached == report().saved_bytes == groups.saved_bytes(widths)
+        brevact.restore_backward(model)
+
+
+def test_policy_of_groups_gives_each_module_what_was_attached(model, batches):
+    with with_quantizers(model, {"": quantizer_of(8, attends=False)}):
+        report = memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
+    groups = groups_of(model, dict.fromkeys(BIT_WIDTHS, report))
+    widths = {group.source: 1 + place % 8 for place, group in enumerate(groups.groups)}
+    wanted = groups.widths_of_modules(widths)
+    brevact.quantize_backward(model, groups.policy(widths))
+    rows = {row.module: row.settings.quantizer.bit_width for row in brevact.backward_policy(model).rows}
+    assert {name: rows[name] for name in wanted} == wanted
+    for reader, sources in groups.sources_of.items():
+        assert rows[reader] == min(widths[source] for source in sources)
+
+
+def test_fit_keeps_full_precision_where_it_fits(model, batches):
+    report = brevact.fit(model, batches, loss, ratio=1).report
+    assert report.saved_bytes == report.plain_bytes
+    assert (report.noise, report.predicted, report.note) == (0, 0, "")
+    assert abs(report.bias) < 1e-9
+    assert {group.bit_width for group in report.groups} == {FULL_PRECISION}
+
+
+def test_fit_gives_full_precision_to_some_where_8_bits_are_too_noisy(model, batches):
+    report = brevact.fit(model, batches, loss, noise=1e-9).report
+    widths = {group.bit_width for group in report.groups}
+    assert FULL_PRECISION in widths and report.harm < 1e-6
+
+
+def test_a_fitted_policy_is_saved_with_its_report_and_refuses_other_models(model, batches, tmp_path):
+    path = tmp_path / "policy.json"
+    policy = brevact.fit(model, batches, loss, ratio=8)
+    policy.save(path)
+    loaded = Policy.load(path)
+    assert loaded.report == policy.report and loaded.layers == policy.layers
+    assert str(loaded) == str(policy) and policy.report.summary in str(policy)
+    settings = [[row.settings for row in brevact.backward_policy(m).rows] for m in apply_each(policy, loaded)]
+    assert settings[0] == settings[1]
+    other = Net()
+    other.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5))
+    with pytest.raises(ValueError, match=r"head is a Sequential, and was a Linear; new: head.0, head.1"):
+        brevact.quantize_backward(other, policy)
+    path.write_text(path.read_text().replace('"passes"', '"steps"'))
+    with pytest.raises(ValueError, match="report: accepted is an object"):
+        Policy.load(path)
+
+
+def apply_each(*policies: Policy) -> list[nn.Module]:
+    return [brevact.quantize_backward(Net(), policy) for policy in policies]
+
+
+def test_an_impossible_budget_names_the_nearest_possible_one(model, batches):
+    with pytest.raises(ValueError, match="ratio=1000 is not possible") as caught:
+        brevact.fit(model, batches, loss, ratio=1000)
+    least = int(str(caught.value).split()[-2])
+    report = brevact.fit(model, batches, loss, saved_bytes=least).report
+    assert report.saved_bytes == least and {group.bit_width for group in report.groups} == {1}
+
+
+@pytest.mark.parametrize(
+    ("budget", "kind", "words"),
+    [
+        ({}, ValueError, "got no budget; accepted is exactly one of"),
+        ({"ratio": 8, "noise": 0.1}, ValueError, "got ratio, noise"),
+        ({"ratio": "8x"}, TypeError, "ratio='8x' of type str"),
+        ({"noise": True}, TypeError, "noise=True"),
+        ({"noise": 0}, ValueError, "noise=0; accepted is a number above 0"),
+        ({"saved_bytes": math.nan}, ValueError, "saved_bytes=nan"),
+    ],
+)
+def test_fit_refuses_a_budget(model, batches, budget, kind, words):
+    with pytest.raises(kind, match=words):
+        brevact.fit(model, batches, loss, **budget)
+
+
+def test_fit_refuses_what_it_cannot_measure(model, batches):
+    for wrong, kind, words in (
+        ((batches, model, loss), TypeError, r"swapped: write fit\(model, batches"),
+        ((model, batches[:1], loss), ValueError, "got 1; accepted are at least 2"),
+        ((model, iter(batches), loss), TypeError, "a list of batches"),
+        ((model, batches, lambda model, batch: model(batch[0])), ValueError, "a scalar tensor"),
+        ((Net().requires_grad_(False), batches, loss), ValueError, "requires a gradient"),
+    ):
+        with pytest.raises(kind, match=words):
+            brevact.fit(*wrong, ratio=8)
+    brevact.quantize_backward(model, StochBackward3bit)
+    with pytest.raises(ValueError, match="already has a backward policy"):
+        brevact.fit(model, batches, loss, ratio=8)
+    assert brevact.backward_policy(model).rows[0].source == "StochBackward3bit"
+
+
+@pytest.mark.parametrize("calls", [3, 12, 25, 40])
+def test_a_loss_that_fails_leaves_the_model_as_it_was(model, batches, calls):
+    count = itertools.count(1)
+
+    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if next(count) == calls:
+            raise RuntimeError("out of luck")
+        return loss(model, batch)
+
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        brevact.fit(model, batches, failing, ratio=8)
+    assert state_of(model) == before
+
+
+def test_budget_of_noise_takes_the_least_bytes_that_any_widths_have():
+    draw = random.Random(0)
+    kinds = [(draw.randint(1, 50), draw.random()) for _ in range(6)]
+    items = [[Option(b * size, c / (2**b - 1) ** 2, b) for b in (1, 2, 3, 4)] for size, c in kinds]
+    noise = 0.3
+    chosen = budget_of(ratio=None, saved_bytes=None, noise=noise).choose(items, 0, 1000, 1.0)
+    possible = [each for each in itertools.product(*items) if sum(option.noise for option in each) <= 0.95 * noise]
+    least = min(sum(option.cost for option in each) for each in possible)
+    assert sum(option.noise for option in chosen) <= noise
+    assert sum(option.cost for option in chosen) <= least + max(items, key=lambda item: item[0].cost)[0].cost
+
+
+def test_report_writes_what_was_not_reached():
+    report = FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001, 7, "Not reached.")
+    assert report.ratio == 24 and str(report).endswith("Not reached.")
+    assert FitReport.from_plain(report.to_plain() | {"groups": []}) == report
+
+
+def test_fit_says_where_noises_do_not_add_up():
+    torch.manual_seed(0)
+    kinds = (lambda: nn.Linear(64, 64), lambda: nn.LayerNorm(64), nn.SiLU)
+    deep = nn.Sequential(*(kind() for _ in range(6) for kind in kinds), nn.Linear(64, 5))
+    rows = [(torch.randn(128, 64), torch.randint(5, (128,))) for _ in range(4)]
+    report = brevact.fit(deep, rows, loss, ratio=30).report  # one bit in half of the layers: noises multiply
+    assert report.harm > 1.5 * report.predicted
+    assert "times what was predicted" in report.note
+    assert report.passes > 5 + 2 * 8 + 8 + 2 * 8  # beside exact gradients: each group alone, a policy, each within it
+
+
+def test_sensitivities_within_a_policy_are_what_each_group_adds_to_it(model, batches):
+    with with_quantizers(model, {"": quantizer_of(8, attends=False)}):
+        report = memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
+    groups = groups_of(model, dict.fromkeys(BIT_WIDTHS, report))
+    exact = exact_gradients(model, batches, loss)
+    known = Sensitivities(model, groups, batches, loss, exact, lambda: None)
+    sources = [group.source for group in groups.groups]
+    for source in sources:
+        known.measure(source, 3)
+        assert not known.is_known(source, 2) and known.is_known(source, 4)
+        assert known.noise(source, 4) == known.noise(source, 3) * (7 / 15) ** 2
+        assert known.noise(source, FULL_PRECISION) == 0
+    alone = [known.noise(source, 3) for source in sources]
+    known.measure_within(dict.fromkeys(sources, 3))
+    within = [known.noise(source, 3) for source in sources]
+    assert sum(within) == pytest.approx(sum(alone), rel=0.5) and within != alone
+    assert max(alone) == alone[within.index(max(within))]

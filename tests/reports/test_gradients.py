@@ -1,0 +1,386 @@
+"""`gradient_report`: a row a layer, what they add up to, and a model that stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+
+import brevitas.nn as qnn
+import pytest
+import torch
+from brevitas.quant import Int8WeightPerTensorFloat
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brevact
+from brevact.autograd.hooks import regions_of
+from brevact.reports.gradient_noise import exact_gradients, gradient_noise
+from brevact.reports.gradient_passes import as_it_was, gradients
+from brevact.reports.isolation import Isolation
+from brevact.reports.weight_errors import layers_with_formula, weight_errors
+
+
+class Net(nn.Module):
+    """A norm, an activation function and dropout between two convolutions, a linear layer behind them."""
+
+    def __init__(self, act: type[nn.Module] = nn.SiLU) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), act()
+        self.drop, self.second = nn.Dropout(0.2), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8 * 64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.act(self.norm(self.first(x))))
+        return self.head(self.second(x).flatten(1))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def batches_of(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shape, size = (32, 3, 8, 8), (32,)
+    return [
+        (torch.randn(shape, generator=generator), torch.randint(10, size, generator=generator)) for _ in range(count)
+    ]
+
+
+BATCHES = batches_of(4)
+TWO_BITS = brevact.StochBackward2bit
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def report_of(model: nn.Module, policy=None, **options) -> brevact.GradientReport:
+    return brevact.gradient_report(model, BATCHES, loss, policy, **options)
+
+
+# rows
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
+def test_gradient_report_rows_add_up_to_the_whole(act):
+    torch.manual_seed(0)
+    report = report_of(Net(act), layer_draws=4)
+    assert [(row.layer, row.readers) for row in report.rows] == [
+        ("first", ()),
+        ("norm", ("act", "second") if act is nn.SiLU else ("second",)),
+        ("head", ()),
+    ]
+    total = sum(row.noise for row in report.rows)
+    error = math.hypot(report.noise_error, *(row.noise_error for row in report.rows))
+    assert abs(total - report.noise) <= 5 * error and report.noise > 10 * report.noise_error / 5
+    assert report.saved_bytes > sum(row.saved_bytes for row in report.rows)
+
+
+@pytest.mark.parametrize(
+    "quantizer", [brevact.WeibullBackward3bit, brevact.L4Backward, brevact.StochBackward2bitPerSample]
+)
+def test_gradient_report_isolates_layers_under_every_format(quantizer):
+    torch.manual_seed(0)
+    report = report_of(Net(nn.ReLU), quantizer, draws=4, layer_draws=4)
+    whole = report.noise + report.bias
+    assert sum(row.noise + row.bias for row in report.rows) == pytest.approx(whole, rel=0.05) and whole > 0
+
+
+def test_gradient_report_of_the_whole_is_that_of_gradient_noise(net):
+    brevact.quantize_backward(net, TWO_BITS)
+    report = report_of(net, draws=3, layers=None)
+    exact = exact_gradients(net, BATCHES, loss)
+    noise, bias = gradient_noise(net, BATCHES, loss, exact, 3)
+    figures = report.noise, report.noise_error, report.bias, report.bias_error
+    assert figures == pytest.approx((*noise, *bias), rel=1e-3)
+    assert (report.unit, report.passes, report.batches, report.draws) == (exact.unit.value, 1 + 4 + 12, 4, 3)
+    assert all(math.isnan(row.noise) and math.isnan(row.estimate) for row in report.rows)
+
+
+def test_gradient_report_gives_noise_to_the_layer_that_has_few_bits(net):
+    report = report_of(net, {"head": brevact.StochBackward1bit, "*": brevact.StochBackward6bit}, draws=2)
+    noises = {row.layer: row.noise for row in report.rows}
+    assert noises["head"] > 50 * max(noises["first"], noises["norm"])
+    assert {row.layer: row.bit_widths for row in report.rows} == {"first": (6,), "norm": (6,), "head": (1,)}
+
+
+def test_gradient_report_of_nearest_rounding_has_bias_in_its_rows(net):
+    report = report_of(net, brevact.NearestBackward2bit, draws=2)
+    assert report.noise == 0 and all(row.noise == 0 for row in report.rows)
+    assert all(row.bias > 0 for row in report.rows)
+    assert max(row.bias for row in report.rows) < report.bias < 2 * sum(row.bias for row in report.rows)
+
+
+def test_gradient_report_measures_layers_with_quantizers_of_their_own():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), qnn.QuantReLU(act_quant=TWO_BITS), qnn.QuantConv2d(8, 8, 3, input_quant=TWO_BITS)
+    report = report_of(nn.Sequential(*layers, nn.Flatten()), draws=2)
+    assert [row.layer for row in report.rows] == ["2"]
+    assert report.rows[0].noise == pytest.approx(report.noise, abs=5 * report.noise_error) and report.noise > 0
+
+
+def test_gradient_report_measures_a_region_in_a_models_code_in_the_total_only(net):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Tensor) -> Tensor:
+            with brevact.backward_quant(TWO_BITS):
+                return self.net(x)
+
+    report = report_of(Model(), draws=2)
+    assert report.noise > 0 and report.notes and "sets a region" in report.notes[0]
+    assert {row.layer for row in report.rows} == {"net.first", "net.norm", "net.act", "net.second", "net.head"}
+    assert all(math.isnan(row.noise) and row.saved_bytes for row in report.rows)
+
+
+def test_gradient_report_counts_the_loss_in_the_model():
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(64, 256)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.net(x), labels)
+
+    batches = [(torch.randn(64, 64), torch.randint(256, (64,))) for _ in range(3)]
+    report = brevact.gradient_report(Loss(), batches, lambda model, batch: model(*batch), draws=2)
+    assert [(row.layer, row.bit_widths) for row in report.rows] == [("net", (4,)), ("", (6,))]
+    assert all(row.noise > 0 for row in report.rows) and "(model)" in str(report)
+
+
+def test_gradient_report_of_full_precision_is_zero(net):
+    for rules in ({"*": None}, brevact.LosslessBackward):
+        report = report_of(net, rules, draws=2)
+        assert (report.noise, report.bias, report.rows) == (0.0, 0.0, ())
+
+
+# isolation
+
+
+def test_isolation_of_all_layers_is_the_policy(net):
+    brevact.quantize_backward(net)
+    other = copy.deepcopy(net)
+    Isolation(other).restrict_to([name for name, _ in net.named_modules()])
+    with as_it_was(net), as_it_was(other):
+        pairs = zip(gradients(net, BATCHES[0], loss, 0, 1), gradients(other, BATCHES[0], loss, 0, 1), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_isolation_keeps_other_layers_at_8_bits(net):
+    rules = {F.cross_entropy: TWO_BITS, "head": None, "": TWO_BITS.let(min_numel=1, bucket_size=64)}
+    Isolation(brevact.quantize_backward(net, rules)).restrict_to(["second"])
+    found = {name: regions_of(module)[-1].settings for name, module in net.named_modules()}
+    assert found["head"].quantizer is None and found["second"].quantizer.bit_width == 2
+    others = [found[name] for name in ("", "first", "norm", "act")]
+    assert {(each.quantizer.bit_width, each.quantizer.bucket_size, each.min_numel) for each in others} == {(8, 64, 1)}
+    assert found["head"].by_op["cross_entropy"].quantizer.bit_width == 8
+
+
+@pytest.mark.parametrize("policy", [TWO_BITS, brevact.DEFAULT, brevact.TRANSFORMER, brevact.L4Backward])
+def test_isolation_stores_the_same_tensors_at_8_bits(policy):
+    """Also at 2 bits, from which smooth functions do not derive, and where readers have fewer bits than sources."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, activation=F.gelu, batch_first=True)
+    model = nn.Sequential(nn.Linear(32, 32), layer, nn.LayerNorm(32), nn.SiLU(), nn.Linear(32, 32))
+    brevact.quantize_backward(model, policy)
+
+    def stored() -> list:
+        ops = brevact.memory_report(model, torch.randn(8, 32, 32)).ops
+        return [(op.layer, op.op, op.how, op.source, bool(op.saved_bytes)) for op in ops]
+
+    expected = stored()
+    Isolation(model).restrict_to(())
+    assert stored() == expected
+    assert any(how == "packed" for _, _, how, _, _ in expected)
+
+
+# estimates
+
+
+def test_weight_errors_are_those_of_the_weight_gradients(net):
+    """With quantized inputs of layers alone, gradients at outputs are exact, and errors are those of the gradients."""
+    net.drop.p = 0.0
+    changed = brevact.quantize_backward(copy.deepcopy(net), {(nn.Conv2d, nn.Linear): TWO_BITS})
+    exact, found = gradients(net, BATCHES[0], loss, 0), gradients(changed, BATCHES[0], loss, 0, 1)
+    names = [name for name, _ in net.named_parameters()]
+    expected = {
+        name.removesuffix(".weight"): float((a - b).double().square().sum())
+        for name, a, b in zip(names, exact, found, strict=True)
+        if a.dim() > 1
+    }
+    errors = weight_errors(changed, layers_with_formula(changed, BATCHES[0], loss, 0), BATCHES[0], loss, 0, 1)
+    assert errors.keys() == {"first", "second", "head"}
+    assert errors == pytest.approx(expected, rel=1e-3)
+
+
+def test_weight_errors_are_zero_at_full_precision_and_leave_no_hooks(net):
+    errors = weight_errors(net, layers_with_formula(net, BATCHES[0], loss, 0), BATCHES[0], loss, 0, 1)
+    assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-10) and len(errors) == 3
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+class Cases(nn.ModuleDict):
+    """Layers whose weight gradient is, or is not, the product of their input and the gradient at their output."""
+
+    def __init__(self) -> None:
+        plain = {name: nn.Linear(8, 8) for name in ("tied", "frozen", "twice", "changed", "again")}
+        super().__init__({**plain, "embedding": nn.Embedding(8, 8), "same": nn.Conv1d(8, 8, 3, padding="same")})
+        self["embedding"].weight = self["tied"].weight
+        self["frozen"].requires_grad_(False)
+        self["reflected"] = nn.Conv1d(8, 8, 3, padding=1, padding_mode="reflect")
+        self["normed"] = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self["quantized"] = qnn.QuantLinear(8, 8, True, weight_quant=Int8WeightPerTensorFloat, weight_bit_width=2)
+        self["plain"] = qnn.QuantConv1d(8, 8, 3, padding=1, stride=2, groups=2, weight_quant=None)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self["frozen"](self["tied"](self["embedding"](ids)))
+        x = self["twice"](self["twice"](self["reflected"](self["same"](x.mT)).mT))
+        x = self["plain"](self["normed"](self["quantized"](x)).mT).mT
+        x = self["again"](x) + F.linear(x, self["again"].weight)
+        inside = x.detach().clone()
+        out = self["changed"](inside).sum() + x.square().sum()
+        with torch.no_grad():
+            inside.add_(1)  # which a packed copy survives
+        return out
+
+
+def test_layers_with_formula_are_those_whose_gradient_is_the_product():
+    model = brevact.quantize_backward(Cases(), TWO_BITS.let(min_numel=0))
+
+    def run(model: nn.Module, ids: Tensor) -> Tensor:
+        return model(ids)
+
+    batch = torch.randint(8, (4, 8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        layers_with_formula(model, batch, run, 0)  # as in training without quantization
+    layers = {name: model[name] for name in ("twice", "plain", "changed")}
+    assert weight_errors(model, layers, batch, run, 0, 1).keys() == {"twice", "plain"}
+    model["changed"].forward = lambda x: x
+    assert layers_with_formula(model, batch, run, 0).keys() == {"twice", "plain"}
+
+
+def test_gradient_report_estimates_what_rectified_nets_have_as_noise():
+    """Masks are exact, and hardly anything comes through norms: weight gradients have nearly all the noise."""
+    torch.manual_seed(0)
+    report = report_of(Net(nn.ReLU), layer_draws=4)
+    for row in report.rows:
+        assert row.estimate == pytest.approx(
+            row.noise, rel=0.2, abs=5 * math.hypot(row.noise_error, row.estimate_error)
+        )
+    estimated = report_of(Net(nn.ReLU), layers="estimated", draws=2)
+    assert all(row.estimate > 0 and math.isnan(row.noise) for row in estimated.rows)
+    assert estimated.passes == 1 + 4 * (1 + 2) + 1 + 4
+
+
+# the model
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 3, 12, 40])
+def test_gradient_report_leaves_the_model_as_it_was(net, fails_at):
+    calls = iter(range(1000))
+
+    def failing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if next(calls) == fails_at:
+            raise KeyError("failed")
+        return loss(model, batch)
+
+    brevact.quantize_backward(net, {"head": None, "*": TWO_BITS}).eval()
+    net.head.weight.grad = torch.ones_like(net.head.weight)
+    net.act.register_forward_hook(lambda module, args, out: None)
+
+    def state() -> list:
+        hooks = [(list(m._forward_hooks), list(m._forward_pre_hooks), m.training) for m in net.modules()]
+        grads = [(id(p), None if p.grad is None else (id(p.grad), p.grad.tolist())) for p in net.parameters()]
+        values = {name: x.tolist() for name, x in net.state_dict().items()}
+        return [hooks, grads, values, torch.get_rng_state().tolist(), str(brevact.backward_policy(net))]
+
+    before = state()
+    if fails_at is None:
+        report_of(net, brevact.StochBackward4bit, draws=2)
+    else:
+        with pytest.raises(KeyError, match="failed"):
+            brevact.gradient_report(net, BATCHES, failing, draws=2)
+    assert state() == before
+
+
+def test_gradient_report_takes_a_policy_in_place_of_the_models(net):
+    expected = report_of(brevact.quantize_backward(copy.deepcopy(net), brevact.StochBackward6bit), draws=2, layers=None)
+    assert (
+        report_of(brevact.quantize_backward(net, TWO_BITS), brevact.StochBackward6bit, draws=2, layers=None) == expected
+    )
+
+
+def test_gradient_report_of_a_model_without_quantizers_is_that_of_the_default(net):
+    report = report_of(net, draws=2)
+    assert report.notes and "no backward quantizer" in report.notes[0]
+    default = report_of(brevact.quantize_backward(net), draws=2)
+    assert (report.rows, report.noise, default.notes) == (default.rows, default.noise, ())
+
+
+# what is shown
+
+
+def test_gradient_report_prints_a_row_a_layer_and_the_unit(net):
+    report = report_of(net, draws=2)
+    text = str(report)
+    assert all(row.layer in text for row in report.rows)
+    assert (
+        "total" in text
+        and "(exact)" in text
+        and "Unit of noise and bias²: variance of the gradient between the 4 batches" in text
+    )
+    alone = brevact.gradient_report(net, BATCHES[:1], loss, draws=2)
+    assert alone.is_relative and math.isnan(alone.noise_error) and alone.noise > 0
+    assert "squared norm of the gradient of the one batch" in str(alone) and "±" not in str(alone)
+
+
+def test_gradient_report_writes_csv_and_a_picture(net, tmp_path):
+    report = report_of(net, draws=2)
+    report.to_csv(tmp_path / "gradients.csv")
+    with open(tmp_path / "gradients.csv", newline="") as file:
+        *lines, total = csv.DictReader(file)
+    assert [(line["layer"], float(line["noise"])) for line in lines] == [(row.layer, row.noise) for row in report.rows]
+    assert lines[1]["readers"].split() == list(report.rows[1].readers)
+    assert (total["layer"], float(total["noise"]), int(total["saved_bytes"])) == (
+        *("total", report.noise),
+        report.saved_bytes,
+    )
+    for count in (1, 40):
+        report.plot(tmp_path / f"{count}.png", max_layers=count)
+        assert (tmp_path / f"{count}.png").stat().st_size > 0
+    with pytest.raises(ValueError, match="max_layers: got 0"):
+        report.plot(tmp_path / "none.png", max_layers=0)
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"model": loss}, TypeError, "model: got"),
+        ({"batches": BATCHES[0][0]}, TypeError, "accepted is a list of batches"),
+        ({"batches": []}, ValueError, "batches: got none"),
+        ({"loss": F.cross_entropy(torch.ones(1, 2), torch.zeros(1, dtype=torch.long))}, TypeError, "loss: got"),
+        ({"loss": nn.CrossEntropyLoss()}, TypeError, "accepted is a function of the model and a batch"),
+        ({"loss": lambda model, batch: model(batch[0])}, ValueError, r"shape \(32, 10\); return a scalar"),
+        ({"draws": 1}, ValueError, "draws=1; accepted is an int of at least 2"),
+        ({"layer_draws": 1}, ValueError, "layer_draws=1"),
+        ({"layers": "all"}, ValueError, "layers='all'; accepted are 'measured', 'estimated', None"),
+        ({"policy": {"nothing": TWO_BITS}}, ValueError, "matches no module"),
+    ],
+)
+def test_gradient_report_refuses(net, changes, kind, message):
+    arguments = {"model": net, "batches": BATCHES, "loss": loss, "policy": None} | changes
+    with pytest.raises(kind, match=message):
+        brevact.gradient_report(**arguments)
+
+
+def test_gradient_report_refuses_a_loss_of_another_model(net):
+    other = copy.deepcopy(net)
+    with pytest.raises(ValueError, match="no parameter of the model gets a gradient; compute it with the model that"):
+        report_of(net, draws=2) and brevact.gradient_report(net, BATCHES, lambda model, batch: loss(other, batch))

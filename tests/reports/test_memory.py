@@ -1,0 +1,454 @@
+"""`memory_report`: measured bytes, each storage once, and a model that stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import gc
+import threading
+from typing import Any
+
+import brevitas.nn as qnn
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import brevact
+from brevact import NearestBackward2bit, StochBackward2bit
+from brevact.autograd import storage_report
+from brevact.autograd.hooks import regions_of
+from brevact.reports.memory import LayerMemory, MemoryReport
+from tests.autograd.measuring import watch_saved
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Dropout(0.5), nn.Flatten()
+    )
+
+
+def test_totals_are_the_distinct_storages_that_autograd_keeps():
+    model, x = network(), torch.randn(8, 3, 16, 16)
+    weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    report_plain = brevact.memory_report(model, x)
+    brevact.quantize_backward(model, StochBackward2bit)
+    report = brevact.memory_report(model, x)
+    for expected in (report.saved_bytes, report.plain_bytes):
+        with watch_saved() as saved:
+            model(x)
+        saved.tensors = [t for t in saved.tensors if t.untyped_storage().data_ptr() not in weights]
+        assert saved.nbytes == expected
+        if expected == report.saved_bytes:
+            brevact.restore_backward(model)
+    assert report_plain.plain_bytes == report.plain_bytes
+    assert report.ratio == report.plain_bytes / report.saved_bytes > 8
+
+
+def test_saved_bytes_are_the_sum_of_nbytes():
+    model, x = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False)), torch.randn(8, 3, 16, 16)
+    brevact.quantize_backward(model, NearestBackward2bit)
+    assert brevact.memory_report(model, x).saved_bytes == brevact.quantizer(NearestBackward2bit).quantize(x).nbytes
+
+
+def test_a_model_without_a_quantizer_is_measured_with_the_default():
+    model, x = network(), torch.randn(8, 3, 16, 16)
+    report = brevact.memory_report(model, x)
+    assert not any(regions_of(module) for module in model.modules())
+    expected = brevact.memory_report(brevact.quantize_backward(copy.deepcopy(model)), x)
+    assert (report.rows, report.ops, expected.note) == (expected.rows, expected.ops, "")
+    assert "no backward quantizer" in report.note and report.note in str(report)
+    exact = brevact.memory_report(brevact.quantize_backward(copy.deepcopy(model), {"*": None}), x)
+    assert exact.saved_bytes == exact.plain_bytes == report.plain_bytes > 4 * report.saved_bytes and not exact.note
+
+
+def test_a_region_in_a_models_own_code_is_measured_as_it_is():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with brevact.backward_quant(StochBackward2bit):
+                x = self.first(x).exp()
+            return self.last(x)
+
+    report = brevact.memory_report(Model(), torch.randn(64, 64))
+    assert {row.how for row in report.ops if row.layer == "last"} == {"full precision"} and not report.note
+
+
+def test_a_model_that_the_default_does_not_serve_is_measured_as_it_is():
+    class Penalized(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            out = super().forward(x).exp()
+            (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return out.sum() + grad.square().sum()
+
+    for model, message in (
+        (torch.jit.script(nn.Linear(64, 64)), "takes no forward hooks"),
+        (Penalized(64, 64), "double backward"),
+    ):
+        report = brevact.memory_report(model, torch.randn(64, 64))
+        assert report.saved_bytes == report.plain_bytes > 0
+        assert message in report.note and report.note in str(report)
+
+
+def test_a_shared_storage_counts_once():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x)
+
+    model, x = Model(), torch.randn(64, 64)
+    report = brevact.memory_report(model, x)
+    assert report.plain_bytes == x.nbytes and [row.layer for row in report.rows] == ["a"]
+    brevact.quantize_backward(model, StochBackward2bit)
+    report = brevact.memory_report(model, x)
+    assert report.saved_bytes == brevact.quantizer(StochBackward2bit).quantize(x).nbytes
+
+
+def test_a_report_leaves_nothing_that_later_steps_would_share():
+    """Not even until garbage is collected: each step draws noise of its own."""
+    model, x = brevact.quantize_backward(nn.Linear(64, 64), StochBackward2bit), torch.randn(64, 64)
+    gc.disable()
+    try:
+        brevact.memory_report(model, x)
+        grads = [torch.autograd.grad(model(x).sum(), model.weight)[0] for _ in range(2)]
+    finally:
+        gc.enable()
+    assert not torch.equal(*grads)
+
+
+def test_the_model_and_the_generator_stay_as_they_were():
+    model, x = network(), torch.randn(8, 3, 16, 16)
+    brevact.quantize_backward(model, StochBackward2bit)
+    model(x).sum().backward()
+    model.eval()
+    before = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters()], torch.get_rng_state()
+    brevact.memory_report(model, x)
+    assert all(torch.equal(value, before[0][key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    "batch", [lambda x: x, lambda x: (x, 2.0), lambda x: [x, 2.0], lambda x: {"x": x, "scale": 2.0}]
+)
+def test_batches_are_tensors_arguments_or_keywords(batch):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return self.layer(x) * scale
+
+    assert brevact.memory_report(Model(), batch(torch.randn(64, 64))).plain_bytes == 64 * 64 * 4
+
+
+def test_rows_stand_in_the_order_of_the_model_and_name_containers():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).exp()
+
+    model = brevact.quantize_backward(Model(), {"*": None})
+    rows = brevact.memory_report(model, torch.randn(8, 3, 16, 16)).rows
+    assert [(row.layer, row.kind) for row in rows] == [
+        ("", "Model"),
+        ("inner.0", "Conv2d"),
+        ("inner.1", "BatchNorm2d"),
+        ("inner.2", "ReLU"),
+        ("inner.4", "Dropout"),
+    ]
+
+
+def test_report_prints_writes_and_draws(tmp_path):
+    rows = tuple(LayerMemory(f"layer{i}", "Conv2d", 2**20 * (i + 1), 2**16 * (i + 1)) for i in range(60))
+    report = MemoryReport(rows)
+    text = str(report)
+    assert text.count("\n") == 60 + 3 and "layer0   Conv2d     1.000 MiB    0.062 MiB   16.0" in text
+    assert text.splitlines()[-1].split() == ["total", "1830.000", "MiB", "114.375", "MiB", "16.0"]
+    report.to_csv(tmp_path / "memory.csv")
+    with open(tmp_path / "memory.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert sum(int(row["saved_bytes"]) for row in read) == report.saved_bytes and len(read) == 60
+    report.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+    assert MemoryReport(()).ratio == float("inf") and str(MemoryReport(()))
+
+
+class Ways(nn.Module):
+    """A layer for each way of storing a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.head = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool1d(self.norm(self.linear(x).relu()), 2, 1, 1)[..., :64]
+        return self.head(x.logsumexp(1, keepdim=True) * x[:, :1].sqrt())
+
+
+def test_ops_say_how_each_tensor_is_stored_and_why():
+    model = brevact.quantize_backward(Ways(), {"head": None, "*": StochBackward2bit})
+    x = torch.rand(4, 128, 64)
+    report = brevact.memory_report(model, x)
+    found = {(row.layer, row.op, row.how, row.why) for row in report.ops}
+    assert found == {
+        ("linear", "linear", "packed", ""),
+        ("", "relu", "mask", ""),
+        ("norm", "layer_norm", "packed", ""),
+        ("norm", "layer_norm", "exact", storage_report.NEEDED),
+        ("", "max_pool1d", "exact", storage_report.NEEDED),
+        ("", "logsumexp", "exact", storage_report.NOT_NOISE),
+        ("", "sqrt", "exact", storage_report.NOT_NOISE),
+        ("", "mul", "full precision", storage_report.SMALL),
+        ("head", "linear", "full precision", storage_report.NO_QUANTIZER),
+    }
+    assert sum(row.saved_bytes for row in report.ops) == report.saved_bytes
+    packed = next(row for row in report.ops if row.how == "packed")
+    assert (packed.tensor_bytes, packed.saved_bytes) == (
+        x.nbytes,
+        brevact.quantizer(StochBackward2bit).quantize(x).nbytes,
+    )
+    for row in report.ops:
+        assert row.op in str(report) and row.how in str(report) and row.why in str(report)
+        assert row.layer in report.explain()
+
+
+def test_ops_name_what_no_function_of_ours_stores():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(128, 128))
+
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            fake_quantized = self.weight * 0.5
+            x = torch.sinh(x @ fake_quantized @ fake_quantized)  # saves its input
+            return x * table + x.sort(0).values
+
+    model, x = Model(), torch.rand(128, 128)
+    brevact.quantize_backward(model, StochBackward2bit)
+    report = brevact.memory_report(model, (x, torch.rand(128, 128, requires_grad=True)))
+    found = {(row.op, row.how, row.why) for row in report.ops}
+    assert {
+        ("matmul", "packed", ""),
+        ("sinh", "packed", ""),
+        ("mul", "full precision", storage_report.VARIABLE),
+        ("sort", "exact", storage_report.NO_FLOATS),
+    } <= found
+    assert not any(op == "matmul" and how != "packed" for op, how, _ in found)  # the weight is computed again
+    brevact.restore_backward(model)
+    brevact.quantize_backward(model, StochBackward2bit.let(save_mode=brevact.SaveMode.QUANTIZE_ON_BACKWARD))
+    rows = brevact.memory_report(model, (x, torch.rand(128, 128, requires_grad=True))).ops
+    assert ("sinh", "full precision", storage_report.ON_BACKWARD) in {(row.op, row.how, row.why) for row in rows}
+    assert not any(row.how == "packed" for row in rows)
+
+
+def test_ops_store_few_indices_exactly():
+    model = brevact.quantize_backward(nn.Embedding(4, 3), StochBackward2bit)
+    (row,) = brevact.memory_report(model, torch.tensor([0, 3, 1])).ops
+    assert (row.op, row.how, row.why) == ("embedding", "exact", storage_report.NO_FLOATS)
+
+
+class Gated(nn.Module):
+    """Functions of its own behind a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        return torch.sigmoid(F.silu(self.conv(x)))
+
+
+def test_memory_report_measures_a_graph_module_with_its_policy():
+    """Copies of a torch.fx.GraphModule lose their hooks."""
+    images = torch.randn(2, 3, 40, 40)
+    expected = brevact.memory_report(brevact.quantize_backward(Gated(), StochBackward2bit), images)
+    model = brevact.quantize_backward(torch.fx.symbolic_trace(Gated()), StochBackward2bit)
+    found = brevact.memory_report(model, images)
+    assert (found.plain_bytes, found.saved_bytes) == (expected.plain_bytes, expected.saved_bytes)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layer(x) * scale
+
+
+IMAGES = torch.zeros(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (network(), (IMAGES, torch.zeros(2).long()), r"too many positional.*pass the inputs alone: .*batch\[0\]"),
+        (network(), [IMAGES, torch.zeros(2).long()], r"Sequential\.forward\(input\).* A list holds"),
+        (TwoInputs(), {"y": torch.zeros(2)}, r"\{'y': <float32 Tensor of shape \(2,\)>\} does not fit TwoInputs\.forw"),
+        (TwoInputs(), (), r"missing a required argument: 'x'"),
+        (TwoInputs(), DataLoader(TensorDataset(torch.zeros(8, 64))), r"DataLoader; .*inputs, targets = next\(iter\(lo"),
+        (TwoInputs(), iter([torch.zeros(2, 64)]), r"list_iterator; .*inputs, targets = next\(iter\(loader\)\)"),
+        (TwoInputs(), TensorDataset(torch.zeros(8, 64)), r"TensorDataset; .*DataLoader\(dataset, 32\)"),
+        (TwoInputs(), None, r"got None of type NoneType; .*pass \(\)"),
+        (TwoInputs(), torch.zeros(2, 64).numpy(), r"of type ndarray; .*torch\.as_tensor\(batch\)"),
+        (TwoInputs(), "text", r"got 'text' of type str; accepted is what the model is called with"),
+        (TwoInputs(), 3, r"got 3 of type int"),
+        (TwoInputs(), float("nan"), r"got nan of type float"),
+        (TwoInputs(), True, r"got True of type bool"),
+        (TwoInputs(), network(), r"got <Sequential module> of type Sequential"),
+        (torch.zeros(2, 64), TwoInputs(), r"model: got <float32 Tensor.*swapped: write memory_report\(model, batch\)"),
+        (TwoInputs, torch.zeros(2, 64), r"model: got <class TwoInputs>.*make one of this class first: TwoInputs\("),
+        (None, torch.zeros(2, 64), r"model: got None of type NoneType; accepted is a torch\.nn\.Module"),
+    ],
+)
+def test_what_is_no_batch_of_the_model_is_refused(model, batch, message):
+    with pytest.raises(TypeError, match=message):
+        brevact.memory_report(model, batch)
+
+
+def test_targets_that_a_model_takes_for_something_else_are_explained():
+    batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)
+    message = r"called with 2 positional arguments, \(<float32.*AttributeError: .*'get_seq.*Of \(inputs, targets\)"
+
+    class Cached(TwoInputs):
+        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+            return self.layer(x)[cache.get_seq_length() :]
+
+    with pytest.raises(TypeError, match=message) as caught:
+        brevact.memory_report(Cached(), batch)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    with pytest.raises(AttributeError, match="get_seq_length"):  # one argument: the model's own error
+        brevact.memory_report(Cached(), batch[0])
+
+
+def test_a_tuple_that_is_one_argument_stays_one():
+    packed = nn.utils.rnn.pack_sequence([torch.randn(5, 16), torch.randn(3, 16)])
+    assert brevact.memory_report(nn.LSTM(16, 16), packed).plain_bytes > 0
+    quantized = qnn.QuantIdentity(return_quant_tensor=True)(torch.randn(8, 64))
+    assert isinstance(quantized, tuple)
+    assert brevact.memory_report(qnn.QuantLinear(64, 64), quantized).plain_bytes > 0
+
+
+def test_a_slice_of_a_larger_tensor_counts_its_own_bytes():
+    data, size = torch.randn(1000, 64), 10 * 64 * 4
+    for batch in (data[:10].clone(), data[:10], (data[:10],), {"x": data[:10]}, [data[5:25:2]]):
+        assert brevact.memory_report(TwoInputs(), batch).plain_bytes == size
+    assert brevact.memory_report(TwoInputs(), torch.randn(10, 100)[:, :64]).plain_bytes == size
+    assert brevact.memory_report(TwoInputs(), torch.randn(1, 64).expand(10, 64)).plain_bytes == 64 * 4  # one row
+    model = brevact.quantize_backward(TwoInputs(), StochBackward2bit)  # too few elements: stored as they are
+    assert brevact.memory_report(model, data[:10]).saved_bytes == size
+
+
+def test_one_slice_that_is_passed_twice_counts_once():
+    class Both(TwoInputs):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layer(x) + self.layer(y)
+
+    half = torch.randn(20, 64)[:10]
+    assert brevact.memory_report(Both(), (half, half)).plain_bytes == 10 * 64 * 4
+
+
+def test_a_slice_that_requires_gradients_still_does():
+    half = torch.randn(20, 64)[:10].requires_grad_()
+    row = brevact.memory_report(nn.Sigmoid(), half).rows[0]
+    assert row.plain_bytes == 10 * 64 * 4
+
+
+def test_a_row_without_plain_bytes_says_why():
+    model = brevact.quantize_backward(network(), StochBackward2bit, derive_min_bits=0)
+    report = brevact.memory_report(model, torch.randn(8, 3, 32, 32))
+    notes = {row.layer: row.note for row in report.rows}
+    assert notes == {"0": "", "1": "", "2": "", "3": "plain stores the tensor of 2, which counts there", "4": ""}
+    assert [row.layer for row in report.rows if row.plain_bytes == 0] == ["3"]
+    (line,) = [line for line in str(report).splitlines() if line.startswith("3 ")]
+    assert line.endswith("plain stores the tensor of 2, which counts there")
+
+
+def test_a_row_that_stores_nothing_says_what_derives_it():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 1))
+    report = brevact.memory_report(brevact.quantize_backward(model), torch.randn(8, 3, 32, 32))
+    rows = {row.layer: row for row in report.rows}
+    assert [rows[name].saved_bytes for name in ("2", "3")] == [0, 0] and rows["1"].saved_bytes > 0
+    assert rows["2"].note == rows["3"].note == "derived from 1"
+    assert {(op.layer, op.how, op.why) for op in report.ops if op.op == "conv2d" and op.layer == "3"} == {
+        ("3", "derived", "derived from 1")
+    }
+    assert "derived from 1" in str(report) and "derived from 1" in report.explain()
+    assert report.saved_bytes == sum(op.saved_bytes for op in report.ops)
+
+
+class Detach(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (network().requires_grad_(False), "none of the 6 parameters requires a gradient, and no input requires one"),
+        (nn.Sequential(Shift(), Detach()), "the output requires no gradient"),
+        (nn.ReLU(), "the model has no parameters, and no input requires one"),
+        (nn.Sequential(Shift(), nn.Flatten()), "no op of the model keeps anything but weights"),
+    ],
+)
+def test_a_model_that_stores_nothing_says_so(model, message, tmp_path):
+    report = brevact.memory_report(brevact.quantize_backward(model, StochBackward2bit), torch.randn(8, 3, 32, 32))
+    assert (report.saved_bytes, report.plain_bytes, report.rows) == (0, 0, ())
+    assert message in report.note and report.note in str(report)
+    report.to_csv(tmp_path / "memory.csv")
+    report.plot(tmp_path / "memory.png")
+
+
+def test_a_model_that_cannot_be_copied_says_what_to_measure():
+    class Holder(TwoInputs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(ValueError, match=r"Holder cannot be copied \(cannot pickle .*lock.*measure the module that it"):
+        brevact.memory_report(Holder(), torch.zeros(4, 64))
+
+
+def test_a_compiled_model_is_measured_as_it_is_written():
+    model, x = brevact.quantize_backward(TwoInputs(), StochBackward2bit), torch.randn(64, 64)
+    expected, found = brevact.memory_report(model, x), brevact.memory_report(torch.compile(model, backend="eager"), x)
+    assert (found.plain_bytes, found.saved_bytes) == (expected.plain_bytes, expected.saved_bytes)
+    assert found.saved_bytes == brevact.quantizer(StochBackward2bit).quantize(x).nbytes
+
+
+def test_memory_report_takes_models_with_sparse_buffers():
+    class Propagated(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(64, 64)
+            self.register_buffer("adjacency", torch.eye(128).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.adjacency, super().forward(x))
+
+    model = brevact.quantize_backward(Propagated(), StochBackward2bit)
+    report = brevact.memory_report(model, torch.randn(128, 64))
+    packed = brevact.quantizer(StochBackward2bit).quantize(torch.randn(128, 64))
+    assert report.plain_bytes == 4 * 128 * 64 and report.saved_bytes == packed.nbytes
