@@ -7,7 +7,6 @@ from brevact.autograd import BackwardSettings, SaveMode
 from brevact.bit_widths.actnn import ActnnLevel, actnn_level
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.fit import fit
-from brevact.bit_widths.fit_report import FitReport
 from brevact.injectors import (
     DualPrecisionBackward2bit,
     DualPrecisionBackward4bit,
@@ -71,6 +70,7 @@ from brevact.injectors import (
 )
 from brevact.policy.attach import backward_quant, quantize_backward, quantizer, restore_backward
 from brevact.policy.description import BackwardPolicy, backward_policy
+from brevact.policy.fit_report import FitReport
 from brevact.policy.mixing import MixSchedule
 from brevact.policy.presets import CONV_NET, DEFAULT, TRANSFORMER, Policy
 from brevact.quantizers import (

@@ -21,7 +21,7 @@ from brevact.quantizers import SampleWeights
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, gradients, squared_distance
 from brevact.reports.memory import memory_of
-from brevact.reports.tables import text_table
+from brevact.tables import text_table
 
 #: Share of what was known of a layer's sensitivity in what is known after one more measurement.
 _OLD_SHARE = 0.5

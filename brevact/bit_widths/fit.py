@@ -20,8 +20,8 @@ from brevact.bit_widths.fit_groups import (
     without_policy,
 )
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, Sensitivities
-from brevact.bit_widths.fit_report import FitReport, FittedGroup
 from brevact.policy.attach import quantize_backward
+from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY, layers_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
@@ -55,9 +55,9 @@ def fit(
     """Return the policy of least gradient noise within a budget: bit widths of 1 to 8, or full precision, a layer.
 
     Layers that pack tensors get widths, and all that can derive from these derives. The noise of each of them is
-    measured alone; bytes go where they lower it most (:func:`brevact.bit_widths.allocation.allocate`). The result is measured,
-    and corrected until bytes fit, and noise is what was predicted within a factor of 1.5; ``policy.report`` says what
-    is reached. Noise and squared bias are in units of the noise between minibatches, and count together.
+    measured alone; bytes go where they lower it most (:func:`brevact.bit_widths.allocation.allocate`). The result is
+    measured, and corrected until bytes fit, and noise is what was predicted within a factor of 1.5; ``policy.report``
+    says what is reached. Noise and squared bias are in units of the noise between minibatches, and count together.
 
     Cost, of B batches and G layers that pack tensors (in EfficientNetV2 nano 24): B + 1 + 2 (G + 1) passes, two more
     for each layer that is to have 1 or 2 bits, 8 for each of at most 3 policies that are measured, and some

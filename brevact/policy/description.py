@@ -13,7 +13,7 @@ from brevact.injectors.proxies import is_quant_proxy
 from brevact.injectors.settings import described
 from brevact.injectors.slot import BackwardQuantProxy
 from brevact.policy.rules import POLICY, Assignment, source_text
-from brevact.reports.tables import text_table
+from brevact.tables import text_table
 
 _OWN = "its own"
 

@@ -17,8 +17,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from brevact.bit_widths.fit_report import FitReport
 from brevact.injectors.saved_form import from_plain, to_plain
+from brevact.policy.fit_report import FitReport
 from brevact.policy.keys import FIELDS, key_from_plain, key_to_plain
 from brevact.quantizers.brief import brief
 

@@ -11,16 +11,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from brevact.autograd.settings import bits_of
-from brevact.bit_widths.fit_report import FitReport
 from brevact.injectors import StochBackward2bit, StochBackward3bit, StochBackward4bit, StochBackward6bit
 from brevact.injectors.settings import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.description import quantizer_text
+from brevact.policy.fit_report import FitReport
 from brevact.policy.predicates import computes_attention as computes_attention
 from brevact.policy.predicates import is_activation_function as is_activation_function
 from brevact.policy.predicates import is_norm, is_rectified
 from brevact.policy.rules import assignment_of, check_rules, ops_of
-from brevact.reports.tables import text_table
+from brevact.tables import text_table
 from brevact.version import __version__
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -77,8 +77,8 @@ class Policy:
         """Write the policy as JSON, with the version of the package.
 
         Rules for names, for types of torch.nn, brevitas.nn and brevact.nn, for torch functions and for the functions of
-        ``brevact.policy.predicates`` can be saved, with quantizers of brevact and brevitas.quant and their settings. What a
-        Brevitas quantizer has collected is not part of a policy.
+        ``brevact.policy.predicates`` can be saved, with quantizers of brevact and brevitas.quant and their settings.
+        What a Brevitas quantizer has collected is not part of a policy.
 
         >>> import brevact, tempfile, os
         >>> path = os.path.join(tempfile.mkdtemp(), "policy.json")

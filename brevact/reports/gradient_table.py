@@ -8,7 +8,7 @@ import math
 import os
 from dataclasses import dataclass
 
-from brevact.reports.tables import MIB, figure_kind, size_text, text_table
+from brevact.tables import MIB, figure_kind, size_text, text_table
 
 
 @dataclass(frozen=True)

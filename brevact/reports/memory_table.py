@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 
 from brevact.autograd.storage_report import DERIVED
-from brevact.reports.tables import MIB, figure_kind, size_text, text_table
+from brevact.tables import MIB, figure_kind, size_text, text_table
 
 
 @dataclass(frozen=True)

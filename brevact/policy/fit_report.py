@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from brevact.reports.tables import text_table
+from brevact.tables import text_table
 
 _MIB = 2**20
 
