@@ -29,7 +29,7 @@ class _Held:
         self._values: Tensor | None = values
         codes, *rest = (x.untyped_storage() for x in tensors)
         references = weakref.ref(codes, self._drop), *map(weakref.ref, rest)
-        self._sources = [(storage, x._version) for storage, x in zip(references, tensors, strict=True)]
+        self._sources = [(storage, _place(x)) for storage, x in zip(references, tensors, strict=True)]
 
     def _drop(self, reference: weakref.ref[UntypedStorage]) -> None:
         self._values = None
@@ -38,10 +38,15 @@ class _Held:
         """Return the tensor, if it is what this decoder makes of these tensors, and nobody has changed it."""
         if decoder is not self._decoder or self._values is None or self._values._version != self._version:
             return None
-        for x, (storage, version) in zip(tensors, self._sources, strict=True):
-            if x._version != version or storage() is not x.untyped_storage():
+        for x, (storage, place) in zip(tensors, self._sources, strict=True):
+            if _place(x) != place or storage() is not x.untyped_storage():
                 return None
         return self._values
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from others in its storage: rows of one parameter are weights of several norms."""
+    return x._version, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 class _Last(threading.local):

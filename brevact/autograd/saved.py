@@ -35,9 +35,11 @@ Saved = tuple[tuple[Tensor, ...], Decoder]
 def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
     """Let a function return the same object for equal arguments, so that a training step finds those of the last one.
 
+    Equal are those of the same types: two kinds of NamedTuple with the same items are not.
+
     Symbols, of traced graphs with dynamic shapes, have no hash: with them it returns a new object.
     """
-    cached = functools.lru_cache(maxsize=4096)(make)
+    cached = functools.lru_cache(maxsize=4096, typed=True)(make)
 
     @functools.wraps(make)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -59,6 +59,30 @@ def test_decoded_asks_again_after_a_change(change: str) -> None:
     assert torch.equal(second, kept[0].float() * kept[1])
 
 
+@pytest.mark.parametrize("row", [lambda x: x[1], lambda x: x[0, ::2], lambda x: x[0].view(torch.int32)])
+def test_decoded_tells_views_of_one_storage_apart(row) -> None:  # type: ignore[no-untyped-def]
+    decoder, (codes, _) = _Decoder(), _kept()
+    factors = torch.arange(1.0, 17.0).view(2, 8)
+    codes = codes[:4]
+    first = decoded(decoder, (codes, factors[0, :4]), decoder.decode)
+    other = row(factors)[:4]
+    second = decoded(decoder, (codes, other), decoder.decode)
+    assert second is not first and torch.equal(second, codes.float() * other)
+
+
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_norms_of_one_tensor_read_their_own_rows_of_a_parameter(norm) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    x, grad = torch.randn(128, 64, requires_grad=True), torch.randn(128, 64)
+    weights = nn.Parameter(torch.stack([torch.ones(64), torch.full((64,), -3.0)]))
+    layers = [nn.Linear(64, 64, bias=False) for _ in weights]
+    with brevact.backward_quant(brevact.StochBackward8bit):
+        outs = [layer(norm(x, (64,), row)) for layer, row in zip(layers, weights, strict=True)]
+    first, second = torch.autograd.grad(outs, [layer.weight for layer in layers], [grad, grad])
+    # The inputs of both layers derive from one normalized tensor.
+    assert torch.allclose(second, first * -3, rtol=1e-4, atol=1e-4)
+
+
 def test_decoded_holds_nothing_once_the_codes_are_freed() -> None:
     decoder, kept = _Decoder(), _kept()
     alive = weakref.ref(decoded(decoder, kept, decoder.decode).untyped_storage())
@@ -67,6 +91,25 @@ def test_decoded_holds_nothing_once_the_codes_are_freed() -> None:
     del kept
     gc.collect()
     assert alive() is None
+
+
+def test_norms_with_equal_numbers_and_sizes_decode_as_themselves() -> None:
+    torch.manual_seed(0)
+    x, grad = torch.randn(8, 16, 8, 8, requires_grad=True), torch.randn(8, 16, 8, 8)
+    weight = nn.Parameter(torch.randn(16))
+
+    def by_groups() -> torch.Tensor:
+        return F.group_norm(x, 1, weight)
+
+    def by_constants() -> torch.Tensor:  # with the eps of 1 that the other has groups
+        return F.batch_norm(x, torch.zeros(16), torch.linspace(1, 10, 16), weight, eps=1.0)
+
+    for norm in (by_groups, by_constants, by_groups):
+        exact = torch.autograd.grad(norm(), [x, weight], grad)
+        with brevact.backward_quant(brevact.StochBackward8bit):
+            out = norm()
+        for found, expected in zip(torch.autograd.grad(out, [x, weight], grad), exact, strict=True):
+            assert float((found - expected).norm() / expected.norm()) < 0.05  # 5 steps of 8 bits
 
 
 def _chain(width: int = 16) -> nn.Sequential:
