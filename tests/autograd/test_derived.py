@@ -604,6 +604,32 @@ def test_in_place_functions_have_the_gradients_of_both_save_modes():
     assert (now - later).norm() < 0.05 * now.norm()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(F.elu, F.celu, F.softplus, F.softshrink, F.hardshrink),
+        lambda x, number: F.hardtanh(x, -number, number),
+        lambda x, number: F.threshold(x, number, -number),
+    ],
+)
+def test_settings_in_tensors_are_numbers_of_the_forward_pass(function):
+    number, batch, grad = torch.tensor(0.5), images().detach(), torch.randn(4, 8, 16, 16)
+
+    def gradients() -> tuple[Tensor, ...]:
+        x, weight = batch.clone().requires_grad_(), torch.ones(8, requires_grad=True)
+        conv = torch.linspace(-1, 1, 64).view(8, 8, 1, 1).requires_grad_()
+        out = F.conv2d(function(F.batch_norm(x, None, None, weight, training=True), number), conv)
+        number.mul_(4)  # torch has read it
+        return torch.autograd.grad(out, [weight, conv], grad)
+
+    expected = gradients()
+    number.fill_(0.5)
+    with region(settings(bit_width=8)):
+        found = gradients()
+    for value, exact in zip(found, expected, strict=True):
+        assert (value - exact).norm() / exact.norm() < 0.05
+
+
 def test_another_device_begins_a_chain():
     with region(FOUR):
         y, _ = normalized()
@@ -611,7 +637,7 @@ def test_another_device_begins_a_chain():
         assert known_values.find(y.double(), FOUR) is not None
 
 
-@pytest.mark.parametrize("function", ["silu", "gelu", "softplus", "tanh", "elu of a tensor", "product"])
+@pytest.mark.parametrize("function", ["silu", "gelu", "softplus", "tanh", "glu", "elu of a tensor", "product"])
 def test_derivations_of_many_steps_are_few_and_hold_no_tensors(function):
     """The table of derivations grows with the functions of a model, and not with its steps."""
     calls = {"elu of a tensor": lambda x: F.elu(x, torch.tensor(1.0)), "product": lambda x: x * torch.ones(16, 1, 1)}

@@ -201,6 +201,11 @@ def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return found
 
 
+def as_number(x: Any) -> Any:
+    """Return the number that torch takes of a tensor in the place of one; what is no tensor as it is."""
+    return x.item() if isinstance(x, Tensor) else x
+
+
 class Value(NamedTuple):
     """A function of one tensor, the first argument of a torch function; never in place.
 
@@ -216,8 +221,9 @@ class Value(NamedTuple):
 
     @staticmethod
     def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
-        """Return the function that a call computes, of what follows its first argument."""
+        """Return the function that a call computes, of what follows its first argument: of numbers, as they are now."""
         function = out_of_place(function)
+        args, kwargs = tuple(map(as_number, args)), {key: as_number(value) for key, value in kwargs.items()}
         position = _inplace_position(function)
         if position is not None and position <= len(args):
             args = (*args[: position - 1], False, *args[position:])

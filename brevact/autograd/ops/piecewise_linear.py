@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive
 from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, expanded_one, load, save
+from brevact.autograd.ops.base import Saving, as_number, expanded_one, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored
 from brevact.autograd.ops.torch_rules import clamp_passes_bounds
 from brevact.autograd.store import keep_mask
@@ -90,6 +90,8 @@ def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
 
 
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
+    min_val, max_val = as_number(min_val), as_number(max_val)
+
     def mask(x: Tensor) -> Tensor:
         return aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool()
 
@@ -114,6 +116,8 @@ def _frozen_rrelu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3) -> 
 
 
 def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> _Pieces:
+    threshold, value = as_number(threshold), as_number(value)
+
     def mask(x: Tensor) -> Tensor:
         return aten.threshold_backward(expanded_one(x), x, threshold).bool()
 
@@ -121,11 +125,11 @@ def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fa
 
 
 def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, lambd).bool(), value=None)
+    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, as_number(lambd)).bool(), value=None)
 
 
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    return _Pieces(lambda x: aten.hardshrink_backward(expanded_one(x), x, lambd).bool())
+    return _Pieces(lambda x: aten.hardshrink_backward(expanded_one(x), x, as_number(lambd)).bool())
 
 
 def _clamp(input: Tensor, min: float | None = None, max: float | None = None) -> _Pieces:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, Value, expanded_one, load, save
+from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_small, reported
 
@@ -72,11 +72,6 @@ class _Smooth(Saving):
         return None, None, None, None, kept.multiply(grad), None
 
 
-def _number(x: Any) -> Any:
-    """Return the number that torch takes of a tensor in the place of one."""
-    return x.item() if isinstance(x, Tensor) else x
-
-
 def _silu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
     return aten.silu_backward.default, inplace
 
@@ -99,7 +94,7 @@ def _gelu_slope(approximate: str) -> Derivative:
 
 
 def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> tuple[Derivative, bool]:
-    return _softplus_slope(_number(beta), _number(threshold)), False
+    return _softplus_slope(as_number(beta), as_number(threshold)), False
 
 
 @functools.lru_cache
@@ -120,7 +115,7 @@ def _tanh(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
 
 
 def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
-    return _elu_slope(_number(alpha), 1.0, 1.0), inplace
+    return _elu_slope(as_number(alpha), 1.0, 1.0), inplace
 
 
 @functools.lru_cache
@@ -129,7 +124,7 @@ def _elu_slope(alpha: float, scale: float, input_scale: float) -> Derivative:
 
 
 def _celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
-    return _elu_slope(_number(alpha), 1.0, 1.0 / _number(alpha)), inplace
+    return _elu_slope(as_number(alpha), 1.0, 1.0 / as_number(alpha)), inplace
 
 
 def _selu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
@@ -211,7 +206,7 @@ class _GLU(Saving):
 def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     if not region.packs_input(input) or not input.requires_grad:
         return NotImplemented
-    return region.apply(_GLU, lambda x: func(x, dim), dim, input)
+    return region.apply(_GLU, Value.of(func, (dim,), {}), dim, input)
 
 
 #: Derivatives without settings, by which derivations are found again.
