@@ -75,7 +75,7 @@ as_i32, as_u32 = _pointer_cast(I32), _pointer_cast(U32)
 f32_scratch, u32_scratch, u8_scratch = _scratch(F32), _scratch(U32), _scratch(U8)
 
 LARGEST_BLOCK = 4096
-"""Elements of the largest packing block: it bounds the scratch of a kernel, some 11 bytes an element."""
+"""Elements of the largest packing block: it bounds the scratch of a kernel, some 20 bytes an element."""
 
 
 @intrinsic

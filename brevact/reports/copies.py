@@ -30,7 +30,8 @@ def copy_of(model: M) -> M:
     if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
         raise ValueError("model: some lazy modules have no parameters yet; call the model on a batch first")
     try:
-        copied = copy.deepcopy(model)
+        with torch.inference_mode(False):  # or its parameters could not train
+            copied = copy.deepcopy(model)
     except RuntimeError as error:
         raise ValueError(
             f"model: {type(model).__name__} cannot be copied ({error}). The legacy weight_norm and spectral_norm keep "

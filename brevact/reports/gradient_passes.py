@@ -24,7 +24,7 @@ MOST_DIFFERENCE = 1e-2
 
 
 def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization: int | None = None) -> Gradients:
-    """Return the gradients of the parameters that train; buffers stay as they are.
+    """Return the gradients of the parameters that train; buffers, and gradients of other tensors, stay as they are.
 
     Args:
         model: module, whose gradients are None afterwards.
@@ -45,7 +45,8 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
         with nullcontext() if quantization is None else seeded(quantization):
             value = loss(model, batch)
             _check_value(value)
-            value.backward()
+            with _gradients_kept(_leaves_beside(value, model)):
+                value.backward()
     finally:
         with torch.no_grad():
             for module, name, buffer, old in before:
@@ -69,6 +70,35 @@ def _seed_generators(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
+
+
+def _leaves_beside(value: Tensor, model: nn.Module) -> list[Tensor]:
+    """Return the leaves of a graph that are no parameters of a model: of a loss, or inputs that require gradients."""
+    own, found = {id(p) for p in model.parameters()}, []
+    seen: set[Any] = {None}
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(value).node]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += [parent for parent, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor) and id(leaf) not in own:
+                found.append(leaf)
+    return found
+
+
+@contextmanager
+def _gradients_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let tensors have the gradients after a block that they had before."""
+    before = [(x, x.grad) for x in tensors]
+    try:
+        for x in tensors:
+            x.grad = None
+        yield
+    finally:
+        for x, grad in before:
+            x.grad = grad
 
 
 def squared_norm(found: Gradients) -> float:

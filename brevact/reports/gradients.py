@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from brevact.arguments import check_model
-from brevact.autograd import detach_region
+from brevact.autograd import current_region, detach_region
 from brevact.policy.attach import quantize_backward
 from brevact.policy.rules import POLICY
 from brevact.quantizers.brief import brief
@@ -94,7 +94,7 @@ def gradient_report(
         TypeError: ``model`` is no module, ``batches`` no list, ``loss`` no function, or what it returns no tensor.
         ValueError: there are no batches, or too few draws; the model cannot be copied, or has no parameters that
             train; the loss is no scalar, is not finite, does not use the model, or draws random numbers of its own;
-            the gradients of all batches are equal; or the policy does not fit.
+            the gradients of all batches are equal; the policy does not fit; or it is called in a region.
     """
     _check(model, batches, loss, layers)
     check_draws(draws)
@@ -212,6 +212,11 @@ def _with_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> tuple
 
 
 def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:
+    if current_region() is not None:
+        raise ValueError(
+            "gradient_report: called in a region, as of brevact.backward_quant, which would quantize what is to be "
+            "exact; call it outside"
+        )
     check_model(model, "gradient_report(model, batches, loss)", batches)
     check_batches(batches, "gradient_report(model, batches, loss)")
     check_loss(loss)

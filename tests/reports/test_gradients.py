@@ -382,5 +382,33 @@ def test_gradient_report_refuses(net, changes, kind, message):
 
 def test_gradient_report_refuses_a_loss_of_another_model(net):
     other = copy.deepcopy(net)
+    other.head.bias.grad = grad = torch.ones(10)
     with pytest.raises(ValueError, match="no parameter of the model gets a gradient; compute it with the model that"):
         report_of(net, draws=2) and brevact.gradient_report(net, BATCHES, lambda model, batch: loss(other, batch))
+    assert other.head.bias.grad is grad and torch.equal(grad, torch.ones(10))
+    assert other.head.weight.grad is None
+
+
+def test_gradient_report_leaves_no_gradients_at_what_is_no_model(net):
+    temperature = torch.ones((), requires_grad=True)
+    batches = [(x.clone().requires_grad_(), y) for x, y in BATCHES]
+    batches[0][0].grad = grad = torch.ones_like(batches[0][0])
+
+    def scaled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]) * temperature, batch[1])
+
+    brevact.gradient_report(net, batches, scaled, draws=2, layer_draws=2)
+    assert temperature.grad is None and batches[1][0].grad is None
+    assert batches[0][0].grad is grad and torch.equal(grad, torch.ones_like(grad))
+
+
+def test_gradient_report_runs_in_inference_mode(net):
+    expected = report_of(net, draws=2, layers=None)
+    with torch.inference_mode():
+        found = report_of(net, draws=2, layers=None)
+    assert (found.noise, found.bias) == (expected.noise, expected.bias)
+
+
+def test_gradient_report_refuses_to_run_in_a_region(net):
+    with brevact.backward_quant(TWO_BITS), pytest.raises(ValueError, match="gradient_report: called in a region"):
+        report_of(net)
