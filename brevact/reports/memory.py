@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -215,15 +216,17 @@ def _place_of(x: Tensor) -> int:
 
 @contextmanager
 def _running_module(model: nn.Module) -> Iterator[list[str]]:
-    """Keep a list of the names of the modules that run, outermost first."""
-    names = dict(_layers(model))
+    """Keep a list of the names of the modules that run in this thread, outermost first."""
+    names, thread = dict(_layers(model)), threading.get_ident()
     running = [""]
 
     def enter(module: nn.Module, args: Any) -> None:
-        running.append(names.get(module, running[-1]))
+        if threading.get_ident() == thread:
+            running.append(names.get(module, running[-1]))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop()
+        if threading.get_ident() == thread:
+            running.pop()
 
     handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
     try:

@@ -452,3 +452,26 @@ def test_memory_report_takes_models_with_sparse_buffers():
     report = brevact.memory_report(model, torch.randn(128, 64))
     packed = brevact.quantizer(StochBackward2bit).quantize(torch.randn(128, 64))
     assert report.plain_bytes == 4 * 128 * 64 and report.saved_bytes == packed.nbytes
+
+
+def test_memory_report_ignores_modules_of_other_threads():
+    other, has_begun, may_end = nn.Identity(), threading.Event(), threading.Event()
+    other.register_forward_pre_hook(lambda module, args: has_begun.set() or (may_end.wait(60) and None))
+    threads = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        has_begun.clear()
+        may_end.clear()
+        threads.append(threading.Thread(target=other, args=(0,)))
+        threads[-1].start()
+        has_begun.wait(60)
+
+    def end(module: nn.Module, args: Any) -> None:
+        may_end.set()
+        threads[-1].join()
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].register_forward_pre_hook(begin)
+    model[1].register_forward_pre_hook(end)
+    report = brevact.memory_report(model, torch.randn(128, 64))
+    assert [row.layer for row in report.ops] == ["0", "1"]
