@@ -74,6 +74,32 @@ class StandIn(UniformQuantizer):
     stands_for: Any = None
 
 
+class _OfOneSize:
+    """What a mixture stores a tensor by, of which it has drawn a size: no reader has the same."""
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = object.__hash__
+
+
+_OF_ONE_SIZE = _OfOneSize()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MixtureStandIn(StandIn):
+    """Stands in for a mixture, which draws a quantizer for each tensor."""
+
+    def sized(self, numel: int, host_seed: int) -> StandIn:
+        """Return what stores a tensor, as a mixture does.
+
+        Args:
+            numel: elements of the tensor.
+            host_seed: seed of a draw.
+        """
+        return StandIn(bit_width=self.bit_width, rounding=self.rounding, stands_for=_OF_ONE_SIZE)
+
+
 def _finer(quantizer: Any) -> Any:
     """Return what stands in for a quantizer; for a module, whose tensors no cache may hold, one on its own."""
     form: dict[str, Any] = {"rounding": Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST}
@@ -81,7 +107,8 @@ def _finer(quantizer: Any) -> Any:
         return UniformQuantizer(bit_width=FINE_BIT_WIDTH, **form)
     if isinstance(quantizer, UniformQuantizer):
         form = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
-    return StandIn(**(form | {"bit_width": FINE_BIT_WIDTH, "stands_for": quantizer}))
+    kind = _MixtureStandIn if hasattr(quantizer, "sized") else StandIn
+    return kind(**(form | {"bit_width": FINE_BIT_WIDTH, "stands_for": quantizer}))
 
 
 def fine(settings: BackwardSettings | None) -> BackwardSettings | None:

@@ -181,7 +181,9 @@ def test_isolation_keeps_other_layers_at_8_bits(net):
     assert found["head"].by_op["cross_entropy"].quantizer.bit_width == 8
 
 
-@pytest.mark.parametrize("policy", [TWO_BITS, brevact.DEFAULT, brevact.TRANSFORMER, brevact.L4Backward])
+@pytest.mark.parametrize(
+    "policy", [TWO_BITS, brevact.DEFAULT, brevact.TRANSFORMER, brevact.L4Backward, brevact.StochBackward2bit4bitMix]
+)
 def test_isolation_stores_the_same_tensors_at_8_bits(policy):
     """Also at 2 bits, from which smooth functions do not derive, and where readers have fewer bits than sources."""
     layer = nn.TransformerEncoderLayer(32, 2, 64, activation=F.gelu, batch_first=True)
