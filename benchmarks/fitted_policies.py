@@ -1,9 +1,10 @@
-"""Policies that `brevact.fit` makes for a model, as words of a command line.
+"""Policies that `brevact.fit` makes for a model, and widths that `brevact.Adaptive` gives it, as words to type.
 
 fit:24x                      24 times less than full precision
 fit:2.5MiB                   bytes
 fit:bytes=StochBackward3bit  the bytes of a policy that `policy_names` reads
 fit:noise=0.05               noise, in units of minibatch noise
+adaptive:24x                 what `brevact.Adaptive` does in a few steps, from `DEFAULT`; budgets of bytes alone
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -23,8 +24,35 @@ from recipes.errors import RecipeError
 
 M = TypeVar("M", bound=nn.Module)
 #: What their names begin with.
-FIT = "fit:"
+FIT, ADAPTIVE = "fit:", "adaptive:"
 _BYTES, _NOISE = "bytes=", "noise="
+#: Measurements of `brevact.Adaptive`, of which the last ones count most.
+_STEPS = 4
+
+
+class AdaptedWidths(NamedTuple):
+    """What `brevact.Adaptive` gives a model in a few steps, where a policy may stand.
+
+    Args:
+        name: as the command line has it.
+        ratio: of full precision's bytes to those of the budget.
+        batches: that it measures.
+        loss: of a model and a batch.
+    """
+
+    name: str
+    ratio: float
+    batches: Sequence[Any]
+    loss: Callable[[Any, Any], Tensor]
+    source = "brevact.Adaptive"
+
+    def apply(self, model: M) -> M:
+        """Quantize a model, let widths adapt, and return it."""
+        brevact.quantize_backward(model)
+        adaptive = brevact.Adaptive(model, self.batches[0], self.loss, ratio=self.ratio, every=1)
+        for batch in self.batches[1:]:
+            adaptive.step(batch)
+        return model
 
 
 @dataclass(frozen=True)
@@ -35,13 +63,17 @@ class FittedPolicy:
         name: as the command line has it.
         budget: a keyword argument of `brevact.fit`; empty for the bytes of another policy.
         like: the other policy, or None.
+        adapts: whether `brevact.Adaptive` takes the place of `brevact.fit`.
     """
 
     name: str
     budget: dict[str, Any]
     like: NamedPolicy | None = None
+    adapts: bool = False
 
-    def named(self, model: nn.Module, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]) -> NamedPolicy:
+    def named(
+        self, model: nn.Module, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor]
+    ) -> NamedPolicy | AdaptedWidths:
         """The policy for a model.
 
         Args:
@@ -53,6 +85,10 @@ class FittedPolicy:
         if self.like is not None:
             report = brevact.memory_report(self.like.apply(copy.deepcopy(model)), batches[0])
             budget = {"saved_bytes": report.saved_bytes}
+        if self.adapts:
+            plain = brevact.memory_report(model, batches[0]).plain_bytes
+            ratio = budget["ratio"] if "ratio" in budget else plain / budget["saved_bytes"]
+            return AdaptedWidths(self.name, ratio, batches[:_STEPS], loss)
         return NamedPolicy(self.name, brevact.fit(model, batches, loss, **budget, progress=False))
 
 
@@ -65,14 +101,15 @@ def policy_or_fit(words: str) -> NamedPolicy | FittedPolicy:
     Raises:
         argparse.ArgumentTypeError: there is no such policy, or no such budget.
     """
-    if not words.startswith(FIT):
+    adapts = words.startswith(ADAPTIVE)
+    if not (adapts or words.startswith(FIT)):
         return named_policy(words)
-    budget = words.removeprefix(FIT)
+    budget = words.removeprefix(ADAPTIVE if adapts else FIT)
     try:
         if budget.startswith(_BYTES):
-            return FittedPolicy(words, {}, named_policy(budget.removeprefix(_BYTES)))
-        if budget.startswith(_NOISE):
+            return FittedPolicy(words, {}, named_policy(budget.removeprefix(_BYTES)), adapts)
+        if budget.startswith(_NOISE) and not adapts:
             return FittedPolicy(words, {"noise": float(budget.removeprefix(_NOISE))})
-        return FittedPolicy(words, budget_of(budget, "fit:"))
+        return FittedPolicy(words, budget_of(budget, ADAPTIVE if adapts else FIT), None, adapts)
     except (ValueError, RecipeError) as error:
         raise argparse.ArgumentTypeError(f"{words}: {error}") from error

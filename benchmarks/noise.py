@@ -15,7 +15,7 @@ included.
 A policy is a name of brevact, with settings, and with other quantizers for parts of the model: StochBackward2bit,
 StochBackward4bit:bucket_size=256, StochBackward2bit+norms=StochBackward4bit+loss=None (parts: norms, activations,
 linear, attention, loss). Or one that `brevact.fit` makes on batches that are not measured: fit:24x, fit:noise=0.05, or
-fit:bytes=StochBackward3bit, for the bytes of another policy.
+fit:bytes=StochBackward3bit, for the bytes of another policy; or adaptive:bytes=DEFAULT, by `brevact.Adaptive`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from tqdm import tqdm
 
 import brevact
-from benchmarks.fitted_policies import FIT, FittedPolicy, policy_or_fit
+from benchmarks.fitted_policies import ADAPTIVE, FIT, FittedPolicy, policy_or_fit
 from benchmarks.policy_names import NamedPolicy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
@@ -51,7 +51,7 @@ _QUANTIZERS = (
     "NearestBackward4bit",
 )
 POLICIES = (*_QUANTIZERS, "StochBackward2bit4bitMix", "L4Backward", "StochL4Backward", "CONV_NET", "TRANSFORMER")
-POLICIES += ("DEFAULT", "fit:bytes=DEFAULT", "fit:noise=0.05")
+POLICIES += ("DEFAULT", "fit:bytes=DEFAULT", "adaptive:bytes=DEFAULT", "fit:noise=0.05")
 POLICIES += tuple(f"fit:bytes=StochBackward{bits}bit" for bits in (2, 3, 4, 5, 6))
 COLUMNS = (
     *("model", "data", "policy", "noise", "noise_se", "bias2", "bias2_se", "saved_bytes", "plain_bytes", "ratio"),
@@ -62,6 +62,7 @@ COLUMNS = (
 _LINES = (
     (r"StochBackward\dbit", "best of one width", {"color": "C0", "linestyle": ":"}),
     (rf"{FIT}.*", "brevact.fit", {"color": "C2"}),
+    (rf"{ADAPTIVE}.*", "brevact.Adaptive", {"color": "C4"}),
 )
 #: Batches on which policies are fitted.
 _OF_FIT = 12
@@ -278,7 +279,8 @@ _PAGE = """
     their standard errors. *MiB a batch* are the distinct storages that autograd keeps, weights left out, the loss's
     own included. `fit:...` are policies that `brevact.fit` makes on 12 batches that are not measured, for the noise or
     the bytes that are named. At the bytes of one width up to 6 bits they have half its noise or less; at those of 8
-    bits, the most that a code has, as much. A line joins the widths that are worth their bytes.
+    bits, the most that a code has, as much. `adaptive:...` are widths that `brevact.Adaptive` gives the trained model
+    in three steps, from `DEFAULT`. Lines join the policies that are worth their bytes.
 """
 
 
