@@ -36,8 +36,8 @@ OBJECTS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(quantizers.DualPrecisionQuantizer, quantizers.ExactQuantizer, quantizers.MixedQuantizer),
-        *(quantizers.NormalizedQuantizer, quantizers.SignMagnitudeQuantizer, quantizers.UniformQuantizer),
-        quantizers.WeibullQuantizer,
+        *(quantizers.NormalizedQuantizer, quantizers.SampleQuantizer, quantizers.SignMagnitudeQuantizer),
+        *(quantizers.UniformQuantizer, quantizers.WeibullQuantizer),
     )
 }
 _ENUMS: dict[str, type[enum.Enum]] = {

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from brevact.quantizers.brief import brief
 from brevact.tables import text_table
 
 _MIB = 2**20
+_KINDS: dict[str, Any] = {"str": str, "int": int, "float": int | float}
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,18 @@ class FitReport:
         Raises:
             TypeError: it is of another form.
         """
-        names = {field.name for field in fields(cls)}
-        if not isinstance(plain, dict) or plain.keys() != names or not isinstance(plain["groups"], list):
-            raise TypeError(f"report: accepted is an object with {', '.join(sorted(names))}")
+        _check_fields(cls, plain, "report")
+        for each in plain["groups"]:
+            _check_fields(FittedGroup, each, "report, groups")
         return cls(**{**plain, "groups": tuple(FittedGroup(**each) for each in plain["groups"])})
+
+
+def _check_fields(kind: type, plain: Any, name: str) -> None:
+    """Raise where plain values are not those of a dataclass."""
+    accepted = {field.name: _KINDS.get(str(field.type), list) for field in fields(kind)}
+    if not isinstance(plain, dict) or plain.keys() != accepted.keys():
+        found = ", ".join(sorted(plain)) if isinstance(plain, dict) else brief(plain)
+        raise TypeError(f"{name}: got {found}; accepted is an object with {', '.join(sorted(accepted))}")
+    for key, value in plain.items():
+        if isinstance(value, bool) or not isinstance(value, accepted[key]):
+            raise TypeError(f"{name}, {key}: got {brief(value)} of type {type(value).__name__}; Policy.save writes it")

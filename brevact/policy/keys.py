@@ -16,7 +16,7 @@ from brevact.quantizers.brief import brief
 
 #: Functions of a name and a module, by the path under which users know them.
 PREDICATES: dict[str, Callable[[str, nn.Module], bool]] = {
-    f"brevact.policy.attach.presets.{each.__name__}": each
+    f"brevact.policy.predicates.{each.__name__}": each
     for each in (computes_attention, is_activation_function, is_norm, is_rectified)
 }
 #: What a rule may be for, by the name of its field.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 
@@ -113,6 +114,7 @@ def test_pairs_of_settings_cover_all_settings():
     "source",
     [
         UniformQuantizer(bit_width=3, bucket_size=None, granularity="channel"),
+        brevact.quantizer(brevact.StochBackward2bitPerSample, bucket_size=128),
         brevact.DualPrecisionQuantizer(block=4),
         BackwardSettings(UniformQuantizer(bit_width=3), save_mode="quantize_on_backward", min_numel=0),
         BackwardSettings(None, of_functions=(("matmul", None), ("softmax", BackwardSettings(UniformQuantizer())))),
@@ -186,7 +188,7 @@ class OwnQuantizer:
     [
         (
             {lambda name, module: True: None},
-            ["<lambda>", "a function of yours", "brevact.policy.attach.presets.is_norm", "patterns"],
+            ["<lambda>", "a function of yours", "brevact.policy.predicates.is_norm", "patterns"],
         ),
         ({Own: None}, ["Own cannot be saved", "torch.nn", "isinstance(module, Own)"]),
         ({"*": OwnQuantizer()}, ['rule {"name": "*"}', "OwnQuantizer", "cannot be saved"]),
@@ -206,6 +208,7 @@ def test_save_refuses_what_is_the_users_own_and_writes_no_file(rules, words, tmp
 
 
 RULE = {"name": "*", "quantizer": "StochBackward2bit"}
+REPORT = brevact.FitReport("ratio=24", 100, 2400, 0.01, 0.05, 0.001, 0.0, 0.001, 7).to_plain() | {"groups": []}
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,7 @@ RULE = {"name": "*", "quantizer": "StochBackward2bit"}
         ),
         ({"rules": [{"types": ["os.system"], "quantizer": None}]}, ["os.system", "not known here"]),
         ({"rules": [{"functions": ["crossentropy"], "quantizer": None}]}, ["nearest: cross_entropy"]),
-        ({"rules": [{"predicate": "os.system", "quantizer": None}]}, ["os.system", "brevact.policy.attach.presets."]),
+        ({"rules": [{"predicate": "os.system", "quantizer": None}]}, ["os.system", "brevact.policy.predicates."]),
         ({"rules": [RULE | {"quantizer": "StochBackward2bits"}]}, ["nearest: StochBackward2bit"]),
         ({"rules": [RULE | {"quantizer": "os.system"}]}, ["not known here"]),
         ({"rules": [RULE | {"quantizer": {"class": "os"}}]}, ["not known here"]),
@@ -243,8 +246,11 @@ RULE = {"name": "*", "quantizer": "StochBackward2bit"}
         ({"rules": [RULE | {"settings": {"of_functions": []}}]}, ["of_functions"]),
         ({"rules": [{"name": "*", "quantizer": None, "settings": {"a": 1}}]}, ["full precision", "leave them out"]),
         ({"rules": [RULE], "layers": ["a"]}, ["layers"]),
+        ({"rules": [RULE | {"min_numel": 3}], "report": None}, ["rule 1", "'min_numel'"]),
+        ({"brevact": "9.1", "rules": [RULE], "report": REPORT | {"noise": "0.1"}}, ["report, noise: got '0.1'"]),
+        ({"brevact": "9.1", "rules": [RULE], "report": REPORT | {"groups": [3]}}, ["report, groups: got 3"]),
     ],
-    ids=range(29),
+    ids=range(32),
 )
 def test_load_refuses_what_it_does_not_know(content, words, tmp_path):
     path = tmp_path / "policy.json"
@@ -255,6 +261,12 @@ def test_load_refuses_what_it_does_not_know(content, words, tmp_path):
         Policy.load(path)
     assert str(path) in str(caught.value) or words == ["at least one"]
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(("path", "predicate"), PREDICATES.items(), ids=PREDICATES)
+def test_functions_are_written_by_the_path_under_which_they_are_imported(path, predicate):
+    module, _, name = path.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is predicate
 
 
 def net(kind=nn.ReLU, last="head") -> nn.Module:
