@@ -6,6 +6,9 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
+#: By which a number of bytes may be less where it comes from a ratio of bytes.
+ROUNDING = 1e-12
+
 
 class Option(NamedTuple):
     """One way to store an item.

@@ -24,6 +24,7 @@ from brevact.policy.attach import quantize_backward
 from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY, layers_of
+from brevact.reports.copies import copy_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
 from brevact.reports.memory import memory_of
@@ -76,7 +77,7 @@ def fit(
     >>> model = brevact.quantize_backward(model, policy)
 
     Args:
-        model: module without a policy; layers with ``act_quant=`` keep theirs. It is afterwards as it was.
+        model: module without a policy; layers with ``act_quant=`` keep theirs. A copy of it runs.
         batches: at least 2, of the size that it trains with: the more, the better is the unit known. Noise is measured
             on the first 4.
         loss: takes the model and a batch, and returns a scalar. What it stores outside of the model counts, too.
@@ -105,7 +106,7 @@ def fit(
     if any(has_region(module, POLICY) for module in model.modules()):
         raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
     with progress_bar("fit", None, progress) as on_pass:
-        return _Fit(model, batches, loss, budget, on_pass).policy()
+        return _Fit(copy_of(model), batches, loss, budget, on_pass).policy()
 
 
 class _Found(NamedTuple):
@@ -172,7 +173,7 @@ class _Fit:
         while True:
             items = [known.options(group) for group in groups.groups]
             others = groups.fixed_bytes + self._more_bytes
-            chosen = self._budget.choose(items, others, groups.plain_bytes, self._factor)
+            chosen = self._budget.choose(items, others, groups.plain_bytes, self._factor, known.rest)
             widths = {group.source: each.bit_width for group, each in zip(groups.groups, chosen, strict=True)}
             unknown = [source for source, width in widths.items() if not known.is_known(source, width)]
             for source in unknown:
@@ -200,7 +201,7 @@ class _Fit:
             budget=self._budget.text,
             saved_bytes=memory.saved_bytes,
             plain_bytes=self._groups.plain_bytes,
-            predicted=sum(each.noise for each in groups),
+            predicted=sum(each.noise for each in groups) + (0.0 if known is None else known.rest),
             noise=noise.value,
             noise_error=noise.error,
             bias=bias.value,
@@ -216,7 +217,8 @@ class _Fit:
             known.measure_within(widths)
         if not _agree(report) or self._budget.noise is not None:
             total = sum(known.noise(source, width) for source, width in widths.items())
-            self._factor = report.harm / total if total else 1.0
+            if total and report.harm > known.rest:
+                self._factor = (report.harm - known.rest) / total
         return _agree(report) and self._budget.is_met(report.saved_bytes, report.plain_bytes, report.harm)
 
     def _best(self, found: Sequence[_Found]) -> Policy:
@@ -228,7 +230,7 @@ class _Fit:
         notes = []
         if not met:
             notes.append(f"{budget.text} was not reached in {len(found)} policies; this is the nearest one.")
-        if not _agree(best.report):
+        if best.report.predicted and not _agree(best.report):
             times = best.report.harm / best.report.predicted
             notes.append(f"The noise is {times:.2g} times what was predicted: that of the layers does not add up.")
         report = replace(best.report, passes=self._passes, note=" ".join(notes))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from brevact.bit_widths.allocation import Option, allocate
+from brevact.bit_widths.allocation import ROUNDING, Option, allocate
 from brevact.quantizers.brief import brief
 
 _MIB = 2**20
@@ -35,7 +35,7 @@ class Budget:
     def bytes_of(self, plain_bytes: int) -> float:
         """Return the bytes that may be stored; infinitely many for a budget of noise."""
         if self.ratio is not None:
-            return plain_bytes / self.ratio
+            return plain_bytes / self.ratio * (1 + ROUNDING)
         return math.inf if self.saved_bytes is None else self.saved_bytes
 
     def takes_all(self, plain_bytes: int) -> bool:
@@ -54,7 +54,9 @@ class Budget:
             f"{plain_bytes / _MIB:.2f} MiB; accepted are a ratio up to {ratio:g}, and saved_bytes from {least} on"
         )
 
-    def choose(self, items: Sequence[Sequence[Option]], others: float, plain_bytes: int, factor: float) -> list[Option]:
+    def choose(
+        self, items: Sequence[Sequence[Option]], others: float, plain_bytes: int, factor: float, rest: float = 0.0
+    ) -> list[Option]:
         """Return an option of each item, of the least noise in the bytes, or of the least bytes for the noise.
 
         Args:
@@ -62,6 +64,7 @@ class Budget:
             others: bytes that are stored beside those of groups.
             plain_bytes: bytes stored at full precision.
             factor: measured noise for what adds up over groups.
+            rest: noise of what has no width.
         """
         least, most = (sum(pick(option.cost for option in options) for options in items) for pick in (min, max))
         if self.noise is None:
@@ -70,7 +73,7 @@ class Budget:
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             total = sum(option.noise for option in allocate(items, middle))
-            low, high = (low, middle) if total * factor <= _AIM * self.noise else (middle, high)
+            low, high = (low, middle) if total * factor + rest <= _AIM * self.noise else (middle, high)
         return allocate(items, high)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from brevact.autograd.hooks import regions_of
 from brevact.bit_widths.allocation import Option
 from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, Group, Groups, with_quantizers
 from brevact.reports.gradient_noise import ExactGradients
@@ -49,6 +50,7 @@ class Sensitivities:
         self._exact, self._on_pass = exact, on_pass
         self._fine = {group.source: _FINE for group in groups.groups}
         self._measured: dict[str, dict[int, float]] = {source: {} for source in self._fine}
+        self._has_others = any(regions_of(module) for module in model.modules())
         self._floor = self._error({})
 
     def measure(self, source: str, bit_width: int) -> None:
@@ -77,6 +79,13 @@ class Sensitivities:
         known = self._measured[source]
         nearest = min(known, key=lambda width: (abs(width - bit_width), -width))
         return known[nearest] * ((2**nearest - 1) / (2**bit_width - 1)) ** 2
+
+    @property
+    def rest(self) -> float:
+        """Noise of what has no width: of layers with ``act_quant=``."""
+        if not self._has_others:
+            return 0.0
+        return max(0.0, self._floor - sum(self.noise(source, _FINE) for source in self._measured))
 
     def is_known(self, source: str, bit_width: int) -> bool:
         """Return whether the noise of a group at a width is measured, or follows the law from one that is."""

@@ -6,8 +6,10 @@ import itertools
 import math
 import random
 
+import brevitas.nn as qnn
 import pytest
 import torch
+from brevitas.quant import Uint8ActPerTensorFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -174,7 +176,7 @@ def test_a_fitted_policy_is_saved_with_its_report_and_refuses_other_models(model
     with pytest.raises(ValueError, match=r"head is a Sequential, and was a Linear; new: head.0, head.1"):
         brevact.quantize_backward(other, policy)
     path.write_text(path.read_text().replace('"passes"', '"steps"'))
-    with pytest.raises(ValueError, match="report: accepted is an object"):
+    with pytest.raises(ValueError, match="report: got .*, steps; accepted is an object"):
         Policy.load(path)
 
 
@@ -283,3 +285,34 @@ def test_sensitivities_within_a_policy_are_what_each_group_adds_to_it(model, bat
     within = [known.noise(source, 3) for source in sources]
     assert sum(within) == pytest.approx(sum(alone), rel=0.5) and within != alone
     assert max(alone) == alone[within.index(max(within))]
+
+
+def test_noise_of_layers_with_their_own_quantizer_is_predicted_too():
+    torch.manual_seed(0)
+    own = brevact.nn.SiLU(act_quant=brevact.StochBackward2bit)
+    deep = nn.Sequential(nn.Linear(64, 128), own, nn.Linear(128, 5))
+    rows = [(torch.randn(128, 64), torch.randint(5, (128,))) for _ in range(4)]
+    report = brevact.fit(deep, rows, loss, ratio=6, progress=False).report
+    assert report.predicted == pytest.approx(report.harm, rel=0.5)
+    assert report.predicted > 3 * sum(group.noise for group in report.groups)
+    whole = brevact.fit(deep, rows, loss, ratio=1, progress=False).report
+    assert whole.predicted == 0 and whole.harm > 0 and not whole.note
+
+
+def test_fit_leaves_what_quantizers_of_the_forward_pass_count():
+    layers = qnn.QuantLinear(64, 128, bias=True), qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat), nn.Linear(128, 5)
+    forward_quantized = nn.Sequential(*layers)
+    steps = []
+    for p in forward_quantized.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: steps.append(p.shape))
+    rows = [(torch.randn(128, 64), torch.randint(5, (128,))) for _ in range(2)]
+    forward_quantized(rows[0][0])
+    counter = forward_quantized[1].act_quant.fused_activation_quant_proxy.tensor_quant.scaling_impl
+    before = counter.counter
+    brevact.fit(forward_quantized, rows, loss, ratio=6, progress=False)
+    assert counter.counter == before and not steps
+
+
+def test_a_ratio_of_measured_bytes_is_met_by_them():
+    for saved, plain in itertools.product(range(10_007, 10_107), range(300_000, 300_100, 7)):
+        assert budget_of(ratio=plain / saved, saved_bytes=None, noise=None).is_met(saved, plain, 0.0)
