@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +15,13 @@ from brevact.arguments import check_model
 from brevact.autograd import has_region
 from brevact.bit_widths.allocation import Option, allocate
 from brevact.bit_widths.budget import budget_of, check_numbers
-from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of
+from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
 from brevact.bit_widths.sample_norms import SampleNorms
 from brevact.policy.attach import quantize_backward
 from brevact.policy.rules import POLICY
 from brevact.quantizers import SampleWeights
 from brevact.quantizers.brief import brief
-from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, gradients, squared_distance
+from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, check_loss, gradients, squared_distance
 from brevact.reports.memory import memory_of
 from brevact.tables import text_table
 
@@ -95,10 +97,14 @@ class Adaptive:
     ) -> None:
         check_model(model, "Adaptive(model, batch, loss, ratio=24)", batch)
         check_numbers(ratio=ratio, bit_width=bit_width, every=every, samples=samples)
-        if not callable(loss):
-            raise TypeError(f"loss: got {brief(loss)}; accepted is a function: lambda model, batch: ...")
+        check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._loss, self._every, self._steps = loss, every, 0
+        with policy_kept_on_error(self._model):
+            self._start(batch, ratio, bit_width, samples)
+
+    def _start(self, batch: Any, ratio: float | None, bit_width: float | None, samples: int | None) -> None:
+        """Measure bytes and sensitivities for the first time, and choose the widths."""
         if not any(has_region(module, POLICY) for module in self._model.modules()):
             quantize_backward(self._model)
         self._norms = None if samples is None else SampleNorms(samples)
@@ -109,13 +115,23 @@ class Adaptive:
                 "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit: "
                 "brevact.quantize_backward(model, brevact.StochBackward2bit)"
             )
-        self._plan = plan_of(self._layers, lambda copied: loss(copied, batch))
+        self._plan = plan_of(self._layers, lambda copied: self._loss(copied, batch))
+        if not self._plan.groups:
+            raise ValueError(
+                "batch: no layer packs a tensor of it; accepted is a batch of the size that trains, since small "
+                "tensors are kept as they are (min_numel=)"
+            )
         plain = 0 if ratio is None else self._plain_bytes(batch)
         #: Bytes that a training step may store, of a batch like the one that was measured.
         self.budget_bytes = budget_of(self._plan, plain, ratio, bit_width)
         self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
         self._widths = self._allocate()
         self._sensitivities = self._measured(batch)
+        if not all(map(math.isfinite, self._sensitivities)):
+            raise ValueError(
+                "loss: the gradient of the batch is not finite; sensitivities are measured where gradients are (a "
+                "smaller init_scale of the GradScaler, another batch)"
+            )
         self._widths = self._allocate()
 
     @property
@@ -132,15 +148,18 @@ class Adaptive:
         """Go on by one training step, and measure where it is time to.
 
         Args:
-            batch: the one of this step; gradients that the parameters hold stay as they are.
+            batch: the one of this step; gradients that the parameters hold stay as they are. Where gradients are not
+                finite, as in steps that a GradScaler skips, what was known stays.
         """
         self._steps += 1
         if self._norms is not None:
             self._norms.finish()
         if self._steps % self._every == 0:
             new = self._measured(batch)
-            mixed = zip(self._sensitivities, new, strict=True)
-            self._sensitivities = [_OLD_SHARE * a + (1 - _OLD_SHARE) * b for a, b in mixed]
+            self._sensitivities = [
+                _OLD_SHARE * a + (1 - _OLD_SHARE) * b if math.isfinite(b) else a
+                for a, b in zip(self._sensitivities, new, strict=True)
+            ]
             if self._norms is not None and _is_distributed():
                 self._norms.reduce(self._device)
             self._widths = self._allocate()
@@ -154,7 +173,7 @@ class Adaptive:
 
         Raises:
             TypeError: they are no integers.
-            ValueError: they are out of range, or ``samples`` was not given.
+            ValueError: they are out of range, or not as many as the batch has samples, or ``samples`` was not given.
         """
         if self._norms is None or self._weights is None:
             raise ValueError("batch(indices): the widths are those of layers alone; make it with samples=len(dataset)")
@@ -166,6 +185,7 @@ class Adaptive:
         self._weights.values = self._norms.of(found)
         try:
             yield
+            norms.check_rows()
         finally:
             self._weights.values = None
             for handle in handles:
@@ -184,7 +204,7 @@ class Adaptive:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, with the budget of this object.
+        """Go on from a checkpoint, with the budget of this object: widths that exceed it are chosen anew.
 
         Args:
             state: what :meth:`state_dict` returned.
@@ -203,6 +223,9 @@ class Adaptive:
                 f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
                 "object with the model, the policy and a batch of the size of the checkpoint's run"
             )
+        for name in ("bit_widths", "sensitivities"):
+            if len(state[name]) != len(own[name]):
+                raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
         counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
         if counts[0] != counts[1]:
             raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
@@ -210,8 +233,12 @@ class Adaptive:
         self._sensitivities = [float(each) for each in state["sensitivities"]]
         self._widths = [int(each) for each in state["bit_widths"]]
         if self._norms is not None:
-            self._norms.values = state["samples"].clone()
-        self._layers.set(self.bit_widths)
+            self._norms.values = state["samples"].to("cpu", torch.float32, copy=True)
+        costs = [group.costs for group in self._plan.groups]
+        if all(map(operator.contains, costs, self._widths)) and self.saved_bytes <= self.budget_bytes:
+            self._layers.set(self.bit_widths)
+        else:
+            self._widths = self._allocate()
 
     def __str__(self) -> str:
         """Return a table of the groups of layers: widths, bytes, and the noise that is expected of each."""

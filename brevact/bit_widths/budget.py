@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from brevact.bit_widths.allocation import ROUNDING
 from brevact.bit_widths.layers import BIT_WIDTHS, Plan
 from brevact.quantizers.brief import brief
 
@@ -28,7 +30,8 @@ def budget_of(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: floa
         wanted, nearest = f"bit_width={bit_width}", f"a larger bit_width, or a ratio that gives {least} bytes"
     else:
         assert ratio is not None
-        found, wanted, nearest = plain_bytes / ratio, f"ratio={ratio}", f"ratio={plain_bytes / least:.4g} or less"
+        found, wanted = plain_bytes / ratio * (1 + ROUNDING), f"ratio={ratio}"
+        nearest = f"ratio={math.floor(100 * plain_bytes / least) / 100:.2f} or less"
     if found < least:
         raise ValueError(
             f"{wanted}: that is {int(found)} bytes of a training step, and the model stores {least} at the least; "

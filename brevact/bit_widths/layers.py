@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from brevact.autograd import BackwardSettings, attach_region, has_region
+from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
 from brevact.policy.rules import POLICY, modules_without_own_region
@@ -93,6 +94,22 @@ class LayerWidths:
         copied = copy_of(self.model)
         self.set(dict.fromkeys(self.base, bit_width), model=copied)
         return stored_ops(copied, run)
+
+
+@contextmanager
+def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
+    """Give a model back the policy that it had, or none, where a block of code that changes it fails."""
+    before = {hook: hook.settings for module in model.modules() for hook in regions_of(module) if hook.origin == POLICY}
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            for hook in regions_of(module):
+                if hook in before:
+                    hook.settings = before[hook]
+                elif hook.origin == POLICY:
+                    detach_region(module, POLICY)
+        raise
 
 
 class Group(NamedTuple):

@@ -28,23 +28,39 @@ class BatchNorms:
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
         self._total: Tensor | None = None
-        self._layers = 0
+        self._layers: Tensor | int = 0
+        self._rows: set[int] = set()
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook: take the gradients of outputs that have a row for each sample."""
         for x in tensors_of(output):
-            if x.requires_grad and x.dim() and len(x) == len(self.indices):
-                x.register_hook(self._add)
+            if x.requires_grad and x.dim():
+                self._rows.add(len(x))
+                if len(x) == len(self.indices):
+                    x.register_hook(self._add)
+
+    def check_rows(self) -> None:
+        """Raise where layers had outputs with gradients, and none of them a row for each sample."""
+        if self._rows and len(self.indices) not in self._rows:
+            raise ValueError(
+                f"indices: got {len(self.indices)}, and the outputs of layers have {sorted(self._rows)} rows; accepted "
+                "is one for each sample of the batch, in its order, which dimension 0 of the outputs has"
+            )
 
     def mean(self) -> Tensor | None:
-        """The mean over layers, each in units of its mean over the batch: (N,) float32; None before backward."""
+        """The mean over layers, each in units of its mean over the batch: (N,) float32; None before backward.
+
+        Layers whose gradients are all 0, as behind weights that are 0, tell nothing and do not count.
+        """
         return None if self._total is None else (self._total / self._layers).cpu()
 
     def _add(self, grad: Tensor) -> None:
         squares = grad.detach().float().flatten(1).square().sum(1)
-        relative = squares / squares.mean()
+        mean = squares.mean()
+        relative = torch.where(mean > 0, squares / mean, squares)
         self._total = relative if self._total is None else self._total.to(relative.device) + relative
-        self._layers += 1
+        layers = (mean > 0).float()
+        self._layers = layers if isinstance(self._layers, int) else self._layers.to(layers.device) + layers
 
 
 class SampleNorms:
@@ -118,16 +134,19 @@ class SampleNorms:
         """Indices of samples as an int64 tensor on the CPU.
 
         Args:
-            indices: tensor or sequence of integers.
+            indices: tensor, array or sequence of integers.
 
         Raises:
             TypeError: they are no integers.
             ValueError: they are none, not of one dimension, or out of range.
         """
         accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
-        if not isinstance(indices, Tensor | Sequence) or isinstance(indices, str):
+        if isinstance(indices, str) or not (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):
             raise TypeError(f"indices: got {brief(indices)} of type {type(indices).__name__}; {accepted}")
-        found = torch.as_tensor(indices).cpu()
+        try:
+            found = torch.as_tensor(indices).cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"indices: got {brief(indices)}; {accepted}") from error
         if found.numel() and (found.is_floating_point() or found.dtype is torch.bool):
             raise TypeError(f"indices: got {brief(indices)}; {accepted}")
         if found.dim() != 1 or not len(found) or found.min() < 0 or found.max() >= len(self.values):

@@ -115,6 +115,8 @@ def squared_distance(found: Gradients, other: Gradients) -> float:
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Run a block that trains a model; gradients, training mode and torch's generators are afterwards as before.
 
+    Hooks that run once a gradient is accumulated, optimizers that step during backward for example, do not run.
+
     Args:
         model: with parameters that train, or else a ValueError says so.
     """
@@ -126,13 +128,18 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         )
     before = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
+    hooks = [(each, dict(each)) for p, _ in before if (each := p._post_accumulate_grad_hooks)]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with uncompiled(), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             if not model.training:
                 model.train()
+            for each, _ in hooks:
+                each.clear()
             yield
     finally:
+        for each, old in hooks:
+            each.update(old)
         for module, mode in modes:
             module.training = mode
         for parameter, grad in before:

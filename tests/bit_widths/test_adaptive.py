@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -292,9 +294,19 @@ def test_adaptive_refuses_models_without_widths_and_wrong_indices():
         ("ab", TypeError),
         ([], ValueError),
         (3, TypeError),
+        (["a"], TypeError),
     ):
         with pytest.raises(error, match="indices: got"), adaptive.batch(indices):
             pass
+    with (
+        pytest.raises(ValueError, match=r"got 8, and the outputs of layers have \[16\] rows"),
+        adaptive.batch(range(8)),
+    ):
+        adaptive._model(images()[0])
+    with pytest.raises(TypeError, match="loss: got <CrossEntropyLoss"):
+        Adaptive(net(), images(), nn.CrossEntropyLoss(), ratio=4)
+    with pytest.raises(ValueError, match="no layer packs a tensor of it"):
+        Adaptive(nn.Linear(4, 4), torch.randn(2, 4), lambda model, x: model(x).sum(), ratio=4)
     with pytest.raises(ValueError, match="samples=len"), Adaptive(net(), images(), loss_of, ratio=4).batch([0]):
         pass
     state = adaptive.state_dict()
@@ -302,8 +314,91 @@ def test_adaptive_refuses_models_without_widths_and_wrong_indices():
         ({"steps": 0}, "got the keys"),
         (state | {"layers": []}, "its layers are"),
         (state | {"samples": None}, "samples=None; accepted is 16"),
+        (state | {"bit_widths": [1]}, "got 1 bit_widths; accepted are"),
+        (state | {"sensitivities": []}, "got 0 sensitivities; accepted are"),
     ):
         with pytest.raises(ValueError, match=message):
             adaptive.load_state_dict(wrong)
     with pytest.raises(TypeError, match="accepted is a state_dict"):
         adaptive.load_state_dict(None)
+
+
+@pytest.mark.parametrize("width", [100, 137, 174])
+def test_the_nearest_possible_ratio_is_possible(width: int):
+    model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 8))
+    brevact.quantize_backward(model, StochBackward4bit)
+    arguments = torch.randn(128, 64), lambda model, x: model(x).square().mean()
+    with pytest.raises(ValueError, match="accepted is ratio=") as caught:
+        Adaptive(model, *arguments, ratio=1000)
+    ratio = float(re.search(r"accepted is ratio=([\d.]+)", str(caught.value))[1])
+    assert Adaptive(model, *arguments, ratio=ratio).saved_bytes > 0
+
+
+@pytest.mark.parametrize("calls", [1, 9, 12])
+def test_a_loss_that_fails_leaves_the_policy_as_it_was(calls: int):
+    """At the first pass, after bytes are measured, and while sensitivities are."""
+    plain, quantized = net(), brevact.quantize_backward(net(), {"0": None, "*": StochBackward4bit})
+    before = [{name: regions_of(module) for name, module in model.named_modules()} for model in (plain, quantized)]
+    settings = [hook.settings for found in before[1].values() for hook in found]
+    for model in (plain, quantized):
+        count = itertools.count(1)
+
+        def failing(model: nn.Module, batch: Batch, count=count) -> Tensor:
+            if next(count) == calls:
+                raise KeyboardInterrupt
+            return loss_of(model, batch)
+
+        with pytest.raises(KeyboardInterrupt):
+            Adaptive(model, images(), failing, bit_width=3)
+    after = [{name: regions_of(module) for name, module in model.named_modules()} for model in (plain, quantized)]
+    assert after == before
+    assert [hook.settings for found in after[1].values() for hook in found] == settings
+
+
+def test_steps_whose_gradients_are_not_finite_change_nothing():
+    level = [1.0]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return loss_of(model, batch) + (0 * model(batch[0]).sum() + level[0]).sqrt()
+
+    adaptive = Adaptive(brevact.quantize_backward(net(), StochBackward4bit), images(), loss, bit_width=3, every=1)
+    before = adaptive.state_dict()
+    level[0] = 0.0  # where the gradient of the root is infinite
+    adaptive.step(images())
+    assert adaptive.state_dict() == before | {"steps": 1}
+    with pytest.raises(ValueError, match="the gradient of the batch is not finite"):
+        Adaptive(brevact.quantize_backward(net(), StochBackward4bit), images(), loss, bit_width=3)
+
+
+def test_a_checkpoint_of_a_larger_budget_does_not_exceed_that_of_the_object():
+    large, small = (
+        Adaptive(brevact.quantize_backward(net(), StochBackward4bit), images(), loss_of, bit_width=width)
+        for width in (6, 3)
+    )
+    small.load_state_dict(large.state_dict())
+    assert small.saved_bytes <= small.budget_bytes
+    assert stored(small._model, images()) <= small.budget_bytes
+
+
+def test_samples_are_remembered_where_some_layers_have_no_gradient():
+    model = net()
+    nn.init.zeros_(model[-1].weight)  # what comes before gets gradients of 0
+    adaptive = Adaptive(brevact.quantize_backward(model, StochBackward4bit), images(), loss_of, bit_width=4, samples=16)
+    with adaptive.batch(range(16)):
+        value = loss_of(model, images())
+    value.backward()
+    adaptive.step(images())
+    assert adaptive.state_dict()["samples"].mean().item() == pytest.approx(1.0)
+
+
+def test_optimizers_that_step_during_backward_do_not_step_in_measurements():
+    model = brevact.quantize_backward(net(), StochBackward4bit)
+    steps = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: steps.append(p.grad.shape))
+    adaptive = Adaptive(model, images(), loss_of, bit_width=3, every=1)
+    adaptive.step(images())
+    brevact.gradient_report(model, [images(), images(seed=1)], loss_of, draws=2, layers=None, progress=False)
+    assert not steps
+    loss_of(model, images()).backward()
+    assert len(steps) == len(list(model.parameters()))
