@@ -176,7 +176,7 @@ def test_a_fitted_policy_is_saved_with_its_report_and_refuses_other_models(model
     with pytest.raises(ValueError, match=r"head is a Sequential, and was a Linear; new: head.0, head.1"):
         brevact.quantize_backward(other, policy)
     path.write_text(path.read_text().replace('"passes"', '"steps"'))
-    with pytest.raises(ValueError, match="report: got .*, steps; accepted is an object"):
+    with pytest.raises(ValueError, match=r"report: got .*, steps; accepted is an object"):
         Policy.load(path)
 
 
