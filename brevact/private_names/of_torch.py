@@ -53,6 +53,7 @@ if not TYPE_CHECKING:
 
 ATTRIBUTES = (
     *("torch.Tensor._version", "torch.Tensor._base", "torch.Tensor._is_view"),
+    *("torch.Tensor._post_accumulate_grad_hooks",),
     *("torch.UntypedStorage._cdata", "torch.UntypedStorage._fix_weakref"),
     *("torch.autograd.Function._backward_cls._forward_cls", "torch.autograd.forward_ad._current_level"),
     *("torch.nn.Module._parameters", "torch.nn.Module._buffers"),
