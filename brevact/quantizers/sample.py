@@ -59,7 +59,8 @@ class SampleQuantizer:
     alone. On a GPU, both ways wait for the device, since the host finds widths from ranges and samples of a width.
 
     Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3, equations 9 and 10. Differs: the widths are the best ones for
-    these sensitivities (`widths_of_least_noise`), of every kind of layer.
+    these sensitivities (`widths_of_least_noise`), of every kind of layer. Bytes depend on the number of samples:
+    compile with `torch.compile(model, dynamic=False)`.
 
     >>> q = SampleQuantizer(bit_width=2)
     >>> x = torch.stack([torch.linspace(0, scale, 512) for scale in (1.0, 1.0, 9.0)])
