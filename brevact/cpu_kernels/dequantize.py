@@ -23,7 +23,6 @@ from brevact.cpu_kernels.groups import (
     read_metadata,
 )
 from brevact.cpu_kernels.memory import (
-    LANES,
     advance,
     f32_at,
     f32_scratch,
@@ -35,7 +34,7 @@ from brevact.cpu_kernels.memory import (
     u8_at,
     u32_scratch,
 )
-from brevact.cpu_kernels.normalize import denormalize
+from brevact.cpu_kernels.normalize import SCRATCH, denormalize
 from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words
 
 LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
@@ -185,7 +184,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
     groups = load(table, GROUPS)  # looked through once, unless there are more than elements
     flagged = inner == 1 and (groups > (stop - start) * block or any_flagged(scale, scale_kind, 0, groups))
     scratch, wide = f32_scratch(block), u32_scratch(block)
-    mean_of, scale_of = f32_scratch(block + LANES), f32_scratch(block + LANES)
+    mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
     low, high = u32_scratch(block // 8), u32_scratch(block // 8)
     for index in range(start, stop):
         first = index * block

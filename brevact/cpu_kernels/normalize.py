@@ -10,6 +10,12 @@ MEAN, SCALE, OUTER, ROW, INNER, RUN = range(6)
 """Fields of the words of a normalization: addresses of float32 means (0 for none) and scales, one of each for every
 group, and which is whose: that of element e is e // OUTER * ROW + e % INNER // RUN."""
 
+PIECE = 512
+"""Elements whose statistics are written out at a time: the scratch for them does not grow with the block."""
+
+SCRATCH = PIECE + LANES
+"""Elements of the scratch for their means, and of that for their scales."""
+
 
 @inlined
 def _start(first, words):
@@ -72,7 +78,7 @@ def normalize(x, first, count, words_at, mean_of, scale_of, z):
         first: First element.
         count: Number of elements.
         words_at: Address of the words.
-        mean_of: float32 pointer to scratch of `LANES` elements more than `count`.
+        mean_of: float32 pointer to `SCRATCH` elements.
         scale_of: Another one.
         z: float32 pointer, written; not `x`.
     """
@@ -80,13 +86,15 @@ def normalize(x, first, count, words_at, mean_of, scale_of, z):
     means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
     inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
     if 1 < run <= LANES:
-        _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of)
-        if has_mean:
-            for i in range(count):
-                store(z, i, (load(x, i) - load(mean_of, i)) * load(scale_of, i))
-        else:
-            for i in range(count):
-                store(z, i, load(x, i) * load(scale_of, i))
+        for piece in range(0, count, PIECE):
+            size, source, target = min(PIECE, count - piece), advance(x, piece), advance(z, piece)
+            _write_out(first + piece, size, words, has_mean, means, scales, mean_of, scale_of)
+            if has_mean:
+                for i in range(size):
+                    store(target, i, (load(source, i) - load(mean_of, i)) * load(scale_of, i))
+            else:
+                for i in range(size):
+                    store(target, i, load(source, i) * load(scale_of, i))
         return
     e = 0
     base, in_row, in_inner = _start(first, words)
@@ -121,7 +129,7 @@ def denormalize(z, first, count, words_at, mean_of, scale_of, limit):
         first: First element.
         count: Number of elements.
         words_at: Address of the words.
-        mean_of: float32 pointer to scratch of `LANES` elements more than `count`.
+        mean_of: float32 pointer to `SCRATCH` elements.
         scale_of: Another one.
         limit: Largest value, or infinity.
     """
@@ -130,13 +138,15 @@ def denormalize(z, first, count, words_at, mean_of, scale_of, limit):
     inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
     e = 0
     if 1 < run <= LANES:
-        _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of)
-        if has_mean:
-            for i in range(count):
-                store(z, i, load(z, i) * load(scale_of, i) + load(mean_of, i))
-        else:
-            for i in range(count):
-                store(z, i, load(z, i) * load(scale_of, i))
+        for piece in range(0, count, PIECE):
+            size, target = min(PIECE, count - piece), advance(z, piece)
+            _write_out(first + piece, size, words, has_mean, means, scales, mean_of, scale_of)
+            if has_mean:
+                for i in range(size):
+                    store(target, i, load(target, i) * load(scale_of, i) + load(mean_of, i))
+            else:
+                for i in range(size):
+                    store(target, i, load(target, i) * load(scale_of, i))
         e = count
     base, in_row, in_inner = _start(first, words)
     group, left = base + in_inner // run, run - in_inner % run

@@ -28,7 +28,6 @@ from brevact.cpu_kernels.groups import (
     stage_rows,
 )
 from brevact.cpu_kernels.memory import (
-    LANES,
     advance,
     as_u32,
     f32_scratch,
@@ -41,7 +40,7 @@ from brevact.cpu_kernels.memory import (
     u8_at,
     u32_scratch,
 )
-from brevact.cpu_kernels.normalize import normalize
+from brevact.cpu_kernels.normalize import SCRATCH, normalize
 from brevact.cpu_kernels.philox import column_words
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
 
@@ -215,7 +214,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
-    mean_of, scale_of = f32_scratch(block + LANES), f32_scratch(block + LANES)
+    mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
     wide = as_u32(scratch)  # codes come when the elements in it have become steps
     columns = block // 8
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
