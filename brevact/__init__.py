@@ -3,6 +3,7 @@
 The forward pass stays as it is; what a layer keeps for its backward pass is stored as packed 1- to 8-bit codes.
 """
 
+from brevact import distributed
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.bit_widths.actnn import ActnnLevel, actnn_level
 from brevact.bit_widths.adaptive import Adaptive
@@ -181,6 +182,7 @@ __all__ = [
     "actnn_level",
     "backward_policy",
     "backward_quant",
+    "distributed",
     "fit",
     "gradient_report",
     "memory_report",

@@ -1,0 +1,65 @@
+"""How a gradient is packed for other processes: with bytes whose number, and whose meaning, all of them know."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from torch import Tensor
+
+from brevact.quantizers import (
+    ActivationQuantizer,
+    DualPrecisionQuantizer,
+    MixingQuantizer,
+    PackedActivation,
+    SampleQuantizer,
+    UniformQuantizer,
+    WeibullQuantizer,
+)
+from brevact.quantizers.sign_magnitude import SignMagnitudeLevels
+
+#: Packs a tensor into its own bytes.
+AS_IT_IS = UniformQuantizer(bit_width=32)
+
+_ALL_RANKS = -1
+_UNBIASED = (UniformQuantizer, WeibullQuantizer, DualPrecisionQuantizer, SampleQuantizer, SignMagnitudeLevels)
+
+
+def pack(quantizer: ActivationQuantizer, x: Tensor, place: tuple[int, int, int], rank: int) -> PackedActivation:
+    """Pack a gradient, with random bits of this rank, and with sizes that are those of all ranks.
+
+    Args:
+        quantizer: Any activation quantizer.
+        x: Gradient.
+        place: Seed of the run, step, number of the parameter: the same on all ranks.
+        rank: This process.
+
+    Returns:
+        The packed gradient, whose spec is that of all ranks.
+    """
+    if isinstance(quantizer, MixingQuantizer):
+        quantizer = quantizer.sized(x.numel(), _seed(*place, _ALL_RANKS))
+    return quantizer.quantize(x, _seed(*place, rank))
+
+
+def is_unbiased(quantizer: ActivationQuantizer) -> bool:
+    """Return whether the mean of what a quantizer decodes is what it packed, as far as the package knows.
+
+    Args:
+        quantizer: Any activation quantizer.
+
+    Returns:
+        True for what is lossless, and for stochastic rounding between levels that span a bucket. False otherwise:
+        nearest rounding, grids that clip, and quantizers of others.
+    """
+    if isinstance(quantizer, MixingQuantizer):
+        return is_unbiased(quantizer.low) and is_unbiased(quantizer.high)
+    if getattr(quantizer, "is_exact", False) or getattr(quantizer, "is_lossless", False):
+        return True
+    return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic
+
+
+def _seed(*parts: int) -> int:
+    """A signed 64-bit integer of its own for each list of numbers."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,126 @@
+"""One of two processes that average packed gradients; what they measure goes to a file.
+
+Run by test_ranks.py: python -m tests.distributed.ranks RANK FOLDER
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import brevact
+from brevact.distributed import quantized_hook
+from tests.distributed.models import averaged, normal, parallel
+
+WORLD = 2
+
+
+def given(rank: int, step: int = 0) -> list[Tensor]:
+    return normal(10 * step + rank)
+
+
+def accumulated(rank: int) -> list[Tensor]:
+    """Gradients of two passes, of which the first does not communicate."""
+    model = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
+    with model.no_sync():
+        model(given(rank)).backward()
+    model([-2 * g for g in given(rank)]).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def resumed(rank: int) -> dict[str, list[Tensor]]:
+    """Gradients of steps in one go, and of the last ones from a checkpoint, with buckets of one parameter each."""
+    options = {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}
+    model = parallel(hook := quantized_hook(brevact.StochBackward3bit, error_feedback=True), **options)
+    for step in range(2):
+        averaged(model, given(rank, step))
+    again = parallel(other := quantized_hook(brevact.StochBackward3bit, error_feedback=True), **options)
+    other.load_state_dict(hook.state_dict(model), again)
+    whole = [g for step in (2, 3) for g in averaged(model, given(rank, step))]
+    return {"whole": whole, "resumed": [g for step in (2, 3) for g in averaged(again, given(rank, step))]}
+
+
+def unused(rank: int) -> list[Tensor]:
+    """Gradients where the ranks' losses reach different parameters, and one is reached by none."""
+    model = parallel(quantized_hook(brevact.NearestBackward4bit), find_unused_parameters=True)
+    first, bias, _ = given(rank)
+    return averaged(model, [first if rank else None, bias, None])
+
+
+def disagreeing(rank: int) -> str:
+    """What is raised where ranks pack in different ways that take the same bytes."""
+    model = parallel(quantized_hook(brevact.NearestBackward4bit if rank else brevact.StochBackward4bit))
+    try:
+        averaged(model, given(rank))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def joined(rank: int) -> list[Tensor]:
+    """Weights after an epoch in which rank 1 has a batch more."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(96, 64))
+    model.register_comm_hook(None, quantized_hook(brevact.StochBackward4bit))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.join():
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            model(torch.randn(8, 96, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def measure(rank: int) -> dict[str, object]:
+    nearest = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
+    mixed = parallel(quantized_hook(brevact.StochBackward2bit4bitMix))
+    same = parallel(quantized_hook(brevact.StochBackward2bit))
+    return {
+        "nearest": averaged(nearest, given(rank)),
+        "mixed": averaged(mixed, given(rank)),
+        "same gradients": averaged(same, normal(0)),
+        "accumulated": accumulated(rank),
+        "unused": unused(rank),
+        "joined": joined(rank),
+        **resumed(rank),
+        "disagreeing": disagreeing(rank),
+    }
+
+
+def left_alone() -> str:
+    """What rank 0 raises when rank 1 is gone."""
+    model = parallel(quantized_hook(brevact.NearestBackward4bit))
+    averaged(model, given(0))
+    distributed.barrier()
+    if distributed.get_rank() == 1:
+        os._exit(0)
+    try:
+        averaged(model, given(0))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=100),
+    )
+    torch.save(measure(rank), folder / f"{rank}.pt")
+    distributed.barrier()
+    (folder / "left_alone").write_text(left_alone(), "utf-8")
+    os._exit(0)  # no farewell to a process that is gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

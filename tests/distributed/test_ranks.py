@@ -1,0 +1,89 @@
+"""Two processes: the same averages on both, of what each has sent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import brevact
+from tests.distributed.ranks import WORLD, given
+
+TIMEOUT = 240  # seconds
+NEAREST = brevact.quantizer(brevact.NearestBackward4bit)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the processes have left what they measured."""
+    folder = tmp_path_factory.mktemp("ranks")
+    root = Path(brevact.__file__).parents[1]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.ranks"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, stderr=subprocess.PIPE, text=True)
+        for rank in range(WORLD)
+    ]
+    try:
+        errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict[str, object]]:
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def mean_of_decoded(place: int, factor: float = 1.0) -> torch.Tensor:
+    return sum(NEAREST.quantize(factor * given(rank)[place]).dequantize() for rank in range(WORLD)) / WORLD
+
+
+@pytest.mark.parametrize(
+    "name", ["nearest", "mixed", "same gradients", "accumulated", "unused", "joined", "whole", "resumed"]
+)
+def test_ranks_get_the_same_bits(name, ranks):
+    assert all(map(torch.equal, ranks[0][name], ranks[1][name]))
+
+
+def test_averages_are_those_of_what_each_rank_sent(ranks):
+    first, bias, second = ranks[0]["nearest"]
+    assert torch.equal(first, mean_of_decoded(0)) and torch.equal(second, mean_of_decoded(2))
+    assert torch.equal(bias, (given(0)[1] + given(1)[1]) / 2)
+
+
+def test_gradients_accumulate_before_they_are_sent(ranks):
+    first, bias, _ = ranks[0]["accumulated"]
+    assert torch.equal(first, mean_of_decoded(0, -1.0))
+    assert torch.equal(bias, (-given(0)[1] - given(1)[1]) / 2)
+
+
+def test_each_rank_has_noise_of_its_own(ranks):
+    """Of equal gradients of equal seeds, some elements round apart: their average lies between two levels."""
+    average = ranks[0]["same gradients"][0]
+    levels = len(torch.cat([row.unique() for row in average.view(12, 512)]))  # a row is a bucket of 4 levels
+    assert levels > 12 * 4
+
+
+def test_parameters_that_one_rank_or_none_uses(ranks):
+    first, _, second = ranks[0]["unused"]
+    assert torch.equal(first, NEAREST.quantize(given(1)[0]).dequantize() / 2) and not second.any()
+
+
+def test_hooks_of_several_ranks_go_on_from_checkpoints(ranks):
+    assert all(map(torch.equal, ranks[0]["whole"], ranks[0]["resumed"]))
+
+
+def test_ranks_that_pack_otherwise_are_told(ranks):
+    for rank in ranks:
+        assert "ranks [1] are packed in different ways" in rank["disagreeing"]
+
+
+def test_a_rank_that_is_gone_raises_what_the_backend_raises(folder):
+    message = (folder / "left_alone").read_text("utf-8")
+    assert message.startswith(("RuntimeError", "DistBackendError")) and "gloo" in message
