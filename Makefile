@@ -4,17 +4,19 @@
 # make test-all both
 # make test-versions  the test suite in new environments, with the oldest and the newest torch that are supported
 # make lint     ruff (rules and format) and mypy
+# make docs     the documentation as a site in site/, and a check of its links
 # make picture  refresh docs/demo.png from a new demo run
 # Each target first sets up .venv; only Python >= 3.10, git and make are needed. PYTHON=python3.12 picks an interpreter.
 
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 RUN := $(VENV)/bin/python
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture test test-exhaustive test-all test-versions lint
+.PHONY: help demo picture test test-exhaustive test-all test-versions lint docs
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -41,6 +43,14 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --clean
+	$(RUN) -m scripts.check_links site
+
+$(DOCS_READY): $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(DOCS_READY)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

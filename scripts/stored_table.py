@@ -1,4 +1,4 @@
-"""Write README's table of what is stored, which follows from the rows of ``brevact.autograd.ops``.
+"""Write the table of what is stored, which follows from the rows of ``brevact.autograd.ops``.
 
 Run it in a checkout: ``python -m scripts.stored_table``.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from brevact.autograd.ops import OPS
 from brevact.autograd.ops.op import EXACT, Stored
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs/stored.md"
 HEAD = "| op | kept for backward | gradient |\n|---|---|---|\n"
 #: What no op decides by itself.
 OF_ALL_OPS = (
@@ -43,10 +43,10 @@ def stored_table() -> str:
     return HEAD + "".join(f"| {', '.join(ops)} | {kept} | {gradient} |\n" for (kept, gradient), ops in names.items())
 
 
-def with_table(readme: str) -> str:
-    """Return the text of README with the table in its place."""
-    return re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: stored_table(), readme)
+def with_table(page: str) -> str:
+    """Return the text of the page with the table in its place."""
+    return re.sub(re.escape(HEAD) + r"(\|.*\n)*", lambda _: stored_table(), page)
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text("utf-8")), "utf-8")
+    PAGE.write_text(with_table(PAGE.read_text("utf-8")), "utf-8")

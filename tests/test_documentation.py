@@ -25,8 +25,20 @@ def test_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     exec(compile(snippet, "<snippet>", "exec"), {})
 
 
-def test_readme_has_snippets():
-    assert sum("README" in case.id for case in SNIPPETS) >= 4
+def test_pages_have_snippets():
+    assert len(SNIPPETS) >= 12 and any("README" in case.id for case in SNIPPETS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_pages_lead_to_files(page):
+    """The site's own check (``make docs``) sees places on pages, too."""
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_api_page_has_every_public_name():
+    named = set(re.findall(r"^::: brevact\.(\S+)", (ROOT / "docs" / "api.md").read_text("utf-8"), re.M))
+    assert named == {*brevact.__all__, "distributed.QuantizedHook", *PUBLIC} - {"__version__", "distributed"}
 
 
 PUBLIC = {name: getattr(brevact, name) for name in brevact.__all__ if name not in ("__version__", "distributed")}

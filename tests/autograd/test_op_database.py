@@ -1,8 +1,8 @@
 """Each op of torch's own database inside a region: what is stored changes neither the results nor, much, a gradient.
 
 Forward bit-equal, gradients bit-equal where nothing is rounded, within 10 % at 8 bits, finite at 2 bits, exact at 2
-bits where the README says so, and torch's own errors. ``make test`` runs one sample of each op; all samples, variants
-and kinds of inputs are in the exhaustive tier.
+bits where docs/stored.md says so, and torch's own errors. ``make test`` runs one sample of each op; all samples,
+variants and kinds of inputs are in the exhaustive tier.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.autograd.op_database import (
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-#: Counterparts whose gradient README promises to be exact: they store masks, indices or nothing.
+#: Counterparts whose gradient docs/stored.md promises to be exact: they store masks, indices or nothing.
 EXACT_COUNTERPARTS = {func for row in ROWS if row.handler and row.stored.gradient == EXACT for func in row.functions}
 OF_PLACES = {func for row in ROWS if row.saves is Saves.PLACES for func in row.functions}
 
@@ -85,7 +85,7 @@ class Watch(TorchFunctionMode):
 
 
 def stores_exactly(func: Callable, args: tuple, packs_all: bool) -> bool:
-    """Whether a torch function is in a row of the README that promises an exact gradient."""
+    """Whether a torch function is in a row of docs/stored.md that promises an exact gradient."""
     if func in HANDLERS:
         return func in EXACT_COUNTERPARTS
     if func in MUST_NOT_ROUND:  # a division by an activation, which is large if each tensor is

@@ -1,14 +1,14 @@
-"""The rows of ops: README's table is what they say, each counterpart says what it stores, and no two rows disagree."""
+"""The rows of ops: docs/stored.md is what they say, each counterpart says what it stores, and no two rows disagree."""
 
 from __future__ import annotations
 
 from brevact.autograd.ops import OPS
-from scripts.stored_table import README, with_table
+from scripts.stored_table import PAGE, with_table
 
 
-def test_readme_has_the_table_of_the_rows():
-    readme = README.read_text("utf-8")
-    assert with_table(readme) == readme, "run python -m scripts.stored_table"
+def test_the_documentation_has_the_table_of_the_rows():
+    page = PAGE.read_text("utf-8")
+    assert with_table(page) == page, "run python -m scripts.stored_table"
 
 
 def test_counterparts_say_what_they_store():

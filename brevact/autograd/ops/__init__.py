@@ -36,7 +36,7 @@ from brevact.autograd.ops import (
 from brevact.autograd.ops.norm import calls as norms
 from brevact.autograd.ops.op import Op
 
-#: All rows, in the order of README's table of what is stored.
+#: All rows, in the order of docs/stored.md.
 OPS: tuple[Op, ...] = (
     *convolution.OPS,
     *linear.OPS,

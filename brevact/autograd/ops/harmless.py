@@ -43,7 +43,7 @@ OPS = (
             *("affine_grid_generator", "stft"),
         ),
         stored=Stored(
-            "exp, var, lerp, addcmul and other ops of a [closed table](brevact/autograd/ops)",
+            "exp, var, lerp, addcmul and other ops of a closed table",
             "activations packed, masks 1 bit, weights and indices as they are",
             "unbiased where linear in what is stored",
         ),

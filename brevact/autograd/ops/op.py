@@ -14,7 +14,7 @@ from brevact.autograd.keeper import Keeper
 
 _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
-#: What several rows of README's table of what is stored say of gradients, and of what is kept.
+#: What several rows of docs/stored.md say of gradients, and of what is kept.
 EXACT, UNBIASED = "exact", "unbiased"
 MASKS, NOTHING = "masks, 1 bit an element or a channel", "nothing"
 
@@ -51,7 +51,7 @@ class Saves(enum.Enum):
 
 
 class Stored(NamedTuple):
-    """A row of README's table of what is stored.
+    """A row of the table in docs/stored.md.
 
     Args:
         op: names of the ops; those of rows that say the same of other ops are put beside them.
@@ -71,7 +71,7 @@ class Op(NamedTuple):
         functions: of torch.
         handler: their counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns ``NotImplemented``
             to let torch run (nothing to store, or an argument that torch should explain).
-        stored: what a reader of README is told of them.
+        stored: what a reader of the documentation is told of them.
         saves: why what torch's own op saves may be packed; None: hooks let it be.
         must_not_round: says of the arguments of a call whether what torch's own op saves must stay as it is.
         is_bit_exact: whether the counterpart's gradient, with nothing rounded, is torch's to the last bit. If not,
