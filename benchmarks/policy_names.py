@@ -9,9 +9,6 @@ None                                                     full precision
 from __future__ import annotations
 
 import argparse
-import ast
-import difflib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +17,7 @@ from torch import nn
 
 import brevact
 from brevact.policy.presets import computes_attention, is_activation_function, is_norm
+from brevact.policy.words import quantizer_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -95,31 +93,16 @@ def named_policy(words: str) -> NamedPolicy:
 
 def _source(words: str) -> tuple[Any, dict[str, Any]]:
     """What a name stands for, and its settings."""
-    name, separator, rest = words.partition(":")
-    settings = dict(_setting(each) for each in rest.split(",")) if separator else {}
+    name, separator, _ = words.partition(":")
     if name == "None":
-        if settings:
+        if separator:
             raise argparse.ArgumentTypeError(f"{words}: full precision has no settings; leave them out")
-        return None, settings
-    known = [item for item in brevact.__all__ if re.fullmatch(r"[A-Z][A-Z_]+|[A-Z]\w*Backward(\d\w*)?", item)]
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]
-        raise argparse.ArgumentTypeError(
-            f"{name} is not a backward quantizer or policy of brevact; nearest: {', '.join(nearest)}; "
-            "None is full precision"
-        )
-    return getattr(brevact, name), settings
+        return None, {}
+    try:
+        return quantizer_of(words)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; None is full precision") from error
 
 
 def _with_settings(source: Any, settings: dict[str, Any]) -> Any:
     return source.let(**settings) if settings else source
-
-
-def _setting(words: str) -> tuple[str, Any]:
-    name, separator, value = words.partition("=")
-    if not separator or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{words!r} is not of the form setting=value, such as bucket_size=256")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value

@@ -8,6 +8,7 @@ from brevact.autograd import BackwardSettings, SaveMode
 from brevact.bit_widths.actnn import ActnnLevel, actnn_level
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.fit import fit
+from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.injectors import (
     DualPrecisionBackward2bit,
     DualPrecisionBackward4bit,
@@ -137,6 +138,7 @@ __all__ = [
     "O4ForwardBackward",
     "PackedActivation",
     "Policy",
+    "PolicySpec",
     "Rounding",
     "SampleQuantizer",
     "SampleWeights",
@@ -186,6 +188,7 @@ __all__ = [
     "fit",
     "gradient_report",
     "memory_report",
+    "parse_policy",
     "quantize_backward",
     "quantizer",
     "restore_backward",

@@ -1,10 +1,7 @@
 """Budgets of the command line: `24x`, `512MiB`."""
 
-import re
-
+from brevact.policy import words as policy_words
 from recipes.errors import RecipeError
-
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
@@ -20,8 +17,10 @@ def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
     Raises:
         RecipeError: it is neither.
     """
-    found = re.fullmatch(rf"(\d+\.?\d*|\.\d+)(x|{'|'.join(_UNITS)})", words)
-    if found is None or float(found[1]) == 0:
+    try:
+        found = policy_words.budget_of(words)
+    except ValueError as error:
+        raise RecipeError(f"{option} {words} is not possible: {error}") from error
+    if found is None or "noise" in found:
         raise RecipeError(f"{option} {words} is not possible: use 24x, for 24 times less, or bytes such as 512MiB")
-    number, unit = float(found[1]), found[2]
-    return {"ratio": number} if unit == "x" else {"saved_bytes": int(number * _UNITS[unit])}
+    return found

@@ -1,8 +1,6 @@
 """Quantizers by the names that the command line uses."""
 
-import ast
 import difflib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +9,14 @@ import torch
 from brevitas.inject import ExtendedInjector
 from brevitas.proxy.parameter_quant import WeightQuantProxyFromInjectorBase
 from brevitas.proxy.runtime_quant import ActQuantProxyFromInjectorBase
-from dependencies.exceptions import DependencyError
 from torch import nn
 
-import brevact
-from brevact import Policy, SaveMode, injectors
+from brevact import Policy, SaveMode
+from brevact.policy import words
 from recipes.errors import RecipeError
 from recipes.models import Layers
 from recipes.settings import Settings
 
-_LEAF = r"[A-Z]\w*Backward(\d\w*)?"  # Stoch-Backward-2bit, L4-Backward
 _FRAGMENTS = ("Base", "Mixin", "Solver")
 
 
@@ -76,23 +72,18 @@ def backward_quantizer(name: str, overrides: Sequence[str], save_mode: str) -> t
     Raises:
         RecipeError: unknown name or setting, or a value that is out of range.
     """
-    known = {key: value for key, value in vars(injectors).items() if re.fullmatch(_LEAF, key)}
-    known |= {key: value for key, value in vars(brevact).items() if isinstance(value, Policy)}
-    found = _look_up(name, known, "--act-quant", "a backward quantizer of brevact")
-    values: dict[str, object] = {"save_mode": SaveMode(save_mode)}
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator or not key.isidentifier() or key.startswith("__"):
-            raise RecipeError(f"--act-override {override!r} is not of the form setting=value, such as bucket_size=256")
-        values[key] = _literal(value)
     try:
-        if isinstance(found, Policy):
-            return Policy({key: leaf and leaf.let(**values) for key, leaf in found.rules.items()})
-        injector = found.let(**values)
-        injectors.backward_settings_from(injector)
-    except (TypeError, ValueError, DependencyError) as error:
+        found = words.named(name)
+    except ValueError as error:
+        raise RecipeError(f"--act-quant {error}") from error
+    try:
+        settings = words.settings_of(overrides)
+    except ValueError as error:
+        raise RecipeError(f"--act-override {error}") from error
+    try:
+        return words.with_settings(found, {"save_mode": SaveMode(save_mode), **settings})
+    except (TypeError, ValueError) as error:
         raise RecipeError(f"backward quantizer {' '.join([name, *overrides])}: {error}") from error
-    return injector
 
 
 def forward_quantizer(name: str, proxy: type, option: str) -> type:
@@ -123,14 +114,3 @@ def _look_up(name: str, known: dict[str, Any], option: str, what: str) -> Any:
         return known[name]
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known)[:3]
     raise RecipeError(f"{option} {name} is not {what}; nearest: {', '.join(nearest)} ({len(known)} are known)")
-
-
-def _literal(text: str) -> object:
-    """The value of a Python literal or of a dtype such as torch.float32; any other text stands for itself."""
-    module, _, name = text.partition(".")
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -1,0 +1,124 @@
+"""Policies as text, as a command line or a configuration file holds them: `parse_policy`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+
+from brevact.bit_widths.fit import fit
+from brevact.policy.attach import quantize_backward
+from brevact.policy.presets import Policy
+from brevact.policy.words import budget_of, quantizer_of, with_settings
+from brevact.quantizers.brief import brief
+from brevact.reports.gradient_passes import Loss
+
+M = TypeVar("M", bound=nn.Module)
+_ACCEPTED = (
+    'accepted are "default", "none" for full precision, a backward quantizer or policy such as "StochBackward2bit" or '
+    '"StochBackward4bit:bucket_size=256", a budget such as "24x", "512MiB" or "noise=0.05", and the path of a JSON file'
+)
+_FULL_PRECISION = Policy({"": None})
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What a text says of a policy: the policy, or the budget that it is to be fitted to.
+
+    >>> import torch, brevact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.SiLU(), torch.nn.Linear(128, 8))
+    >>> loss = lambda model, batch: model(batch).square().mean()
+    >>> spec = brevact.parse_policy("8x")
+    >>> spec.needs_fit, spec.budget
+    (True, {'ratio': 8.0})
+    >>> policy = spec.policy_for(model, [torch.randn(128, 64) for _ in range(3)], loss)
+    >>> model = brevact.quantize_backward(model, policy)
+
+    Args:
+        text: as it was given.
+        source: what ``brevact.quantize_backward`` takes; None where it is to be fitted.
+        budget: keyword argument of ``brevact.fit``; empty where nothing is to be fitted.
+    """
+
+    text: str
+    source: Any
+    budget: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether batches and a loss are needed to make the policy."""
+        return bool(self.budget)
+
+    def policy_for(
+        self, model: nn.Module, batches: Sequence[Any] = (), loss: Loss | None = None, *, progress: bool = False
+    ) -> Any:
+        """Return what ``brevact.quantize_backward`` takes for a model; a budget is fitted, as ``brevact.fit`` does.
+
+        Args:
+            model: module without a policy; it stays as it is.
+            batches: at least 2, for a budget.
+            loss: takes the model and a batch, and returns a scalar; for a budget.
+            progress: whether a bar appears where it takes long.
+
+        Raises:
+            TypeError: batches or loss are of another type.
+            ValueError: there are no batches or no loss, and a budget needs them; or the budget is impossible.
+        """
+        if not self.needs_fit:
+            return self.source
+        if loss is None or len(batches) == 0:
+            raise ValueError(
+                f"policy {self.text!r} is a budget, which is fitted on batches: pass at least 2 of them, and a loss: "
+                "policy_for(model, batches, loss)"
+            )
+        return fit(model, batches, loss, **self.budget, progress=progress)  # type: ignore[arg-type]
+
+    def attach(self, model: M, batches: Sequence[Any] = (), loss: Loss | None = None) -> M:
+        """Give a model the policy, in place, and return it; arguments and errors are those of :meth:`policy_for`."""
+        return quantize_backward(model, self.policy_for(model, batches, loss))
+
+
+def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
+    """Return what a text says of a policy; it runs no code of whoever wrote the text, or the file that it names.
+
+    >>> import brevact
+    >>> brevact.parse_policy("default").source is brevact.DEFAULT
+    True
+    >>> spec = brevact.parse_policy("StochBackward4bit:bucket_size=256")
+    >>> brevact.quantizer(spec.source).bucket_size
+    256
+    >>> brevact.parse_policy("512MiB").budget, brevact.parse_policy("noise=0.05").budget
+    ({'saved_bytes': 536870912}, {'noise': 0.05})
+
+    Args:
+        text: "default", "conv_net" or "transformer"; "none", full precision; a backward quantizer by name, with
+            settings behind a colon; a budget: "24x", that many times less than at full precision, "512MiB" (B, KiB,
+            MiB, GiB), or "noise=0.05", in units of the noise between minibatches; or the path of a file that
+            ``Policy.save`` wrote, which ends in ".json".
+
+    Returns:
+        The policy, or the budget that one is to be fitted to.
+
+    Raises:
+        OSError: there is no such file.
+        TypeError: ``text`` is neither text nor a path.
+        ValueError: it is none of these, or a setting is not known or out of range.
+    """
+    if not isinstance(text, str | os.PathLike):
+        raise TypeError(f"policy: got {brief(text)} of type {type(text).__name__}; {_ACCEPTED}")
+    words = os.fspath(text).strip()
+    if words.endswith(".json"):
+        return PolicySpec(words, Policy.load(words))
+    if words.lower() == "none":
+        return PolicySpec(words, _FULL_PRECISION)
+    try:
+        budget = budget_of(words)
+        if budget is not None:
+            return PolicySpec(words, None, budget)
+        source, settings = quantizer_of(words)
+        return PolicySpec(words, with_settings(source, settings) if settings else source)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"policy {words!r}: {error}; {_ACCEPTED}") from error

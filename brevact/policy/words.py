@@ -1,0 +1,137 @@
+"""Quantizers, policies, settings and budgets as words of a command line or a configuration file.
+
+Names are looked up in closed lists, and values are literals: words from a stranger run no code.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from dependencies.exceptions import DependencyError
+
+from brevact import injectors
+from brevact.injectors import backward_settings_from
+from brevact.policy.presets import CONV_NET, DEFAULT, TRANSFORMER, Policy
+
+_LEAF = r"[A-Z]\w*Backward(\d\w*)?"  # Stoch-Backward-2bit, L4-Backward
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_NUMBER = r"\d+\.?\d*(?:e-?\d+)?|\.\d+(?:e-?\d+)?"
+_POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "TRANSFORMER": TRANSFORMER}
+_LEAVES = {name: leaf for name, leaf in vars(injectors).items() if re.fullmatch(_LEAF, name)}
+#: Backward quantizers and policies of the package, by name.
+KNOWN: Mapping[str, Any] = {**_LEAVES, **_POLICIES}
+
+
+def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
+    """Return the backward quantizer or the policy that words name, and the settings that they change.
+
+    >>> quantizer_of("StochBackward2bit:bucket_size=256,rounding=nearest")
+    (<class 'brevact.injectors.uniform.StochBackward2bit'>, {'bucket_size': 256, 'rounding': 'nearest'})
+
+    Args:
+        words: a name, such as "StochBackward2bit" or "DEFAULT"; behind a colon, settings with commas between them.
+
+    Raises:
+        ValueError: there is no such name, or a setting is not of the form ``name=value``.
+    """
+    name, separator, rest = words.partition(":")
+    return named(name), settings_of(rest.split(",")) if separator else {}
+
+
+def named(name: str) -> Any:
+    """Return the backward quantizer or the policy of a name; policies in small letters, too.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    found = KNOWN.get(name, _POLICIES.get(name.upper()))
+    if found is None:
+        near = difflib.get_close_matches(name, KNOWN, n=3, cutoff=0.4) or sorted(KNOWN)[:3]
+        raise ValueError(
+            f"{name} is not a backward quantizer of brevact; nearest: {', '.join(near)} ({len(KNOWN)} are known)"
+        )
+    return found
+
+
+def settings_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return settings of a quantizer by name.
+
+    >>> settings_of(["bucket_size=256", "scale_dtype=torch.float32"])
+    {'bucket_size': 256, 'scale_dtype': torch.float32}
+
+    Args:
+        words: "setting=value" each; a value is a Python literal, a dtype such as torch.float32, or a plain word.
+
+    Raises:
+        ValueError: one is not of this form.
+    """
+    found = {}
+    for each in words:
+        name, separator, value = each.partition("=")
+        if not separator or not name.isidentifier() or name.startswith("__"):
+            raise ValueError(f"{each!r} is not of the form setting=value, such as bucket_size=256")
+        found[name] = _literal(value)
+    return found
+
+
+def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a backward quantizer, or a policy with each of its quantizers, with settings changed.
+
+    Args:
+        source: a backward quantizer or a policy.
+        settings: by name; checked here.
+
+    Raises:
+        TypeError: a setting is not known.
+        ValueError: a value is out of range.
+    """
+    try:
+        if isinstance(source, Policy):
+            rules: Mapping[Any, Any] = source.rules
+            return Policy({key: leaf and leaf.let(**settings) for key, leaf in rules.items()})
+        changed = source.let(**settings) if settings else source
+        backward_settings_from(changed)
+    except DependencyError as error:
+        raise ValueError(str(error)) from error
+    return changed
+
+
+def budget_of(words: str) -> dict[str, float] | None:
+    """Return the argument of ``brevact.fit`` that words stand for, or None where they are no budget.
+
+    >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
+    ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
+
+    Args:
+        words: how many times less is stored, such as "24x"; bytes, such as "512MiB"; or noise in units of that between
+            minibatches, such as "noise=0.05".
+
+    Raises:
+        ValueError: the number is 0, or not finite.
+    """
+    found = re.fullmatch(rf"(noise=)?({_NUMBER})(x|{'|'.join(_UNITS)})?", words)
+    if found is None or (found[1] is None) == (found[3] is None):
+        return None
+    number, unit = float(found[2]), found[3]
+    if not 0 < number < math.inf:
+        raise ValueError(f"{words}: got {number:g}; accepted is a number above 0")
+    if unit is None:
+        return {"noise": number}
+    return {"ratio": number} if unit == "x" else {"saved_bytes": int(number * _UNITS[unit])}
+
+
+def _literal(text: str) -> object:
+    """Return the value of a literal or of a dtype such as torch.float32; any other text stands for itself."""
+    module, _, name = text.partition(".")
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

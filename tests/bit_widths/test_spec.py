@@ -1,0 +1,98 @@
+"""Policies as text."""
+
+import pytest
+import torch
+from torch import nn
+
+import brevact
+
+
+def model():
+    return nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("default", brevact.DEFAULT),
+        (" TRANSFORMER\n", brevact.TRANSFORMER),
+        ("conv_net", brevact.CONV_NET),
+        ("StochBackward2bit", brevact.StochBackward2bit),
+    ],
+)
+def test_parse_policy_finds_policies_and_quantizers_by_name(text, source):
+    spec = brevact.parse_policy(text)
+    assert spec.source is source and not spec.needs_fit and spec.text == text.strip()
+
+
+def test_parse_policy_reads_settings_also_of_policies():
+    quantizer = brevact.quantizer(brevact.parse_policy("StochBackward2bit:bucket_size=64,rounding=nearest").source)
+    assert (quantizer.bit_width, quantizer.bucket_size, quantizer.rounding) == (2, 64, brevact.Rounding.NEAREST)
+    policy = brevact.parse_policy("default:save_mode=quantize_on_backward").source
+    assert policy.rules.keys() == brevact.DEFAULT.rules.keys()
+    assert {leaf.save_mode for leaf in policy.rules.values()} == {brevact.SaveMode.QUANTIZE_ON_BACKWARD}
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("24x", {"ratio": 24.0}),
+        ("1.5x", {"ratio": 1.5}),
+        (".5GiB", {"saved_bytes": 2**29}),
+        ("3000B", {"saved_bytes": 3000}),
+        ("noise=5e-2", {"noise": 0.05}),
+    ],
+)
+def test_parse_policy_reads_budgets(text, budget):
+    spec = brevact.parse_policy(text)
+    assert spec.needs_fit and spec.budget == budget and spec.source is None
+
+
+def test_parse_policy_reads_the_file_of_a_policy(tmp_path):
+    path = tmp_path / "policy.json"
+    brevact.CONV_NET.save(path)
+    assert brevact.parse_policy(path).source == brevact.parse_policy(str(path)).source == brevact.CONV_NET
+    with pytest.raises(FileNotFoundError, match=r"other\.json"):
+        brevact.parse_policy(tmp_path / "other.json")
+    (tmp_path / "wrong.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"wrong\.json holds no policy"):
+        brevact.parse_policy(tmp_path / "wrong.json")
+
+
+def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget():
+    batches = list(torch.randn(3, 64, 64))
+    plain = brevact.parse_policy("none").attach(model())
+    assert {row.settings for row in brevact.backward_policy(plain).rows} == {None}
+    report = brevact.memory_report(plain, batches[0])
+    assert report.saved_bytes == report.plain_bytes
+    spec = brevact.parse_policy("4x")
+    policy = spec.policy_for(model(), batches, loss)
+    assert policy.report.ratio >= 4
+    assert len(brevact.backward_policy(spec.attach(model(), batches, loss)).rows) == 4
+    with pytest.raises(ValueError, match="'4x' is a budget, which is fitted on batches: pass at least 2"):
+        spec.attach(model())
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("StochBackward2bt", ValueError, 'nearest: StochBackward2bit.* accepted are "default"'),
+        ("StochBackward2bit:bucket=3", ValueError, r"did you mean bucket_size\?"),
+        ("StochBackward2bit:64", ValueError, "'64' is not of the form setting=value"),
+        ("StochBackward2bit:bit_width=9", ValueError, "bit_width.*9"),
+        ("0x", ValueError, "got 0; accepted is a number above 0"),
+        ("noise=0", ValueError, "accepted is a number above 0"),
+        ("24", ValueError, "24 is not a backward quantizer.*24x"),
+        ("24MB", ValueError, "24MB is not a backward quantizer.*512MiB"),
+        ("", ValueError, "is not a backward quantizer"),
+        (24, TypeError, "got 24 of type int; accepted are"),
+        (None, TypeError, "got None of type NoneType"),
+    ],
+)
+def test_parse_policy_refuses(text, error, message):
+    with pytest.raises(error, match=message):
+        brevact.parse_policy(text)
