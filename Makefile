@@ -1,7 +1,7 @@
 # make demo     train a small EfficientNetV2 twice, full precision and the default backward quantization, and compare (two minutes); results in runs/demo
 # make test     the test suite
 # make test-exhaustive  the full crosses, of which it runs a part
-# make test-all both
+# make test-all both, with the trainers that brevact.trainers is for
 # make test-versions  the test suite in new environments, with the oldest and the newest torch that are supported
 # make lint     ruff (rules and format) and mypy
 # make docs     the documentation as a site in site/, and a check of its links
@@ -12,6 +12,7 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
+TRAINERS_READY := $(VENV)/.trainers-ready
 RUN := $(VENV)/bin/python
 WORKERS ?= 2
 
@@ -34,7 +35,9 @@ test: $(READY)
 test-exhaustive: $(READY)
 	$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal -m exhaustive
 
-test-all: test test-exhaustive
+test-all: $(TRAINERS_READY)
+	$(MAKE) test
+	$(MAKE) test-exhaustive
 
 test-versions: $(READY)
 	$(RUN) -m nox
@@ -60,3 +63,7 @@ $(READY): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,recipes,dev]'
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt timm torchvision
 	touch $(READY)
+
+$(TRAINERS_READY): $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[trainers]'
+	touch $(TRAINERS_READY)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,24 +63,23 @@ def _lines(value: Any) -> str:
     return "{\n    " + ",\n    ".join(f"{json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "\n  }"
 
 
-def read(path: str | os.PathLike[str], version: str) -> tuple[Any, ...]:
-    """Return rules, layers and report of a file.
+def read(text: str, source: str, version: str) -> tuple[Any, ...]:
+    """Return rules, layers and report of the text of a file.
 
     Args:
-        path: of the file.
+        text: what :func:`written` returned.
+        source: where it comes from, such as the path of the file, for errors.
         version: of the package, for the error of a file that another one wrote.
 
     Raises:
-        OSError: there is no such file.
         ValueError: it holds no policy, or names something that is not known here.
     """
-    with open(path, encoding="utf-8") as file:
-        try:
-            content = json.load(file, object_pairs_hook=_object)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{os.fspath(path)} holds no policy: {error}; Policy.save writes one") from error
+    try:
+        content = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} holds no policy: {error}; Policy.save writes one") from error
     if not isinstance(content, dict) or not {"brevact", "rules"} <= {*content}:
-        raise ValueError(f"{os.fspath(path)} holds no policy: {brief(content)}; Policy.save writes one")
+        raise ValueError(f"{source} holds no policy: {brief(content)}; Policy.save writes one")
     of_other = content["brevact"] != version
     note = f" (written by brevact {content['brevact']}; this is {version})" if of_other else ""
     try:
@@ -90,7 +88,7 @@ def read(path: str | os.PathLike[str], version: str) -> tuple[Any, ...]:
         report = None if report is None else FitReport.from_plain(report)
         return _rules(content["rules"]), _layers(content.get("layers")), report
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{os.fspath(path)}{note}: {error}") from error
+        raise ValueError(f"{source}{note}: {error}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Policy:
             TypeError: a rule is a function of yours or a type of another library; a quantizer, or one of its settings,
                 is a class or an object of your own. No file is written.
         """
-        text = policy_files.written(self.rules, self.layers, self.report, __version__)
+        text = self.to_json()
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
@@ -108,7 +108,33 @@ class Policy:
             OSError: there is no such file.
             ValueError: it holds no policy, or fields, types, functions, quantizers or settings that are not known here.
         """
-        return cls(*policy_files.read(path, __version__))
+        try:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{os.fspath(path)} holds no policy: {error}; Policy.save writes one") from error
+        return cls(*policy_files.read(text, os.fspath(path), __version__))
+
+    def to_json(self) -> str:
+        """Return the text that :meth:`save` writes, for a checkpoint; it raises what :meth:`save` does.
+
+        >>> import brevact
+        >>> brevact.Policy.from_json(brevact.CONV_NET.to_json()) == brevact.CONV_NET
+        True
+        """
+        return policy_files.written(self.rules, self.layers, self.report, __version__)
+
+    @classmethod
+    def from_json(cls, text: str) -> Policy:
+        """Return the policy that :meth:`to_json` wrote; no code of the text runs.
+
+        Args:
+            text: JSON.
+
+        Raises:
+            ValueError: it holds no policy, or fields, types, functions, quantizers or settings that are not known here.
+        """
+        return cls(*policy_files.read(text, "text", __version__))
 
 
 def _kind_of(key: Any) -> str:

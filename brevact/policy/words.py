@@ -52,7 +52,9 @@ def named(name: str) -> Any:
     """
     found = KNOWN.get(name, _POLICIES.get(name.upper()))
     if found is None:
-        near = difflib.get_close_matches(name, KNOWN, n=3, cutoff=0.4) or sorted(KNOWN)[:3]
+        small = {each.lower(): each for each in KNOWN}
+        near = [small[each] for each in difflib.get_close_matches(name.lower(), small, n=3, cutoff=0.4)]
+        near = near or sorted(KNOWN)[:3]
         raise ValueError(
             f"{name} is not a backward quantizer of brevact; nearest: {', '.join(near)} ({len(KNOWN)} are known)"
         )

@@ -1,0 +1,153 @@
+"""Backward quantization in ``transformers.Trainer``: `HuggingFaceCallback`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from brevact.reports.gradient_passes import Loss, check_loss
+from brevact.trainers.training_policy import TrainingPolicy
+
+
+class HuggingFaceCallback(TrainerCallback, ExportableState):
+    """Lets the model of a Hugging Face ``Trainer`` store packed activations while it trains.
+
+    The model gets the policy when training begins, and is as it was when it ends: ``save_model`` writes no keys of
+    brevact. Logs of the training loss have what is stored, and its noise. Checkpoints hold the state in
+    ``trainer_state.json``, from which ``resume_from_checkpoint`` goes on; with the arguments of the trainer's
+    ``restore_callback_states_from_checkpoint`` as well, if policy and loss are texts or left out.
+
+    ``Trainer(..., callbacks=[callback])`` is enough. :meth:`add_to` takes the trainer's own ``compute_loss`` for what
+    is measured, and shows figures to loggers that stand before callbacks of users (TensorBoard, W&B), too.
+
+    >>> from brevact.trainers import HuggingFaceCallback
+    >>> callback = HuggingFaceCallback("24x", adapt_every=500)
+    >>> callback.policy.spec.budget
+    {'ratio': 24.0}
+
+    Args:
+        policy: as in :class:`TrainingPolicy`, and so are the next four.
+        adapt_every: optimizer steps.
+        mix_schedule: text.
+        noise_every: optimizer steps.
+        memory: whether stored bytes are measured.
+        loss: takes the model and a batch, and returns a scalar, for what is measured; left out, it is the loss that the
+            model returns for a batch with labels.
+        batches: what is measured on; left out, those that the training data begins with.
+
+    Raises:
+        OSError: ``policy`` is the path of a file that cannot be read.
+        TypeError: an argument has another type.
+        ValueError: a text is not understood, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        policy: Any = "default",
+        *,
+        adapt_every: int | None = None,
+        mix_schedule: str | None = None,
+        noise_every: int | None = None,
+        memory: bool = True,
+        loss: Loss | None = None,
+        batches: Iterable[Any] | None = None,
+    ) -> None:
+        if loss is not None:
+            check_loss(loss)
+        self._arguments = {
+            "policy": policy if policy is None or isinstance(policy, str) else "(an object, which JSON cannot hold)",
+            "adapt_every": adapt_every,
+            "mix_schedule": mix_schedule,
+            "noise_every": noise_every,
+            "memory": memory,
+        } | ({} if loss is None else {"loss": "(a function, which JSON cannot hold)"})
+        self.policy = TrainingPolicy(
+            policy, adapt_every=adapt_every, mix_schedule=mix_schedule, noise_every=noise_every, memory=memory
+        )
+        self._loss, self._batches = loss, batches
+        self._trainer: weakref.ref[Any] | None = None
+        self._run: weakref.ref[Any] | None = None
+
+    def add_to(self, trainer: Any) -> HuggingFaceCallback:
+        """Add the callback to a trainer, before its others, and measure with the trainer's own loss.
+
+        Args:
+            trainer: a ``transformers.Trainer``, or what derives from it.
+
+        Returns:
+            The callback.
+
+        Raises:
+            ValueError: the trainer has a callback of this class.
+        """
+        handler = trainer.callback_handler
+        if any(isinstance(each, HuggingFaceCallback) for each in handler.callbacks):
+            raise ValueError("trainer: it has a callback of brevact already; a trainer takes one")
+        trainer.add_callback(self)
+        handler.callbacks.remove(self)
+        handler.callbacks.insert(0, self)
+        self._trainer = weakref.ref(trainer)
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the callback."""
+        return {"args": self._arguments, "attributes": {"saved_state": self.policy.state_dict()}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the model its policy; in a run that goes on from a checkpoint, with the state of that."""
+        if self._run is not None and self._run() is state:
+            raise ValueError("callbacks: this callback of brevact stands in them twice; a trainer takes it once")
+        self._run = weakref.ref(state)
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if isinstance(saved, list):
+            raise ValueError("callbacks: two callbacks of brevact are among them; a trainer takes one")
+        if state.global_step and saved:
+            self.policy.end()
+            self.policy.load_state_dict(saved["attributes"]["saved_state"])
+        batches = kwargs["train_dataloader"] if self._batches is None else self._batches
+        self.policy.begin(kwargs["model"], batches, self._loss_of_run(), steps=state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count an optimizer step."""
+        self.policy.step()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add figures to logs of the training loss, and to the history of the trainer."""
+        if logs is not None and "loss" in logs:
+            logs.update(self.policy.figures())
+            state.log_history[-1].update(self.policy.figures())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the policy off the model."""
+        self.policy.end()
+        self._run = None
+
+    def _loss_of_run(self) -> Loss:
+        trainer = None if self._trainer is None else self._trainer()
+        if self._loss is not None:
+            return self._loss
+        return _loss_of_model if trainer is None else _loss_of_trainer(trainer)
+
+
+def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
+    found = model(**batch)
+    loss = found.get("loss") if hasattr(found, "get") else getattr(found, "loss", None)
+    if loss is None:
+        raise ValueError(
+            "loss: the model returns none for a batch of the training data (no labels?); pass loss=, a function of the "
+            "model and a batch, or add the callback by add_to(trainer), whose compute_loss then counts"
+        )
+    return loss
+
+
+def _loss_of_trainer(trainer: Any) -> Loss:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with trainer.compute_loss_context_manager():
+            return trainer.compute_loss(model, dict(batch))
+
+    return loss

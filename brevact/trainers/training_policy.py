@@ -1,0 +1,374 @@
+"""A policy over a training run: attached, fitted, adapted, measured, and part of checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from brevact.arguments import check_model
+from brevact.autograd import has_region
+from brevact.bit_widths.adaptive import Adaptive
+from brevact.bit_widths.spec import PolicySpec, parse_policy
+from brevact.policy.attach import quantize_backward, restore_backward
+from brevact.policy.mixing import MixSchedule
+from brevact.policy.presets import DEFAULT, Policy
+from brevact.policy.rules import POLICY
+from brevact.policy.words import settings_of
+from brevact.quantizers.brief import brief
+from brevact.reports.gradient_passes import Loss
+from brevact.reports.gradients import gradient_report
+from brevact.reports.memory import memory_of
+from brevact.reports.memory_table import MemoryReport
+from brevact.tables import MIB
+from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
+from brevact.trainers.processes import in_one_process
+
+_log = logging.getLogger(__name__)
+#: Batches on which a policy is fitted, and on which noise and sensitivities are measured.
+_BATCHES = 8
+#: Seeds a batch of a measurement of noise.
+_DRAWS = 2
+#: Who gave a model the policy of a run.
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, TrainingPolicy] = weakref.WeakKeyDictionary()
+
+
+class TrainingPolicy:
+    """What a training run does with backward quantization, in any loop: ``begin``, ``step``, ``figures`` and ``end``.
+
+    Its state is plain values: a checkpoint holds a fitted policy as JSON text, widths as numbers. With Accelerate,
+    ``accelerator.register_for_checkpointing(policy)`` saves and resumes it.
+
+    >>> import torch, brevact
+    >>> from brevact.trainers import TrainingPolicy
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    >>> batches = list(torch.randn(4, 128, 64))
+    >>> loss = lambda model, batch: model(batch).square().mean()
+    >>> policy = TrainingPolicy("default", adapt_every=2)
+    >>> policy.begin(model, batches, loss)
+    >>> for batch in batches:
+    ...     loss(model, batch).backward()
+    ...     policy.step()  # beside optimizer.step()
+    >>> sorted(policy.figures())
+    ['brevact/bit_width', 'brevact/plain_mib', 'brevact/saved_mib']
+    >>> policy.end()  # the model stores what it stored before
+
+    Args:
+        policy: a text that :func:`brevact.parse_policy` reads, or what :func:`brevact.quantize_backward` takes; None
+            for the policy that the model has.
+        adapt_every: steps from one measurement of the layers' sensitivities to the next (:class:`brevact.Adaptive`):
+            bits move, bytes stay; None for widths that stay.
+        mix_schedule: of the probability of quantizers that mix two widths (:class:`brevact.MixSchedule`), as text:
+            "cosine:start=0.9,end=0.1"; its ``steps`` are those of the run, if it does not say. None for none.
+        noise_every: steps from one measurement of the gradients' noise to the next; None for none.
+        memory: whether stored bytes are measured when the run begins, by two forward passes of a copy of the model.
+
+    Raises:
+        OSError: ``policy`` is the path of a file that cannot be read.
+        TypeError: an argument has another type.
+        ValueError: a text is not understood, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        policy: Any = "default",
+        *,
+        adapt_every: int | None = None,
+        mix_schedule: str | None = None,
+        noise_every: int | None = None,
+        memory: bool = True,
+    ) -> None:
+        self.spec = _spec_of(policy)
+        for name, steps in (("adapt_every", adapt_every), ("noise_every", noise_every)):
+            if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+                raise ValueError(f"{name}={brief(steps)}; accepted is an integer of at least 1, or None")
+        self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
+        self._mix = None if mix_schedule is None else _mix_of(mix_schedule)
+        #: Bytes that a training step stores, measured when the run begins; None before.
+        self.memory: MemoryReport | None = None
+        #: The policy that was fitted to a budget; None for others.
+        self.fitted: Policy | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        self._ended: dict[str, Any] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._model: nn.Module | None = None
+        self._attached, self._steps = False, 0
+        self._noise: float | None = None
+        self._batches: list[Any] = []
+        self._adaptive: Adaptive | None = None
+        self._schedule: MixSchedule | None = None
+
+    @property
+    def adaptive(self) -> Adaptive | None:
+        """What moves bits between layers in this run."""
+        return self._adaptive
+
+    def begin(
+        self, model: nn.Module, batches: Iterable[Any] = (), loss: Loss | None = None, *, steps: int | None = None
+    ) -> None:
+        """Give a model the policy of the run, and measure what it stores. Random generators stay as they are.
+
+        In a distributed run all processes call it; the one of rank 0 fits.
+
+        Args:
+            model: the one inside of wrappers: ``accelerator.unwrap_model(model)``.
+            batches: a data loader, of whose first batches copies on the model's device are taken, or a list; needed by
+                budgets, ``adapt_every`` and ``noise_every``.
+            loss: takes the model and a batch, and returns a scalar; needed by the same.
+            steps: of the run, for a schedule that does not say.
+
+        Raises:
+            TypeError: ``model`` is no module.
+            ValueError: the model has a policy already; batches, a loss or steps are missing; or an error of
+                :func:`brevact.fit`, :class:`brevact.Adaptive` or :class:`brevact.MixSchedule`.
+        """
+        check_model(model, "begin(model, batches, loss)", batches)
+        self._take(model)
+        try:
+            with kept_random_state():
+                self._start(model, batches, loss, steps)
+        except BaseException:
+            self.end()
+            raise
+
+    def _take(self, model: nn.Module) -> None:
+        """Take note of whose run the model is in, and raise where it is in another one."""
+        if self._model is not None:
+            self.end()  # of a run that was interrupted
+        owner = _OWNERS.get(model)
+        if owner is not None and owner is not self and (owner._schedule or owner._adaptive or _has_policy(model)):
+            raise ValueError(
+                "model: another training policy is at work on it; a trainer takes one callback of brevact: remove the "
+                "other, or, after a run that was interrupted, call its end()"
+            )
+        _OWNERS[model] = self
+        self._model, self._ended = model, None
+
+    def _start(self, model: nn.Module, batches: Iterable[Any], loss: Loss | None, steps: int | None) -> None:
+        state, self._resumed = self._resumed, None
+        self._loss = loss
+        needed = self._needs_batches(state)
+        if loss is not None and (needed or self._measures_memory):
+            found = first_batches(batches, _BATCHES if needed else 1)
+            self._batches = [moved(batch, device_of(model)) for batch in found]
+        if needed and (loss is None or not self._batches):
+            raise ValueError(
+                f"{' and '.join(needed)}: measured on batches with a loss, of which there are none; pass both: "
+                "begin(model, batches, loss)"
+            )
+        self._attach(model, loss, None if state is None else state["rules"])
+        self._measure()
+        if self._adapt_every is not None:
+            self._adapt(model, self._adapt_every)
+        if self._mix is not None:
+            kind, settings = self._mix
+            if kind != "constant" and "steps" not in settings and steps is None:
+                raise ValueError(f'mix_schedule={kind!r}: the run has no known length; add it: "{kind}:steps=1000"')
+            self._schedule = MixSchedule(model, kind, **{"steps": max(1, steps or 1), **settings})
+        if state is not None:
+            self._load(state)
+
+    def _needs_batches(self, state: Mapping[str, Any] | None) -> list[str]:
+        found = []
+        if self.spec is not None and self.spec.needs_fit and (state is None or state["rules"] is None):
+            found.append(f"policy {self.spec.text!r}")
+        given = {"adapt_every": self._adapt_every, "noise_every": self._noise_every}
+        return found + [name for name, value in given.items() if value is not None]
+
+    def _attach(self, model: nn.Module, loss: Loss | None, rules: str | None) -> None:
+        """Give the model its policy, the one of a checkpoint if there is one."""
+        self.fitted = None
+        if self.spec is None:
+            if not any(has_region(module) or has_region(module, POLICY) for module in model.modules()):
+                raise ValueError(
+                    "policy=None is the policy that the model has, and it has none; give it one, or pass a text, such "
+                    'as "default"'
+                )
+            return
+        policy = self.spec.source
+        if self.spec.needs_fit:
+            _refuse_to_fit(model)
+            text = rules if rules is not None else in_one_process(lambda: self._fit(model, loss), device_of(model))
+            policy = self.fitted = Policy.from_json(text)
+        quantize_backward(model, policy)
+        self._attached = True
+        _log.info("backward quantization of %s: %s", type(model).__name__, self.spec.text)
+
+    def _fit(self, model: nn.Module, loss: Loss | None) -> str:
+        assert self.spec is not None
+        return self.spec.policy_for(model, self._batches, loss).to_json()
+
+    def _measure(self) -> None:
+        """Measure bytes, if asked for, or if widths that move are to keep them."""
+        self.memory = None
+        loss, model = self._loss, self._model
+        if self._batches and loss is not None and model is not None and (self._measures_memory or self._adapt_every):
+            batch = self._batches[0]
+            self.memory = memory_of(model, lambda copied: loss(copied, batch), batch)
+            _log.info("%.1f of %.1f MiB stored", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
+
+    def _adapt(self, model: nn.Module, every: int) -> None:
+        assert self.memory is not None and self._loss is not None
+        if not self.memory.saved_bytes:
+            raise ValueError(f"adapt_every={every}: the model stores nothing for backward: {self.memory.note}")
+        ratio = max(1.0, self.memory.ratio)
+        self._adaptive = Adaptive(model, self._batches[0], self._loss, ratio=ratio, every=every)
+
+    def step(self) -> None:
+        """Go on by one training step; call it beside ``optimizer.step()``, in all processes of a distributed run.
+
+        Raises:
+            ValueError: the run has not begun.
+        """
+        if self._model is None:
+            raise ValueError("step(): the run has not begun; call begin(model, batches, loss) first")
+        self._steps += 1
+        with kept_random_state():
+            if self._adaptive is not None:
+                self._adaptive.step(self._batches[self._steps % len(self._batches)])
+            if self._schedule is not None:
+                self._schedule.step()
+            if self._noise_every is not None and self._steps % self._noise_every == 0:
+                assert self._loss is not None
+                report = gradient_report(
+                    self._model, self._batches[: _BATCHES // 2], self._loss, None, _DRAWS, layers=None, progress=False
+                )
+                self._noise = report.noise
+
+    def figures(self) -> dict[str, float]:
+        """Return what a logger shows: MiB stored, and at full precision; noise; mean bit width; mixing probability.
+
+        The noise is the last that was measured, or what was measured of a fitted policy, in units of the noise between
+        minibatches. Figures that are not known are left out.
+        """
+        found: dict[str, float] = {}
+        if self.memory is not None:
+            saved = self.memory.saved_bytes if self._adaptive is None else self._adaptive.saved_bytes
+            found |= {"brevact/saved_mib": saved / MIB, "brevact/plain_mib": self.memory.plain_bytes / MIB}
+        of_fit = None if self.fitted is None or self.fitted.report is None else self.fitted.report.noise
+        noise = of_fit if self._noise is None else self._noise
+        if noise is not None:
+            found["brevact/noise"] = noise
+        if self._adaptive is not None:
+            widths = self._adaptive.bit_widths.values()
+            found["brevact/bit_width"] = sum(widths) / len(widths)
+        if self._schedule is not None:
+            found["brevact/mix_prob"] = self._schedule.mix_prob
+        return found
+
+    def end(self) -> None:
+        """Take the policy off the model again, if this object gave it one; figures and a fitted policy stay."""
+        model = self._model
+        if model is None:
+            return
+        if self._attached and _has_policy(model):
+            restore_backward(model)
+        if _OWNERS.get(model) is self:
+            del _OWNERS[model]
+        self._ended = self.state_dict()  # a trainer may save its last checkpoint now
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next steps depend on, as plain values that JSON holds; that of a run that has ended stays."""
+        if self._model is None and self._ended is not None:
+            return self._ended
+        return {
+            "policy": None if self.spec is None else self.spec.text,
+            "rules": None if self.fitted is None else self.fitted.to_json(),
+            "steps": self._steps,
+            "noise": self._noise,
+            "adaptive": None if self._adaptive is None else self._adaptive.state_dict(),
+            "mix_schedule": None if self._schedule is None else self._schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint: at once, or where the run has not begun, when it begins.
+
+        A state of another policy text is left aside with a warning: what is asked for now applies.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+
+        Raises:
+            TypeError: ``state`` is no mapping.
+            ValueError: it is of another version, or does not fit the model.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise ValueError(f"state: got the keys {sorted(map(str, state))}; accepted are {sorted(own)}")
+        if state["policy"] != own["policy"]:
+            warnings.warn(
+                f"the checkpoint's policy is {state['policy']!r}, that of this run {own['policy']!r}; the latter "
+                "applies, from its beginning",
+                stacklevel=2,
+            )
+            return
+        if self._model is None:
+            self._resumed = state
+            return
+        if state["rules"] is not None and state["rules"] != own["rules"]:
+            restore_backward(self._model)
+            with kept_random_state():
+                self._attach(self._model, self._loss, state["rules"])
+                self._measure()
+                if self._adapt_every is not None:
+                    self._adapt(self._model, self._adapt_every)
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._noise = int(state["steps"]), state["noise"]
+        for name, part in (("adaptive", self._adaptive), ("mix_schedule", self._schedule)):
+            if part is not None and state[name] is not None:
+                part.load_state_dict(state[name])
+
+
+def _spec_of(policy: Any) -> PolicySpec | None:
+    if policy is None:
+        return None
+    if isinstance(policy, PolicySpec):
+        return policy
+    if isinstance(policy, str | os.PathLike):
+        return parse_policy(policy)
+    if policy is DEFAULT:
+        return PolicySpec("default", policy)
+    return PolicySpec(brief(policy), policy)
+
+
+def _mix_of(words: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(words, str):
+        raise TypeError(
+            f"mix_schedule={brief(words)} of type {type(words).__name__}; accepted is a text: "
+            '"cosine:start=0.9,end=0.1"'
+        )
+    kind, separator, rest = words.partition(":")
+    settings = settings_of(rest.split(",")) if separator else {}
+    accepted = ("start", "end", "steps", "stairs")
+    for name in settings:
+        if name not in accepted:
+            raise ValueError(f"mix_schedule={words!r}: {name} is not known; accepted are {', '.join(accepted)}")
+    return kind, settings
+
+
+def _refuse_to_fit(model: nn.Module) -> None:
+    """Raise where a model talks to other processes, which one process alone cannot measure."""
+    from torch import distributed
+
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if several and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise ValueError(
+            "policy: a budget is fitted in one process, where SyncBatchNorm waits for the others; fit it in a run of "
+            'one process, save it with policy.save("policy.json"), and pass "policy.json"'
+        )
+
+
+def _has_policy(model: nn.Module) -> bool:
+    return any(has_region(module, POLICY) for module in model.modules())

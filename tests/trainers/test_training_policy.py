@@ -1,0 +1,132 @@
+"""A policy over a training run, in a loop of one's own."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+import brevact
+from brevact.trainers import TrainingPolicy
+from brevact.trainers.batches import first_batches
+
+BATCHES = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+def trained(policy, model, batches, start=None):
+    """Takes a step for each batch."""
+    if start is None:
+        policy.begin(model, BATCHES, loss, steps=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+        policy.step()
+    return model
+
+
+def test_training_policy_goes_on_from_its_state():
+    """The state is JSON: a policy that is fitted, widths and steps; random numbers are those of the whole run."""
+
+    def made():
+        return TrainingPolicy("4x", adapt_every=2, noise_every=3)
+
+    torch.manual_seed(1)
+    whole, policy = trained(made(), net(), BATCHES), None
+    torch.manual_seed(1)
+    policy = made()
+    half = trained(policy, net(), BATCHES[:2])
+    state, random_state = json.loads(json.dumps(policy.state_dict())), torch.get_rng_state()
+    weights = {name: x.clone() for name, x in half.state_dict().items()}
+    for begins_first in (False, True):
+        policy, model = made(), net()
+        if begins_first:
+            policy.begin(model, BATCHES, loss)
+        policy.load_state_dict(state)
+        if not begins_first:
+            policy.begin(model, BATCHES, loss)
+        assert policy.fitted.report is not None and policy.adaptive.state_dict()["steps"] == 2
+        model.load_state_dict(weights)
+        torch.set_rng_state(random_state)
+        trained(policy, model, BATCHES[2:], start=2)
+        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert policy.figures()["brevact/noise"] != policy.fitted.report.noise
+
+
+def test_training_policy_leaves_random_numbers_and_loaders_as_they_were():
+    data = torch.arange(512.0)[:, None].expand(-1, 64)
+    loader = DataLoader(data, 128, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(5)))
+    expected = [batch[:, 0].tolist() for batch in first_batches(loader, 2)]
+    policy, model = TrainingPolicy("StochBackward2bit4bitMix", mix_schedule="linear:start=1.0", noise_every=1), net()
+    state = torch.get_rng_state()
+    policy.begin(model, loader, loss, steps=2)
+    policy.step()
+    assert policy.figures()["brevact/mix_prob"] == 0.5 and policy.figures()["brevact/noise"] > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [batch[:, 0].tolist() for batch in loader][:2] == expected
+    policy.end()
+    assert {row.settings for row in brevact.backward_policy(model).rows} == {None}
+
+
+def test_training_policy_warns_of_a_state_of_another_policy():
+    policy = TrainingPolicy("StochBackward2bit", memory=False)
+    with pytest.warns(UserWarning, match="the checkpoint's policy is 'default', that of this run 'StochBackward2bit'"):
+        policy.load_state_dict(TrainingPolicy("default").state_dict())
+    with pytest.raises(ValueError, match=r"state: got the keys \['steps'\]; accepted are"):
+        policy.load_state_dict({"steps": 3})
+    with pytest.raises(TypeError, match="state: got None"):
+        policy.load_state_dict(None)
+
+
+def test_training_policy_leaves_the_model_alone_where_it_cannot_begin():
+    model = net()
+    for options, message in (
+        ({"policy": "4x"}, "policy '4x': measured on batches with a loss, of which there are none"),
+        ({"adapt_every": 2}, "adapt_every: measured on batches"),
+        ({"policy": "StochBackward2bit4bitMix", "mix_schedule": "cosine"}, "the run has no known length"),
+        ({"mix_schedule": "linear:steps=3"}, "no quantizer that mixes two widths"),
+        ({"policy": None}, "policy=None is the policy that the model has, and it has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TrainingPolicy(**options).begin(model)
+        assert {row.settings for row in brevact.backward_policy(model).rows} == {None}
+    first = TrainingPolicy("default")
+    first.begin(model)
+    with pytest.raises(ValueError, match="another training policy is at work on it"):
+        TrainingPolicy("default").begin(model)
+    first.begin(model)  # again, as after an interrupt
+    brevact.restore_backward(model)
+    TrainingPolicy("default").begin(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "defualt"}, ValueError, "nearest: DEFAULT"),
+        ({"adapt_every": 0}, ValueError, "adapt_every=0; accepted is an integer of at least 1"),
+        ({"noise_every": 0.5}, ValueError, r"noise_every=0\.5"),
+        ({"mix_schedule": 3}, TypeError, "mix_schedule=3 of type int"),
+        ({"mix_schedule": "cosine:begin=0.5"}, ValueError, "begin is not known; accepted are start, end"),
+        ({"mix_schedule": "cosine:0.5"}, ValueError, r"'0\.5' is not of the form setting=value"),
+    ],
+)
+def test_training_policy_refuses(options, error, message):
+    with pytest.raises(error, match=message):
+        TrainingPolicy(**options)
+
+
+def test_step_refuses_a_run_that_has_not_begun():
+    with pytest.raises(ValueError, match="the run has not begun; call begin"):
+        TrainingPolicy("default").step()
