@@ -69,10 +69,10 @@ class PolicySpec:
         """
         if not self.needs_fit:
             return self.source
-        if loss is None or len(batches) == 0:
+        if loss is None or (isinstance(batches, list | tuple) and not batches):
             raise ValueError(
-                f"policy {self.text!r} is a budget, which is fitted on batches: pass at least 2 of them, and a loss: "
-                "policy_for(model, batches, loss)"
+                f"loss={brief(loss)}, batches={brief(batches)}: policy {self.text!r} is a budget, which is fitted on "
+                "batches; accepted are at least 2 of them, and a loss: policy_for(model, batches, loss)"
             )
         return fit(model, batches, loss, **self.budget, progress=progress)  # type: ignore[arg-type]
 

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.autograd import has_region
 from brevact.bit_widths.adaptive import Adaptive
-from brevact.bit_widths.spec import PolicySpec, parse_policy
-from brevact.policy.attach import quantize_backward, restore_backward
+from brevact.bit_widths.spec import PolicySpec
 from brevact.policy.mixing import MixSchedule
-from brevact.policy.presets import DEFAULT, Policy
-from brevact.policy.rules import POLICY
-from brevact.policy.words import settings_of
+from brevact.policy.presets import Policy
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.gradients import gradient_report
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
+from brevact.trainers.arguments import check_steps, mix_of, spec_of
+from brevact.trainers.attached import AttachedPolicy
 from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
-from brevact.trainers.processes import in_one_process
 
 _log = logging.getLogger(__name__)
 #: Batches on which a policy is fitted, and on which noise and sensitivities are measured.
 _BATCHES = 8
 #: Seeds a batch of a measurement of noise.
 _DRAWS = 2
-#: Who gave a model the policy of a run.
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, TrainingPolicy] = weakref.WeakKeyDictionary()
 
 
 class TrainingPolicy:
@@ -83,27 +76,33 @@ class TrainingPolicy:
         noise_every: int | None = None,
         memory: bool = True,
     ) -> None:
-        self.spec = _spec_of(policy)
-        for name, steps in (("adapt_every", adapt_every), ("noise_every", noise_every)):
-            if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-                raise ValueError(f"{name}={brief(steps)}; accepted is an integer of at least 1, or None")
+        self._policy = AttachedPolicy(spec_of(policy))
+        check_steps(adapt_every=adapt_every, noise_every=noise_every)
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
-        self._mix = None if mix_schedule is None else _mix_of(mix_schedule)
+        self._mix = None if mix_schedule is None else mix_of(mix_schedule)
         #: Bytes that a training step stores, measured when the run begins; None before.
         self.memory: MemoryReport | None = None
-        #: The policy that was fitted to a budget; None for others.
-        self.fitted: Policy | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._ended: dict[str, Any] | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._model: nn.Module | None = None
-        self._attached, self._steps = False, 0
+        self._steps = 0
         self._noise: float | None = None
         self._batches: list[Any] = []
         self._adaptive: Adaptive | None = None
         self._schedule: MixSchedule | None = None
+
+    @property
+    def spec(self) -> PolicySpec | None:
+        """What was asked for; None for the policy that the model has."""
+        return self._policy.spec
+
+    @property
+    def fitted(self) -> Policy | None:
+        """The policy that was fitted to a budget; None for others."""
+        return self._policy.fitted
 
     @property
     def adaptive(self) -> Adaptive | None:
@@ -130,26 +129,15 @@ class TrainingPolicy:
                 :func:`brevact.fit`, :class:`brevact.Adaptive` or :class:`brevact.MixSchedule`.
         """
         check_model(model, "begin(model, batches, loss)", batches)
-        self._take(model)
+        self.end()  # of a run that was interrupted
+        self._policy.take(model)
+        self._model, self._ended = model, None
         try:
             with kept_random_state():
                 self._start(model, batches, loss, steps)
         except BaseException:
             self.end()
             raise
-
-    def _take(self, model: nn.Module) -> None:
-        """Take note of whose run the model is in, and raise where it is in another one."""
-        if self._model is not None:
-            self.end()  # of a run that was interrupted
-        owner = _OWNERS.get(model)
-        if owner is not None and owner is not self and (owner._schedule or owner._adaptive or _has_policy(model)):
-            raise ValueError(
-                "model: another training policy is at work on it; a trainer takes one callback of brevact: remove the "
-                "other, or, after a run that was interrupted, call its end()"
-            )
-        _OWNERS[model] = self
-        self._model, self._ended = model, None
 
     def _start(self, model: nn.Module, batches: Iterable[Any], loss: Loss | None, steps: int | None) -> None:
         state, self._resumed = self._resumed, None
@@ -163,7 +151,7 @@ class TrainingPolicy:
                 f"{' and '.join(needed)}: measured on batches with a loss, of which there are none; pass both: "
                 "begin(model, batches, loss)"
             )
-        self._attach(model, loss, None if state is None else state["rules"])
+        self._policy.attach(self._batches, loss, None if state is None else state["rules"])
         self._measure()
         if self._adapt_every is not None:
             self._adapt(model, self._adapt_every)
@@ -181,29 +169,6 @@ class TrainingPolicy:
             found.append(f"policy {self.spec.text!r}")
         given = {"adapt_every": self._adapt_every, "noise_every": self._noise_every}
         return found + [name for name, value in given.items() if value is not None]
-
-    def _attach(self, model: nn.Module, loss: Loss | None, rules: str | None) -> None:
-        """Give the model its policy, the one of a checkpoint if there is one."""
-        self.fitted = None
-        if self.spec is None:
-            if not any(has_region(module) or has_region(module, POLICY) for module in model.modules()):
-                raise ValueError(
-                    "policy=None is the policy that the model has, and it has none; give it one, or pass a text, such "
-                    'as "default"'
-                )
-            return
-        policy = self.spec.source
-        if self.spec.needs_fit:
-            _refuse_to_fit(model)
-            text = rules if rules is not None else in_one_process(lambda: self._fit(model, loss), device_of(model))
-            policy = self.fitted = Policy.from_json(text)
-        quantize_backward(model, policy)
-        self._attached = True
-        _log.info("backward quantization of %s: %s", type(model).__name__, self.spec.text)
-
-    def _fit(self, model: nn.Module, loss: Loss | None) -> str:
-        assert self.spec is not None
-        return self.spec.policy_for(model, self._batches, loss).to_json()
 
     def _measure(self) -> None:
         """Measure bytes, if asked for, or if widths that move are to keep them."""
@@ -265,13 +230,9 @@ class TrainingPolicy:
 
     def end(self) -> None:
         """Take the policy off the model again, if this object gave it one; figures and a fitted policy stay."""
-        model = self._model
-        if model is None:
+        if self._model is None:
             return
-        if self._attached and _has_policy(model):
-            restore_backward(model)
-        if _OWNERS.get(model) is self:
-            del _OWNERS[model]
+        self._policy.release()
         self._ended = self.state_dict()  # a trainer may save its last checkpoint now
         self._forget()
 
@@ -316,9 +277,8 @@ class TrainingPolicy:
             self._resumed = state
             return
         if state["rules"] is not None and state["rules"] != own["rules"]:
-            restore_backward(self._model)
             with kept_random_state():
-                self._attach(self._model, self._loss, state["rules"])
+                self._policy.attach(self._batches, self._loss, state["rules"])
                 self._measure()
                 if self._adapt_every is not None:
                     self._adapt(self._model, self._adapt_every)
@@ -329,46 +289,3 @@ class TrainingPolicy:
         for name, part in (("adaptive", self._adaptive), ("mix_schedule", self._schedule)):
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])
-
-
-def _spec_of(policy: Any) -> PolicySpec | None:
-    if policy is None:
-        return None
-    if isinstance(policy, PolicySpec):
-        return policy
-    if isinstance(policy, str | os.PathLike):
-        return parse_policy(policy)
-    if policy is DEFAULT:
-        return PolicySpec("default", policy)
-    return PolicySpec(brief(policy), policy)
-
-
-def _mix_of(words: str) -> tuple[str, dict[str, Any]]:
-    if not isinstance(words, str):
-        raise TypeError(
-            f"mix_schedule={brief(words)} of type {type(words).__name__}; accepted is a text: "
-            '"cosine:start=0.9,end=0.1"'
-        )
-    kind, separator, rest = words.partition(":")
-    settings = settings_of(rest.split(",")) if separator else {}
-    accepted = ("start", "end", "steps", "stairs")
-    for name in settings:
-        if name not in accepted:
-            raise ValueError(f"mix_schedule={words!r}: {name} is not known; accepted are {', '.join(accepted)}")
-    return kind, settings
-
-
-def _refuse_to_fit(model: nn.Module) -> None:
-    """Raise where a model talks to other processes, which one process alone cannot measure."""
-    from torch import distributed
-
-    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    if several and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ValueError(
-            "policy: a budget is fitted in one process, where SyncBatchNorm waits for the others; fit it in a run of "
-            'one process, save it with policy.save("policy.json"), and pass "policy.json"'
-        )
-
-
-def _has_policy(model: nn.Module) -> bool:
-    return any(has_region(module, POLICY) for module in model.modules())

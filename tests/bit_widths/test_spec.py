@@ -73,7 +73,7 @@ def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget(
     policy = spec.policy_for(model(), batches, loss)
     assert policy.report.ratio >= 4
     assert len(brevact.backward_policy(spec.attach(model(), batches, loss)).rows) == 4
-    with pytest.raises(ValueError, match="'4x' is a budget, which is fitted on batches: pass at least 2"):
+    with pytest.raises(ValueError, match="'4x' is a budget, which is fitted on batches; accepted are at least 2"):
         spec.attach(model())
 
 

@@ -1,0 +1,103 @@
+"""The policy of a run on its model: whose it is, attached and taken off again."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from brevact.autograd import has_region
+from brevact.bit_widths.spec import PolicySpec
+from brevact.policy.attach import quantize_backward, restore_backward
+from brevact.policy.presets import Policy
+from brevact.policy.rules import POLICY
+from brevact.reports.gradient_passes import Loss
+from brevact.trainers.arguments import refuse_to_fit
+from brevact.trainers.batches import device_of
+from brevact.trainers.processes import in_one_process
+
+_log = logging.getLogger(__name__)
+#: Whose policy a model has.
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, AttachedPolicy] = weakref.WeakKeyDictionary()
+
+
+class AttachedPolicy:
+    """A policy that one run at a time gives a model.
+
+    Args:
+        spec: of the policy; None for the one that the model has.
+    """
+
+    def __init__(self, spec: PolicySpec | None) -> None:
+        self.spec = spec
+        #: The policy that was fitted to a budget; None for others.
+        self.fitted: Policy | None = None
+        self._model: nn.Module | None = None
+        self._is_ours = False
+
+    def take(self, model: nn.Module) -> None:
+        """Take a model for a run.
+
+        Raises:
+            ValueError: another run has it.
+        """
+        owner = _OWNERS.get(model)
+        if owner is not None and owner is not self and (owner.spec is None or _has_policy(model)):
+            raise ValueError(
+                "model: another training policy is at work on it; a trainer takes one callback of brevact: remove the "
+                "other, or, after a run that was interrupted, call its end()"
+            )
+        _OWNERS[model] = self
+        self._model = model
+
+    def attach(self, batches: Sequence[Any], loss: Loss | None, rules: str | None = None) -> None:
+        """Give the model its policy, in place of one that it has from here.
+
+        Args:
+            batches: on which a budget is fitted, in the first process of a distributed run.
+            loss: of the model and a batch.
+            rules: JSON of a policy that was fitted before; None for none.
+
+        Raises:
+            ValueError: the model has no policy where it is to keep it, or has one where it is to get one; or an error
+                of :func:`brevact.fit`.
+        """
+        model = self._model
+        assert model is not None
+        if self.spec is None:
+            if not any(has_region(module) or has_region(module, POLICY) for module in model.modules()):
+                raise ValueError(
+                    "policy=None is the policy that the model has, and it has none; give it one, or pass a text, such "
+                    'as "default"'
+                )
+            return
+        if self._is_ours and _has_policy(model):
+            restore_backward(model)
+        policy, self.fitted = self.spec.source, None
+        if self.spec.needs_fit:
+            refuse_to_fit(model)
+            if rules is None:
+                make = self.spec.policy_for
+                rules = in_one_process(lambda: make(model, batches, loss).to_json(), device_of(model))
+            policy = self.fitted = Policy.from_json(rules)
+        quantize_backward(model, policy)
+        self._is_ours = True
+        _log.info("backward quantization of %s: %s", type(model).__name__, self.spec.text)
+
+    def release(self) -> None:
+        """Take the policy off the model, if it is from here, and leave the model to other runs."""
+        model = self._model
+        if model is None:
+            return
+        if self._is_ours and _has_policy(model):
+            restore_backward(model)
+        if _OWNERS.get(model) is self:
+            del _OWNERS[model]
+        self._model, self._is_ours = None, False
+
+
+def _has_policy(model: nn.Module) -> bool:
+    return any(has_region(module, POLICY) for module in model.modules())
