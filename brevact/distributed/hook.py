@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from brevact.distributed.message import check_marks, message_of, packs_of
+from brevact.distributed.message import check_marks, marks_of, message_of, packs_of
 from brevact.distributed.packing import AS_IT_IS, is_unbiased, pack
 from brevact.distributed.parameter_states import ParameterState, ParameterStates
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
@@ -112,6 +112,7 @@ class QuantizedHook:
         self.sent_bytes = 0  # of this rank's messages so far, each of which goes to every other rank
         self.plain_bytes = 0  # of the same gradients as they were
         self.states = ParameterStates()
+        self._unchecked: list[tuple[int, Tensor]] = []  # marks on a device, until the next step
 
     def __call__(self, state, bucket):  # DistributedDataParallel refuses annotations that are strings
         """Average a bucket's gradients over the ranks.
@@ -131,6 +132,8 @@ class QuantizedHook:
         group: Any = distributed.group.WORLD if state is None else state
         step = self.step
         self.step += bucket.is_last()
+        while self._unchecked and self._unchecked[0][0] < step:
+            check_marks(self._unchecked.pop(0)[1])
         buffer, gradients = bucket.buffer(), bucket.gradients()
         entries = [self.states.of(parameter) for parameter in bucket.parameters()]
         if buffer.dtype not in _DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
@@ -144,16 +147,16 @@ class QuantizedHook:
             message = message_of(packs, step)
         self.sent_bytes += message.numel()
         self.plain_bytes += buffer.numel() * buffer.element_size()
-        messages = message.new_empty(group.size() * message.numel())
-        gathered = distributed.all_gather_single(messages, message, group=group, async_op=True)
+        messages = message.new_empty(group.size(), message.numel())
+        gathered = distributed.all_gather_single(messages.view(-1), message, group=group, async_op=True)
         specs = [pack.spec for pack in packs]
 
         def average(future: torch.futures.Future[Any]) -> Tensor:
             future.value()  # raises what the collective raised
-            rows = messages.view(group.size(), -1)
+            _keep_for_this_stream(messages, *sent)
             with torch.no_grad():
-                check_marks(rows)
-                ranks = zip(*(packs_of(row, specs) for row in rows), strict=True)
+                self._check(messages, step)
+                ranks = zip(*(packs_of(row, specs) for row in messages), strict=True)
                 for entry, gradient, x, received in zip(entries, gradients, sent, ranks, strict=True):
                     self._receive(entry, gradient, x, received, group.rank())
             return buffer
@@ -203,6 +206,13 @@ class QuantizedHook:
             entry.residual = torch.zeros_like(wide)
         return wide + torch.where(gradient.any(), entry.residual, 0)
 
+    def _check(self, messages: Tensor, step: int) -> None:
+        """Compare the ranks' marks; those on a device in the next step, so that nothing waits for it."""
+        if messages.is_cpu:
+            check_marks(marks_of(messages))
+        else:
+            self._unchecked.append((step, marks_of(messages).clone()))
+
     def _quantizer_of(self, x: Tensor) -> ActivationQuantizer:
         return AS_IT_IS if x.numel() < self.min_numel else self.quantizer
 
@@ -220,8 +230,15 @@ class QuantizedHook:
                 own = decoded
         if self.error_feedback and entry.residual is not None:
             pays = gradient.any() & total.isfinite().all()
-            entry.residual = torch.where(pays, sent - own, entry.residual)
+            entry.residual.copy_(torch.where(pays, sent - own, entry.residual))  # in memory of the hook's stream
         gradient.copy_(total.div_(len(received)))
+
+
+def _keep_for_this_stream(*tensors: Tensor) -> None:
+    """Keep the memory of tensors of another stream until the work of this one is done."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _averaged_as_they_are(group: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:

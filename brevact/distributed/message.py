@@ -53,17 +53,28 @@ def packs_of(message: Tensor, specs: Sequence[PackedSpec[Any]]) -> list[PackedAc
     ]
 
 
-def check_marks(messages: Tensor) -> None:
-    """Check that processes mean the same by their messages.
+def marks_of(messages: Tensor) -> Tensor:
+    """Return the marks of messages.
 
     Args:
         messages: (processes, nbytes) uint8 tensor.
 
+    Returns:
+        (processes, 16) view.
+    """
+    return messages[:, :_ALIGNMENT]
+
+
+def check_marks(marks: Tensor) -> None:
+    """Check that processes mean the same by their messages; waits for the device of the marks.
+
+    Args:
+        marks: What :func:`marks_of` returned.
+
     Raises:
         ValueError: If two marks differ.
     """
-    marks = messages[:, :_ALIGNMENT].cpu()
-    different = (marks != marks[0]).any(1).nonzero().view(-1).tolist()
+    different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
     if different:
         raise ValueError(
             f"gradients of rank 0 and of ranks {different} are packed in different ways, or for different steps; "
