@@ -37,7 +37,7 @@ def test_links_of_pages_lead_to_files(page):
 
 
 def test_api_page_has_every_public_name():
-    named = set(re.findall(r"^::: brevact\.(\S+)", (ROOT / "docs" / "api.md").read_text("utf-8"), re.M))
+    named = set(re.findall(r"^::: brevact\.((?!trainers)\S+)", (ROOT / "docs" / "api.md").read_text("utf-8"), re.M))
     assert named == {*brevact.__all__, "distributed.QuantizedHook", *PUBLIC} - {"__version__", "distributed"}
 
 
