@@ -124,6 +124,22 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
         ("None", "large"),
     ),
     "fit noise": (lambda x: brevact.fit(model(), TWO, mean_loss, noise=x), "noise", ("None", "float", "large")),
+    "distributed quantizer": (brevact.distributed.quantized_hook, "quantizer", ("quantizer",)),
+    "distributed error_feedback": (
+        lambda x: brevact.distributed.quantized_hook(StochBackward2bit, error_feedback=x),
+        "error_feedback",
+        ("None", "bool"),
+    ),
+    "distributed min_numel": (
+        lambda x: brevact.distributed.quantized_hook(StochBackward2bit, min_numel=x),
+        "min_numel",
+        COUNTS,
+    ),
+    "distributed seed": (
+        lambda x: brevact.distributed.quantized_hook(StochBackward2bit, seed=x),
+        "seed",
+        (*COUNTS, "negative"),
+    ),
     "MixSchedule model": (lambda x: MixSchedule(x), "model", ("module",)),
     "MixSchedule kind": (lambda x: MixSchedule(mixing(), x), "kind", ()),
     "MixSchedule start": (lambda x: MixSchedule(mixing(), start=x), "start", ("None", "zero")),

@@ -11,9 +11,9 @@ from torch import Tensor, distributed, nn
 from brevact.distributed.message import check_marks, marks_of, message_of, packs_of
 from brevact.distributed.packing import AS_IT_IS, is_unbiased, pack
 from brevact.distributed.parameter_states import ParameterState, ParameterStates
+from brevact.injectors import backward_settings_from
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.settings import BackwardQuantizer
-from brevact.policy.attach import quantizer as quantizer_of
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
 
@@ -63,9 +63,8 @@ def quantized_hook(
         TypeError: an argument is of another type.
         ValueError: an argument is out of range.
     """
-    return QuantizedHook(
-        quantizer_of(quantizer, **overrides), error_feedback=error_feedback, min_numel=min_numel, seed=seed
-    )
+    packs = backward_settings_from(quantizer, None, "quantizer", **overrides).quantizer
+    return QuantizedHook(packs, error_feedback=error_feedback, min_numel=min_numel, seed=seed)
 
 
 class QuantizedHook:
@@ -106,6 +105,11 @@ class QuantizedHook:
         self.__name__ = self.__qualname__ = "quantized_hook"  # which DistributedDataParallel logs
         self.quantizer = quantizer.for_each_tensor() if isinstance(quantizer, BrevitasQuantizer) else quantizer
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
+        if self.error_feedback and getattr(quantizer, "bit_width", None) == 1:
+            raise ValueError(
+                f"error_feedback: got {error_feedback} with {brief(quantizer)}, whose errors exceed the gradients: they "
+                "would grow from step to step; accepted is a quantizer of 2 bits or more, or error_feedback=False"
+            )
         self.min_numel = min_numel
         self.seed = seed
         self.step = 0

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from brevact.arguments import check_model
 
@@ -79,4 +78,4 @@ class ParameterStates:
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     check_model(model)
-    return dict((model.module if isinstance(model, DistributedDataParallel) else model).named_parameters())
+    return dict((model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model).named_parameters())

@@ -150,6 +150,7 @@ def test_load_state_dict_refuses_another_model():
         ({"min_numel": 2.5}, TypeError, "min_numel: got 2.5"),
         ({"seed": True}, TypeError, "seed: got True"),
         ({"bukket_size": 3}, TypeError, "bukket_size"),
+        ({"error_feedback": True, "bit_width": 1}, ValueError, "error_feedback: got True with .* would grow"),
     ],
 )
 def test_quantized_hook_refuses(settings, error, message):
