@@ -107,8 +107,8 @@ class QuantizedHook:
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
         if self.error_feedback and getattr(quantizer, "bit_width", None) == 1:
             raise ValueError(
-                f"error_feedback: got {error_feedback} with {brief(quantizer)}, whose errors exceed the gradients: they "
-                "would grow from step to step; accepted is a quantizer of 2 bits or more, or error_feedback=False"
+                f"error_feedback: got {error_feedback} with {brief(quantizer)}, whose errors exceed the gradients: "
+                "they would grow from step to step; accepted is a quantizer of 2 bits or more, or error_feedback=False"
             )
         self.min_numel = min_numel
         self.seed = seed
@@ -129,17 +129,14 @@ class QuantizedHook:
             Future of the bucket's buffer, with the averages.
         """
         if isinstance(bucket, Tensor):
-            raise TypeError(
-                "bucket: got a tensor, as FullyShardedDataParallel hands it over; accepted are the buckets of "
-                "DistributedDataParallel"
-            )
+            raise TypeError("bucket: got a tensor, as of FSDP; accepted is a GradBucket of DistributedDataParallel")
         group: Any = distributed.group.WORLD if state is None else state
         step = self.step
         self.step += bucket.is_last()
         while self._unchecked and self._unchecked[0][0] < step:
             check_marks(self._unchecked.pop(0)[1])
         buffer, gradients = bucket.buffer(), bucket.gradients()
-        entries = [self.states.of(parameter) for parameter in bucket.parameters()]
+        entries = list(map(self.states.of, bucket.parameters()))
         if buffer.dtype not in _DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
             return _averaged_as_they_are(group, buffer)
         with torch.no_grad():
