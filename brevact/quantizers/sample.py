@@ -59,8 +59,8 @@ class SampleQuantizer:
     alone. On a GPU, both ways wait for the device, since the host finds widths from ranges and samples of a width.
 
     Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3, equations 9 and 10. Differs: the widths are the best ones for
-    these sensitivities (`widths_of_least_noise`), of every kind of layer. Bytes depend on the number of samples:
-    compile with `torch.compile(model, dynamic=False)`.
+    these sensitivities (`widths_of_least_noise`), of every kind of layer. Bytes depend on the number of samples: with
+    `torch.compile`, tensors of another size make another graph, `dynamic=True` or not.
 
     >>> q = SampleQuantizer(bit_width=2)
     >>> x = torch.stack([torch.linspace(0, scale, 512) for scale in (1.0, 1.0, 9.0)])
@@ -230,7 +230,8 @@ class SampleQuantizer:
         return math.floor(self.bit_width * division.parts)
 
     def _division(self, layout: Layout) -> _Division:
-        return _division(layout.numel, layout.sizes[0] if layout.sizes else 1, self.bucket_size)
+        # In a graph with symbols for sizes, int makes it one of these sizes.
+        return _division(int(layout.numel), int(layout.sizes[0]) if layout.sizes else 1, self.bucket_size)
 
     def _of_width(self, bit_width: int, bucket_size: int) -> UniformQuantizer:
         return UniformQuantizer(bit_width=bit_width, rounding=self.rounding, bucket_size=bucket_size)

@@ -163,7 +163,7 @@ def test_sample_quantizer_refuses(arguments: dict, error: type[Exception], messa
         SampleQuantizer(**arguments)
 
 
-@pytest.mark.parametrize("kind", ["float", "normalized", "compiled"])
+@pytest.mark.parametrize("kind", ["float", "compiled"])
 def test_models_train_with_widths_of_samples(kind: str):
     torch.manual_seed(0)
     model = torch.nn.Sequential(
@@ -176,8 +176,7 @@ def test_models_train_with_widths_of_samples(kind: str):
     brevact.quantize_backward(model, brevact.StochBackward4bitPerSample, min_numel=0)
     report = brevact.memory_report(model, x)
     assert report.saved_bytes < report.plain_bytes / 6
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)  # widths are of known sizes
-    run = compiled if kind == "compiled" else model
+    run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True) if kind == "compiled" else model
     run(x).square().mean().backward()
     for p, grad in zip(model.parameters(), exact, strict=True):
         if grad.norm() > 1e-4:  # the bias in front of the norm has none
