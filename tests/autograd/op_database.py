@@ -98,7 +98,7 @@ def samples(op: Any, most: int | None = None) -> list[Sample]:
     """Return the sample inputs of torch, the first ``most`` of them."""
 
     def make() -> list[Sample]:
-        found = op.sample_inputs("cpu", torch.float32, requires_grad=True)
+        found = op.sample_inputs_func(op, "cpu", torch.float32, True)  # `sample_inputs` walks the stack for each one
         return [Sample((x.input, *x.args), x.kwargs, x.output_process_fn_grad) for x in itertools.islice(found, most)]
 
     return _quietly(make)
@@ -143,7 +143,7 @@ def larger_samples(op: Any, most: int = 4) -> list[Sample]:
     for sizes in _LARGER:
         with _sizes(sizes):
             try:
-                large = _quietly(lambda: _large(op.sample_inputs("cpu", torch.float32, requires_grad=True), most))
+                large = _quietly(lambda: _large(op.sample_inputs_func(op, "cpu", torch.float32, True), most))
             except Exception:  # a sample function that has other sizes fixed; the sample is made larger below
                 continue
         found += [sample for sample in large if _is_accepted(op, sample)]
