@@ -66,10 +66,12 @@ def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return list(dict.fromkeys((Path(file).name, int(line), code) for file, line, code in found))
 
 
+@pytest.mark.exhaustive
 def test_a_users_file_passes_strict_checks(checked):
     assert [error for error in checked if error[0] == "user_code.py"] == []
 
 
+@pytest.mark.exhaustive
 def test_mistakes_in_calls_are_found(checked):
     lines = enumerate(MISTAKES.splitlines(), 1)
     expected = [("mistakes.py", number, line.partition("# ")[2]) for number, line in lines if "# " in line]

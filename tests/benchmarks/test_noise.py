@@ -7,6 +7,7 @@ import pytest
 from benchmarks import noise
 
 
+@pytest.mark.exhaustive
 def test_main_writes_a_row_a_policy_and_draws_it(tmp_path, capsys):
     files = {kind: str(tmp_path / f"noise.{kind}") for kind in ("csv", "png", "md")}
     arguments = ["--quick", "--models", "GPT nano", "--cache", str(tmp_path / "weights"), "--csv", files["csv"]]

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 import brevact
 from brevact import L4ForwardBackward, StochBackward2bit
+from tests.crosses import taking_turns
 from tests.integration.models import X, codes, grads, images_net, mlp, quantized, twins
 
 # torch.func
@@ -126,8 +127,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program, training", taking_turns(list(PROGRAMS), [False, True]))
 def test_programs_compute_what_the_plain_model_does(program, training):
     for make, x in ((mlp, X), (images_net, torch.randn(4, 3, 16, 16))):
         plain, model = twins(make, StochBackward2bit)

@@ -93,6 +93,7 @@ def test_main_refuses_a_budget(words, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_main_adapts_widths_and_goes_on_with_them(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     arguments = [*ONE_EPOCH, "--act-quant", "DEFAULT", "--adapt-every", "2", "--out-dir", str(whole)]

@@ -45,6 +45,7 @@ def test_lossless_runs_end_in_the_weights_of_stock_brevitas(comparison):
     assert not same_weights(stock, stochastic)
 
 
+@pytest.mark.exhaustive
 # Calibration takes forward pass 1, the memory report 2 and 3, an epoch two for training and one for testing.
 def test_main_resumes_an_interrupted_run_to_the_same_result(comparison, tmp_path):
     with interrupted_at_forward(EfficientNetV2, 8):

@@ -41,6 +41,6 @@ def test_interpreted_kernels_pass(modules: tuple[str, ...]):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("module", MODULES[:-1])  # the passes have no crosses
+@pytest.mark.parametrize("module", MODULES)
 def test_interpreted_kernels_pass_in_the_full_crosses(module: str):
     run(str(HERE / module), "-m", "exhaustive")
