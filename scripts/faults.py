@@ -52,8 +52,11 @@ OPS = ("autograd/test_functions.py", "autograd/test_op_database.py")
 REGIONS = ("autograd/test_region.py", "autograd/test_sharing.py", "autograd/test_pitfalls.py")
 WEIGHTS = ("integration/test_weights.py", "autograd/test_pitfalls.py", "autograd/test_weights_again.py")
 QAT = ("qat",)
+BIT_WIDTHS = ("bit_widths/test_allocation.py", "bit_widths/test_fit.py", "bit_widths/test_adaptive.py")
+SAMPLES = ("quantizers/test_sample.py",)
+COMPILED = ("autograd/test_compile.py",)
 
-#: Faults of the laws, of kernels, of formats, of seeds and sharing, of regions, of handlers.
+#: Faults of the laws, of kernels, of formats, of seeds and sharing, of regions, of handlers, of reports and policies.
 FAULTS = (
     Fault(
         "nearest rounding truncates",
@@ -546,6 +549,146 @@ FAULTS = (
         "coordinate = code % self.extent[dim] + self._start(dim, code)",
         OPS,
     ),
+    Fault(
+        "a layer has the bytes of its last tensor alone",
+        "reports/memory.py",
+        "found[row.layer] += row.saved_bytes",
+        "found[row.layer] = row.saved_bytes",
+        ("reports/test_memory.py",),
+    ),
+    Fault(
+        "the noise of gradients is divided by all draws",
+        "reports/gradient_noise.py",
+        "for total in sums) / count) / (count - 1)",
+        "for total in sums) / count) / count",
+        ("reports",),
+    ),
+    Fault(
+        "layers take a step of bits that does not fit",
+        "bit_widths/allocation.py",
+        "        if cost <= left:\n",
+        "        if left > 0:\n",
+        BIT_WIDTHS,
+    ),
+    Fault(
+        "options within the convex hull are not left out",
+        "bit_widths/allocation.py",
+        "while len(hull) > 1 and _gain(hull[-2], option) >= _gain(hull[-2], hull[-1]):",
+        "while False:",
+        BIT_WIDTHS,
+    ),
+    Fault(
+        "a fit says yes to one byte too many",
+        "bit_widths/fit_budget.py",
+        "return saved_bytes <= self.bytes_of(plain_bytes) and",
+        "return saved_bytes <= 2 * self.bytes_of(plain_bytes) and",
+        BIT_WIDTHS,
+    ),
+    Fault(
+        "what is known of samples stays behind their batch",
+        "bit_widths/adaptive.py",
+        "            self._weights.values = None\n",
+        "            pass\n",
+        BIT_WIDTHS,
+    ),
+    Fault(
+        "weights of samples go to other samples",
+        "quantizers/sample_widths.py",
+        "values.repeat_interleave(parts // count)",
+        "values.repeat(parts // count)",
+        SAMPLES,
+    ),
+    Fault(
+        "widths of samples share their noise",
+        "quantizers/sample.py",
+        "moved_seed(key, own.quantizer.bit_width * _WIDTH_KEY)",
+        "key",
+        SAMPLES,
+    ),
+    Fault(
+        "graphs of dynamic sizes hash their symbols",
+        "quantizers/sample.py",
+        "_division(int(layout.numel), int(layout.sizes[0])",
+        "_division(layout.numel, layout.sizes[0]",
+        SAMPLES,
+    ),
+    Fault(
+        "the last rule wins",
+        "policy/rules.py",
+        "assigned = {module: of_rules[key] for module in modules} | assigned",
+        "assigned = assigned | {module: of_rules[key] for module in modules}",
+        ("policy",),
+    ),
+    Fault(
+        "a fitted policy takes any model",
+        "policy/rules.py",
+        "    if not missing and not added and not changed:\n",
+        "    if True:\n",
+        ("policy", *BIT_WIDTHS),
+    ),
+    Fault(
+        "stairs of a schedule are a step early",
+        "policy/mixing.py",
+        "math.floor(t * self._plan",
+        "math.ceil(t * self._plan",
+        ("policy",),
+    ),
+    Fault(
+        "teams leave out their first blocks",
+        "cpu_kernels/teams.py",
+        "(*arguments, blocks, step, 0)",
+        "(*arguments, blocks, step, step)",
+        ("cpu_kernels/test_teams.py", "cpu_kernels/test_same_bytes.py"),
+    ),
+    Fault(
+        "slopes of smooth functions derive from few bits",
+        "autograd/ops/smooth.py",
+        "            kept = region.keep(Slope(derivative)(input), share=False)\n",
+        "            kept = keep_smooth(Slope(derivative), region.keep(input), input)\n",
+        OPS,
+    ),
+    Fault(
+        "errors of torch's own functions are hidden",
+        "autograd/ops/__init__.py",
+        "error.__traceback__ is not None and error.__traceback__.tb_next is not None",
+        "False",
+        OPS,
+    ),
+    Fault(
+        "wrong arguments get an error of a counterpart",
+        "autograd/ops/__init__.py",
+        "error.__traceback__ is not None and error.__traceback__.tb_next is not None",
+        "True",
+        OPS,
+    ),
+    Fault(
+        "compiled models pack without gradients",
+        "autograd/compiled/mode.py",
+        "if mode.norms_only or not torch.is_grad_enabled() or is_exporting():",
+        "if mode.norms_only or is_exporting():",
+        COMPILED,
+    ),
+    Fault(
+        "exported programs pack",
+        "autograd/compiled/mode.py",
+        "if mode.norms_only or not torch.is_grad_enabled() or is_exporting():",
+        "if mode.norms_only or not torch.is_grad_enabled():",
+        (*COMPILED, "integration/test_transforms.py"),
+    ),
+    Fault(
+        "weights by keyword are packed in graphs",
+        "autograd/compiled/mode.py",
+        "named = tuple(key for key, value in kwargs.items() if isinstance(value, nn.Parameter))",
+        "named = ()",
+        COMPILED,
+    ),
+    Fault(
+        "graphs forget the rules of the module around them",
+        "autograd/compiled/mode.py",
+        "elif around.spelled == spelled and not",
+        "elif not",
+        COMPILED,
+    ),
 )
 
 
@@ -562,7 +705,7 @@ def found_by(fault: Fault, tree: Path, tier: str, python: str) -> str:
         "found", "missed", or why it could not be tried.
     """
     path = tree / "brevact" / fault.file
-    text = path.read_text()
+    text, times = path.read_text(), path.stat()
     if text.count(fault.old) != 1:
         return f"its text occurs {text.count(fault.old)} times"
     path.write_text(text.replace(fault.old, fault.new))
@@ -577,6 +720,7 @@ def found_by(fault: Fault, tree: Path, tier: str, python: str) -> str:
         )
     finally:
         path.write_text(text)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # by which Numba finds what it compiled before
     if done.returncode == 1 or (done.returncode > 1 and " error" in done.stdout):  # the package does not import, say
         return "found"
     return "missed" if done.returncode == 0 else done.stdout[-500:] + done.stderr[-500:]
