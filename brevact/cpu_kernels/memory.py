@@ -6,18 +6,13 @@ no negative indices, and stack scratch overlaps nothing.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
-
 import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from brevact.private_names.of_numba import FunctionCache, get_or_insert_function
+from brevact.cpu_kernels.kernel_cache import PackageCache
+from brevact.private_names.of_numba import get_or_insert_function
 
 F32, F64 = types.CPointer(types.float32), types.CPointer(types.float64)
 I32, U32, I64 = types.CPointer(types.int32), types.CPointer(types.uint32), types.CPointer(types.int64)
@@ -195,45 +190,6 @@ def words(count: int):
         return result(pointer), codegen
 
     return load_words
-
-
-@functools.cache
-def _digest() -> str:
-    """Hash of this package's sources."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-
-
-class PackageCache(FunctionCache):
-    """Numba's cache on disk, which looks at a kernel's own file only, made to notice changes to what it inlines."""
-
-    def __init__(self, function: Callable, name: str = "") -> None:
-        super().__init__(function)
-        self._function_name = name
-
-    def load_overload(self, sig, target_context):
-        with contextlib.suppress(OSError):  # of another user: the kernel is compiled
-            return super().load_overload(sig, target_context)
-        return None
-
-    def save_overload(self, sig, data):
-        with contextlib.suppress(OSError):  # a full disk: the kernel is compiled again in the next process
-            super().save_overload(sig, data)
-
-    def _index_key(self, sig, codegen):
-        return (sig, codegen.magic_tuple(), self._function_name, _digest())
-
-    @classmethod
-    def attach(cls, compiled: object, function: Callable, name: str = "") -> None:
-        """Let a compiled function use the cache, where some folder is writable.
-
-        Args:
-            compiled: Numba's dispatcher or C function.
-            function: What it compiles.
-            name: Tells functions of one definition apart.
-        """
-        with contextlib.suppress(RuntimeError):  # no folder to cache in
-            compiled._cache = cls(function, name)
 
 
 def kernel(function):

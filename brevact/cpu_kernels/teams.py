@@ -17,7 +17,8 @@ from collections.abc import Callable
 from numba import types
 
 from brevact.cpu_kernels import threads
-from brevact.cpu_kernels.memory import PackageCache, advance, i64_at, load, take, words
+from brevact.cpu_kernels.kernel_cache import PackageCache
+from brevact.cpu_kernels.memory import advance, i64_at, load, take, words
 from brevact.private_names.of_numba import CFunc, normalize_signature
 
 SMALLEST_SHARE = 1 << 13

@@ -10,9 +10,11 @@ KERNELS = "the compiled CPU kernels"
 
 if TYPE_CHECKING:
     from numba.core.caching import FunctionCache as FunctionCache
+    from numba.core.caching import IndexDataCacheFile as IndexDataCacheFile
     from numba.core.ccallback import CFunc as CFunc
 else:
     FunctionCache = find("numba.core.caching.FunctionCache", KERNELS)
+    IndexDataCacheFile = find("numba.core.caching.IndexDataCacheFile", KERNELS)
     CFunc = find("numba.core.ccallback.CFunc", KERNELS)
 
 normalize_signature = find("numba.core.sigutils.normalize_signature", KERNELS)
