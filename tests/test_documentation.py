@@ -38,11 +38,15 @@ def test_links_of_pages_lead_to_files(page):
 
 def test_api_page_has_every_public_name():
     named = set(re.findall(r"^::: brevact\.((?!trainers)\S+)", (ROOT / "docs" / "api.md").read_text("utf-8"), re.M))
-    assert named == {*brevact.__all__, "distributed.QuantizedHook", *PUBLIC} - {"__version__", "distributed"}
+    assert named == {*brevact.__all__, *(f"distributed.{name}" for name in brevact.distributed.__all__)} - {
+        "__version__",
+        "distributed",
+    }
 
 
 PUBLIC = {name: getattr(brevact, name) for name in brevact.__all__ if name not in ("__version__", "distributed")}
-PUBLIC["distributed.quantized_hook"] = brevact.distributed.quantized_hook
+for function in (brevact.distributed.quantized_hook, brevact.distributed.quantized_reduce_scatter):
+    PUBLIC[f"distributed.{function.__name__}"] = function
 
 
 @pytest.mark.parametrize("name", PUBLIC)

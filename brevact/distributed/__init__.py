@@ -1,5 +1,6 @@
-"""Gradients between processes, packed: `quantized_hook` for DistributedDataParallel."""
+"""Gradients between processes, packed: for DistributedDataParallel and for FSDP2."""
 
 from brevact.distributed.hook import QuantizedHook, quantized_hook
+from brevact.distributed.reduce_scatter import QuantizedReduceScatter, quantized_reduce_scatter
 
-__all__ = ["QuantizedHook", "quantized_hook"]
+__all__ = ["QuantizedHook", "QuantizedReduceScatter", "quantized_hook", "quantized_reduce_scatter"]

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, distributed, nn
 
 from brevact.distributed.message import check_marks, marks_of, message_of, packs_of
-from brevact.distributed.packing import AS_IT_IS, is_unbiased, pack
+from brevact.distributed.packing import AS_IT_IS, DTYPES, check_count, is_unbiased, pack
 from brevact.distributed.parameter_states import ParameterState, ParameterStates
 from brevact.injectors import backward_settings_from
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.settings import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def quantized_hook(
@@ -97,11 +95,8 @@ class QuantizedHook:
     ) -> None:
         if not (error_feedback is None or isinstance(error_feedback, bool)):
             raise TypeError(f"error_feedback: got {brief(error_feedback)}; accepted are True, False and None")
-        for name, value in (("min_numel", min_numel), ("seed", seed)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: got {brief(value)}; accepted is an int")
-        if min_numel < 0:
-            raise ValueError(f"min_numel: got {min_numel}; accepted is an int of at least 0")
+        check_count("min_numel", min_numel, at_least=0)
+        check_count("seed", seed)
         self.__name__ = self.__qualname__ = "quantized_hook"  # which DistributedDataParallel logs
         self.quantizer = quantizer.for_each_tensor() if isinstance(quantizer, BrevitasQuantizer) else quantizer
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
@@ -137,7 +132,7 @@ class QuantizedHook:
             check_marks(self._unchecked.pop(0)[1])
         buffer, gradients = bucket.buffer(), bucket.gradients()
         entries = list(map(self.states.of, bucket.parameters()))
-        if buffer.dtype not in _DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
+        if buffer.dtype not in DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
             return _averaged_as_they_are(group, buffer)
         with torch.no_grad():
             sent = [self._sent(entry, gradient) for entry, gradient in zip(entries, gradients, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 
+import torch
 from torch import Tensor
 
 from brevact.quantizers import (
@@ -16,10 +17,14 @@ from brevact.quantizers import (
     UniformQuantizer,
     WeibullQuantizer,
 )
+from brevact.quantizers.brief import brief
 from brevact.quantizers.sign_magnitude import SignMagnitudeLevels
 
 #: Packs a tensor into its own bytes.
 AS_IT_IS = UniformQuantizer(bit_width=32)
+
+#: Of gradients that quantizers take.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _ALL_RANKS = -1
 _UNBIASED = (UniformQuantizer, WeibullQuantizer, DualPrecisionQuantizer, SampleQuantizer, SignMagnitudeLevels)
@@ -57,6 +62,20 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
     if getattr(quantizer, "is_exact", False) or getattr(quantizer, "is_lossless", False):
         return True
     return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic
+
+
+def check_count(name: str, value: object, at_least: int | None = None) -> None:
+    """Raise a TypeError for what is no int, and a ValueError for one that is too small.
+
+    Args:
+        name: Of the argument.
+        value: What was passed.
+        at_least: Smallest value that is accepted; None for any.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {brief(value)}; accepted is an int")
+    if at_least is not None and value < at_least:
+        raise ValueError(f"{name}: got {value}; accepted is an int of at least {at_least}")
 
 
 def _seed(*parts: int) -> int:

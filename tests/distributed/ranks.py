@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import brevact
-from brevact.distributed import quantized_hook
+from brevact.distributed import quantized_hook, quantized_reduce_scatter
 from tests.distributed.models import averaged, normal, parallel
 
 WORLD = 2
@@ -77,6 +78,23 @@ def joined(rank: int) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+def sharded(rank: int, source: type | None) -> list[Tensor]:
+    """Gradients of a model that FSDP2 shards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 8))
+    fully_shard(model[0])
+    fully_shard(model)
+    comm = quantized_reduce_scatter(source) if source else None
+    for module in (model[0], model):
+        if comm is not None:
+            module.set_custom_reduce_scatter(comm)
+    model(torch.randn(8, 96, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+    if comm is not None:
+        assert comm.calls == 2 and comm.plain_bytes == (96 + 1) * 128 * 4  # the rest is small
+        comm.load_state_dict(comm.state_dict())
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
 def measure(rank: int) -> dict[str, object]:
     nearest = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
     mixed = parallel(quantized_hook(brevact.StochBackward2bit4bitMix))
@@ -90,6 +108,9 @@ def measure(rank: int) -> dict[str, object]:
         "joined": joined(rank),
         **resumed(rank),
         "disagreeing": disagreeing(rank),
+        "fsdp": sharded(rank, None),
+        "fsdp, lossless": sharded(rank, brevact.LosslessBackward),
+        "fsdp, 8 bits": sharded(rank, brevact.StochBackward8bit),
     }
 
 

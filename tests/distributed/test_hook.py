@@ -10,7 +10,7 @@ from brevitas.quant import Int8ActPerTensorFloat
 from torch import distributed, nn
 
 import brevact
-from brevact.distributed import QuantizedHook, quantized_hook
+from brevact.distributed import QuantizedHook, quantized_hook, quantized_reduce_scatter
 from brevact.distributed.packing import is_unbiased
 from brevact.quantizers import NormalizedQuantizer
 from tests.distributed.models import averaged, normal, parallel
@@ -156,6 +156,16 @@ def test_load_state_dict_refuses_another_model():
 def test_quantized_hook_refuses(settings, error, message):
     with pytest.raises(error, match=message):
         quantized_hook(brevact.StochBackward2bit, **settings)
+
+
+def test_quantized_reduce_scatter_refuses():
+    with pytest.raises(ValueError, match=r"quantizer: got .*, which is biased"):
+        quantized_reduce_scatter(brevact.NearestBackward4bit)
+    comm = quantized_reduce_scatter(brevact.StochBackward4bit)
+    with pytest.raises(ValueError, match=r"state: has \['step'\]"):
+        comm.load_state_dict({"step": 1})
+    with pytest.raises(ValueError, match=r"op: got .*; accepted are SUM and AVG"):
+        comm(torch.zeros(5000), torch.zeros(5000), distributed.group.WORLD, distributed.ReduceOp.MAX)
 
 
 def test_quantized_hook_refuses_what_is_no_bucket():

@@ -79,6 +79,16 @@ def test_hooks_of_several_ranks_go_on_from_checkpoints(ranks):
     assert all(map(torch.equal, ranks[0]["whole"], ranks[0]["resumed"]))
 
 
+def test_sharded_gradients_are_packed(ranks):
+    plain, lossless, packed = (ranks[0][name] for name in ("fsdp", "fsdp, lossless", "fsdp, 8 bits"))
+    assert all(map(torch.equal, plain, lossless)) and all(map(torch.equal, packed, ranks[1]["fsdp, 8 bits"]))
+    for gradient, reference in zip(packed[:2], plain[:2], strict=True):  # the first layer's; the rest is small
+        # two ranks, each off by a step of its buckets, which lie within the range of the layer's gradients
+        reach = 4 * max(g.abs().max() for g in plain[:2])
+        assert 0 < (gradient - reference).abs().max() <= 2 * reach / 255
+    assert all(map(torch.equal, packed[2:], plain[2:]))
+
+
 def test_ranks_that_pack_otherwise_are_told(ranks):
     for rank in ranks:
         assert "ranks [1] are packed in different ways" in rank["disagreeing"]
