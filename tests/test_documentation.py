@@ -36,6 +36,11 @@ def test_links_of_pages_lead_to_files(page):
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
+def test_every_page_is_in_the_navigation():
+    navigation = set(re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M))
+    assert navigation == {page.name for page in PAGES} - {"README.md"}
+
+
 def test_api_page_has_every_public_name():
     named = set(re.findall(r"^::: brevact\.((?!trainers)\S+)", (ROOT / "docs" / "api.md").read_text("utf-8"), re.M))
     assert named == {*brevact.__all__, *(f"distributed.{name}" for name in brevact.distributed.__all__)} - {
