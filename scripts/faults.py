@@ -578,10 +578,10 @@ FAULTS = (
         BIT_WIDTHS,
     ),
     Fault(
-        "a fit says yes to one byte too many",
+        "a fit stores a fifth more than its budget",
         "bit_widths/fit_budget.py",
-        "return saved_bytes <= self.bytes_of(plain_bytes) and",
-        "return saved_bytes <= 2 * self.bytes_of(plain_bytes) and",
+        "return plain_bytes / self.ratio * (1 + ROUNDING)",
+        "return plain_bytes / self.ratio * 1.2",
         BIT_WIDTHS,
     ),
     Fault(
