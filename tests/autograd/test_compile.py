@@ -84,6 +84,10 @@ def small(*norm: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), *norm, nn.SiLU(), *head)
 
 
+def normed() -> nn.Sequential:
+    return small(nn.BatchNorm2d(8))
+
+
 def quantized(source: object = NEAREST, make: Callable[[], nn.Module] = network) -> nn.Module:
     return brevact.quantize_backward(make(), source)
 
@@ -186,7 +190,7 @@ def test_inductor_keeps_the_same_bytes_and_close_gradients():
 
 
 def test_noise_is_new_in_each_step_and_fixed_by_the_seed():
-    model = quantized(settings(bit_width=2))
+    model = quantized(settings(bit_width=2), normed)
     run = compiled(model)
 
     def draw(seed: int | None = None) -> Tensor:
@@ -217,7 +221,7 @@ def test_compiled_gradients_are_unbiased():
 
 
 def test_training_does_not_recompile():
-    model = quantized(settings(bit_width=2))
+    model = quantized(settings(bit_width=2), normed)
     run = compiled(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -230,7 +234,7 @@ def test_training_does_not_recompile():
 
 
 def test_dynamic_batches_match_eager():
-    model, reference = (quantized(make=lambda: small(nn.BatchNorm2d(8))) for _ in range(2))
+    model, reference = quantized(make=normed), quantized(make=normed)
     run = compiled(model, dynamic=True)
     for batch in (6, 3, 5):
         model.zero_grad(), reference.zero_grad()
@@ -524,7 +528,7 @@ def test_checkpoint_inside_a_compiled_region():
 
 
 def test_autocast_keeps_weights_and_gradients():
-    model, reference = quantized(), quantized()
+    model, reference = quantized(make=normed), quantized(make=normed)
 
     def run(function: Callable) -> Callable:
         return lambda x: torch.autocast("cpu", torch.bfloat16)(function)(x)
@@ -536,7 +540,7 @@ def test_autocast_keeps_weights_and_gradients():
 
 def test_quantize_on_backward_gives_the_gradients_of_save_quantized():
     late = settings(bit_width=4, rounding=Rounding.NEAREST, save_mode=SaveMode.QUANTIZE_ON_BACKWARD)
-    model, reference = quantized(late), quantized()
+    model, reference = quantized(late, normed), quantized(make=normed)
     step(compiled(model)), step(reference)
     assert_close(gradients(model), gradients(reference))
 
@@ -587,7 +591,7 @@ def test_mixtures_compile_with_a_size_drawn_once():
 
 
 def test_eval_and_no_grad_pack_nothing():
-    model = quantized().eval()
+    model = quantized(make=normed).eval()
     run = compiled(model)
     with watch_saved() as saved:
         run(IMAGES)
@@ -595,7 +599,7 @@ def test_eval_and_no_grad_pack_nothing():
     model.train()
     with torch.no_grad():
         run(IMAGES)
-    assert step(run) <= step(quantized())
+    assert step(run) <= step(quantized(make=normed))
 
 
 def test_weights_are_never_packed_in_a_graph():
@@ -655,7 +659,7 @@ def test_quantizers_without_text_form_raise_when_compiled():
 
 
 def test_a_region_around_a_compiled_model_does_not_recompile():
-    run = compiled(network())
+    run = compiled(normed())
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(4):
             with brevact.backward_quant(brevact.StochBackward2bit):

@@ -25,6 +25,16 @@ zero_keeping_subject = _where(lambda subject: subject.keeps_zeros)
 constant_keeping_subject = _where(lambda subject: subject.constant_dtype is not None)
 
 
+#: For each subject all of `TENSORS`, of types that take turns from tensor to tensor and from subject to subject.
+IN_TURNS = [
+    [(tensor, make, DTYPES[(first + place) % len(DTYPES)]) for place, (tensor, make) in enumerate(TENSORS.items())]
+    for first in range(len(SUBJECTS))
+]
+subject_in_turns = pytest.mark.parametrize(
+    "subject, tensors", list(zip(SUBJECTS.values(), IN_TURNS, strict=True)), ids=SUBJECTS.keys()
+)
+
+
 def _same(packed: PackedActivation, other: PackedActivation) -> bool:
     return all(map(torch.equal, packed.tensors, other.tensors))
 
@@ -41,15 +51,14 @@ def test_dequantize_restores_shape_strides_and_dtype(subject: Subject):
         assert torch.equal(x, before), name
 
 
-@every_subject
-def test_dequantize_error_is_within_a_step(subject: Subject):
+@subject_in_turns
+def test_dequantize_error_is_within_a_step(subject: Subject, tensors: list[tuple]):
     torch.manual_seed(0)
-    for name, make in TENSORS.items():
-        for dtype in DTYPES:
-            x = make().detach().to(dtype)
-            packed = subject.quantizer.quantize(x, seed=2)
-            error = (packed.dequantize().double() - x.double()).abs()
-            assert (error <= subject.tolerance(x, packed)).all(), (name, dtype)
+    for name, make, dtype in tensors:
+        x = make().detach().to(dtype)
+        packed = subject.quantizer.quantize(x, seed=2)
+        error = (packed.dequantize().double() - x.double()).abs()
+        assert (error <= subject.tolerance(x, packed)).all(), (name, dtype)
 
 
 @every_subject
@@ -144,25 +153,24 @@ def test_dequantize_out_reuses_the_buffer(subject: Subject):
             assert out._version > version, name
 
 
-@every_subject
-def test_dequantize_multiply_equals_the_two_steps(subject: Subject):
+@subject_in_turns
+def test_dequantize_multiply_equals_the_two_steps(subject: Subject, tensors: list[tuple]):
     torch.manual_seed(0)
-    for name, make in TENSORS.items():
-        for dtype in DTYPES:
-            x = make().detach().to(dtype)
-            packed = subject.quantizer.quantize(x, seed=5)
-            same = torch.empty_like(x).copy_(torch.randn(x.shape))
-            contiguous = torch.randn(x.shape, dtype=dtype)
-            gaps = torch.randn((*x.shape, 2), dtype=dtype)[..., 1]
-            for other in (same, contiguous, gaps, torch.randn(x.shape)):
-                expected = packed.dequantize() * other
-                product = packed.dequantize_multiply(other)
-                assert product.dtype == expected.dtype and torch.equal(product, expected), (name, dtype)
-                out = torch.full_like(expected, float("nan"))
-                assert packed.dequantize_multiply(other, out=out) is out
-                assert torch.equal(out, expected)
-            expected = packed.dequantize() * contiguous
-            assert torch.equal(packed.dequantize_multiply(contiguous, out=contiguous), expected)
+    for name, make, dtype in tensors:
+        x = make().detach().to(dtype)
+        packed = subject.quantizer.quantize(x, seed=5)
+        same = torch.empty_like(x).copy_(torch.randn(x.shape))
+        contiguous = torch.randn(x.shape, dtype=dtype)
+        gaps = torch.randn((*x.shape, 2), dtype=dtype)[..., 1]
+        for other in (same, contiguous, gaps, torch.randn(x.shape)):
+            expected = packed.dequantize() * other
+            product = packed.dequantize_multiply(other)
+            assert product.dtype == expected.dtype and torch.equal(product, expected), (name, dtype)
+            out = torch.full_like(expected, float("nan"))
+            assert packed.dequantize_multiply(other, out=out) is out
+            assert torch.equal(out, expected)
+        expected = packed.dequantize() * contiguous
+        assert torch.equal(packed.dequantize_multiply(contiguous, out=contiguous), expected)
 
 
 @constant_keeping_subject
