@@ -3,6 +3,8 @@
 The forward pass stays as it is; what a layer keeps for its backward pass is stored as packed 1- to 8-bit codes.
 """
 
+import logging
+
 from brevact import distributed
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.bit_widths.actnn import ActnnLevel, actnn_level
@@ -93,6 +95,8 @@ from brevact.reports.gradient_table import GradientReport
 from brevact.reports.gradients import gradient_report
 from brevact.reports.memory import MemoryReport, memory_report
 from brevact.version import __version__
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks for the log of "brevact"
 
 __all__ = [
     "CONV_NET",

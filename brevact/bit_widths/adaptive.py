@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, check_lo
 from brevact.reports.memory import memory_of
 from brevact.tables import text_table
 
+_log = logging.getLogger(__name__)
 #: Share of what was known of a layer's sensitivity in what is known after one more measurement.
 _OLD_SHARE = 0.5
 
@@ -264,6 +266,7 @@ class Adaptive:
             for group, sensitivity in zip(self._plan.groups, self._sensitivities, strict=True)
         ]
         widths = [option.bit_width for option in allocate(items, self.budget_bytes - self._plan.fixed_bytes)]
+        _log.info("step %d: bit widths %s", self._steps, widths)
         self._layers.set(self._plan.of_layers(widths))
         return widths
 

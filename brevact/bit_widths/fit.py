@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from brevact.bit_widths.fit_groups import (
     without_policy,
 )
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, Sensitivities
-from brevact.policy.attach import quantize_backward
+from brevact.policy.attach import attach_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY, layers_of
@@ -31,6 +32,7 @@ from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
 
+_log = logging.getLogger(__name__)
 #: Batches on which each group's noise is measured, and those on which the result is, with draws of each.
 _ALONE, _TOGETHER, _DRAWS = 2, 4, 2
 #: How often a policy is measured, and another one is made of what that tells.
@@ -185,7 +187,7 @@ class _Fit:
         """Return the policy of these widths, and a report of what is measured under it."""
         policy = self._groups.policy(widths)
         with without_policy(self._model):
-            quantize_backward(self._model, policy)
+            attach_policy(self._model, policy)
             memory = self._memory()
             batches = self._batches[:_TOGETHER]
             noise, bias = gradient_noise(self._model, batches, self._loss, self._exact, _DRAWS, self._count)
@@ -208,6 +210,10 @@ class _Fit:
             bias_error=bias.error,
             passes=self._passes,
             groups=groups,
+        )
+        _log.info(
+            "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",
+            *(self._budget.text, report.saved_bytes, report.plain_bytes, report.noise, report.predicted),
         )
         return _Found(policy, report)
 

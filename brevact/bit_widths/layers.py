@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
+from brevact.policy.notes import add_note
 from brevact.policy.rules import POLICY, modules_without_own_region
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.philox import moved_seed, seed_value
@@ -215,6 +216,7 @@ def _attach_to_all(model: nn.Module) -> None:
         around = found.get(name.rpartition(".")[0]) if name else None
         if name not in found and around is not None and not has_region(module, POLICY):
             attach_region(module, around.settings, POLICY, label=around.label)
+            add_note(module)
             found[name] = next(hook for hook in regions_of(module) if hook.origin == POLICY)
 
 

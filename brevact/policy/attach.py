@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.compiled.mode import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.settings import BackwardQuantizer
+from brevact.policy.notes import add_note, remove_note
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
     POLICY,
@@ -27,6 +30,7 @@ from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
 
 M = TypeVar("M", bound=nn.Module)
+_log = logging.getLogger(__name__)
 
 
 def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantizer:
@@ -122,6 +126,8 @@ def quantize_backward(
     :func:`backward_policy` shows what applies. A checkpoint of the ``state_dict`` (Lightning, ``save_pretrained``) has
     no policy either.
 
+    ``print(model)`` says in short which modules store what; :func:`backward_policy` is the whole table.
+
     A model that has run compiled keeps its graphs, whatever changes here: call ``torch.compiler.reset()`` then.
 
     Args:
@@ -146,20 +152,28 @@ def quantize_backward(
         ValueError: a rule matches nothing, or nothing that the rules before it leave; the model, or a part of it,
             already has a policy.
     """
+    attach_policy(model, policy, overrides)
+    regions = sum(has_region(module, POLICY) for module in model.modules())
+    _log.info("%s has a backward policy; a rule matches %d of its modules", type(model).__name__, regions)
+    return model
+
+
+def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] = MappingProxyType({})) -> M:
+    """Do what :func:`quantize_backward` does without a word in the log: of a copy that is measured, say."""
     check_model(model, "quantize_backward(model, policy)", policy)
     if any(has_region(module, POLICY) for module in model.modules()):
         raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
-    for module, assignment in _assignments(model, policy, overrides).items():
+    for module, assignment in _assignments(model, policy, dict(overrides)).items():
         settings = settings_of_module(assignment.settings, module)
         try:
             attach_region(module, settings, POLICY, label=_label(assignment))
         except RuntimeError as error:  # of torch.jit
-            for changed in model.modules():
-                detach_region(changed, POLICY)
+            _detach_policy(model)
             raise TypeError(
                 f"model: {brief(module)} takes no forward hooks ({error}); accepted are modules that are not scripted: "
                 "quantize before torch.jit.script, or call the model in a region, with brevact.backward_quant(...)"
             ) from error
+        add_note(module)
     return model
 
 
@@ -182,9 +196,16 @@ def restore_backward(model: M) -> M:
         ValueError: there is no policy to remove.
     """
     check_model(model)
-    if not any([detach_region(module, POLICY) for module in model.modules()]):
+    if not _detach_policy(model):
         raise ValueError("model has no backward policy; brevact.quantize_backward(model, ...) gives it one")
     return model
+
+
+def _detach_policy(model: nn.Module) -> bool:
+    """Take regions and notes of a policy off all modules, and return whether there was one."""
+    for module in model.modules():
+        remove_note(module)
+    return any([detach_region(module, POLICY) for module in model.modules()])
 
 
 def _label(assignment: Assignment) -> tuple[Any, ...]:

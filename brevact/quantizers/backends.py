@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import operator
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
 
+_log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -55,6 +57,7 @@ def run_by_kernels(law: Callable[P, R]) -> Pass[P, R]:
         launch = getattr(kernels, name, None)
         if launch is not None and (result := launch(*args)) is not NotImplemented:
             return result
+        _log.debug("%s runs in plain torch: no kernel takes its arguments", name)
         with torch.no_grad():
             return cast(Any, law)(*args)
 
@@ -77,9 +80,12 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
     """Launchers of compiled kernels, imported when first needed; None where their compiler does not work."""
     if on_gpu:
         has_triton = importlib.util.find_spec("triton") is not None
+        _log.info("GPU tensors are quantized by %s", "Triton's kernels" if has_triton else "plain torch")
         return importlib.import_module("brevact.triton_kernels") if has_triton else None
     try:
-        return importlib.import_module("brevact.cpu_kernels.launch")
+        found = importlib.import_module("brevact.cpu_kernels.launch")
+        _log.info("CPU tensors are quantized by Numba's kernels, compiled when they are first needed")
+        return found
     except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well
         warnings.warn(
             f"Numba does not work here ({type(error).__name__}: {error}); CPU tensors are quantized by plain torch, to "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from brevact.arguments import check_model
 from brevact.autograd import current_region, detach_region
-from brevact.policy.attach import quantize_backward
+from brevact.policy.attach import attach_policy
 from brevact.policy.rules import POLICY
 from brevact.quantizers.brief import brief
 from brevact.reports.batches import without_surroundings
@@ -203,11 +203,11 @@ def _with_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> tuple
     if policy is not None:
         for module in changed.modules():
             detach_region(module, POLICY)
-        quantize_backward(changed, policy)
+        attach_policy(changed, policy)
     batch = without_surroundings(batch)
     memory = memory_of(changed, lambda measured: loss(measured, batch), batch)
     if memory.note == BY_DEFAULT:
-        quantize_backward(changed)
+        attach_policy(changed)
     return changed, memory
 
 

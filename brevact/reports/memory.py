@@ -19,7 +19,7 @@ from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, NO_QUANTIZER, PACKED, recording
 from brevact.autograd.storages import storage_address
 from brevact.injectors.proxies import is_quant_proxy
-from brevact.policy.attach import quantize_backward
+from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.reports.copies import copy_of, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
@@ -82,7 +82,7 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
     else:
         plain = saved
         try:
-            saved, note = _measure(model, run, quantize_backward), BY_DEFAULT
+            saved, note = _measure(model, run, attach_policy), BY_DEFAULT
         except (TypeError, RuntimeError) as error:  # NotImplementedError, too
             note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
     plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)

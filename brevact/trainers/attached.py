@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from brevact.trainers.arguments import refuse_to_fit
 from brevact.trainers.batches import device_of
 from brevact.trainers.processes import in_one_process
 
-_log = logging.getLogger(__name__)
 #: Whose policy a model has.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, AttachedPolicy] = weakref.WeakKeyDictionary()
 
@@ -85,7 +83,6 @@ class AttachedPolicy:
             policy = self.fitted = Policy.from_json(rules)
         quantize_backward(model, policy)
         self._is_ours = True
-        _log.info("backward quantization of %s: %s", type(model).__name__, self.spec.text)
 
     def release(self) -> None:
         """Take the policy off the model, if it is from here, and leave the model to other runs."""

@@ -177,7 +177,7 @@ class TrainingPolicy:
         if self._batches and loss is not None and model is not None and (self._measures_memory or self._adapt_every):
             batch = self._batches[0]
             self.memory = memory_of(model, lambda copied: loss(copied, batch), batch)
-            _log.info("%.1f of %.1f MiB stored", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
+            _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
 
     def _adapt(self, model: nn.Module, every: int) -> None:
         assert self.memory is not None and self._loss is not None

@@ -1,0 +1,58 @@
+"""What `print(model)` says of a module with a policy: one note, of what it stores for backward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from brevact.autograd.hooks import regions_of
+from brevact.autograd.settings import bits_of
+
+
+class StorageNote:
+    """The ``extra_repr`` of one module: that of its class, and a note.
+
+    It reads what is in force when it is called. It refers to the module weakly, so that a model is freed as before, and
+    is copied and pickled with it.
+
+    Args:
+        module: whose attribute it is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> str:
+        """Return the text that stands in the brackets of the module."""
+        module = self._module()
+        if module is None:
+            return ""
+        return ", ".join(filter(None, (type(module).extra_repr(module), note_on(module))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StorageNote, (self._module(),)
+
+
+def note_on(module: nn.Module) -> str:
+    """Return what a module stores in short, "" for one without a region of its own."""
+    regions = regions_of(module)
+    if not regions:
+        return ""
+    settings = regions[-1].settings
+    if settings is None or settings.quantizer is None:
+        return "stores full precision"
+    bits = bits_of(settings.quantizer)
+    return f"stores {bits}-bit codes" if bits else f"stores {type(settings.quantizer).__name__}"
+
+
+def add_note(module: nn.Module) -> None:
+    """Let ``repr`` of a module say what it stores; one with an ``extra_repr`` of its own object keeps that."""
+    vars(module).setdefault("extra_repr", StorageNote(module))
+
+
+def remove_note(module: nn.Module) -> None:
+    """Undo :func:`add_note`."""
+    if isinstance(vars(module).get("extra_repr"), StorageNote):
+        del module.extra_repr
