@@ -13,7 +13,8 @@ import inspect
 import logging
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
@@ -25,6 +26,7 @@ from brevact.private_names.of_torch import is_functional_tensor, is_functorch_te
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
+_without_kernels: list[bool] = []
 
 
 class Pass(Protocol, Generic[P, R]):
@@ -71,8 +73,18 @@ def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
     Results are asked about as well as arguments: under torch.func transforms and FakeTensorMode, what is allocated for
     a plain tensor may have no memory.
     """
-    kernels = _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
+    kernels = None if _without_kernels else _launchers(arrays[0].is_cuda)  # type: ignore[union-attr]
     return kernels if kernels is not None and kernels.takes(arrays) else None
+
+
+@contextmanager
+def laws_alone() -> Iterator[None]:
+    """Run a block without kernels, in all threads: to compare what they write with what the laws do."""
+    _without_kernels.append(True)
+    try:
+        yield
+    finally:
+        _without_kernels.pop()
 
 
 @functools.cache

@@ -1,0 +1,170 @@
+"""``python -m brevact doctor``: whether everything that brevact needs works here, and what to do where it does not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from packaging.requirements import Requirement
+from torch import nn
+
+import brevact
+from brevact.command_line.bytes_of_kernels import differing, kernels_of
+from brevact.policy.attach import quantize_backward
+from brevact.reports.memory import memory_report
+from brevact.version import __version__
+
+OK, NOTE, WRONG = "ok", "note", "WRONG"
+#: Libraries that are used where they are installed, and what for.
+_OPTIONAL = {
+    "matplotlib": "plots of reports",
+    "tqdm": "progress bars",
+    "transformers": "brevact.trainers.HuggingFaceCallback",
+    "accelerate": "brevact.trainers, several processes",
+    "lightning": "brevact.trainers.LightningCallback",
+}
+
+
+class Finding(NamedTuple):
+    """What a check found.
+
+    Args:
+        state: `OK`, `NOTE` for what works less well, or `WRONG`.
+        text: what there is.
+        fix: what to do; "" for nothing.
+    """
+
+    state: str
+    text: str
+    fix: str = ""
+
+
+def doctor() -> int:
+    """Print what was checked, and return 1 where something is wrong, 0 otherwise."""
+    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _kernels, _step, _compiler, _caches, _memory, _optional]
+    is_wrong = False
+    for check in checks:
+        try:
+            findings = list(check())
+        except Exception as error:  # whatever is broken here, the other checks run
+            findings = [Finding(WRONG, f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")]
+        for each in findings:
+            is_wrong |= each.state == WRONG
+            print(f"{each.state:5}  {each.text}" + f"\n       fix: {each.fix}" * bool(each.fix))
+    print("\nSomething is wrong; see above." if is_wrong else "\nbrevact works here.")
+    return int(is_wrong)
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding(OK, f"brevact {__version__}, Python {platform.python_version()}, {platform.machine()}")
+    try:
+        lines = importlib.metadata.requires("brevact") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(NOTE, "brevact is not installed, so that versions cannot be checked", "pip install brevact")
+        return
+    for requirement in map(Requirement, lines):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(WRONG, f"{requirement.name} is not installed", f"pip install '{requirement}'")
+            continue
+        if requirement.specifier.contains(version, prereleases=True):
+            yield Finding(OK, f"{requirement.name} {version}")
+        else:
+            yield Finding(NOTE, f"{requirement.name} {version} was not tried", f"pip install '{requirement}'")
+
+
+def _kernels() -> Iterator[Finding]:
+    """Run kernels of each kind, and compare what they write with the laws in plain torch, byte by byte."""
+    for device in ("cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))):
+        where = device if device == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+        name = kernels_of(torch.device(device))
+        if name is None:
+            fix = "python -c 'import numba', and unset NUMBA_DISABLE_JIT" if device == "cpu" else "pip install triton"
+            yield Finding(NOTE, f"{where}: plain torch quantizes, to the same bytes in several times the time", fix)
+            continue
+        wrong, count = differing(torch.device(device))
+        if wrong:
+            yield Finding(
+                WRONG,
+                f"{where}: {name} writes other bytes than plain torch: {', '.join(wrong)}",
+                "empty Numba's and Triton's caches; if it stays, report it with the output of this command",
+            )
+        else:
+            yield Finding(OK, f"{where}: kernels of {name}, {count} cases with the bytes of plain torch")
+    if not torch.cuda.is_available():
+        yield Finding(OK, "no GPU that torch can use")
+
+
+def _step() -> Iterator[Finding]:
+    """Take a training step."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256))
+    x = torch.randn(64, 256)
+    exact = model(x)
+    quantize_backward(model)
+    found = model(x)
+    found.square().mean().backward()
+    report = memory_report(model, x)
+    if not torch.equal(found, exact):
+        yield Finding(WRONG, "a training step: the forward pass is not the one without brevact", "report it")
+    elif report.ratio < 2 or not all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()):
+        yield Finding(
+            WRONG, f"a training step: {report.ratio:.1f} times less is stored, or gradients are lost", "report it"
+        )
+    else:
+        yield Finding(OK, f"a training step stores {report.ratio:.1f} times less; its forward pass is unchanged")
+
+
+def _compiler() -> Iterator[Finding]:
+    found = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None)
+    if found is None:
+        yield Finding(NOTE, "no C++ compiler: torch.compile on CPU tensors does not work", "install g++, or set CXX")
+    else:
+        yield Finding(OK, f"torch.compile finds {found}")
+
+
+def _caches() -> Iterator[Finding]:
+    set_folder = os.environ.get("NUMBA_CACHE_DIR")
+    beside = Path(brevact.__file__).parent / "cpu_kernels"
+    folder = Path(set_folder) if set_folder else beside
+    if os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        yield Finding(OK, f"compiled kernels are kept in {folder if set_folder else folder / '__pycache__'}")
+    elif not set_folder and os.access(Path.home(), os.W_OK):
+        yield Finding(OK, f"compiled kernels are kept in Numba's folder of the user, since {folder} cannot be written")
+    else:
+        yield Finding(NOTE, f"{folder} cannot be written: each process compiles kernels", "set NUMBA_CACHE_DIR")
+
+
+def _memory() -> Iterator[Finding]:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = path.read_text().partition("[")[2].partition("]")[0] if path.exists() else "unknown"
+    if chosen == "never":
+        yield Finding(NOTE, "no huge pages: decoding large tensors takes longer", f"echo madvise > {path}, as root")
+    else:
+        yield Finding(OK, f"{torch.get_num_threads()} threads; huge pages: {chosen}")
+    if torch.cuda.is_available():
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "its defaults"
+        yield Finding(OK, f"torch's allocator on the GPU: {settings}")
+
+
+def _optional() -> Iterator[Finding]:
+    for name, use in _OPTIONAL.items():
+        if importlib.util.find_spec(name) is None:
+            yield Finding(NOTE, f"{name} is not installed ({use})", f"pip install {name}")
+        else:
+            yield Finding(OK, f"{name} {importlib.metadata.version(name)} ({use})")
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            importlib.import_module("torchvision")
+        except (RuntimeError, OSError, ImportError) as error:
+            fix = "install the torchvision of this torch: https://pytorch.org/get-started/locally"
+            yield Finding(NOTE, f"torchvision does not import ({error}), and neither does what imports it", fix)

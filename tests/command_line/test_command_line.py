@@ -1,0 +1,116 @@
+"""``python -m brevact``."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from brevact.command_line.bytes_of_kernels import kernels_of, same_without_kernels
+from brevact.command_line.main import main
+from brevact.quantizers.backends import laws_alone
+
+SHAPE = ["--shape", "64,64"]
+MODEL = "tests.command_line.models:net"
+
+
+def test_doctor_finds_the_bytes_of_plain_torch_and_exits_with_0(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "cpu: kernels of Numba, 39 cases with the bytes of plain torch" in text
+    assert "times less; its forward pass is unchanged" in text and "WRONG" not in text
+    assert text.endswith("brevact works here.\n")
+
+
+def test_doctor_exits_with_1_where_something_is_wrong(capsys):
+    with torch.no_grad():  # in which no step can be taken
+        assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "WRONG  step: RuntimeError: " in text and text.endswith("Something is wrong; see above.\n")
+
+
+@pytest.mark.exhaustive
+def test_doctor_says_what_to_do_where_numba_does_not_import(tmp_path):
+    (tmp_path / "numba.py").write_text("raise ImportError('broken')")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "brevact", "doctor"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "note   cpu: plain torch quantizes" in found.stdout and "fix: python -c 'import numba'" in found.stdout
+
+
+def test_same_without_kernels_compares_bytes_without_kernels():
+    assert kernels_of(torch.device("cpu")) == "Numba"
+    with laws_alone():
+        assert kernels_of(torch.device("cpu")) is None
+    assert same_without_kernels(lambda: (torch.arange(4),))
+    assert not same_without_kernels(lambda: (torch.tensor([len(str(kernels_of(torch.device("cpu"))))]),))
+
+
+def test_report_measures_a_model_of_an_import_path(tmp_path, capsys):
+    plot, table = tmp_path / "memory.png", tmp_path / "memory.csv"
+    files = ["--plot", str(plot), "--csv", str(table)]
+    assert main(["report", MODEL, *SHAPE, "--policy", "StochBackward2bit", "--explain", *files]) == 0
+    text = capsys.readouterr().out
+    assert "0      Linear" in text and "gelu" in text
+    assert plot.read_bytes().startswith(b"\x89PNG") and table.read_text().startswith("layer,kind,plain_bytes")
+    assert main(["--verbose", "report", MODEL, *SHAPE, "--policy", "2x", "--dtype", "bfloat16"]) == 0
+    assert "2x is fitted to random batches here" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_report_measures_a_folder_of_hugging_face(tmp_path, capsys):
+    from tests.trainers.running import gpt2
+
+    config = gpt2().config.to_dict() | {"architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["report", str(tmp_path), "--shape", "4,64"]) == 0
+    assert "transformer.h.0.attn" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT9"]}))
+    assert main(["report", str(tmp_path), "--shape", "4,64"]) == 2
+    assert "transformers has no GPT9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([MODEL, "--shape", "4,x"], "--shape 4,x: accepted are integers"),
+        ([MODEL, "--shape", "0,4"], "--shape 0,4: accepted are integers of at least 1"),
+        (["nothing", *SHAPE], "MODEL nothing is no folder, and not of the form package.module:callable"),
+        (["no_such_module:net", *SHAPE], "No module named 'no_such_module'"),
+        ([f"{MODEL}work", *SHAPE], "has no attribute 'network'"),
+        (["builtins:list", *SHAPE], "makes a list; accepted is a callable that makes a torch module"),
+        ([MODEL, *SHAPE, "--policy", "defualt"], "nearest: DEFAULT"),
+        ([MODEL, *SHAPE, "--dtype", "float33"], "--dtype float33: accepted is a dtype"),
+        ([MODEL, *SHAPE, "--device", "cuda:99"], "--device cuda:99 cannot be used here"),
+        ([MODEL, "--shape", "4,65"], "--shape 4,65: Sequential does not run on such a batch: mat1 and mat2"),
+        ([MODEL, *SHAPE, "--plot", "no/such/folder.png"], "No such file or directory"),
+    ],
+)
+def test_report_refuses_with_status_2(words, message, capsys):
+    assert main(["report", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["cure"], ["report"], ["report", MODEL]])
+def test_main_refuses_with_usage(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2 and "usage: python -m brevact" in capsys.readouterr().err
+
+
+def test_help_says_what_commands_do_and_exit_with(capsys):
+    for words in (["--help"], ["doctor", "--help"], ["report", "--help"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        text = " ".join(capsys.readouterr().out.split())
+        assert stopped.value.code == 0 and "Exit status: 0 for success" in text
+    assert "as brevact.parse_policy reads it" in text
