@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 import pytest
 
 import brevact
+from benchmarks.torchvision_ops import declare_missing_ops
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+#: Pages with snippets of optional libraries, which `make test-all` installs.
+LIBRARIES = {"trainers.md": ("accelerate", "lightning", "peft", "transformers")}
 SNIPPETS = [
-    pytest.param(snippet, id=f"{page.name} {number}")
+    pytest.param(snippet, id=f"{page.name} {number}", marks=[pytest.mark.exhaustive] * (page.name in LIBRARIES))
     for page in PAGES
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S), 1)
 ]
@@ -22,6 +26,12 @@ SNIPPETS = [
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    for name in {
+        name for names in LIBRARIES.values() for name in names if re.search(rf"(import|from) {name}\b", snippet)
+    }:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"not installed: {name} (make test-all installs it)")
+        declare_missing_ops()  # these libraries import torchvision if it is there
     exec(compile(snippet, "<snippet>", "exec"), {})
 
 
