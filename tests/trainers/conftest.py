@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-PACKAGES = ("accelerate", "lightning", "peft", "transformers", "trl")
+PACKAGES = ("accelerate", "bitsandbytes", "lightning", "peft", "transformers", "trl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -169,6 +169,30 @@ def test_lora_stores_inputs_of_adapters_once_and_nothing_of_frozen_weights(run):
     }
 
 
+def test_lora_on_weights_of_four_bits_stores_nothing_of_them(run):
+    """QLoRA: the base layers of bitsandbytes run as they are, on a CPU, too."""
+    import bitsandbytes
+    import peft
+
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(*(bitsandbytes.nn.Linear4bit(128, 128, quant_type="nf4") for _ in range(2)))
+    base = torch.nn.Sequential(base[0], torch.nn.SiLU(), base[1]).to("cpu")
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+    weights = [x for x in model.parameters() if x.requires_grad]
+    assert len(weights) == 4 and model.base_model.model[0].base_layer.weight.dtype is torch.uint8
+    x = torch.randn(64, 128)
+    exact = model(x)
+    expected = torch.autograd.grad(exact.square().mean(), weights)
+    brevact.quantize_backward(model, brevact.LosslessBackward)
+    for one, other in zip(torch.autograd.grad(model(x).square().mean(), weights), expected, strict=True):
+        assert torch.equal(one, other)
+    brevact.quantize_backward(brevact.restore_backward(model))
+    assert torch.equal(model(x), exact)
+    report = brevact.memory_report(model, x)
+    assert report.ratio > 3 and not [row for row in report.ops if "base_layer" in row.layer and row.saved_bytes]
+    assert all(x.isfinite().all() for x in torch.autograd.grad(model(x).square().mean(), weights))
+
+
 def test_lora_trains_in_sft_trainer(run, callback, tmp_path):
     import datasets
     import tokenizers
