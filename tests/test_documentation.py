@@ -16,8 +16,18 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 #: Pages with snippets of optional libraries, which `make test-all` installs.
 LIBRARIES = {"trainers.md": ("accelerate", "lightning", "peft", "transformers")}
+
+
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    """Marks of the snippets of a page that needs libraries."""
+    names = LIBRARIES.get(page.name, ())
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    reason = f"not installed: {', '.join(missing)} (make test-all installs them)"
+    return [pytest.mark.exhaustive, pytest.mark.skipif(bool(missing), reason=reason)] if names else []
+
+
 SNIPPETS = [
-    pytest.param(snippet, id=f"{page.name} {number}", marks=[pytest.mark.exhaustive] * (page.name in LIBRARIES))
+    pytest.param(snippet, id=f"{page.name} {number}", marks=marks_of(page))
     for page in PAGES
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S), 1)
 ]
@@ -26,11 +36,7 @@ SNIPPETS = [
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    for name in {
-        name for names in LIBRARIES.values() for name in names if re.search(rf"(import|from) {name}\b", snippet)
-    }:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"not installed: {name} (make test-all installs it)")
+    if any(name in snippet for names in LIBRARIES.values() for name in names):
         declare_missing_ops()  # these libraries import torchvision if it is there
     exec(compile(snippet, "<snippet>", "exec"), {})
 

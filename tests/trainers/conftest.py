@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+collect_ignore = ["launched.py", "running.py"]  # they import libraries, for seconds, and have no examples
 PACKAGES = ("accelerate", "bitsandbytes", "lightning", "peft", "transformers", "trl")
 
 
