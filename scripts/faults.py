@@ -648,13 +648,6 @@ FAULTS = (
         OPS,
     ),
     Fault(
-        "errors of torch's own functions are hidden",
-        "autograd/ops/__init__.py",
-        "error.__traceback__ is not None and error.__traceback__.tb_next is not None",
-        "False",
-        OPS,
-    ),
-    Fault(
         "wrong arguments get an error of a counterpart",
         "autograd/ops/__init__.py",
         "error.__traceback__ is not None and error.__traceback__.tb_next is not None",
