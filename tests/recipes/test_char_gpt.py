@@ -65,6 +65,7 @@ def test_main_counts_what_the_loss_stores(whole_run):
     assert summary["plain_bytes"] == sum(stored.values()) > summary["saved_bytes"]
 
 
+@pytest.mark.exhaustive
 def test_main_compares_with_full_precision(tmp_path, capsys):
     arguments = [*TINY, "--norm", "rms", "--mlp", "swiglu", "--head", "separate"]
     compare = ["--epochs", "1", "--compare", "StochBackward2bit"]

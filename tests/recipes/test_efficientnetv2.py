@@ -191,6 +191,7 @@ def test_main_says_when_an_interrupted_run_has_no_epoch_to_resume(tmp_path, caps
 
 
 # Each of the two runs takes five forward passes.
+@pytest.mark.exhaustive
 def test_main_resumes_a_comparison_in_the_run_that_was_interrupted(tmp_path):
     compare = ["--compare", "StochBackward2bit"]
     with interrupted_at_forward(EfficientNetV2, 8):

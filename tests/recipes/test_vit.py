@@ -18,6 +18,7 @@ from tests.recipes.running import PNG, interrupted_at_forward, results_without_t
 TINY = "--train-size 16 --test-size 8 --batch-size 8 --epochs 2 --warmup-epochs 0.5 --patch-size 8".split()
 
 
+@pytest.mark.exhaustive
 def test_main_compares_with_full_precision(tmp_path, capsys):
     arguments = [*TINY, "--epochs", "1", "--compare", "StochBackward2bit"]
     assert main([*arguments, "--out-dir", str(tmp_path)]) == 0
