@@ -1,6 +1,7 @@
 """``python -m brevact``."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +16,13 @@ from brevact.quantizers.backends import laws_alone
 
 SHAPE = ["--shape", "64,64"]
 MODEL = "tests.command_line.models:net"
+
+
+@pytest.fixture(autouse=True)
+def quiet_again():
+    """Takes back what `--verbose` sets for a process."""
+    yield
+    logging.getLogger("brevact").setLevel(logging.NOTSET)
 
 
 def test_doctor_finds_the_bytes_of_plain_torch_and_exits_with_0(capsys):

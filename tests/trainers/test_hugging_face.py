@@ -45,8 +45,13 @@ def test_full_precision_trains_as_without_a_callback(run, callback, tmp_path):
 
 
 def test_default_stores_less_and_leaves_the_model_as_it_was(run, callback, tmp_path):
-    plain = run.trained(tmp_path / "plain")
-    trainer = run.trained(tmp_path, callback("default"))
+    class Look(run.transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append("brevact/saved_mib" in logs)
+
+    seen, plain = [], run.trained(tmp_path / "plain")
+    trainer = run.trained(tmp_path, Look(), [callback("default")])
+    assert seen == [True, True, False]  # callbacks that stand before it, too; the last log has no loss
     assert run.losses(trainer)[0] == run.losses(plain)[0]  # the forward pass is unchanged
     assert not run.same_weights(trainer.model, plain.model)
     rows = [row for row in trainer.state.log_history if "loss" in row]
