@@ -5,6 +5,7 @@ The forward pass stays as it is; what a layer keeps for its backward pass is sto
 
 import logging
 
+import brevact.large_pages  # noqa: F401  (before torch allocates anything large)
 from brevact import distributed
 from brevact.autograd import BackwardSettings, SaveMode
 from brevact.bit_widths.actnn import ActnnLevel, actnn_level
