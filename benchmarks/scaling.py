@@ -134,6 +134,8 @@ def _measured(options: argparse.Namespace, environment: dict[str, str]) -> list[
         rows.append(row)
         append_rows([row], str(options.csv))
 
+    for case in (cases("batch", (32,), ("DEFAULT",)) + cases("depth", (4,), ("DEFAULT",))) if options.warm_up else ():
+        case.run(environment)  # its kernels are compiled, as they are once on a machine
     for part in options.parts:
         for case in cases(part, options.sizes or _SIZES[part], options.variants) if part != "limit" else ():
             found = case.run(environment)
@@ -163,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--library", action="append", default=[], metavar="PATH", help="an allocator to load")
     parser.add_argument("--csv", type=Path, default=RESULTS / "scaling.csv", help="default: %(default)s")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="default: %(default)s")
+    parser.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="kernels are compiled already")
     parser.add_argument("--draw", action="store_true", help="measure nothing, draw what is in the CSV")
     options = parser.parse_args(arguments)
     environments = allocators(options.library)
