@@ -127,7 +127,7 @@ def check(op: Any, some: list[Variant], found: list[Sample], all_kinds: tuple[st
     for place, variant in enumerate(some):
         for i, sample in enumerate(found):
             turn = (place + i) % len(all_kinds)
-            for kind in all_kinds if len(found) <= len(all_kinds) else all_kinds[turn : turn + 1]:
+            for kind in all_kinds if len(found) < len(all_kinds) else all_kinds[turn : turn + 1]:
                 laws = None if variant.is_inplace and kind == "leaf" else broken_by(variant, sample, kind, is_large)
                 count += laws is not None
                 unkept = [law for law in laws or () if law not in allowed]
