@@ -655,13 +655,6 @@ FAULTS = (
         OPS,
     ),
     Fault(
-        "compiled models pack without gradients",
-        "autograd/compiled/mode.py",
-        "if mode.norms_only or not torch.is_grad_enabled() or is_exporting():",
-        "if mode.norms_only or is_exporting():",
-        COMPILED,
-    ),
-    Fault(
         "exported programs pack",
         "autograd/compiled/mode.py",
         "if mode.norms_only or not torch.is_grad_enabled() or is_exporting():",
