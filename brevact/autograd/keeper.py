@@ -113,6 +113,10 @@ class EagerKeeper(Keeper, TorchRunner, Protocol):
     seeds: SeedStream
     packs: bool
 
+    def is_watched(self) -> bool:
+        """Return whether somebody around the region sees each tensor that it keeps: hooks, or a report."""
+        ...
+
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed."""
         ...

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from brevact.autograd import storage_report
 from brevact.autograd.quality import EXACT, Quality
@@ -186,9 +186,25 @@ def register(
     for kept in tensors:
         if storage_address(kept) == address:
             return  # it would live for ever
-    version, quality = x._version + is_dirty, getattr(decoder, "quality", EXACT)
+    _register(x, x._version + is_dirty, storage, tensors, decoder, scope)
+
+
+def register_new(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
+    """Remember the same of a tensor that has just been made, dense and of its own, outside of checkpoints."""
+    _register(x, x._version, x.untyped_storage(), tensors, decoder, None)
+
+
+def _register(
+    x: Tensor, version: int, storage: UntypedStorage, tensors: tuple[Tensor, ...], decoder: Any, scope: Any
+) -> None:
+    quality = getattr(decoder, "quality", EXACT)
     entry = _Entry(version, x.shape, x.stride(), x.dtype, tensors, versions_of(tensors), decoder, quality, scope)
     setattr(storage, _KNOWN, entry)
+
+
+def is_marked(x: Tensor) -> bool:
+    """Return whether something was known of a tensor with storage, be it of an earlier version."""
+    return hasattr(x.untyped_storage(), _KNOWN)
 
 
 def forget(x: Tensor) -> None:

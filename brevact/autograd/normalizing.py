@@ -109,7 +109,7 @@ class NormInput(NamedTuple):
     def pack(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Keep the input packed; without its means, which are not asked for."""
         packed = quantize_normalized(quantizer, x, *self.aligned(x), seed)
-        return (packed.buffer, self.spread), _packed(self.norm.alignment, packed.spec, self.dtype)
+        return (packed.buffer, self.spread), packed_decoder(self.norm.alignment, packed.spec, self.dtype)
 
     def pack_later(self, x: Tensor, quantizer: Any, seed: int | Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Keep the input at full precision, to be packed when backward starts."""
@@ -134,18 +134,18 @@ def output_of(
         What keeps the output; None where the input is not packed.
     """
     tensors, decoder = kept
-    if not isinstance(decoder, _Packed | _PackedOnBackward):
+    if not isinstance(decoder, PackedDecoder | _PackedOnBackward):
         return None
     if not is_traced(out) and decoder.stride(tensors) != out.stride():
         return None  # it would be decoded in another order of memory
     sources = decoder.sources(tensors)
-    affine = tuple(_as_now(x, x is weight) for x in (weight, bias) if x is not None)
+    affine = tuple(as_now(x, x is weight) for x in (weight, bias) if x is not None)
     has = weight is not None, bias is not None
-    make = _output if decoder.lasts else _Output
+    make = output_decoder if decoder.lasts else OutputDecoder
     return (*sources, *affine), make(alignment, decoder, len(sources), has, out.shape, out.dtype)
 
 
-def _as_now(x: Tensor, is_weight: bool) -> Tensor:
+def as_now(x: Tensor, is_weight: bool) -> Tensor:
     """Return a weight or a bias as it is now: in a copy, since plain PyTorch allows a bias to change before backward.
 
     A weight may not, as PyTorch keeps it for backward itself. Where processes share parameters (FSDP), their memory is
@@ -156,11 +156,11 @@ def _as_now(x: Tensor, is_weight: bool) -> Tensor:
     return x.detach().clone()
 
 
-class _Output(NamedTuple):
+class OutputDecoder(NamedTuple):
     """Decoder of the output of a norm, x^ * weight + bias; its tensors are what keeps x^, the weight and the bias."""
 
     alignment: Alignment
-    source: _Packed | _PackedOnBackward
+    source: PackedDecoder | _PackedOnBackward
     count: int
     has: tuple[bool, bool]
     shape: torch.Size
@@ -233,7 +233,7 @@ class Zeros(NamedTuple):
 
 def is_centred(decoder: Any) -> bool:
     """Return whether a decoder gives the input of a norm less its means."""
-    return isinstance(decoder, _Packed | _PackedOnBackward)
+    return isinstance(decoder, PackedDecoder | _PackedOnBackward)
 
 
 class _Reading:
@@ -272,7 +272,7 @@ class _Unpacked(_Reading):
         return self._decoder.described(tensors[: -self.statistics])
 
 
-class _Packed(_Reading):
+class PackedDecoder(_Reading):
     """Of packed normalized values; the tensors are codes and the spread."""
 
     __slots__ = ("_alignment", "_dtype", "_spec", "quality")
@@ -314,8 +314,8 @@ class _Packed(_Reading):
         return storage_report.PACKED, self._spec.layout.numel * self._dtype.itemsize
 
 
-_packed = one_object_each(_Packed)
-_output = one_object_each(_Output)
+packed_decoder = one_object_each(PackedDecoder)
+output_decoder = one_object_each(OutputDecoder)
 
 
 class _PackedOnBackward(_Reading):

@@ -45,6 +45,7 @@ from brevact.autograd.ops import (
 )
 from brevact.autograd.ops.base import is_activation, out_of_place
 from brevact.autograd.ops.metadata import stores_nothing
+from brevact.autograd.ops.norm.planned_batch_norm import run as run_batch_norm
 from brevact.autograd.ops.rounding import ALGORITHMS, must_not_round
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, sizes_of
@@ -205,6 +206,10 @@ class Region(EagerKeeper):
             return False
         return not (_is_in_algorithm(saver) or _is_in_algorithm(saver.f_back))  # behind `Function.apply`
 
+    def is_watched(self) -> bool:
+        """Return whether somebody around the region sees each tensor that it keeps: hooks, or a report."""
+        return bool(storage_report.recorders) or not self.hooks.are_alone()
+
     #: Whether a tensor is one that a Function of ours can pack.
     is_activation = staticmethod(is_activation)
 
@@ -238,6 +243,9 @@ class Region(EagerKeeper):
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Run torch's own norm as :meth:`run_torch` does; of its input the hooks keep the normalized values."""
+        out = run_batch_norm(self, norm, input, weight, bias)
+        if out is not None:
+            return out
         hooks = self.hooks
         try:
             hooks.layer, hooks.waiting = (input, weight), []

@@ -140,6 +140,10 @@ class SavedTensorHooks:
         if self._replaced is not None:
             self._replaced.push()
 
+    def are_alone(self) -> bool:
+        """Return whether no hooks are around the region, which would see what is kept."""
+        return self._outer is None
+
     def are_in_recomputation(self) -> bool:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])

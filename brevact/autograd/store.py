@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -166,7 +167,7 @@ def keep_packed(
         return known if norm is None else _with_statistics(known, norm)
     if norm is not None and settings.is_lossless:
         return _with_statistics(keep_packed(x, settings, seeds, share, repeats, place, scope=scope), norm)
-    slot = _slot(x, settings, repeats, norm) if share else None
+    slot = slot_of(x, settings, repeats, *(() if norm is None else (norm.key,))) if share else None
     found = None if slot is None else slot.found
     if found is None:
         quantizer = settings.quantizer
@@ -221,18 +222,23 @@ def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
 
     It may be packed for other settings, if that is as good for a reader with these.
     """
-    slot = _slot(x, settings, False, None)
+    slot = slot_of(x, settings, False)
     if slot is None or slot.found is not None:
         return None if slot is None else slot.found
     others = (kept for kept in slot.alternatives() if getattr(kept[1], "quality", EXACT).serves(settings))
     return next(others, None)
 
 
-def _slot(x: Tensor, settings: BackwardSettings, repeats: bool, norm: NormInput | None) -> Slot | None:
-    """Return the place of what ops share: that of ``x``, or that of its normalized values."""
-    if norm is None:
-        return _shared.slot(x, (settings.key, repeats))
-    return None if norm.key is None else _shared.slot(x, (settings.key, repeats, norm.key))
+def slot_of(x: Tensor, settings: BackwardSettings, repeats: bool, *norm: Hashable | None) -> Slot | None:
+    """Return the place of what ops share; None where nothing is shared.
+
+    Args:
+        x: the tensor.
+        settings: the region's settings.
+        repeats: see :func:`keep_packed`.
+        norm: where normalized values of ``x`` are kept, their key; None for those that nobody shares.
+    """
+    return None if norm == (None,) else _shared.slot(x, (settings.key, repeats, *norm))
 
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:

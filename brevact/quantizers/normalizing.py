@@ -102,8 +102,12 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
     layout, buffer = packed.layout, packed.buffer
     if is_traced(buffer) and _is_fused(packed, dtype):
         return torch.ops.brevact.denormalize(buffer, mean, invstd, *packed.spec.spelled[:3], dtype)
-    sigma = invstd.to(layout.dtype).reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)
-    return decode_affine(packed, sigma, mean, dtype)
+    return decode_affine(packed, reciprocal_of(invstd.to(layout.dtype)), mean, dtype)
+
+
+def reciprocal_of(invstd: Tensor) -> Tensor:
+    """Deviations of inverse ones: NaN of NaN, and 0 of an infinite deviation, whose elements are 0 when normalized."""
+    return invstd.reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)
 
 
 def decode_affine(packed: PackedActivation, scale: Tensor | None, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -303,7 +307,7 @@ def _groups(layout: Layout, mean: Tensor | None, scale: Tensor) -> Groups | None
     """Statistics of the elements of a dense tensor, if their order is one that kernels know."""
     if not layout.is_dense or layout.numel == 0 or scale.dtype is torch.float64:
         return None
-    found = _place_of(layout, tuple(scale.shape))
+    found = place_of(layout, tuple(scale.shape))
     if found is None:
         return None
     place, order = found
@@ -319,7 +323,7 @@ def _in_order(statistic: Tensor, layout: Layout, order: tuple[int, ...] | None) 
 
 
 @functools.lru_cache(maxsize=4096)
-def _place_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None] | None:
+def place_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, ...] | None] | None:
     """Place of the statistics of a shape that broadcasts, and the order of their dimensions if they have to be moved.
 
     In memory order, dimensions are of groups, then of elements of one, then of groups and of elements once more, any of

@@ -23,7 +23,7 @@ from brevact.private_names.of_torch import (
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
@@ -90,7 +90,7 @@ class BatchNorm(Norm):
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
+        return batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
 
     @property
     def key(self) -> Hashable:
@@ -171,7 +171,7 @@ class Frozen(Norm):
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        return _batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
+        return batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
 
 
 @dataclass(eq=False)
