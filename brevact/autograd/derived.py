@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of, quality_of
@@ -177,6 +178,34 @@ class _Spread(NamedTuple):
         return self.function(*args, **kwargs)
 
 
+class _Positional(NamedTuple):
+    """The same of a call whose arguments are given by position, and are tensors and constants."""
+
+    function: Callable[..., Tensor]
+    args: tuple[Any, ...]
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        given = iter(tensors)
+        return self.function(*[next(given) if arg is Tensor else arg for arg in self.args])
+
+
+#: Types of constants that are no containers of tensors.
+_FLAT = frozenset((bool, int, float, str, type(None), torch.dtype))
+
+
+def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor]:
+    """Return a call as a function of the tensors among its arguments."""
+    if not kwargs:
+        flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
+        for arg in flat:
+            if arg is not Tensor and type(arg) not in _FLAT:
+                break
+        else:
+            return _Positional(func, flat)
+    leaves, spec = tree_flatten((args, kwargs))
+    return _Spread(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+
+
 class Kind(Enum):
     """What is known of a function whose results are followed."""
 
@@ -226,16 +255,15 @@ def follow(
     """
     if type(out) is not Tensor or not out.is_floating_point() or region.find_known(out) is not None:
         return
-    if any(x.device != out.device and x.dim() for x, _ in operands):
-        return  # what is moved to another device begins a chain there
+    for x, _ in operands:
+        if x.device != out.device and x.dim():
+            return  # what is moved to another device begins a chain there
     if func in _INVERSIONS or kwargs.get("rounding_mode") is not None:
         return
     if func.__name__ in _DIVISIONS and any(kept and not quality_of(kept[1]).is_exact for _, kept in operands[1:]):
         return
-    leaves, spec = tree_flatten((args, kwargs))
-    found = _Spread(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
     derive(
-        *(region, out, found, operands),
+        *(region, out, _as_function(func, args, kwargs), operands),
         is_pointwise=kind is Kind.LINEAR and all(x.shape == out.shape for x, _ in operands),
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,18 +120,22 @@ class Derived:
         return parts
 
     def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
-        with ExitStack() as stack:
-            if torch.is_grad_enabled():
-                stack.enter_context(torch.no_grad())
-            if is_any_autocast_enabled():
-                stack.enter_context(torch.autocast(tensors[0].device.type, enabled=False))
-            parts = self.parts(tensors)
-            if grad is not None:
-                product = _fused(self.expression, parts, grad)
-                if product is not None:
-                    return product
-            values = _with_strides(_value(self.expression, parts, {}).to(self.dtype), self.stride)
-            return values if grad is None else grad * values
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._computed(tensors, grad)
+        if is_any_autocast_enabled():
+            with torch.autocast(tensors[0].device.type, enabled=False):
+                return self._computed_plainly(tensors, grad)
+        return self._computed_plainly(tensors, grad)
+
+    def _computed_plainly(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
+        parts = self.parts(tensors)
+        if grad is not None:
+            product = _fused(self.expression, parts, grad)
+            if product is not None:
+                return product
+        values = _with_strides(_value(self.expression, parts, {}).to(self.dtype), self.stride)
+        return values if grad is None else grad * values
 
 
 def _fused(expression: Call, parts: list[Saved], grad: Tensor | None) -> Tensor | None:

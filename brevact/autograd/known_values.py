@@ -203,8 +203,11 @@ def _register(
 
 
 def is_marked(x: Tensor) -> bool:
-    """Return whether something was known of a tensor with storage, be it of an earlier version."""
-    return hasattr(x.untyped_storage(), _KNOWN)
+    """Return whether something was known of a tensor, be it of an earlier version."""
+    try:
+        return hasattr(x.untyped_storage(), _KNOWN)
+    except (NotImplementedError, RuntimeError):  # no storage
+        return False
 
 
 def forget(x: Tensor) -> None:
@@ -233,9 +236,14 @@ def find(
         return None
     if entry is None or x.is_inference() or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
         return None
-    if entry.versions != versions_of(entry.tensors):
-        return None
-    if not entry.quality.is_exact:
+    try:
+        for kept, version in zip(entry.tensors, entry.versions, strict=True):
+            if kept._version != version:
+                return None
+    except RuntimeError:  # inference tensors have no version
+        if entry.versions != versions_of(entry.tensors):
+            return None
+    if entry.quality.quantizer is not None:
         if settings is None or entry.scope is not scope or not entry.quality.serves(settings):
             return None
     if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():

@@ -25,11 +25,13 @@ class Quality(NamedTuple):
 
     def serves(self, settings: BackwardSettings) -> bool:
         """Return whether a reader with these settings loses nothing by a derived tensor in place of a packed one."""
-        if self.is_exact:
+        if self.quantizer is None:
             return True
+        reader = settings.quantizer
+        if self.quantizer is reader:  # of most chains
+            return settings.derives and (not self.is_curved or settings.derives_curved)
         if not settings.derives or (self.is_curved and bits_of(self.quantizer) < settings.derive_min_bits):
             return False
-        reader = settings.quantizer
         if seen_as(self.quantizer) == seen_as(reader):
             return True
         is_fine = bits_of(self.quantizer) >= bits_of(reader) > 0

@@ -392,18 +392,20 @@ class _EagerMode(compiled_mode.RegionMode):
             with region.hooks.suspended:
                 return func(*args, **kwargs)
         is_inside = _is_in_algorithm(sys._getframe(1))
-        handler = None if is_inside else HANDLERS.get(func)
+        handler, followed = None if is_inside else HANDLERS.get(func), None
         if handler is not None and not (func in NORMS and region.makes_weight(func, args, kwargs)):
             if running.forwards and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
-            followed = _Followed(region, func, args, kwargs) if func in _FOLLOWED else None
+            followed = _Followed(region, func, args, kwargs) if func in _FOLLOWED and func not in _DERIVED else None
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
+                if func in _DERIVED and isinstance(result, Tensor) and not known_values.is_marked(result):
+                    followed = _Followed(region, func, args, kwargs)
                 if followed is not None:
                     followed.register(result)
                 return result
-        else:
-            followed = _Followed(region, func, args, kwargs) if func in _FOLLOWED else None
+        if followed is None and func in _FOLLOWED:
+            followed = _Followed(region, func, args, kwargs)
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
         if makes_weight or (not region.settings.is_exact and (is_inside or must_not_round(region, func, args))):
             if storage_report.recorders:
@@ -451,6 +453,9 @@ class _Followed:
 
 
 _FOLLOWED = dict.fromkeys(LINEAR, Kind.LINEAR) | dict.fromkeys(AVERAGES, Kind.AVERAGE) | dict.fromkeys(MOVES, Kind.MOVE)
+
+#: Those of which the handler derives the result itself, in most cases; not in place, so that it may be followed later.
+_DERIVED = frozenset(func for func in LINEAR if func in HANDLERS and out_of_place(func) is func)
 
 
 def _is_in_algorithm(caller: FrameType | None) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from brevact.autograd import storage_report
 from brevact.autograd.keeper import EagerKeeper
@@ -106,6 +107,8 @@ class SavedTensorHooks:
         self.innermost: tuple[Callable, Callable] | None = self.pair
         self._replaced: SavedTensorHooks | None = None
         self._outer: tuple[Callable, Callable] | None = None
+        #: What tells the checkpoint in which the hooks are from others, and from its recomputation; None: in none.
+        self.scope: Any = None
         self.suspended = _Suspended(self)
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
         # Input and weight of torch's own layer that runs in place of a Function.
@@ -124,6 +127,7 @@ class SavedTensorHooks:
             self._replaced = around
             around.pop()
         self._outer = top_hooks(True)
+        self.scope = self._outer[0] if self._outer is not None and self.are_in_checkpoint() else None
         if self._region.settings is None:
             self.innermost = self._outer
             return
@@ -147,11 +151,6 @@ class SavedTensorHooks:
     def are_in_recomputation(self) -> bool:
         """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
         return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])
-
-    @property
-    def scope(self) -> Any:
-        """What tells the checkpoint in which the hooks are from others, and from its recomputation; None: in none."""
-        return self._outer[0] if self._outer is not None and self.are_in_checkpoint() else None
 
     def push(self) -> None:
         """Activate the hooks."""
@@ -213,6 +212,8 @@ class SavedTensorHooks:
             return stored
         layer = self.layer
         if layer is not None and x is layer[1]:
+            if self._outer is None and type(x) is Parameter and not storage_report.recorders:
+                return x, x._version
             kept = self._region.keep_weight(x)
         elif self.kept is not None:
             kept = self.kept

@@ -138,6 +138,9 @@ class BackwardSettings:
     derives: bool = field(init=False, repr=False, compare=False)
     """Whether tensors are derived from what is packed."""
 
+    derives_curved: bool = field(init=False, repr=False, compare=False)
+    """Whether smooth functions of what the quantizer packs are derived, too."""
+
     is_lossless: bool = field(init=False, repr=False, compare=False)
     """Whether the quantizer gives back what it took, so that norms let it have their input, not what they normalize."""
 
@@ -177,6 +180,7 @@ class BackwardSettings:
         object.__setattr__(self, "is_lossless", bool(getattr(self.quantizer, "is_lossless", False)))
         derives = self.derive_min_bits > 0 and not (self.is_exact or self.is_lossless)
         object.__setattr__(self, "derives", derives)
+        object.__setattr__(self, "derives_curved", derives and bits_of(self.quantizer) >= self.derive_min_bits)
         object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))
         rounds = getattr(self.quantizer, "of_normalized", None) is not None
         rounds = rounds and getattr(self.quantizer, "quantize_forward", False)

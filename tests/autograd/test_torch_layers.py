@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact.autograd import BackwardSettings, SaveMode, region
+from brevact.autograd import BackwardSettings, SaveMode, region, regions
 from brevact.autograd.regions import Region
 from brevact.quantizers import Rounding, denormalize, normalize
+from brevact.quantizers.normalizing_plans import NormalizedPlan
 from tests.autograd.measuring import settings, watch_saved
 
 NEAREST = settings(rounding=Rounding.NEAREST)
@@ -176,3 +179,89 @@ def test_an_input_that_is_its_own_weight_is_kept_for_both():
     decoded = NEAREST.quantizer.quantize(x).dequantize()
     by_weight = aten.convolution_backward(grad_out, decoded, x, None, *geometry, [False, True, False])[1]
     assert torch.equal(torch.autograd.grad(out, x, grad_out)[0], by_input + by_weight)
+
+
+@pytest.fixture
+def unplanned(monkeypatch):
+    """Batch norms run as they do where a plan does not fit."""
+    return lambda: monkeypatch.setattr(regions, "run_batch_norm", lambda *_: None)
+
+
+class Branches(nn.Module):
+    """Two batch norms of one tensor, each followed by a layer that reads what derives from it."""
+
+    def __init__(self, affine: bool = True, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8, affine=affine, momentum=momentum) for _ in range(2))
+        for norm in self.norms:
+            if affine:
+                nn.init.normal_(norm.weight)
+                nn.init.normal_(norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        a, b = (F.silu(norm(x)) for norm in self.norms)
+        return self.second(a + b)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": None}], ids=str)
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_planned_batch_norms_have_the_gradients_of_others(options, memory_format, rounding, unplanned):
+    model, found = Branches(**options).to(memory_format=memory_format), []
+    x = torch.randn(3, 3, 9, 9).contiguous(memory_format=memory_format)
+    start = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        model.load_state_dict(start)
+        torch.manual_seed(0)
+        with region(settings(4, rounding)):
+            out = model(x)
+        with torch.no_grad():
+            for norm in model.norms:
+                if norm.affine:
+                    norm.bias.add_(1.0)  # as plain PyTorch allows
+        first = torch.autograd.grad(out.square().sum(), list(model.parameters()), retain_graph=True)
+        again = torch.autograd.grad(out.square().sum(), list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        found.append((out, *first, *model.buffers()))
+        unplanned()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_two_batch_norms_of_a_tensor_share_what_a_plan_has_packed(monkeypatch):
+    model, made = Branches(), []
+    quantize = NormalizedPlan.quantize
+    monkeypatch.setattr(NormalizedPlan, "quantize", lambda *args: made.append(1) or quantize(*args))
+    with region(settings(4)):
+        out = model(torch.randn(3, 3, 9, 9))
+    assert len(made) == 1
+    out.sum().backward()
+
+
+def test_planned_batch_norms_refuse_changed_weights_and_second_derivatives():
+    norm, x = nn.BatchNorm2d(4), torch.randn(2, 4, 8, 8, requires_grad=True)
+    with region(settings()):
+        out = norm(x * 1)
+    assert "Planned" in type(out.grad_fn).__name__
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+    with torch.no_grad():
+        norm.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_planned_batch_norms_mark_what_is_not_finite(unplanned):
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm2d(4), torch.randn(2, 4, 8, 8)
+        x[0, 1, 2, 3], x[1, 2] = float("inf"), 5.0
+        x.requires_grad_()
+        with region(settings()):
+            out = F.relu(norm(x * 1))
+        found.append(torch.autograd.grad(out, [x, *norm.parameters()], torch.randn(out.shape)))
+        unplanned()
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
