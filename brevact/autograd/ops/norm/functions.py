@@ -4,7 +4,8 @@ The backward pass is PyTorch's own formula on x^ / invstd, the input less its me
 input. It reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a
 feature map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: what is quantized is normalized, so that groups of
 other scales in one bucket do not add their noise to each other's gradients. Batch norm by the statistics of the batch
-is torch's own op, where it can be, as convolutions are; it is given x^ / invstd + mean.
+packs its input by a plan where it can (`planned_batch_norm`). Otherwise it is torch's own op where that is possible, as
+convolutions are, and is given x^ / invstd + mean.
 
 A quantizer with ``of_normalized`` stores x^ on a fixed grid. Where a group held NaN or an infinity its invstd is NaN,
 and so are the gradients. With ``quantize_forward`` the affine step reads the stored values in place of x^, and the
