@@ -1,9 +1,16 @@
 """What holds for the whole suite."""
 
 import gc
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of as many workers as there are cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
