@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from brevact.distributed.message import check_marks, marks_of, message_of, packs_of
-from brevact.distributed.packing import AS_IT_IS, DTYPES, check_count, is_unbiased, pack
-from brevact.distributed.parameter_states import ParameterState, ParameterStates
+from brevact.distributed.message import Agreement, check_marks, keep_for_this_stream, marks_of, message_of, packs_of
+from brevact.distributed.packing import AS_IT_IS, DTYPES, check_count, check_quantizer, check_seed, is_unbiased, pack
+from brevact.distributed.parameter_states import ParameterState, ParameterStates, check_state
 from brevact.injectors import backward_settings_from
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.settings import BackwardQuantizer
@@ -93,10 +93,11 @@ class QuantizedHook:
         min_numel: int = 4096,
         seed: int = 0,
     ) -> None:
+        check_quantizer(quantizer)
         if not (error_feedback is None or isinstance(error_feedback, bool)):
             raise TypeError(f"error_feedback: got {brief(error_feedback)}; accepted are True, False and None")
         check_count("min_numel", min_numel, at_least=0)
-        check_count("seed", seed)
+        check_seed(seed)
         self.__name__ = self.__qualname__ = "quantized_hook"  # which DistributedDataParallel logs
         self.quantizer = quantizer.for_each_tensor() if isinstance(quantizer, BrevitasQuantizer) else quantizer
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
@@ -111,6 +112,7 @@ class QuantizedHook:
         self.sent_bytes = 0  # of this rank's messages so far, each of which goes to every other rank
         self.plain_bytes = 0  # of the same gradients as they were
         self.states = ParameterStates()
+        self._agreement = Agreement()
         self._unchecked: list[tuple[int, Tensor]] = []  # marks on a device, until the next step
 
     def __call__(self, state, bucket):  # DistributedDataParallel refuses annotations that are strings
@@ -126,11 +128,13 @@ class QuantizedHook:
         if isinstance(bucket, Tensor):
             raise TypeError("bucket: got a tensor, as of FSDP; accepted is a GradBucket of DistributedDataParallel")
         group: Any = distributed.group.WORLD if state is None else state
+        buffer, gradients = bucket.buffer(), bucket.gradients()
+        settings = self.quantizer, self.error_feedback, self.min_numel, self.seed, self.step
+        self._agreement.reach(group, buffer.device, *settings)
         step = self.step
         self.step += bucket.is_last()
         while self._unchecked and self._unchecked[0][0] < step:
             check_marks(self._unchecked.pop(0)[1])
-        buffer, gradients = bucket.buffer(), bucket.gradients()
         entries = list(map(self.states.of, bucket.parameters()))
         if buffer.dtype not in DTYPES or all(gradient.numel() < self.min_numel for gradient in gradients):
             return _averaged_as_they_are(group, buffer)
@@ -149,7 +153,7 @@ class QuantizedHook:
 
         def average(future: torch.futures.Future[Any]) -> Tensor:
             future.value()  # raises what the collective raised
-            _keep_for_this_stream(messages, *sent)
+            keep_for_this_stream(messages, *sent)
             with torch.no_grad():
                 self._check(messages, step)
                 ranks = zip(*(packs_of(row, specs) for row in messages), strict=True)
@@ -170,6 +174,7 @@ class QuantizedHook:
 
         Raises:
             TypeError: ``model`` is no module.
+            ValueError: it has none of the parameters whose gradients the hook has averaged.
         """
         return {"step": self.step, "seed": self.seed, **self.states.state_dict(model)}
 
@@ -184,8 +189,7 @@ class QuantizedHook:
             TypeError: ``model`` is no module.
             ValueError: the state names parameters that the model lacks, or of other shapes, or is no state of a hook.
         """
-        if missing := {"step", "seed", "numbers", "residuals"} - set(state):
-            raise ValueError(f"state: lacks {sorted(missing)}; accepted is what state_dict(model) returned")
+        check_state(state)
         self.states.load_state_dict(state, model)
         self.step, self.seed = state["step"], state["seed"]
 
@@ -228,13 +232,6 @@ class QuantizedHook:
             pays = gradient.any() & total.isfinite().all()
             entry.residual.copy_(torch.where(pays, sent - own, entry.residual))  # in memory of the hook's stream
         gradient.copy_(total.div_(len(received)))
-
-
-def _keep_for_this_stream(*tensors: Tensor) -> None:
-    """Keep the memory of tensors of another stream until the work of this one is done."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _averaged_as_they_are(group: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:

@@ -1,20 +1,23 @@
 """Packed gradients as one run of bytes, the way one process sends them to the others.
 
 A message is a mark of 16 bytes, then the buffers of packed tensors, each from a multiple of 16 bytes on. The mark is a
-digest of what the bytes mean: processes whose marks differ would decode something else than was sent.
+digest of what the bytes mean: processes whose marks differ would decode something else than was sent. Since backends
+crash or hang where messages differ in length, processes compare marks of their settings before the first message.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from brevact.quantizers import PackedActivation, PackedSpec
+from brevact.quantizers.brief import brief
 
 _ALIGNMENT = 16
 
@@ -82,6 +85,45 @@ def check_marks(marks: Tensor) -> None:
         )
 
 
+def keep_for_this_stream(*tensors: Tensor) -> None:
+    """Keep the memory of tensors of another stream until the work of this one is done."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class Agreement:
+    """Settings that processes of a group compare once, before they exchange messages whose length follows from them."""
+
+    def __init__(self) -> None:
+        self._groups: set[str] = set()
+
+    def reach(self, group: Any, device: torch.device, *settings: object) -> None:
+        """Compare settings, unless these processes have done so; waits for all of them.
+
+        Args:
+            group: Process group, whose processes all call this.
+            device: One that the group's backend takes.
+            *settings: What lengths and the meaning of messages follow from.
+
+        Raises:
+            TypeError: If the group is none.
+            ValueError: On all processes, if they differ in a setting.
+        """
+        if not isinstance(group, distributed.ProcessGroup):
+            raise TypeError(
+                f"process group: got {brief(group)}; accepted is a ProcessGroup of torch.distributed; "
+                "register_comm_hook(None, hook) takes the default one"
+            )
+        if group.group_name in self._groups:
+            return
+        mark = _digest(" ".join(map(_name, settings))).to(device)
+        marks = mark.new_empty(group.size(), _ALIGNMENT)
+        distributed.all_gather_single(marks.view(-1), mark, group=group)
+        check_marks(marks)
+        self._groups.add(group.group_name)
+
+
 def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
     """Where each buffer starts, and at last where the message ends."""
     starts = [_ALIGNMENT]
@@ -91,12 +133,19 @@ def _starts(specs: Sequence[PackedSpec[Any]]) -> list[int]:
 
 
 def _mark(specs: Sequence[PackedSpec[Any]], step: int) -> Tensor:
-    text = f"{step} " + " ".join(map(_text, specs))
-    return torch.frombuffer(
-        bytearray(hashlib.blake2b(text.encode(), digest_size=_ALIGNMENT).digest()), dtype=torch.uint8
-    )
+    return _digest(f"{step} " + " ".join(map(_text, specs)))
+
+
+def _digest(text: str) -> Tensor:
+    digest = hashlib.blake2b(text.encode(), digest_size=_ALIGNMENT).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
 @functools.lru_cache(maxsize=4096)
 def _text(spec: PackedSpec[Any]) -> str:
-    return f"{spec.quantizer} {spec.layout.shape} {spec.layout.stride} {spec.layout.dtype} {spec.nbytes}"
+    return f"{_name(spec.quantizer)} {spec.layout.shape} {spec.layout.stride} {spec.layout.dtype} {spec.nbytes}"
+
+
+def _name(setting: object) -> str:
+    """What a setting is, without where it lies: quantizers of others may have no ``__repr__`` of their own."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(setting))

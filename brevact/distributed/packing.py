@@ -78,6 +78,22 @@ def check_count(name: str, value: object, at_least: int | None = None) -> None:
         raise ValueError(f"{name}: got {value}; accepted is an int of at least {at_least}")
 
 
+def check_seed(seed: int) -> None:
+    """Raise a TypeError for what is no int, and a ValueError for one of more than 64 bits."""
+    check_count("seed", seed)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: got {seed}; accepted is an int from -2**63 to 2**63 - 1")
+
+
+def check_quantizer(quantizer: object) -> None:
+    """Raise a TypeError for what is no activation quantizer, such as an injector."""
+    if isinstance(quantizer, type) or not callable(getattr(quantizer, "quantize", None)):
+        raise TypeError(
+            f"quantizer: got {brief(quantizer)}; accepted is an activation quantizer, such as what "
+            "brevact.quantizer(StochBackward4bit) returns"
+        )
+
+
 def _seed(*parts: int) -> int:
     """A signed 64-bit integer of its own for each list of numbers."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()

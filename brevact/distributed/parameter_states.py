@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from brevact.arguments import check_model
+from brevact.distributed.packing import check_count, check_seed
+from brevact.quantizers.brief import brief
 
 
 @dataclass
@@ -42,8 +44,16 @@ class ParameterStates:
 
         Returns:
             Dictionaries "numbers" and "residuals"; the tensors are copies.
+
+        Raises:
+            ValueError: If parameters have states, and the model has none of them.
         """
         known = {name: self._states[p] for name, p in _named(model).items() if p in self._states}
+        if self._states and not known:
+            raise ValueError(
+                f"model: got {brief(model)}, which has none of the parameters whose gradients were averaged; "
+                "accepted is the model that DistributedDataParallel has, not a copy"
+            )
         return {
             "numbers": {name: state.number for name, state in known.items()},
             "residuals": {name: state.residual.clone() for name, state in known.items() if state.residual is not None},
@@ -66,6 +76,8 @@ class ParameterStates:
                 raise ValueError(f"state: has parameter {name!r}, which the model lacks; load it for the same model")
             states[named[name]] = ParameterState(number)
         for name, residual in state["residuals"].items():
+            if name not in state["numbers"]:
+                raise ValueError(f"state: {name!r} has a residual and no number; accepted is what state_dict returned")
             parameter = named[name]
             if residual.shape != parameter.shape:
                 raise ValueError(
@@ -74,6 +86,27 @@ class ParameterStates:
                 )
             states[parameter].residual = residual.to(parameter.device, copy=True)
         self._states = states
+
+
+def check_state(state: Any) -> None:
+    """Raise a ValueError for what is no state of a hook.
+
+    Args:
+        state: What was passed to ``load_state_dict``.
+    """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state: got {brief(state)}; accepted is what state_dict(model) returned")
+    if missing := {"step", "seed", "numbers", "residuals"} - set(state):
+        raise ValueError(f"state: lacks {sorted(missing)}; accepted is what state_dict(model) returned")
+    check_count("state['step']", state["step"], at_least=0)
+    check_seed(state["seed"])
+    for key, kind in (("numbers", int), ("residuals", Tensor)):
+        values = state[key].values() if isinstance(state[key], Mapping) else [state[key]]
+        if not all(isinstance(value, kind) for value in values):
+            raise ValueError(
+                f"state: {key!r} is {brief(state[key])}; accepted is what state_dict(model) returned: names with "
+                f"values of type {kind.__name__}"
+            )
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from brevact.distributed.message import check_marks, marks_of, message_of, packs_of
-from brevact.distributed.packing import DTYPES, check_count, is_unbiased, pack
+from brevact.distributed.message import Agreement, check_marks, marks_of, message_of, packs_of
+from brevact.distributed.packing import DTYPES, check_count, check_quantizer, check_seed, is_unbiased, pack
 from brevact.injectors import backward_settings_from
 from brevact.injectors.settings import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer
@@ -62,19 +62,21 @@ class QuantizedReduceScatter:
     """
 
     def __init__(self, quantizer: ActivationQuantizer, *, min_numel: int = 4096, seed: int = 0) -> None:
+        check_quantizer(quantizer)
         if not is_unbiased(quantizer):
             raise ValueError(
                 f"quantizer: got {brief(quantizer)}, which is biased, and errors of FSDP2's gradients cannot be fed "
                 "back; accepted is one that rounds stochastically between levels that span a bucket: StochBackward4bit"
             )
         check_count("min_numel", min_numel, at_least=0)
-        check_count("seed", seed)
+        check_seed(seed)
         self.quantizer = quantizer
         self.min_numel = min_numel
         self.seed = seed
         self.calls = 0
         self.sent_bytes = 0  # to all ranks, this one among them
         self.plain_bytes = 0  # of the same gradients as they were
+        self._agreement = Agreement()
         self._unchecked: Tensor | None = None  # marks on a device, until the next call
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -97,6 +99,8 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: ``op`` is another one, or the ranks pack in different ways.
         """
+        settings = self.quantizer, self.min_numel, self.seed, self.calls
+        self._agreement.reach(group, input_tensor.device, *settings)
         step, ranks = self.calls, group.size()
         self.calls += 1
         if self._unchecked is not None:
@@ -109,7 +113,7 @@ class QuantizedReduceScatter:
                 f"op: got {op}; accepted are SUM and AVG; call set_force_sum_reduction_for_comms(True) on the module"
             )
         with torch.no_grad():
-            first = group.rank() * ranks
+            first = distributed.get_rank() * ranks  # of all processes: replicas of these parts round apart
             parts = enumerate(input_tensor.view(ranks, -1))
             packs = [pack(self.quantizer, part, (self.seed, step, 0), first + number) for number, part in parts]
             messages = torch.stack([message_of([packed], step) for packed in packs])
@@ -137,8 +141,10 @@ class QuantizedReduceScatter:
         Raises:
             ValueError: it is no such state.
         """
-        if set(state) != {"calls", "seed"}:
-            raise ValueError(f"state: has {sorted(state)}; accepted is what state_dict() returned")
+        if not isinstance(state, Mapping) or set(state) != {"calls", "seed"}:
+            raise ValueError(f"state: got {brief(state)}; accepted is what state_dict() returned")
+        check_count("state['calls']", state["calls"], at_least=0)
+        check_seed(state["seed"])
         self.calls, self.seed = state["calls"], state["seed"]
 
     def _check(self, received: Tensor) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,14 +56,33 @@ def unused(rank: int) -> list[Tensor]:
     return averaged(model, [first if rank else None, bias, None])
 
 
-def disagreeing(rank: int) -> str:
-    """What is raised where ranks pack in different ways that take the same bytes."""
-    model = parallel(quantized_hook(brevact.NearestBackward4bit if rank else brevact.StochBackward4bit))
+def raised(call: Callable[[], object]) -> str:
+    """What is raised, if anything is."""
     try:
-        averaged(model, given(rank))
+        call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def disagreeing(rank: int) -> dict[str, str]:
+    """What is raised where ranks pack in different ways, that take the same bytes and that do not."""
+    hooks = {
+        "rounding": quantized_hook(brevact.NearestBackward4bit if rank else brevact.StochBackward4bit),
+        "bit_width": quantized_hook(brevact.StochBackward2bit, bit_width=2 + rank),
+        "min_numel": quantized_hook(brevact.StochBackward2bit, min_numel=10**6 if rank else 4096),
+        "seed": quantized_hook(brevact.StochBackward2bit4bitMix, seed=rank),
+    }
+    errors = {name: raised(partial(averaged, parallel(hook), given(rank))) for name, hook in hooks.items()}
+    model = parallel(hook := quantized_hook(brevact.StochBackward2bit))
+    averaged(model, given(rank))
+    hook.step += rank
+    errors["step"] = raised(lambda: averaged(model, given(rank)))
+    x = torch.zeros(2 * 5000)
+    comm = quantized_reduce_scatter(brevact.StochBackward2bit, bit_width=2 + rank)
+    arguments = x[:5000], x, distributed.group.WORLD, distributed.ReduceOp.SUM
+    errors["reduce_scatter"] = raised(lambda: comm(*arguments))
+    return errors
 
 
 def joined(rank: int) -> list[Tensor]:
@@ -95,6 +116,14 @@ def sharded(rank: int, source: type | None) -> list[Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
+def replicated(rank: int) -> list[Tensor]:
+    """The part that a rank gets where each is a group of its own, of equal gradients."""
+    group = [distributed.new_group([other]) for other in range(WORLD)][rank]
+    x = normal(0)[2]
+    quantized_reduce_scatter(brevact.StochBackward2bit)(part := torch.empty_like(x), x, group, distributed.ReduceOp.SUM)
+    return [part]
+
+
 def measure(rank: int) -> dict[str, object]:
     nearest = parallel(quantized_hook(brevact.NearestBackward4bit, error_feedback=False))
     mixed = parallel(quantized_hook(brevact.StochBackward2bit4bitMix))
@@ -107,6 +136,7 @@ def measure(rank: int) -> dict[str, object]:
         "unused": unused(rank),
         "joined": joined(rank),
         **resumed(rank),
+        "replicated": replicated(rank),
         "disagreeing": disagreeing(rank),
         "fsdp": sharded(rank, None),
         "fsdp, lossless": sharded(rank, brevact.LosslessBackward),
@@ -121,11 +151,7 @@ def left_alone() -> str:
     distributed.barrier()
     if distributed.get_rank() == 1:
         os._exit(0)
-    try:
-        averaged(model, given(0))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return raised(lambda: averaged(model, given(0)))
 
 
 def main(rank: int, folder: Path) -> None:

@@ -10,7 +10,7 @@ from brevitas.quant import Int8ActPerTensorFloat
 from torch import distributed, nn
 
 import brevact
-from brevact.distributed import QuantizedHook, quantized_hook, quantized_reduce_scatter
+from brevact.distributed import QuantizedHook, QuantizedReduceScatter, quantized_hook, quantized_reduce_scatter
 from brevact.distributed.packing import is_unbiased
 from brevact.quantizers import NormalizedQuantizer
 from tests.distributed.models import averaged, normal, parallel
@@ -140,6 +140,30 @@ def test_load_state_dict_refuses_another_model():
         hook.load_state_dict({"step": 1}, model)
     with pytest.raises(TypeError, match="model: got 3"):
         hook.state_dict(3)
+    with pytest.raises(ValueError, match=r"model: got .* which has none of the parameters"):
+        hook.state_dict(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (None, "state: got None"),
+        ({"step": "3"}, "'step'.*got '3'; accepted is an int"),
+        ({"seed": 2**64}, "seed: got 18446744073709551616"),
+        ({"numbers": [3]}, r"'numbers' is \[3\]"),
+        ({"numbers": {}}, "'first' has a residual and no number"),
+        ({"residuals": {"first": [3]}}, "'residuals' is .*values of type Tensor"),
+    ],
+)
+def test_load_state_dict_refuses_what_is_no_state(change, message):
+    model = parallel(hook := quantized_hook(brevact.NearestBackward2bit))
+    averaged(model, normal(0))
+    before = hook.state_dict(model)
+    with pytest.raises((TypeError, ValueError), match=message):
+        hook.load_state_dict(None if change is None else {**before, **change}, model)
+    after = hook.state_dict(model)
+    assert hook.step == 1 and after["numbers"] == before["numbers"]
+    assert all(torch.equal(after["residuals"][name], x) for name, x in before["residuals"].items())
 
 
 @pytest.mark.parametrize(
@@ -149,6 +173,7 @@ def test_load_state_dict_refuses_another_model():
         ({"min_numel": -1}, ValueError, "min_numel: got -1"),
         ({"min_numel": 2.5}, TypeError, "min_numel: got 2.5"),
         ({"seed": True}, TypeError, "seed: got True"),
+        ({"seed": 2**63}, ValueError, "seed: got 9223372036854775808"),
         ({"bukket_size": 3}, TypeError, "bukket_size"),
         ({"error_feedback": True, "bit_width": 1}, ValueError, "error_feedback: got True with .* would grow"),
     ],
@@ -162,10 +187,23 @@ def test_quantized_reduce_scatter_refuses():
     with pytest.raises(ValueError, match=r"quantizer: got .*, which is biased"):
         quantized_reduce_scatter(brevact.NearestBackward4bit)
     comm = quantized_reduce_scatter(brevact.StochBackward4bit)
-    with pytest.raises(ValueError, match=r"state: has \['step'\]"):
+    with pytest.raises(ValueError, match=r"state: got {'step': 1}"):
         comm.load_state_dict({"step": 1})
     with pytest.raises(ValueError, match=r"op: got .*; accepted are SUM and AVG"):
         comm(torch.zeros(5000), torch.zeros(5000), distributed.group.WORLD, distributed.ReduceOp.MAX)
+
+
+@pytest.mark.parametrize("kind", [QuantizedHook, QuantizedReduceScatter])
+def test_injectors_are_no_quantizers(kind):
+    with pytest.raises(TypeError, match=r"quantizer: got .*; accepted is an activation quantizer, such as"):
+        kind(brevact.StochBackward4bit)
+
+
+def test_quantized_hook_refuses_what_is_no_group():
+    model = parallel(None)
+    model.register_comm_hook("gloo", quantized_hook(brevact.StochBackward2bit))
+    with pytest.raises(TypeError, match="process group: got 'gloo'; accepted is a ProcessGroup"):
+        averaged(model, normal(0))
 
 
 def test_quantized_hook_refuses_what_is_no_bucket():

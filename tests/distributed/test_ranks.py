@@ -68,6 +68,7 @@ def test_each_rank_has_noise_of_its_own(ranks):
     average = ranks[0]["same gradients"][0]
     levels = len(torch.cat([row.unique() for row in average.view(12, 512)]))  # a row is a bucket of 4 levels
     assert levels > 12 * 4
+    assert not torch.equal(ranks[0]["replicated"][0], ranks[1]["replicated"][0])
 
 
 def test_parameters_that_one_rank_or_none_uses(ranks):
@@ -90,8 +91,10 @@ def test_sharded_gradients_are_packed(ranks):
 
 
 def test_ranks_that_pack_otherwise_are_told(ranks):
+    """Before messages of different lengths, at which backends crash or hang, and at each step."""
     for rank in ranks:
-        assert "ranks [1] are packed in different ways" in rank["disagreeing"]
+        for setting, message in rank["disagreeing"].items():
+            assert "ranks [1] are packed in different ways" in message, setting
 
 
 def test_a_rank_that_is_gone_raises_what_the_backend_raises(folder):
