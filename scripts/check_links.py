@@ -38,8 +38,13 @@ def broken_links(folder: Path) -> list[str]:
 
     Returns:
         A line each: the page and the link.
+
+    Raises:
+        FileNotFoundError: The folder has no page.
     """
     pages = {path.resolve(): Page(path.read_text("utf-8")) for path in sorted(folder.rglob("*.html"))}
+    if not pages:
+        raise FileNotFoundError(f"folder: {folder} has no page; accepted is what make docs has built: site")
     broken = []
     for path, page in pages.items():
         for link in page.links:
@@ -56,7 +61,7 @@ def broken_links(folder: Path) -> list[str]:
     return broken
 
 
-def main(folder: str) -> int:
+def main(folder: str = "site") -> int:
     """Print what leads nowhere; return the exit status."""
     broken = broken_links(Path(folder))
     print("\n".join(broken) if broken else "all links lead somewhere")
@@ -64,4 +69,4 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

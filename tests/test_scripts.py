@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from scripts.check_links import broken_links, main
 
 
@@ -17,3 +19,8 @@ def test_broken_links_finds_what_leads_nowhere(tmp_path: Path, capsys):
     expected = [f"index.html: {link}" for link in ("missing.html", "gone.png", "other.html#nowhere")]
     assert broken_links(tmp_path) == expected
     assert main(str(tmp_path)) == 1 and capsys.readouterr().out.splitlines() == expected
+
+
+def test_broken_links_refuses_a_folder_without_pages(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="has no page; accepted is what make docs has built"):
+        broken_links(tmp_path / "sight")
