@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import distributed, nn
 
 from brevact.bit_widths.spec import PolicySpec, parse_policy
-from brevact.policy.presets import DEFAULT
+from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.words import settings_of
 from brevact.quantizers.brief import brief
 
@@ -18,6 +20,24 @@ def check_steps(**intervals: Any) -> None:
     for name, steps in intervals.items():
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ValueError(f"{name}={brief(steps)}; accepted is an integer of at least 1, or None")
+
+
+def check_state(state: Any, own: Mapping[str, Any]) -> None:
+    """Raise a TypeError or a ValueError for what is not the state of a training policy, in its own values.
+
+    Args:
+        state: what is loaded.
+        own: a state, for its keys.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
+    if set(state) != set(own):
+        raise ValueError(f"state: got the keys {sorted(map(str, state))}; accepted are {sorted(own)}")
+    if type(state["steps"]) is not int or state["steps"] < 0:
+        raise ValueError(f"state: steps={brief(state['steps'])}; accepted is an integer of at least 0")
+    for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):
+        if state[name] is not None and (isinstance(state[name], bool) or not isinstance(state[name], kinds)):
+            raise TypeError(f"state: {name}={brief(state[name])}; accepted is {accepted}, or None")
 
 
 def spec_of(policy: Any) -> PolicySpec | None:
@@ -30,7 +50,10 @@ def spec_of(policy: Any) -> PolicySpec | None:
         return parse_policy(policy)
     if policy is DEFAULT:
         return PolicySpec("default", policy)
-    return PolicySpec(brief(policy), policy)
+    if not isinstance(policy, Policy):
+        Policy(policy if isinstance(policy, Mapping) else {"*": policy})  # raises where it is none
+    text = brief(policy.rules if isinstance(policy, Policy) else policy)
+    return PolicySpec(re.sub(r" at 0x[0-9a-f]+", "", text), policy)  # the same in the process that resumes
 
 
 def mix_of(words: str) -> tuple[str, dict[str, Any]]:

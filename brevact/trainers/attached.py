@@ -33,7 +33,7 @@ class AttachedPolicy:
         self.spec = spec
         #: The policy that was fitted to a budget; None for others.
         self.fitted: Policy | None = None
-        self._model: nn.Module | None = None
+        self._model: weakref.ref[nn.Module] | None = None  # an owner keeps no model alive
         self._is_ours = False
 
     def take(self, model: nn.Module) -> None:
@@ -49,7 +49,7 @@ class AttachedPolicy:
                 "other, or, after a run that was interrupted, call its end()"
             )
         _OWNERS[model] = self
-        self._model = model
+        self._model = weakref.ref(model)
 
     def attach(self, batches: Sequence[Any], loss: Loss | None, rules: str | None = None) -> None:
         """Give the model its policy, in place of one that it has from here.
@@ -63,7 +63,8 @@ class AttachedPolicy:
             ValueError: the model has no policy where it is to keep it, or has one where it is to get one; or an error
                 of :func:`brevact.fit`.
         """
-        model = self._model
+        assert self._model is not None
+        model = self._model()
         assert model is not None
         if self.spec is None:
             if not any(has_region(module) or has_region(module, POLICY) for module in model.modules()):
@@ -86,12 +87,10 @@ class AttachedPolicy:
 
     def release(self) -> None:
         """Take the policy off the model, if it is from here, and leave the model to other runs."""
-        model = self._model
-        if model is None:
-            return
-        if self._is_ours and _has_policy(model):
+        model = None if self._model is None else self._model()
+        if model is not None and self._is_ours and _has_policy(model):
             restore_backward(model)
-        if _OWNERS.get(model) is self:
+        if model is not None and _OWNERS.get(model) is self:
             del _OWNERS[model]
         self._model, self._is_ours = None, False
 

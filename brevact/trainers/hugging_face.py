@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -59,6 +60,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     ) -> None:
         if loss is not None:
             check_loss(loss)
+        policy = os.fsdecode(policy) if isinstance(policy, os.PathLike) else policy
         self._arguments = {
             "policy": policy if policy is None or isinstance(policy, str) else "(an object, which JSON cannot hold)",
             "adapt_every": adapt_every,

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from brevact.autograd import region
 from brevact.autograd.hooks import regions_of
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.trainers.training_policy import TrainingPolicy
+
+_NO_LOSS = (
+    "loss: training_step(batch, 0) returns none (manual optimization?); pass loss=, a function of the module and a "
+    "batch, or memory=False"
+)
 
 
 class LightningCallback(Callback):
@@ -62,6 +69,7 @@ class LightningCallback(Callback):
             policy, adapt_every=adapt_every, mix_schedule=mix_schedule, noise_every=noise_every, memory=memory
         )
         self._loss, self._batches, self._steps = loss, batches, 0
+        self._training_step: Callable[..., Any] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Give the module its policy, with the state of a checkpoint where the run goes on from one."""
@@ -70,9 +78,11 @@ class LightningCallback(Callback):
             raise ValueError("batches: the training data are several loaders; pass batches=, a list of batches")
         steps = int(trainer.estimated_stepping_batches) if trainer.estimated_stepping_batches < float("inf") else None
         self._steps = trainer.global_step
-        self.policy.begin(pl_module, batches, self._loss or _loss_of(trainer), steps=steps)
+        loss = self._loss or _loss_of(trainer)
+        self.policy.begin(pl_module, batches, loss, steps=steps, prepare=_prepare_of(trainer, pl_module))
         if "training_step" not in vars(pl_module):  # else it was compiled, with the module as it is
-            pl_module.training_step = MethodType(_step_in_region, pl_module)
+            self._training_step = _in_region(type(pl_module).training_step)
+            pl_module.training_step = MethodType(self._training_step, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the optimizer step, if the batch ended in one, and log figures."""
@@ -81,7 +91,7 @@ class LightningCallback(Callback):
             self.policy.step()
         figures = self.policy.figures()
         if figures:
-            pl_module.log_dict(figures)
+            pl_module.log_dict(figures, batch_size=1)  # the same, however large a batch is
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take the policy off the module."""
@@ -93,8 +103,9 @@ class LightningCallback(Callback):
 
     def _leave(self, pl_module: nn.Module) -> None:
         step = vars(pl_module).get("training_step")
-        if isinstance(step, MethodType) and step.__func__ is _step_in_region:
+        if isinstance(step, MethodType) and step.__func__ is self._training_step:
             del pl_module.training_step
+        self._training_step = None
         self.policy.end()
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,10 +117,36 @@ class LightningCallback(Callback):
         self.policy.load_state_dict(state_dict)
 
 
-def _step_in_region(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The `training_step` of a module's class, in the region of the module, which hooks enter for `forward` alone."""
-    with _region_of(module):
-        return type(module).training_step(module, *args, **kwargs)  # type: ignore[attr-defined]
+def _in_region(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The `training_step` of a class, in the region of the module, which hooks enter for `forward` alone."""
+
+    @functools.wraps(step)
+    def training_step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _region_of(module):
+            return step(module, *args, **kwargs)
+
+    # The trainer looks one function deep for the names of arguments, which say what it passes.
+    training_step.__wrapped__ = getattr(step, "__wrapped__", step)
+    return training_step
+
+
+def _takes(step: Callable[..., Any], name: str, **how: Any) -> bool:
+    return is_param_in_hook_signature(step, name, **how)
+
+
+def _prepare_of(trainer: Any, module: Any) -> Callable[[Any], Any] | None:
+    """What a trainer does with a batch before `training_step` gets it; None for one that takes iterators."""
+    if _takes(module.training_step, "dataloader_iter", explicit=True):
+        return None
+    data = trainer.datamodule
+    holder = data if data is not None and is_overridden("on_before_batch_transfer", data) else module
+
+    def prepare(batch: Any) -> Any:
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = holder.on_before_batch_transfer(batch, 0)
+        return trainer.strategy.batch_to_device(batch)
+
+    return prepare
 
 
 class _NoRegion:
@@ -127,17 +164,18 @@ def _loss_of(trainer: Any) -> Loss:
     """The loss of a copy of the module, whose `training_step` logs nothing."""
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
+        if not module.automatic_optimization:
+            raise ValueError(_NO_LOSS)
         step = type(module).training_step  # type: ignore[attr-defined]
-        args = (batch, 0) if len(inspect.signature(step).parameters) > 2 else (batch,)
+        args: tuple[Any, ...] = (batch, 0) if _takes(step, "batch_idx", min_args=2) else (batch,)
+        if _takes(step, "dataloader_iter", explicit=True):
+            args = (iter([(batch, 0, 0)]),)
         with trainer.precision_plugin.train_step_context(), _region_of(module), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*self.log.*")
             found = step(module, *args)
         found = found.get("loss") if isinstance(found, Mapping) else found
         if not isinstance(found, Tensor):
-            raise ValueError(
-                "loss: training_step(batch, 0) returns none (manual optimization?); pass loss=, a function of the "
-                "module and a batch, or memory=False"
-            )
+            raise ValueError(_NO_LOSS)
         return found
 
     return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,13 +14,12 @@ from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
 from brevact.policy.mixing import MixSchedule
 from brevact.policy.presets import Policy
-from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.gradients import gradient_report
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
-from brevact.trainers.arguments import check_steps, mix_of, spec_of
+from brevact.trainers.arguments import check_state, check_steps, mix_of, spec_of
 from brevact.trainers.attached import AttachedPolicy
 from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
 
@@ -88,6 +87,7 @@ class TrainingPolicy:
 
     def _forget(self) -> None:
         self._model: nn.Module | None = None
+        self._loss: Loss | None = None
         self._steps = 0
         self._noise: float | None = None
         self._batches: list[Any] = []
@@ -110,7 +110,13 @@ class TrainingPolicy:
         return self._adaptive
 
     def begin(
-        self, model: nn.Module, batches: Iterable[Any] = (), loss: Loss | None = None, *, steps: int | None = None
+        self,
+        model: nn.Module,
+        batches: Iterable[Any] = (),
+        loss: Loss | None = None,
+        *,
+        steps: int | None = None,
+        prepare: Callable[[Any], Any] | None = None,
     ) -> None:
         """Give a model the policy of the run, and measure what it stores. Random generators stay as they are.
 
@@ -122,6 +128,7 @@ class TrainingPolicy:
                 budgets, ``adapt_every`` and ``noise_every``.
             loss: takes the model and a batch, and returns a scalar; needed by the same.
             steps: of the run, for a schedule that does not say.
+            prepare: what the loop does with a batch before the model gets it; left out, it is moved to its device.
 
         Raises:
             TypeError: ``model`` is no module.
@@ -134,18 +141,25 @@ class TrainingPolicy:
         self._model, self._ended = model, None
         try:
             with kept_random_state():
-                self._start(model, batches, loss, steps)
+                self._start(model, batches, loss, steps, prepare or (lambda batch: moved(batch, device_of(model))))
         except BaseException:
             self.end()
             raise
 
-    def _start(self, model: nn.Module, batches: Iterable[Any], loss: Loss | None, steps: int | None) -> None:
+    def _start(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        loss: Loss | None,
+        steps: int | None,
+        prepare: Callable[[Any], Any],
+    ) -> None:
         state, self._resumed = self._resumed, None
         self._loss = loss
         needed = self._needs_batches(state)
         if loss is not None and (needed or self._measures_memory):
             found = first_batches(batches, _BATCHES if needed else 1)
-            self._batches = [moved(batch, device_of(model)) for batch in found]
+            self._batches = [prepare(batch) for batch in found]
         if needed and (loss is None or not self._batches):
             raise ValueError(
                 f"{' and '.join(needed)}: measured on batches with a loss, of which there are none; pass both: "
@@ -258,14 +272,11 @@ class TrainingPolicy:
             state: what :meth:`state_dict` returned.
 
         Raises:
-            TypeError: ``state`` is no mapping.
+            TypeError: ``state`` is no mapping, or a value in it of another type.
             ValueError: it is of another version, or does not fit the model.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
         own = self.state_dict()
-        if set(state) != set(own):
-            raise ValueError(f"state: got the keys {sorted(map(str, state))}; accepted are {sorted(own)}")
+        check_state(state, own)
         if state["policy"] != own["policy"]:
             warnings.warn(
                 f"the checkpoint's policy is {state['policy']!r}, that of this run {own['policy']!r}; the latter "
@@ -285,7 +296,7 @@ class TrainingPolicy:
         self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._noise = int(state["steps"]), state["noise"]
+        self._steps, self._noise = state["steps"], state["noise"]
         for name, part in (("adaptive", self._adaptive), ("mix_schedule", self._schedule)):
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import doctest
+import functools
 
 import pytest
 import torch
@@ -139,6 +140,55 @@ def test_default_trains_with_options_of_the_trainer(run, callback, options):
 
     _, trainer = run(used, Count(), steps=2, **options)
     assert counted == ([0, 1, 1, 2] if "accumulate_grad_batches" in options else [1, 2])
+    assert trainer.callback_metrics["brevact/plain_mib"] > 3 * trainer.callback_metrics["brevact/saved_mib"]
+
+
+@pytest.mark.parametrize("kind", ["no batch_idx", "decorated", "iterator", "before transfer", "float64", "bfloat16"])
+def test_batches_are_those_of_the_loop(run, callback, kind):
+    """What is measured, and what is trained on, however `training_step` is written, and at whatever precision."""
+
+    class Net(run.net):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return {"x": batch[0], "y": batch[1]} if kind == "before transfer" else batch
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def step(module, batch, *args):
+        x, y = batch.values() if isinstance(batch, dict) else batch
+        return F.cross_entropy(module(x), y)
+
+    @functools.wraps(step)
+    def decorated(*args):
+        assert len(args) == 3
+        return step(*args)
+
+    steps = {
+        "no batch_idx": lambda self, batch: step(self, batch),
+        "decorated": decorated,
+        "iterator": lambda self, dataloader_iter: step(self, next(dataloader_iter)[0]),
+    }
+    Net.training_step = steps.get(kind, lambda self, batch, batch_idx: step(self, batch))
+    options = {"precision": {"float64": "64-true", "bfloat16": "bf16-true"}.get(kind, "32-true")}
+    _, trainer = run(callback("default"), steps=2, net=Net, **options)
+    assert trainer.callback_metrics["brevact/plain_mib"] > 3 * trainer.callback_metrics["brevact/saved_mib"] > 0
+
+
+def test_manual_optimization_wants_a_loss_and_takes_one(run, callback):
+    class Net(run.net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers().zero_grad()
+            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+            self.optimizers().step()
+
+    with pytest.raises(ValueError, match=r"\(manual optimization\?\); pass loss="):
+        run(callback("default"), steps=1, net=Net)
+    used = callback("default", loss=lambda module, batch: F.cross_entropy(module(batch[0]), batch[1]))
+    _, trainer = run(used, steps=1, net=Net)
     assert trainer.callback_metrics["brevact/plain_mib"] > 3 * trainer.callback_metrics["brevact/saved_mib"]
 
 

@@ -1,7 +1,10 @@
 """A policy over a training run, in a loop of one's own."""
 
+import functools
+import gc
 import json
 import random
+import weakref
 
 import numpy
 import pytest
@@ -97,6 +100,43 @@ def test_training_policy_warns_of_a_state_of_another_policy():
         policy.load_state_dict({"steps": 3})
     with pytest.raises(TypeError, match="state: got None"):
         policy.load_state_dict(None)
+    for part, error, message in (
+        ({"steps": "3"}, ValueError, "state: steps='3'; accepted is an integer of at least 0"),
+        ({"steps": -1}, ValueError, "state: steps=-1"),
+        ({"noise": "much"}, TypeError, "state: noise='much'; accepted is a number, or None"),
+        ({"rules": {}}, TypeError, "state: rules={}; accepted is JSON text of a policy, or None"),
+    ):
+        with pytest.raises(error, match=message):
+            policy.load_state_dict(policy.state_dict() | part)
+
+
+def test_an_interrupted_run_keeps_no_model_alive_and_an_ended_one_no_loss():
+    model = net()
+    TrainingPolicy("default").begin(model, BATCHES, loss)  # and nothing ends it
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    of_run = functools.partial(loss)
+    gone, policy = weakref.ref(of_run), TrainingPolicy("default")
+    policy.begin(net(), BATCHES, of_run)
+    policy.end()
+    del of_run
+    gc.collect()
+    assert gone() is None and policy.figures()
+
+
+def test_state_of_rules_by_functions_is_the_same_in_another_process():
+    """Where it has the address of a function, the state of a checkpoint would be left aside."""
+    text = TrainingPolicy(brevact.Policy({lambda name, module: True: brevact.StochBackward2bit})).spec.text
+    assert "<lambda>" in text and "0x" not in text
+
+
+def test_begin_prepares_batches_as_the_loop_does():
+    policy = TrainingPolicy("default")
+    policy.begin(net(), [x.tolist() for x in BATCHES], loss, prepare=torch.tensor)
+    assert policy.memory.plain_bytes > policy.memory.saved_bytes > 0
+    policy.end()
 
 
 def test_training_policy_leaves_the_model_alone_where_it_cannot_begin():
@@ -124,6 +164,8 @@ def test_training_policy_leaves_the_model_alone_where_it_cannot_begin():
     ("options", "error", "message"),
     [
         ({"policy": "defualt"}, ValueError, "nearest: DEFAULT"),
+        ({"policy": 3}, TypeError, "got 3 of type int, which is no backward quantizer"),
+        ({"policy": {}}, ValueError, "got no rules"),
         ({"adapt_every": 0}, ValueError, "adapt_every=0; accepted is an integer of at least 1"),
         ({"noise_every": 0.5}, ValueError, r"noise_every=0\.5"),
         ({"mix_schedule": 3}, TypeError, "mix_schedule=3 of type int"),
