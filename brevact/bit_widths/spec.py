@@ -109,7 +109,7 @@ def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
     """
     if not isinstance(text, str | os.PathLike):
         raise TypeError(f"policy: got {brief(text)} of type {type(text).__name__}; {_ACCEPTED}")
-    words = os.fspath(text).strip()
+    words = os.fsdecode(text).strip()
     if words.endswith(".json"):
         return PolicySpec(words, Policy.load(words))
     if words.lower() == "none":
@@ -121,4 +121,4 @@ def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
         source, settings = quantizer_of(words)
         return PolicySpec(words, with_settings(source, settings) if settings else source)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"policy {words!r}: {error}; {_ACCEPTED}") from error
+        raise ValueError(f"policy {brief(words)}: {error}; {_ACCEPTED}") from error

@@ -158,10 +158,10 @@ def _memory() -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     for name, use in _OPTIONAL.items():
-        if importlib.util.find_spec(name) is None:
-            yield Finding(NOTE, f"{name} is not installed ({use})", f"pip install {name}")
-        else:
+        try:
             yield Finding(OK, f"{name} {importlib.metadata.version(name)} ({use})")
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(NOTE, f"{name} is not installed ({use})", f"pip install {name}")
     if importlib.util.find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")

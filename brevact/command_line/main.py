@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     found = commands.add_parser("report", help=words, description=words, epilog=_EXIT)
     found.add_argument("model", metavar="MODEL", help=_MODEL)
     found.add_argument("--shape", required=True, help="of the batch, such as 16,3,32,32; of token ids, such as 8,128")
-    found.add_argument("--dtype", help="of the batch: float32, bfloat16, ..., int64 (default: int64 for token ids)")
+    found.add_argument(
+        "--dtype", help="of the batch: float32, bfloat16, ..., int64 (default: the model's; int64 for token ids)"
+    )
     found.add_argument(
         "--ids", type=int, help="token ids are below this number (default: the model's vocabulary, or 2)"
     )

@@ -39,12 +39,12 @@ def report(options: argparse.Namespace) -> str:
     folder = Path(options.model)
     model = _from_folder(folder) if folder.is_dir() else _made(options.model)
     model = model.to(_device(options.device))
-    batch = _batch(model, shape, options)
-    batches = [batch, *(_batch(model, shape, options) for _ in range(_BATCHES - 1))] if spec.needs_fit else [batch]
+    dtype = _dtype(model, options.dtype)
     try:
+        batches = [_batch(model, shape, dtype, options.ids) for _ in range(_BATCHES if spec.needs_fit else 1)]
         spec.attach(model, batches, _loss)
-        found = memory_report(model, batch)
-    except RuntimeError as error:  # of the model, which the arguments do not suit
+        found = memory_report(model, batches[0])
+    except (RuntimeError, LookupError, AssertionError, AttributeError) as error:  # of a model that the batch is not for
         raise ValueError(
             f"--shape {options.shape}: {type(model).__name__} does not run on such a batch: {error}"
         ) from error
@@ -77,8 +77,8 @@ def _device(name: str) -> torch.device:
 
 def _made(words: str) -> nn.Module:
     """Import a callable, and return the model that it makes."""
-    module, separator, name = words.partition(":")
-    if not separator or not name:
+    module, _, name = words.partition(":")
+    if not (module and name):
         raise ValueError(
             f"MODEL {words} is no folder, and not of the form package.module:callable, such as "
             "torchvision.models:resnet18"
@@ -102,30 +102,43 @@ def _from_folder(folder: Path) -> nn.Module:
     except ImportError as error:
         raise ImportError(f"MODEL {folder} is a folder, which transformers reads: pip install transformers") from error
     with open(folder / "config.json", encoding="utf-8") as file:
-        names = json.load(file).get("architectures") or []
+        content = json.load(file)
+    names = (content.get("architectures") or []) if isinstance(content, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"MODEL {folder}: config.json is not that of a Hugging Face model; save_pretrained writes one")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     kind: Any = getattr(transformers, names[0], None) if names else transformers.AutoModel
-    if kind is None:
+    if names and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(
-            f"MODEL {folder}: transformers has no {names[0]}, which config.json names; import it by a callable"
+            f"MODEL {folder}: transformers has no model {names[0]}, which config.json names; import it by a callable"
         )
     return kind(config) if names else kind.from_config(config)
 
 
-def _batch(model: nn.Module, shape: tuple[int, ...], options: argparse.Namespace) -> Any:
+def _dtype(model: nn.Module, name: str | None) -> torch.dtype:
+    """Return the dtype of a batch; that of the model's parameters, or of token ids, where there is no name."""
+    if name is None:
+        if getattr(model, "main_input_name", None) == "input_ids":
+            return torch.int64
+        return next((x.dtype for x in model.parameters() if x.is_floating_point()), torch.float32)
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"--dtype {name}: accepted is a dtype of torch, such as float32, bfloat16 or int64")
+    return dtype
+
+
+def _batch(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, ids: int | None) -> Any:
     """Return random numbers as what a model is called with; labels, too, of a language model, for its loss."""
     name = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
-    default = "int64" if name == "input_ids" else "float32"
-    dtype = getattr(torch, options.dtype or default, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"--dtype {options.dtype}: accepted is a dtype of torch, such as float32, bfloat16 or int64")
+    if ids is not None and ids < 1:
+        raise ValueError(f"--ids {ids}: accepted is an integer of at least 1")
     device = next((x.device for x in model.parameters()), torch.device("cpu"))
     if dtype.is_floating_point:
         x = torch.randn(shape, dtype=dtype, device=device)
         model.to(dtype)
     else:
-        x = torch.randint(options.ids or getattr(config, "vocab_size", 2), shape, dtype=dtype, device=device)
+        x = torch.randint(ids or int(getattr(config, "vocab_size", 2)), shape, dtype=dtype, device=device)
     if name is None:
         return x
     is_causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))

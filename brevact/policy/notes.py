@@ -44,6 +44,9 @@ def note_on(module: nn.Module) -> str:
     if settings is None or settings.quantizer is None:
         return "stores full precision"
     bits = bits_of(settings.quantizer)
+    higher = getattr(settings.quantizer, "mix_bit_width", None)
+    if higher is not None:
+        return f"stores {bits}- and {higher}-bit codes"
     return f"stores {bits}-bit codes" if bits else f"stores {type(settings.quantizer).__name__}"
 
 

@@ -115,17 +115,18 @@ def budget_of(words: str) -> dict[str, float] | None:
             minibatches, such as "noise=0.05".
 
     Raises:
-        ValueError: the number is 0, or not finite.
+        ValueError: the number is 0, or not finite; or less than a byte.
     """
     found = re.fullmatch(rf"(noise=)?({_NUMBER})(x|{'|'.join(_UNITS)})?", words)
     if found is None or (found[1] is None) == (found[3] is None):
         return None
     number, unit = float(found[2]), found[3]
-    if not 0 < number < math.inf:
-        raise ValueError(f"{words}: got {number:g}; accepted is a number above 0")
+    size = number * _UNITS.get(unit, 1)
+    if not 0 < size < math.inf or (unit in _UNITS and size < 1):
+        raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")
     if unit is None:
         return {"noise": number}
-    return {"ratio": number} if unit == "x" else {"saved_bytes": int(number * _UNITS[unit])}
+    return {"ratio": number} if unit == "x" else {"saved_bytes": int(size)}
 
 
 def _literal(text: str) -> object:
@@ -135,5 +136,5 @@ def _literal(text: str) -> object:
         return getattr(torch, name)
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two of deep brackets
         return text

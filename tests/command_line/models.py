@@ -1,8 +1,19 @@
 """A model by an import path."""
 
+import torch
 from torch import nn
 
 
 def net() -> nn.Module:
     """Two layers on 64 features."""
     return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+
+def net_in_halves() -> nn.Module:
+    """The same in bfloat16."""
+    return net().to(torch.bfloat16)
+
+
+def embedded() -> nn.Module:
+    """For token ids below 10."""
+    return nn.Sequential(nn.Embedding(10, 64), nn.Linear(64, 64))

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from brevact.command_line.bytes_of_kernels import kernels_of, same_without_kernels
+from brevact.command_line.doctor import _OPTIONAL, NOTE, _optional
 from brevact.command_line.main import main
 from brevact.quantizers.backends import laws_alone
 
 SHAPE = ["--shape", "64,64"]
 MODEL = "tests.command_line.models:net"
+IDS = "tests.command_line.models:embedded"
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,16 @@ def test_doctor_finds_the_bytes_of_plain_torch_and_exits_with_0(capsys):
     assert "cpu: kernels of Numba, 39 cases with the bytes of plain torch" in text
     assert "times less; its forward pass is unchanged" in text and "WRONG" not in text
     assert text.endswith("brevact works here.\n")
+
+
+def test_doctor_takes_a_folder_of_a_librarys_name_for_none(tmp_path, monkeypatch):
+    """Such as that of a user's project, in which the command runs."""
+    (tmp_path / "a_library_that_is_not_there").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(_OPTIONAL, "a_library_that_is_not_there", "nothing")
+    assert [found.state for found in _optional() if found.text.startswith("a_library_that_is_not_there is not")] == [
+        NOTE
+    ]
 
 
 def test_doctor_exits_with_1_where_something_is_wrong(capsys):
@@ -74,6 +86,21 @@ def test_report_measures_a_model_of_an_import_path(tmp_path, capsys):
     assert "2x is fitted to random batches here" in capsys.readouterr().out
 
 
+def test_report_takes_the_dtype_of_the_model(capsys):
+    assert main(["report", f"{MODEL}_in_halves", *SHAPE]) == 0
+    of_halves = capsys.readouterr().out
+    assert main(["report", MODEL, *SHAPE, "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == of_halves
+
+
+@pytest.mark.parametrize("content", ["[]", '{"architectures": "GPT2Model"}', '{"architectures": [3]}'])
+def test_report_refuses_a_folder_with_another_config(tmp_path, capsys, content):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(content)
+    assert main(["report", str(tmp_path), *SHAPE]) == 2
+    assert "config.json is not that of a Hugging Face model" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_report_measures_a_folder_of_hugging_face(tmp_path, capsys):
     from tests.trainers.running import gpt2
@@ -82,9 +109,10 @@ def test_report_measures_a_folder_of_hugging_face(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["report", str(tmp_path), "--shape", "4,64"]) == 0
     assert "transformer.h.0.attn" in capsys.readouterr().out
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT9"]}))
-    assert main(["report", str(tmp_path), "--shape", "4,64"]) == 2
-    assert "transformers has no GPT9" in capsys.readouterr().err
+    for name in ("GPT9", "is_torch_available"):  # a name of transformers, and no model
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        assert main(["report", str(tmp_path), "--shape", "4,64"]) == 2
+        assert f"transformers has no model {name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -92,6 +120,13 @@ def test_report_measures_a_folder_of_hugging_face(tmp_path, capsys):
     [
         ([MODEL, "--shape", "4,x"], "--shape 4,x: accepted are integers"),
         ([MODEL, "--shape", "0,4"], "--shape 0,4: accepted are integers of at least 1"),
+        (
+            [IDS, *SHAPE, "--dtype", "int64", "--ids", "500"],
+            "--shape 64,64: Sequential does not run on such a batch: ind",
+        ),
+        ([IDS, *SHAPE, "--dtype", "int64", "--ids", "0"], "--ids 0: accepted is an integer of at least 1"),
+        ([MODEL, *SHAPE, "--dtype", "complex64"], "--shape 64,64: Sequential does not run on such a batch"),
+        ([":net", *SHAPE], "MODEL :net is no folder, and not of the form"),
         (["nothing", *SHAPE], "MODEL nothing is no folder, and not of the form package.module:callable"),
         (["no_such_module:net", *SHAPE], "No module named 'no_such_module'"),
         ([f"{MODEL}work", *SHAPE], "has no attribute 'network'"),

@@ -32,6 +32,11 @@ def test_repr_has_a_note_where_something_applies():
     assert whole[1] == "  stores 4-bit codes" and [line for line in whole if "stores" in line] == [whole[1]]
 
 
+def test_repr_has_both_widths_of_a_mixture():
+    layer = brevact.quantize_backward(nn.Linear(64, 64), brevact.StochBackward2bit4bitMix)
+    assert repr(layer) == "Linear(in_features=64, out_features=64, bias=True, stores 2- and 4-bit codes)"
+
+
 def test_repr_follows_widths_that_move():
     quantized = brevact.quantize_backward(model(), brevact.StochBackward4bit)
     batch = torch.randn(128, 64)
