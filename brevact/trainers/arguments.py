@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import distributed, nn
@@ -13,6 +13,7 @@ from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.words import settings_of
 from brevact.quantizers.brief import brief
+from brevact.reports.gradient_passes import check_loss
 
 
 def check_steps(**intervals: Any) -> None:
@@ -20,6 +21,16 @@ def check_steps(**intervals: Any) -> None:
     for name, steps in intervals.items():
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ValueError(f"{name}={brief(steps)}; accepted is an integer of at least 1, or None")
+
+
+def check_run(batches: Any, loss: Any) -> None:
+    """Raise a TypeError for what a run cannot be measured on."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a data loader or a list"
+        )
+    if loss is not None:
+        check_loss(loss)
 
 
 def check_state(state: Any, own: Mapping[str, Any]) -> None:
@@ -38,6 +49,8 @@ def check_state(state: Any, own: Mapping[str, Any]) -> None:
     for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):
         if state[name] is not None and (isinstance(state[name], bool) or not isinstance(state[name], kinds)):
             raise TypeError(f"state: {name}={brief(state[name])}; accepted is {accepted}, or None")
+    if state["rules"] is not None:
+        Policy.from_json(state["rules"])  # raises where it is none
 
 
 def spec_of(policy: Any) -> PolicySpec | None:

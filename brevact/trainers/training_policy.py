@@ -19,7 +19,7 @@ from brevact.reports.gradients import gradient_report
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
-from brevact.trainers.arguments import check_state, check_steps, mix_of, spec_of
+from brevact.trainers.arguments import check_run, check_state, check_steps, mix_of, spec_of
 from brevact.trainers.attached import AttachedPolicy
 from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
 
@@ -125,17 +125,18 @@ class TrainingPolicy:
         Args:
             model: the one inside of wrappers: ``accelerator.unwrap_model(model)``.
             batches: a data loader, of whose first batches copies on the model's device are taken, or a list; needed by
-                budgets, ``adapt_every`` and ``noise_every``.
+                budgets, ``adapt_every`` and ``noise_every``. What is taken of an iterator is missing in it afterwards.
             loss: takes the model and a batch, and returns a scalar; needed by the same.
             steps: of the run, for a schedule that does not say.
             prepare: what the loop does with a batch before the model gets it; left out, it is moved to its device.
 
         Raises:
-            TypeError: ``model`` is no module.
+            TypeError: ``model`` is no module, ``batches`` no batches, or ``loss`` no function.
             ValueError: the model has a policy already; batches, a loss or steps are missing; or an error of
                 :func:`brevact.fit`, :class:`brevact.Adaptive` or :class:`brevact.MixSchedule`.
         """
         check_model(model, "begin(model, batches, loss)", batches)
+        check_run(batches, loss)
         self.end()  # of a run that was interrupted
         self._policy.take(model)
         self._model, self._ended = model, None
@@ -273,7 +274,7 @@ class TrainingPolicy:
 
         Raises:
             TypeError: ``state`` is no mapping, or a value in it of another type.
-            ValueError: it is of another version, or does not fit the model.
+            ValueError: it is of another version, or does not fit the model; a run that has begun ends then.
         """
         own = self.state_dict()
         check_state(state, own)
@@ -287,13 +288,17 @@ class TrainingPolicy:
         if self._model is None:
             self._resumed = state
             return
-        if state["rules"] is not None and state["rules"] != own["rules"]:
-            with kept_random_state():
-                self._policy.attach(self._batches, self._loss, state["rules"])
-                self._measure()
-                if self._adapt_every is not None:
-                    self._adapt(self._model, self._adapt_every)
-        self._load(state)
+        try:
+            if state["rules"] is not None and state["rules"] != own["rules"]:
+                with kept_random_state():
+                    self._policy.attach(self._batches, self._loss, state["rules"])
+                    self._measure()
+                    if self._adapt_every is not None:
+                        self._adapt(self._model, self._adapt_every)
+            self._load(state)
+        except BaseException:  # a part may be loaded
+            self.end()
+            raise
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps, self._noise = state["steps"], state["noise"]

@@ -155,7 +155,7 @@ def test_batches_are_those_of_the_loop(run, callback, kind):
             pass
 
     def step(module, batch, *args):
-        x, y = batch.values() if isinstance(batch, dict) else batch
+        x, y = (batch["x"], batch["y"]) if kind == "before transfer" else batch
         return F.cross_entropy(module(x), y)
 
     @functools.wraps(step)

@@ -110,6 +110,27 @@ def test_training_policy_warns_of_a_state_of_another_policy():
             policy.load_state_dict(policy.state_dict() | part)
 
 
+def test_a_state_that_does_not_fit_ends_the_run_and_one_that_is_none_leaves_it():
+    policy, model = TrainingPolicy("4x", memory=False), net()
+    policy.begin(model, BATCHES, loss)
+    state, text = policy.state_dict(), repr(model)
+    with pytest.raises(ValueError, match="text holds no policy"):
+        policy.load_state_dict(state | {"rules": "{}"})
+    assert repr(model) == text and "stores" in text
+    other = brevact.Policy({"": brevact.StochBackward2bit}, layers={"other": "Linear"}).to_json()
+    with pytest.raises(ValueError, match="it was fitted for another model"):
+        policy.load_state_dict(state | {"rules": other})
+    assert repr(model) == repr(net())
+    with pytest.raises(ValueError, match="the run has not begun"):
+        policy.step()
+
+
+def test_begin_refuses_what_is_no_batches_and_no_loss():
+    for arguments, message in (((3, loss), "batches: got 3 of type int"), ((BATCHES, 3), "loss: got 3 of type int")):
+        with pytest.raises(TypeError, match=message):
+            TrainingPolicy("default").begin(net(), *arguments)
+
+
 def test_an_interrupted_run_keeps_no_model_alive_and_an_ended_one_no_loss():
     model = net()
     TrainingPolicy("default").begin(model, BATCHES, loss)  # and nothing ends it
