@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, distributed, nn
 
 from brevact.distributed.message import Agreement, check_marks, keep_for_this_stream, marks_of, message_of, packs_of
-from brevact.distributed.packing import AS_IT_IS, DTYPES, check_count, check_quantizer, check_seed, is_unbiased, pack
+from brevact.distributed.packing import (
+    AS_IT_IS,
+    DTYPES,
+    check_count,
+    check_feedback,
+    check_quantizer,
+    check_seed,
+    is_unbiased,
+    pack,
+)
 from brevact.distributed.parameter_states import ParameterState, ParameterStates, check_state
 from brevact.injectors import backward_settings_from
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
@@ -99,13 +108,12 @@ class QuantizedHook:
         check_count("min_numel", min_numel, at_least=0)
         check_seed(seed)
         self.__name__ = self.__qualname__ = "quantized_hook"  # which DistributedDataParallel logs
-        self.quantizer = quantizer.for_each_tensor() if isinstance(quantizer, BrevitasQuantizer) else quantizer
+        self.quantizer = quantizer
         self.error_feedback = not is_unbiased(quantizer) if error_feedback is None else error_feedback
-        if self.error_feedback and getattr(quantizer, "bit_width", None) == 1:
-            raise ValueError(
-                f"error_feedback: got {error_feedback} with {brief(quantizer)}, whose errors exceed the gradients: "
-                "they would grow from step to step; accepted is a quantizer of 2 bits or more, or error_feedback=False"
-            )
+        if isinstance(quantizer, BrevitasQuantizer):
+            self.quantizer = quantizer.for_each_tensor()
+        elif self.error_feedback:
+            check_feedback(quantizer)
         self.min_numel = min_numel
         self.seed = seed
         self.step = 0

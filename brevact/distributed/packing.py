@@ -64,6 +64,20 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
     return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic
 
 
+def check_feedback(quantizer: ActivationQuantizer) -> None:
+    """Raise a ValueError if errors of a quantizer are larger than what it packs, measured on 4096 normal values.
+
+    Args:
+        quantizer: Any activation quantizer.
+    """
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu")
+    if (pack(quantizer, x, (0, 0, 0), 0).dequantize() - x).norm() >= x.norm():
+        raise ValueError(
+            f"error_feedback: got True with {brief(quantizer)}, whose errors exceed the gradients: they would grow "
+            "from step to step; accepted is a quantizer of smaller errors, StochBackward2bit, or error_feedback=False"
+        )
+
+
 def check_count(name: str, value: object, at_least: int | None = None) -> None:
     """Raise a TypeError for what is no int, and a ValueError for one that is too small.
 

@@ -31,10 +31,14 @@ class ParameterStates:
 
     def __init__(self) -> None:
         self._states: dict[Tensor, ParameterState] = {}
+        self._next = 0
 
     def of(self, parameter: Tensor) -> ParameterState:
         """Return the state of a parameter, a new one if it is seen for the first time."""
-        return self._states.setdefault(parameter, ParameterState(len(self._states)))
+        if parameter not in self._states:
+            self._states[parameter] = ParameterState(self._next)
+            self._next += 1
+        return self._states[parameter]
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return numbers and residuals by name.
@@ -60,7 +64,7 @@ class ParameterStates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Replace all states.
+        """Replace the states of a model's parameters.
 
         Args:
             state: What :meth:`state_dict` returned.
@@ -85,7 +89,9 @@ class ParameterStates:
                     "model; load it for the same model"
                 )
             states[parameter].residual = residual.to(parameter.device, copy=True)
-        self._states = states
+        own = set(named.values())
+        self._states = {p: state for p, state in self._states.items() if p not in own} | states
+        self._next = 1 + max((state.number for state in self._states.values()), default=-1)
 
 
 def check_state(state: Any) -> None:

@@ -128,6 +128,19 @@ def test_hooks_go_on_from_a_checkpoint(source, tmp_path):
     assert resumed.step == whole.step == 4
 
 
+def test_one_hook_of_two_models_goes_on_from_checkpoints():
+    models = [parallel(hook := quantized_hook(brevact.NearestBackward2bit)), parallel(hook)]
+    for number, model in enumerate(models):
+        averaged(model, normal(number))
+    states = [hook.state_dict(model) for model in models]
+    for model, state in zip(models, states, strict=True):
+        hook.load_state_dict(state, model)
+    numbers = [number for model in models for number in hook.state_dict(model)["numbers"].values()]
+    assert sorted(numbers) == list(range(6))
+    for model, state in zip(models, states, strict=True):
+        assert torch.equal(hook.state_dict(model)["residuals"]["first"], state["residuals"]["first"])
+
+
 def test_load_state_dict_refuses_another_model():
     model = parallel(hook := quantized_hook(brevact.NearestBackward2bit))
     averaged(model, normal(0))
@@ -181,6 +194,12 @@ def test_load_state_dict_refuses_what_is_no_state(change, message):
 def test_quantized_hook_refuses(settings, error, message):
     with pytest.raises(error, match=message):
         quantized_hook(brevact.StochBackward2bit, **settings)
+
+
+def test_error_feedback_needs_errors_below_the_gradients():
+    with pytest.raises(ValueError, match=r"error_feedback: got True with SignMagnitude.* would grow"):
+        quantized_hook(brevact.SignMagnitudeL2Backward, error_feedback=True)
+    assert not quantized_hook(brevact.SignMagnitudeL2Backward).error_feedback
 
 
 def test_quantized_reduce_scatter_refuses():
