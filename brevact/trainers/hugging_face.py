@@ -111,6 +111,8 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         if state.global_step and saved:
             self.policy.end()
             self.policy.load_state_dict(saved["attributes"]["saved_state"])
+        # The trainer, when it saves, looks for each callback in what it read of a checkpoint, which may be without.
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         batches = kwargs["train_dataloader"] if self._batches is None else self._batches
         self.policy.begin(kwargs["model"], batches, self._loss_of_run(), steps=state.max_steps)
 

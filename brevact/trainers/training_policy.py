@@ -199,7 +199,12 @@ class TrainingPolicy:
         if not self.memory.saved_bytes:
             raise ValueError(f"adapt_every={every}: the model stores nothing for backward: {self.memory.note}")
         ratio = max(1.0, self.memory.ratio)
-        self._adaptive = Adaptive(model, self._batches[0], self._loss, ratio=ratio, every=every)
+        try:
+            self._adaptive = Adaptive(model, self._batches[0], self._loss, ratio=ratio, every=every)
+        except ValueError as error:
+            raise ValueError(
+                f"adapt_every={every}, at the bytes that the policy stores: {error}; or pass a policy of more bits"
+            ) from error
 
     def step(self) -> None:
         """Go on by one training step; call it beside ``optimizer.step()``, in all processes of a distributed run.

@@ -109,6 +109,15 @@ def test_resumed_run_ends_as_the_whole_one(run, callback, tmp_path):
     assert run.same_weights(restored.model, whole.model)
 
 
+def test_run_without_a_callback_goes_on_with_one(run, callback, tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1}
+    run.trained(tmp_path, steps=1, **options)
+    trainer = run.trained(tmp_path, callback("default"), resume=str(tmp_path / "checkpoint-1"), **options)
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["HuggingFaceCallback"]["attributes"]["saved_state"]["steps"] == 1
+    assert "brevact/saved_mib" in trainer.state.log_history[-2]
+
+
 def test_schedule_of_mixtures_ends_with_the_run(run, callback, tmp_path):
     trainer = run.trained(tmp_path, callback("StochBackward2bit4bitMix", mix_schedule="linear:start=0.8,end=0.4"))
     rows = [row["brevact/mix_prob"] for row in trainer.state.log_history if "loss" in row]

@@ -125,6 +125,11 @@ def test_a_state_that_does_not_fit_ends_the_run_and_one_that_is_none_leaves_it()
         policy.step()
 
 
+def test_begin_says_that_widths_cannot_keep_so_few_bytes():
+    with pytest.raises(ValueError, match=r"adapt_every=2, at the bytes that .* or pass a policy of more bits"):
+        TrainingPolicy("StochBackward1bit", adapt_every=2).begin(net(), BATCHES, loss)
+
+
 def test_begin_refuses_what_is_no_batches_and_no_loss():
     for arguments, message in (((3, loss), "batches: got 3 of type int"), ((BATCHES, 3), "loss: got 3 of type int")):
         with pytest.raises(TypeError, match=message):
