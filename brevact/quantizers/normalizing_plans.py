@@ -20,7 +20,6 @@ from brevact.quantizers.uniform import UniformQuantizer, plan_of
 class NormalizedPlan(NamedTuple):
     """How float32 tensors of one layout are normalized by one mean and one deviation a channel, and packed.
 
-    >>> from brevact.quantizers import dequantize, normalize
     >>> x, mean, invstd = torch.randn(8, 4, 16), torch.zeros(4), torch.ones(4)
     >>> plan = plan_of_channels(UniformQuantizer(bit_width=8), Layout.of(x))
     >>> buffer = plan.quantize(x, mean, invstd, seed=0)
