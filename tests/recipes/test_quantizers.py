@@ -42,7 +42,7 @@ def test_backward_quantizer_knows_policies_by_name():
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("DEFALT", [], r"DEFALT is not a backward quantizer of brevact; nearest: DEFAULT"),
+        ("DEFALT", [], r"DEFALT is not a backward quantizer or policy of brevact; nearest: DEFAULT"),
         ("DEFAULT", ["buket_size=64"], r"backward quantizer DEFAULT buket_size=64: .*bucket_size"),
         (
             "StochBackward2bt",
