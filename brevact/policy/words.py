@@ -56,7 +56,8 @@ def named(name: str) -> Any:
         near = [small[each] for each in difflib.get_close_matches(name.lower(), small, n=3, cutoff=0.4)]
         near = near or sorted(KNOWN)[:3]
         raise ValueError(
-            f"{name} is not a backward quantizer or policy of brevact; nearest: {', '.join(near)} ({len(KNOWN)} are known)"
+            f"{name} is not a backward quantizer or policy of brevact; nearest: {', '.join(near)} "
+            f"({len(KNOWN)} are known)"
         )
     return found
 
