@@ -22,6 +22,10 @@ _NO_LOSS = (
     "loss: training_step(batch, 0) returns none (manual optimization?); pass loss=, a function of the module and a "
     "batch, or memory=False"
 )
+_NO_TRAINER = (
+    "loss: training_step asks for its trainer, which copies of the module that are measured have not; pass loss=, a "
+    "function of the module and a batch, or memory=False"
+)
 
 
 class LightningCallback(Callback):
@@ -172,7 +176,12 @@ def _loss_of(trainer: Any) -> Loss:
             args = (iter([(batch, 0, 0)]),)
         with trainer.precision_plugin.train_step_context(), _region_of(module), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*self.log.*")
-            found = step(module, *args)
+            try:
+                found = step(module, *args)
+            except RuntimeError as error:
+                if "is not attached to a `Trainer`" not in str(error):
+                    raise
+                raise ValueError(_NO_TRAINER) from error
         found = found.get("loss") if isinstance(found, Mapping) else found
         if not isinstance(found, Tensor):
             raise ValueError(_NO_LOSS)

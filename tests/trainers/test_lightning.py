@@ -192,6 +192,16 @@ def test_manual_optimization_wants_a_loss_and_takes_one(run, callback):
     assert trainer.callback_metrics["brevact/plain_mib"] > 3 * trainer.callback_metrics["brevact/saved_mib"]
 
 
+def test_a_step_that_asks_for_its_trainer_is_not_measured(run, callback):
+    class Net(run.net):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0]), batch[1]) / self.trainer.num_training_batches
+
+    with pytest.raises(ValueError, match=r"loss: training_step asks for its trainer.* or memory=False"):
+        run(callback("default"), steps=1, net=Net)
+    run(callback("default", memory=False), steps=1, net=Net)
+
+
 def test_copies_of_the_module_train_themselves(run, callback):
     """As callbacks that average weights make them while training runs."""
 
