@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import functools
+import importlib
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ class Run:
         declare_missing_ops()  # lightning's metrics import torchvision if it is there
         import lightning
 
+        # After an import that failed half-way, modules that were there are not put into their package again.
+        lightning.pytorch.utilities = importlib.import_module("lightning.pytorch.utilities")
         self.folder, self.lightning = folder, lightning
         generator = torch.Generator().manual_seed(0)
         self.data = TensorDataset(
