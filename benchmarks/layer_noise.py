@@ -20,10 +20,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import brevact
-from benchmarks.policy_names import NamedPolicy, named_policy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
 from brevact.reports.gradient_table import LayerNoise
+from recipes.policy_names import NamedPolicy, named_policy
 
 Row = dict[str, Any]
 

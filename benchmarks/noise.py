@@ -37,11 +37,11 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from tqdm import tqdm
 
 import brevact
-from benchmarks.fitted_policies import ADAPTIVE, FIT, FittedPolicy, policy_or_fit
-from benchmarks.policy_names import NamedPolicy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
+from recipes.fitted_policies import ADAPTIVE, FIT, FittedPolicy, policy_or_fit
+from recipes.policy_names import NamedPolicy
 
 Row = dict[str, Any]
 

@@ -24,9 +24,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.policy_names import named_policy
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, Learner, data_name, settings_of
+from recipes.policy_names import named_policy
 from recipes.settings import Settings
 
 Row = Mapping[str, Any]

@@ -22,10 +22,10 @@ import torch
 from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
 from torch import Tensor, nn
 
-from benchmarks.policy_names import NamedPolicy, named_policy
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
 from benchmarks.training_step import kept_bytes, kept_resident_bytes, loss_of, step_times
+from recipes.policy_names import NamedPolicy, named_policy
 
 _MIB = 2**20
 _COLLECTED = 4

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import brevact
-from benchmarks.policy_names import named_policy
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
 from recipes.models.efficientnetv2 import SIZES, efficientnetv2
+from recipes.policy_names import named_policy
 
 _MIB = 2**20
 

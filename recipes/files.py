@@ -1,10 +1,11 @@
 """Files of a run, each written whole or not at all."""
 
 import csv
+import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -88,14 +89,14 @@ def read_json(path: Path) -> object:
         raise RecipeError(f"{path} is not readable ({error}); start a new run") from error
 
 
-def write_rows(path: Path, columns: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
+def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, object]]) -> None:
     """Writes a CSV file with a header."""
 
-    def write(file: IO[bytes]) -> None:
-        lines = [",".join(columns), *(",".join(_cell(row[column]) for column in columns) for row in rows)]
-        file.write("".join(line + "\n" for line in lines).encode())
-
-    write_atomically(path, write)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(row[column]) for column in columns] for row in rows)
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

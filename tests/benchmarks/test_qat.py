@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from benchmarks.policy_names import named_policy
 from benchmarks.qat import NETS, main, variants
 from benchmarks.training_step import kept_bytes
+from recipes.policy_names import named_policy
 
 TWO_BITS = named_policy("StochBackward2bit")
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brevact
-from benchmarks.fitted_policies import policy_or_fit
-from benchmarks.policy_names import NamedPolicy
+from recipes.fitted_policies import policy_or_fit
+from recipes.policy_names import NamedPolicy
 
 
 class _Loss(nn.Module):

@@ -3,6 +3,7 @@
 StochBackward2bit                                        a quantizer, or a policy, of brevact
 StochBackward4bit:bucket_size=256,save_mode='...'        with settings
 StochBackward2bit+norms=StochBackward4bit+loss=None      but for some parts of the model
+None+blocks.2.*=StochBackward4bit                        modules by a pattern of their names, which has a dot or a star
 None                                                     full precision
 """
 
@@ -76,11 +77,13 @@ def named_policy(words: str) -> NamedPolicy:
         rules: dict[Any, Any] = {}
         for part in parts:
             name, separator, words_of_part = part.partition("=")
-            if not separator or name not in PARTS:
+            is_pattern = "." in name or "*" in name
+            if not separator or not (is_pattern or name in PARTS):
                 raise argparse.ArgumentTypeError(
-                    f"+{part} is not of the form +PART=NAME, PART one of {', '.join(PARTS)}"
+                    f"+{part} is not of the form +PART=NAME, PART one of {', '.join(PARTS)}, or a pattern of names "
+                    "such as blocks.2.*"
                 )
-            rules[PARTS[name]] = _with_settings(*_source(words_of_part))
+            rules[name if is_pattern else PARTS[name]] = _with_settings(*_source(words_of_part))
         source, settings = {**rules, "*": _with_settings(source, settings)}, {}
     try:
         source = brevact.Policy(source) if parts else source

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import brevact
-from benchmarks.policy_names import named_policy
+from recipes.policy_names import named_policy
 
 
 def stored(words, model):

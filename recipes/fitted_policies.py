@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 import brevact
-from benchmarks.policy_names import NamedPolicy, named_policy
 from recipes.budgets import budget_of
 from recipes.errors import RecipeError
+from recipes.policy_names import NamedPolicy, named_policy
 
 M = TypeVar("M", bound=nn.Module)
 #: What their names begin with.
