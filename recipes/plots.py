@@ -31,7 +31,7 @@ def plot_history(path: Path, label: str, metric: Metric, history: Sequence[dict[
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_comparison(
@@ -63,10 +63,11 @@ def plot_comparison(
     right.bar_label(bars, texts, padding=4)
     right.invert_yaxis()
     right.set(xlabel="stored for backward (MiB a batch)", xlim=(0, 1.6 * max(saved_mib.values())))
-    _save(figure, path)
+    save(figure, path)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Writes a figure as a PNG file, whole or not at all."""
     FigureCanvasAgg(figure)
     buffer = BytesIO()
     figure.savefig(buffer, dpi=120, format="png")

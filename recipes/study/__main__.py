@@ -9,7 +9,7 @@ Each is a row of the CSV as soon as it ends: a study that is stopped goes on whe
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +17,15 @@ import torch
 
 from recipes.data import LOADERS
 from recipes.errors import RecipeError
-from recipes.study.definitions import STUDIES, Study
-from recipes.study.run import Run
+from recipes.study import pictures, records, tables
+from recipes.study.cases import Study
+from recipes.study.definitions import STUDIES
+from recipes.study.run import Key, Run, Size
 from recipes.study.running import Place, train_all
+from recipes.study.training import Row
 
 ALL, LIST = "all", "list"
+FOLDER = Path("runs/study")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains what is missing of the studies that the command line names.
+    """Lists studies, or trains what is missing of those that the command line names and reports on them.
 
     Args:
         options: of the command line.
@@ -53,18 +57,47 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         RecipeError: something that the user can put right.
     """
-    studies = list(STUDIES.values()) if options.study == ALL else [STUDIES[options.study]]
-    place = Place(options.csv, options.data_dir, options.device)
-    torch.set_num_threads(1)
-    problems = train_all([run for study in studies for run in runs_of(study, options)], place, options.jobs)
+    if options.study == LIST:
+        print(tables.catalogue(STUDIES.values(), records.read(options.csv)))
+        return 0
+    is_all = options.study == ALL
+    studies = [study for study in STUDIES.values() if not study.is_long] if is_all else [STUDIES[options.study]]
+    problems = []
+    if not options.summary:
+        place = Place(options.csv, options.data_dir, options.device)
+        torch.set_num_threads(1)
+        problems = train_all([run for study in studies for run in runs_of(study, options)], place, options.jobs)
+    rows = records.read(options.csv)
+    for study in studies:
+        report(study, rows, options)
     return 1 if problems else 0
+
+
+def report(study: Study, rows: Mapping[Key, Row], options: argparse.Namespace) -> None:
+    """Prints the table of a study and draws its picture; a page that is named gets both."""
+    size, seeds = size_of(study, options), seeds_of(study, options)
+    text = tables.summary(study, rows, size, seeds)
+    print(f"\n{study.name}: {study.question} ({study.source})\n\n{text}")
+    options.out_dir.mkdir(parents=True, exist_ok=True)
+    picture = options.out_dir / f"{study.name}.png"
+    if pictures.draw(picture, study, rows, size, seeds):
+        print(f"\n{picture}")
 
 
 def runs_of(study: Study, options: argparse.Namespace) -> list[Run]:
     """The runs of a study at the size and for the seeds that the command line names."""
+    return list(study.runs(size_of(study, options), seeds_of(study, options)))
+
+
+def size_of(study: Study, options: argparse.Namespace) -> Size:
+    """How much the runs of a study train."""
     given = {name: getattr(options, name) for name in ("dataset", "epochs", "train_size")}
-    size = replace(study.size, **{name: value for name, value in given.items() if value is not None})
-    return list(study.runs(size, options.seeds or range(study.seeds)))
+    return replace(study.size, **{name: value for name, value in given.items() if value is not None})
+
+
+def seeds_of(study: Study, options: argparse.Namespace) -> Sequence[int]:
+    """The seeds of a study."""
+    return options.seeds or range(study.seeds)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -78,8 +111,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", help="(default: 0, 1, 2 and so on, as many as the study has)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="torch device; auto takes CUDA where there is one")
+    parser.add_argument("--csv", type=Path, default=FOLDER / "runs.csv", help="rows of runs (default: %(default)s)")
+    parser.add_argument("--out-dir", type=Path, default=FOLDER, help="folder of pictures (default: %(default)s)")
     parser.add_argument(
-        "--csv", type=Path, default=Path("runs/study/runs.csv"), help="rows of runs (default: %(default)s)"
+        "--summary", action="store_true", help="train nothing: table and picture of the rows that are there"
     )
     return parser.parse_args(arguments)
 

@@ -1,112 +1,192 @@
 """The studies: what each one asks, where the question is from, and which runs answer it."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from recipes.study.run import FULL_PRECISION, Run, Size
+from recipes.study.cases import DEFAULT, REFERENCE, Case, Study, uniform
+from recipes.study.run import FULL_PRECISION, Size
 
-NANO = Size()
 THESIS = "J. Li, master's thesis, Heidelberg University, 2025"
-
-
-@dataclass(frozen=True)
-class Case:
-    """Runs that differ in nothing but the seed.
-
-    Attributes:
-        label: how tables and pictures call it.
-        policy: words that `recipes.study.policies` reads.
-        changes: settings that differ from those of all studies.
-        recipe: a key of `recipes.study.run.RECIPES`.
-    """
-
-    label: str
-    policy: str
-    changes: tuple[tuple[str, Any], ...] = ()
-    recipe: str = "efficientnetv2"
-
-    def run(self, size: Size, seed: int) -> Run:
-        """The run of a seed."""
-        return Run(self.policy, seed, size, self.recipe, self.changes)
-
-
-@dataclass(frozen=True)
-class Study:
-    """A question and the runs that answer it.
-
-    Attributes:
-        name: on the command line.
-        question: that it asks.
-        source: of the question.
-        cases: what is compared; the first one is what the others are compared with.
-        seeds: number of seeds.
-        size: how much its runs train, unless the command line says otherwise.
-    """
-
-    name: str
-    question: str
-    source: str
-    cases: tuple[Case, ...]
-    seeds: int = 3
-    size: Size = NANO
-
-    def runs(self, size: Size, seeds: Sequence[int]) -> Iterator[Run]:
-        """All runs, seed by seed, so that what is compared is trained in turn."""
-        for seed in seeds:
-            for case in self.cases:
-                yield case.run(size, seed)
-
-
-REFERENCE = Case("full precision", FULL_PRECISION)
-DEFAULT = Case("DEFAULT", "DEFAULT")
+LPBN = "B. Graham, arXiv:1702.08231, table 3"
 #: Of the thesis' figures; 32 bits are full precision.
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
-
-
-def uniform(rounding: str, bit_width: int, **settings: Any) -> Case:
-    """One quantizer for all layers.
-
-    Args:
-        rounding: "Stoch" or "Nearest".
-        bit_width: of all of them.
-        **settings: of the quantizer.
-    """
-    name = f"{rounding}Backward{min(bit_width, 8)}bit"
-    given = {"bit_width": bit_width, **settings} if bit_width > 8 else settings
-    words = [name, ",".join(f"{key}={value}" for key, value in given.items())] if given else [name]
-    kind = "stochastic" if rounding == "Stoch" else "nearest"
-    label = [f"{bit_width} bits", kind, *(f"{key}={value}" for key, value in settings.items())]
-    return Case(", ".join(label), ":".join(words))
-
-
-STUDIES: dict[str, Study] = {
-    study.name: study
-    for study in (
-        Study(
-            "main",
-            "Does training by default, at a twentieth of the bytes, end where training at full precision does?",
-            "this project",
-            (
-                REFERENCE,
-                Case("2 bits, stochastic", "StochBackward2bit"),
-                DEFAULT,
-                Case("fit, bytes of DEFAULT", "fit:bytes=DEFAULT"),
-                Case("Adaptive, bytes of DEFAULT", "DEFAULT@adaptive:100"),
-            ),
-            seeds=5,
-        ),
-        Study(
-            "bit-widths-stochastic",
-            "How many bits does stochastic rounding need?",
-            f"{THESIS}, figure 5.1",
-            (REFERENCE, *(uniform("Stoch", bits) for bits in WIDTHS)),
-        ),
-        Study(
-            "bit-widths-nearest",
-            "How many bits does rounding to nearest need?",
-            f"{THESIS}, figure 4.1",
-            (REFERENCE, *(uniform("Nearest", bits) for bits in WIDTHS)),
-        ),
-    )
+BUCKET_SIZES = (64, 128, 256, 512, None)
+FORMATS = ("L2", "L3", "L4", "L5", "U4", "U5", "U8", "O4")
+STAGES = ("stem", *(f"blocks.{index}" for index in range(6)), "head")
+#: The optimizer that the thesis calls unoptimized, but for its warm-up.
+_PLAIN: dict[str, Any] = {"schedule": "constant", "weight_decay": 0.0}
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    "schedule": {"schedule": "cosine"},
+    "weight decay": {"weight_decay": 0.05},
+    "clipping": {"clip_grad_norm": 1.0},
+    "label smoothing": {"label_smoothing": 0.05},
 }
+#: Section 6.3 of the thesis.
+_LONG = (("batch_size", 128), ("clip_grad_norm", 1.0), ("lr", 0.001))
+
+_STOCH_2, _STOCH_4 = uniform("Stoch", 2), uniform("Stoch", 4)
+_NEAREST_2, _NEAREST_4 = uniform("Nearest", 2), uniform("Nearest", 4)
+_FIT = Case("fit, bytes of DEFAULT", "fit:bytes=DEFAULT")
+_ADAPTIVE = Case("Adaptive, bytes of DEFAULT", "DEFAULT@adaptive:100")
+
+
+def _bucket_case(bits: int, size: int | None) -> Case:
+    """The case with buckets of a size; the run of 512, the default, is that without the setting."""
+    changed = uniform("Stoch", bits) if size == 512 else uniform("Stoch", bits, bucket_size=size)
+    return replace(changed, label=f"{bits} bits, {'whole tensor' if size is None else f'buckets of {size}'}")
+
+
+def _bucket_sizes(bits: int, figure: str) -> Study:
+    cases = {size: _bucket_case(bits, size) for size in BUCKET_SIZES}
+    return Study(
+        f"bucket-sizes-{bits}bit",
+        f"What do smaller buckets gain at {bits} bits?",
+        f"{THESIS}, figure {figure}",
+        (REFERENCE, *cases.values()),
+        tuple((cases[size].label, cases[512].label) for size in BUCKET_SIZES if size != 512),
+    )
+
+
+def _formats(name: str, question: str, suffix: str, source: str) -> Study:
+    cases = (Case(f"{each}, batch norms", f"{FULL_PRECISION}+norms={each}{suffix}") for each in FORMATS)
+    return Study(name, question, source, (REFERENCE, *cases))
+
+
+def _strategy(label: str, policy: str, **changes: Any) -> Case:
+    return Case(label, policy, tuple(sorted({**_PLAIN, **changes}.items())))
+
+
+def _strategies() -> Study:
+    policy, baseline = "NearestBackward7bit", "7 bits, warm-up alone"
+    alone = [_strategy(f"7 bits, {name}", policy, **changes) for name, changes in _STRATEGIES.items()]
+    together = {name: value for changes in _STRATEGIES.values() for name, value in changes.items()}
+    return Study(
+        "strategies",
+        "Which of four strategies, each with warm-up, makes training at 7 bits stable?",
+        f"{THESIS}, figure 4.3",
+        (
+            _strategy("full precision, warm-up alone", FULL_PRECISION),
+            _strategy(baseline, policy),
+            *alone,
+            _strategy("7 bits, all four", policy, **together),
+        ),
+        tuple((case.label, baseline) for case in alone),
+        note="With label smoothing the training loss is another one: compare test accuracy there.",
+    )
+
+
+def _long(name: str, title: str, recipe: str, **changes: Any) -> Study:
+    cases = (REFERENCE, _STOCH_2, DEFAULT)
+    settings = tuple(sorted((*_LONG, *changes.items())))
+    return Study(
+        f"long-{name}",
+        f"Does {title}, trained for 50 epochs on all images, end the same by default?",
+        f"{THESIS}, section 6.3",
+        tuple(replace(case, recipe=recipe, changes=settings) for case in cases),
+        size=Size(epochs=50, train_size=None),
+        is_long=True,
+    )
+
+
+_ALL = (
+    Study(
+        "main",
+        "Does training by default, at a twentieth of the bytes, end where training at full precision does?",
+        "this project",
+        (REFERENCE, _STOCH_2, DEFAULT, _FIT, _ADAPTIVE),
+        ((_FIT.label, DEFAULT.label), (_ADAPTIVE.label, DEFAULT.label)),
+        seeds=5,
+    ),
+    Study(
+        "rounding",
+        "Is stochastic rounding better than rounding to nearest at 2 and at 4 bits?",
+        f"{THESIS}, figure 5.2",
+        (REFERENCE, _NEAREST_2, _STOCH_2, _NEAREST_4, _STOCH_4),
+        ((_STOCH_2.label, _NEAREST_2.label), (_STOCH_4.label, _NEAREST_4.label)),
+    ),
+    Study(
+        "bit-widths-stochastic",
+        "How many bits does stochastic rounding need?",
+        f"{THESIS}, figure 5.1",
+        (REFERENCE, *(uniform("Stoch", bits) for bits in WIDTHS)),
+    ),
+    Study(
+        "bit-widths-nearest",
+        "How many bits does rounding to nearest need?",
+        f"{THESIS}, figure 4.1",
+        (REFERENCE, *(uniform("Nearest", bits) for bits in WIDTHS)),
+    ),
+    _formats(
+        "formats", "Which formats of batch norms, read by the forward pass too, train as well?", "ForwardBackward", LPBN
+    ),
+    Study(
+        "weibull",
+        "Are levels fitted to a Weibull distribution better than evenly spaced ones?",
+        "Fu et al., Don't Waste Your Bits! (TinyScript), ICML 2020, table 1",
+        (
+            REFERENCE,
+            *(uniform("Stoch", bits) for bits in (2, 3, 4)),
+            *(Case(f"{bits} bits, Weibull", f"WeibullBackward{bits}bit") for bits in (2, 3, 4)),
+        ),
+        tuple((f"{bits} bits, Weibull", f"{bits} bits, stochastic") for bits in (2, 3, 4)),
+    ),
+    Study(
+        "dual-precision",
+        "Is a pooled map in float16 with residuals at 2 bits better than 2 bits alone?",
+        "DIVISION, arXiv:2208.04187, figure 6 (c)",
+        (
+            REFERENCE,
+            _STOCH_2,
+            *(Case(f"{bits} bits, dual precision", f"DualPrecisionBackward{bits}bit") for bits in (2, 4)),
+        ),
+        (("2 bits, dual precision", _STOCH_2.label),),
+    ),
+    _bucket_sizes(2, "5.3"),
+    _bucket_sizes(4, "5.4"),
+    Study(
+        "mixtures",
+        "What do buckets of 4 bits among those of 2 gain, by their probability?",
+        f"{THESIS}, figure 5.5",
+        (
+            REFERENCE,
+            _STOCH_2,
+            *(Case(f"4 bits with p={p}", f"StochBackward2bit4bitMix:mix_prob={p}") for p in (0.2, 0.5, 0.8)),
+            Case("p from 0.8 to 0.2", "StochBackward2bit4bitMix:mix_prob=0.8@linear:0.8:0.2"),
+            _STOCH_4,
+        ),
+        (("p from 0.8 to 0.2", "4 bits with p=0.5"),),
+    ),
+    Study(
+        "stages",
+        "Which stage of the network suffers most from 4 bits, all others at full precision?",
+        f"{THESIS}, figure 4.4",
+        (
+            REFERENCE,
+            *(Case(stage, f"{FULL_PRECISION}+{stage}*={_NEAREST_4.policy}") for stage in STAGES),
+            _NEAREST_4,
+        ),
+    ),
+    _strategies(),
+    Study(
+        "qat",
+        "Does quantization-aware training at 4 bits lose by storing less?",
+        "this project",
+        tuple(
+            Case(label, policy, recipe="qat")
+            for label, policy in (
+                ("W4A4, stock Brevitas", FULL_PRECISION),
+                ("W4A4, lossless", "LosslessBackward"),
+                ("W4A4, DEFAULT", "DEFAULT"),
+            )
+        ),
+    ),
+    _formats(
+        "formats-backward",
+        "Which formats of batch norms, read by the backward pass alone, train as well?",
+        "Backward",
+        "this project",
+    ),
+    _long("efficientnetv2-s", "EfficientNetV2-S", "efficientnetv2", model="s"),
+)
+#: By name, in the order in which all of them are run.
+STUDIES: dict[str, Study] = {study.name: study for study in _ALL}

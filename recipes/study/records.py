@@ -27,7 +27,9 @@ def read(path: Path) -> dict[Key, Row]:
         return {}
     rows = files.read_rows(path)
     if rows and tuple(rows[0]) != COLUMNS:
-        raise RecipeError(f"--csv {path} has the columns {', '.join(rows[0])}; studies write {', '.join(COLUMNS)}")
+        raise RecipeError(
+            f"--csv {path} has the columns {', '.join(rows[0])}; studies write {', '.join(COLUMNS)}; name another file"
+        )
     return {tuple(row[name] for name in KEY): row for row in rows}
 
 

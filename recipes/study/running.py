@@ -12,7 +12,7 @@ from tqdm import tqdm
 from recipes.errors import RecipeError
 from recipes.study import records
 from recipes.study.run import Run
-from recipes.study.training import train_run
+from recipes.study.training import data_of, train_run
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,13 @@ def train_all(runs: Sequence[Run], place: Place, jobs: int) -> list[str]:
 
     Returns:
         A line for each run that failed, and for each that another process is training now.
+
+    Raises:
+        RecipeError: settings are not possible, or the images cannot be read.
     """
     wanted = list(dict.fromkeys(runs))
+    for run in wanted:
+        run.settings(place.data_dir, place.device)
     done = records.read(place.csv)
     pending = [run for run in wanted if run.key not in done]
     problems = []
@@ -64,12 +69,16 @@ def train_one(run: Run, place: Place) -> str:
 
     Returns:
         Why there is no row; empty where there is one.
+
+    Raises:
+        RecipeError: the images cannot be read.
     """
     with records.claimed(place.csv, run) as is_mine:
         if not is_mine:
             return "another process trains it now"
         if run.key in records.read(place.csv):
             return ""
+        data_of(run, place.data_dir)  # without the images no run can be trained
         try:
             records.add(place.csv, train_run(run, place.data_dir, place.device))
         except RecipeError as error:

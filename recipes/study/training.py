@@ -50,8 +50,7 @@ def train_run(run: Run, data_dir: str, device: str = "auto") -> Row:
     Raises:
         RecipeError: the data or the policy cannot be used.
     """
-    settings, recipe = run.settings(data_dir, device), RECIPES[run.recipe]
-    data = load(settings.dataset, settings.data_dir, settings.train_size, settings.test_size)
+    settings, recipe, data = run.settings(data_dir, device), RECIPES[run.recipe], data_of(run, data_dir)
     target = settings.torch_device()
     start = time.perf_counter()
     torch.manual_seed(run.seed)
@@ -84,9 +83,22 @@ def train_run(run: Run, data_dir: str, device: str = "auto") -> Row:
     }
 
 
+def data_of(run: Run, data_dir: str) -> ImageDataset:
+    """The images of a run; a process that trains many runs loads them once.
+
+    Args:
+        run: to be trained.
+        data_dir: folder that holds the data set.
+
+    Raises:
+        RecipeError: the images cannot be read.
+    """
+    settings = run.settings(data_dir)
+    return _load(settings.dataset, settings.data_dir, settings.train_size, settings.test_size)
+
+
 @lru_cache(maxsize=1)
-def load(dataset: str, data_dir: str, train_size: int | None, test_size: int | None) -> ImageDataset:
-    """The data of a run; a process that trains many loads them once."""
+def _load(dataset: str, data_dir: str, train_size: int | None, test_size: int | None) -> ImageDataset:
     return LOADERS[dataset](Path(data_dir), train_size, test_size)
 
 

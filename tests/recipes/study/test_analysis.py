@@ -1,0 +1,80 @@
+"""Intervals of paired differences, and what tables say of them."""
+
+import numpy as np
+import pytest
+
+from recipes.study.analysis import ACCURACY, TRAIN_LOSS, Interval, comparisons, conclusion, interval
+from recipes.study.cases import REFERENCE, Case, Study
+from recipes.study.pictures import draw
+from recipes.study.run import KEY, Size
+from recipes.study.tables import summary
+from recipes.study.training import FIGURES
+
+SIZE = Size("digits", 2, 64)
+STUDY = Study("one", "Is it worse?", "nobody", (REFERENCE, Case("2 bits", "StochBackward2bit")))
+
+
+def row_of(run, loss, accuracy):
+    figures = dict.fromkeys(FIGURES, "1") | {
+        "train_loss": str(loss),
+        "test_accuracy": str(accuracy),
+        "accuracies": "0.5 0.6",
+        "saved_bytes": str(2**20),
+        "plain_bytes": str(2**24),
+    }
+    return dict(zip(KEY, run.key, strict=True)) | figures
+
+
+def rows_of(losses):
+    """Rows by key: losses of full precision and of the other case, seed by seed; None for a run that is missing."""
+    pairs = [
+        (case.run(SIZE, seed), loss)
+        for seed, pair in losses.items()
+        for case, loss in zip(STUDY.cases, pair, strict=True)
+    ]
+    return {run.key: row_of(run, loss, 0.9 - loss / 10) for run, loss in pairs if loss is not None}
+
+
+def test_interval_covers_the_mean_as_often_as_it_says():
+    draws = 2_000
+    samples = np.random.default_rng(0).normal(1.0, 3.0, (draws, 4))
+    found = [interval(list(sample)) for sample in samples]
+    share = np.mean([abs(each.mean - 1.0) <= each.half_width for each in found])
+    assert abs(share - 0.95) < 5 * np.sqrt(0.95 * 0.05 / draws)
+
+
+@pytest.mark.parametrize(
+    ("found", "measure", "words"),
+    [
+        (None, TRAIN_LOSS, "not run"),
+        (Interval(0.02, 0.01, 3), TRAIN_LOSS, "worse by 0.020 ± 0.010"),
+        (Interval(-0.02, 0.01, 3), TRAIN_LOSS, "better by 0.020 ± 0.010"),
+        (Interval(1.0, 0.5, 3), ACCURACY, "better by 1.00 ± 0.50 points"),
+        (Interval(-0.2, 0.5, 3), ACCURACY, "no difference larger than 0.70 points found"),
+        (Interval(-0.2, float("nan"), 1), ACCURACY, "-0.20 points in one pair, which tells nothing"),
+        (Interval(float("nan"), float("nan"), 3), TRAIN_LOSS, "did not converge"),
+    ],
+)
+def test_conclusion_says_what_an_interval_tells(found, measure, words):
+    assert conclusion(found, measure) == words
+
+
+def test_comparisons_take_pairs_of_one_seed_alone():
+    rows = rows_of({0: (1.0, 1.25), 1: (2.0, 2.25), 2: (9.0, None), 3: (None, 0.0)})
+    reference, other = comparisons(STUDY, rows, SIZE, range(4))
+    assert sorted(reference.rows) == [0, 1, 2] and reference.against is None
+    difference = other.differences["train_loss"]
+    assert (difference.mean, difference.half_width, difference.pairs) == (0.25, 0.0, 2)
+
+
+def test_summary_says_which_runs_are_missing():
+    text = summary(STUDY, rows_of({0: (1.0, 1.25)}), SIZE, [0, 1])
+    assert "| 2 bits | full precision | 1 | 1.250 | +0.250 | 77.50 | -2.50 |" in text
+    assert "2 of 4 runs are missing: efficientnetv2, None, seed 1; efficientnetv2, StochBackward2bit, seed 1." in text
+    assert "not run" in summary(STUDY, {}, SIZE, [0])
+
+
+def test_draw_needs_a_run(tmp_path):
+    assert not draw(tmp_path / "none.png", STUDY, {}, SIZE, [0])
+    assert draw(tmp_path / "one.png", STUDY, rows_of({0: (1.0, None)}), SIZE, [0])
+    assert [path.name for path in tmp_path.iterdir()] == ["one.png"]

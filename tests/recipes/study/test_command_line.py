@@ -1,0 +1,53 @@
+"""`python -m recipes.study`."""
+
+import pytest
+
+from recipes.fitted_policies import policy_or_fit
+from recipes.study.__main__ import main
+from recipes.study.definitions import STUDIES
+from recipes.study.records import read
+from tests.recipes.running import PNG
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
+def test_studies_can_be_run(study):
+    """Policies and settings exist, and no two cases are the same runs or have the same name."""
+    runs = list(study.runs(study.size, range(study.seeds)))
+    assert len({run.key for run in runs}) == len(runs) == study.seeds * len({case.label for case in study.cases})
+    for run in runs[: len(study.cases)]:
+        policy_or_fit(run.policy.partition("@")[0])
+        run.settings("data", "cpu")
+    for one, other in study.contrasts:
+        assert study.case(one) != study.case(other)
+
+
+def test_main_lists_what_there_is_to_run(tmp_path, capsys):
+    assert main(["list", "--csv", str(tmp_path / "runs.csv")]) == 0
+    text = capsys.readouterr().out
+    assert all(study.question in text and study.source in text for study in STUDIES.values())
+    assert "25 runs: 25 to run, " in text and "15 runs: 9 to run, " in text
+
+
+def test_main_trains_then_tells_from_the_rows_alone(tmp_path, capsys):
+    common = ["dual-precision", "--dataset", "digits", "--epochs", "2", "--train-size", "64"]
+    common += ["--csv", str(tmp_path / "runs.csv"), "--out-dir", str(tmp_path)]
+    assert main([*common, "--seeds", "0", "--device", "cpu"]) == 0
+    table = capsys.readouterr().out
+    assert len(read(tmp_path / "runs.csv")) == 4 and "missing" not in table
+    picture = tmp_path / "dual-precision.png"
+    assert picture.read_bytes().startswith(PNG)
+    picture.unlink()
+    assert main([*common, "--seeds", "0", "--summary"]) == 0
+    assert capsys.readouterr().out == table and picture.exists()
+    assert main([*common, "--summary"]) == 0
+    assert "8 of 12 runs are missing" in capsys.readouterr().out
+
+
+def test_main_says_what_to_do_and_exits_with_2(tmp_path, capsys):
+    assert main(["main", "--csv", str(tmp_path / "runs.csv"), "--epochs", "0", "--dataset", "digits"]) == 2
+    assert capsys.readouterr().err.startswith("error: --epochs 0 is not possible: use at least 1")
+
+
+def test_main_stops_where_there_are_no_images(tmp_path, capsys):
+    assert main(["main", "--csv", str(tmp_path / "runs.csv"), "--data-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("CIFAR-10 was not found") == 1

@@ -1,0 +1,85 @@
+"""Runs of studies: paired, resumable, each with one row."""
+
+import pytest
+import torch
+
+from recipes.models import EfficientNetV2
+from recipes.study import records
+from recipes.study.run import Run, Size
+from recipes.study.running import Place, train_all
+from recipes.study.training import train_run
+from tests.recipes.running import interrupted_at_forward
+
+#: Two steps an epoch.
+TINY = {"size": Size("digits", 2, 16), "changes": (("batch_size", 8), ("test_size", 8), ("warmup_epochs", 0.5))}
+FULL, TWO_BITS = (Run(policy, 0, **TINY) for policy in ("None", "StochBackward2bit"))
+#: Forward passes of a run: two of the memory report; in an epoch, two in training and one in a test; the last test.
+PASSES = 2 + 2 * (2 + 1) + 1
+TIMES = ("seconds", "time")
+
+
+def figures(row):
+    return {name: value for name, value in row.items() if name not in TIMES}
+
+
+@pytest.fixture
+def place(tmp_path):
+    return Place(tmp_path / "runs.csv", "data", "cpu")
+
+
+def test_train_run_depends_on_nothing_that_ran_before():
+    torch.manual_seed(1)
+    first = train_run(TWO_BITS, "data", "cpu")
+    train_run(FULL, "data", "cpu")
+    assert figures(train_run(TWO_BITS, "data", "cpu")) == figures(first)
+
+
+def test_train_run_differs_in_what_is_stored_alone():
+    policies = ("None", "LosslessBackward", "StochBackward2bit")
+    plain, lossless, packed = (train_run(FULL.with_policy(policy), "data", "cpu") for policy in policies)
+    assert plain["train_losses"] == lossless["train_losses"] != packed["train_losses"]
+    assert plain["saved_bytes"] == plain["plain_bytes"] == packed["plain_bytes"]
+    assert int(packed["saved_bytes"]) < int(plain["plain_bytes"]) / 8
+
+
+def test_train_all_goes_on_after_the_last_finished_run(place):
+    runs = [FULL, TWO_BITS]
+    with pytest.raises(KeyboardInterrupt), interrupted_at_forward(EfficientNetV2, PASSES + 3):
+        train_all(runs, place, 1)
+    (kept,) = records.read(place.csv).values()
+    assert kept["policy"] == "None"
+    assert train_all(runs, place, 1) == []
+    found = records.read(place.csv)
+    assert found[FULL.key] == kept and figures(found[TWO_BITS.key]) == figures(train_run(TWO_BITS, "data", "cpu"))
+    content = place.csv.read_bytes()
+    with interrupted_at_forward(EfficientNetV2, 1):  # nothing runs
+        assert train_all(runs, place, 1) == []
+    assert place.csv.read_bytes() == content
+
+
+def test_train_all_tells_of_a_run_that_fails_and_goes_on(place):
+    wrong = FULL.with_policy("NoQuantizer")
+    (problem,) = train_all([wrong, FULL], place, 1)
+    assert "NoQuantizer is not a backward quantizer" in problem
+    assert list(records.read(place.csv)) == [FULL.key]
+
+
+def test_train_all_leaves_a_run_to_the_process_that_trains_it(place):
+    with records.claimed(place.csv, FULL):
+        (problem,) = train_all([FULL], place, 1)
+    assert "another process trains it now" in problem and not place.csv.exists()
+
+
+@pytest.mark.exhaustive
+def test_train_all_in_processes_gives_the_same_rows(place):
+    assert train_all([FULL, TWO_BITS], place, 2) == []
+    found = records.read(place.csv)
+    assert {key: figures(row) for key, row in found.items()} == {
+        run.key: figures(train_run(run, "data", "cpu")) for run in (FULL, TWO_BITS)
+    }
+
+
+def test_train_run_writes_nan_where_the_loss_is_not_finite():
+    run = Run("None", 0, TINY["size"], changes=(*TINY["changes"], ("lr", 1e30)))
+    row = train_run(run, "data", "cpu")
+    assert row["train_loss"] == "nan" and row["train_losses"].endswith("nan")
