@@ -32,7 +32,7 @@ from benchmarks.records import write_rows
 from brevact import triton_kernels
 from brevact.geometry import Grid, Place, Segments
 from brevact.quantizers import Granularity, Layout, PackedSpec, UniformQuantizer
-from brevact.quantizers.uniform import plan_of
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.triton_kernels import Launch
 from brevact.triton_kernels.uniform import one_pass, rows_in_groups
 

@@ -1,200 +1,31 @@
 """Backward-only activation quantizers for Brevitas and PyTorch: train with a fraction of the activation memory.
 
 The forward pass stays as it is; what a layer keeps for its backward pass is stored as packed 1- to 8-bit codes.
+
+Where Brevitas is not installed, this package exports nothing, and `brevact.quantizers` works by itself.
 """
 
 import logging
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING
 
 import brevact.large_pages  # noqa: F401  (before torch allocates anything large)
-from brevact import distributed
-from brevact.autograd import BackwardSettings, SaveMode
-from brevact.bit_widths.actnn import ActnnLevel, actnn_level
-from brevact.bit_widths.adaptive import Adaptive
-from brevact.bit_widths.fit import fit
-from brevact.bit_widths.spec import PolicySpec, parse_policy
-from brevact.injectors import (
-    DualPrecisionBackward2bit,
-    DualPrecisionBackward4bit,
-    L2Backward,
-    L2ForwardBackward,
-    L3Backward,
-    L3ForwardBackward,
-    L4Backward,
-    L4ForwardBackward,
-    L5Backward,
-    L5ForwardBackward,
-    LosslessBackward,
-    NearestBackward1bit,
-    NearestBackward2bit,
-    NearestBackward2bit4bitMix,
-    NearestBackward2bit6bitMix,
-    NearestBackward3bit,
-    NearestBackward3bit6bitMix,
-    NearestBackward4bit,
-    NearestBackward4bit8bitMix,
-    NearestBackward5bit,
-    NearestBackward6bit,
-    NearestBackward7bit,
-    NearestBackward8bit,
-    O4Backward,
-    O4ForwardBackward,
-    SignMagnitudeBackward,
-    SignMagnitudeGlobalBackward,
-    SignMagnitudeL2Backward,
-    StochBackward1bit,
-    StochBackward2bit,
-    StochBackward2bit4bitMix,
-    StochBackward2bit6bitMix,
-    StochBackward2bitPerSample,
-    StochBackward3bit,
-    StochBackward3bit6bitMix,
-    StochBackward4bit,
-    StochBackward4bit8bitMix,
-    StochBackward4bitPerSample,
-    StochBackward5bit,
-    StochBackward6bit,
-    StochBackward7bit,
-    StochBackward8bit,
-    StochL2Backward,
-    StochL3Backward,
-    StochL4Backward,
-    StochL5Backward,
-    StochO4Backward,
-    StochU4Backward,
-    StochU5Backward,
-    StochU8Backward,
-    U4Backward,
-    U4ForwardBackward,
-    U5Backward,
-    U5ForwardBackward,
-    U8Backward,
-    U8ForwardBackward,
-    WeibullBackward2bit,
-    WeibullBackward3bit,
-    WeibullBackward4bit,
-)
-from brevact.policy.attach import backward_quant, quantize_backward, quantizer, restore_backward
-from brevact.policy.description import BackwardPolicy, backward_policy
-from brevact.policy.fit_report import FitReport
-from brevact.policy.mixing import MixSchedule
-from brevact.policy.presets import CONV_NET, DEFAULT, TRANSFORMER, Policy
-from brevact.quantizers import (
-    DualPrecisionQuantizer,
-    Granularity,
-    MixedQuantizer,
-    NormalizedFormat,
-    NormalizedQuantizer,
-    PackedActivation,
-    Rounding,
-    SampleQuantizer,
-    SampleWeights,
-    SignMagnitudeQuantizer,
-    UniformQuantizer,
-    WeibullQuantizer,
-)
-from brevact.reports.gradient_table import GradientReport
-from brevact.reports.gradients import gradient_report
-from brevact.reports.memory import MemoryReport, memory_report
-from brevact.version import __version__
+from brevact.version import __version__ as __version__
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks for the log of "brevact"
 
-__all__ = [
-    "CONV_NET",
-    "DEFAULT",
-    "TRANSFORMER",
-    "ActnnLevel",
-    "Adaptive",
-    "BackwardPolicy",
-    "BackwardSettings",
-    "DualPrecisionBackward2bit",
-    "DualPrecisionBackward4bit",
-    "DualPrecisionQuantizer",
-    "FitReport",
-    "GradientReport",
-    "Granularity",
-    "L2Backward",
-    "L2ForwardBackward",
-    "L3Backward",
-    "L3ForwardBackward",
-    "L4Backward",
-    "L4ForwardBackward",
-    "L5Backward",
-    "L5ForwardBackward",
-    "LosslessBackward",
-    "MemoryReport",
-    "MixSchedule",
-    "MixedQuantizer",
-    "NearestBackward1bit",
-    "NearestBackward2bit",
-    "NearestBackward2bit4bitMix",
-    "NearestBackward2bit6bitMix",
-    "NearestBackward3bit",
-    "NearestBackward3bit6bitMix",
-    "NearestBackward4bit",
-    "NearestBackward4bit8bitMix",
-    "NearestBackward5bit",
-    "NearestBackward6bit",
-    "NearestBackward7bit",
-    "NearestBackward8bit",
-    "NormalizedFormat",
-    "NormalizedQuantizer",
-    "O4Backward",
-    "O4ForwardBackward",
-    "PackedActivation",
-    "Policy",
-    "PolicySpec",
-    "Rounding",
-    "SampleQuantizer",
-    "SampleWeights",
-    "SaveMode",
-    "SignMagnitudeBackward",
-    "SignMagnitudeGlobalBackward",
-    "SignMagnitudeL2Backward",
-    "SignMagnitudeQuantizer",
-    "StochBackward1bit",
-    "StochBackward2bit",
-    "StochBackward2bit4bitMix",
-    "StochBackward2bit6bitMix",
-    "StochBackward2bitPerSample",
-    "StochBackward3bit",
-    "StochBackward3bit6bitMix",
-    "StochBackward4bit",
-    "StochBackward4bit8bitMix",
-    "StochBackward4bitPerSample",
-    "StochBackward5bit",
-    "StochBackward6bit",
-    "StochBackward7bit",
-    "StochBackward8bit",
-    "StochL2Backward",
-    "StochL3Backward",
-    "StochL4Backward",
-    "StochL5Backward",
-    "StochO4Backward",
-    "StochU4Backward",
-    "StochU5Backward",
-    "StochU8Backward",
-    "U4Backward",
-    "U4ForwardBackward",
-    "U5Backward",
-    "U5ForwardBackward",
-    "U8Backward",
-    "U8ForwardBackward",
-    "UniformQuantizer",
-    "WeibullBackward2bit",
-    "WeibullBackward3bit",
-    "WeibullBackward4bit",
-    "WeibullQuantizer",
-    "__version__",
-    "actnn_level",
-    "backward_policy",
-    "backward_quant",
-    "distributed",
-    "fit",
-    "gradient_report",
-    "memory_report",
-    "parse_policy",
-    "quantize_backward",
-    "quantizer",
-    "restore_backward",
-]
+if TYPE_CHECKING or _find_spec("brevitas") is not None:
+    from brevact import api
+    from brevact.api import *
+
+    if not TYPE_CHECKING:  # type checkers take what is imported by `*` as exported, where there is no list
+        __all__ = ["__version__", *(name for name in vars(api) if not name.startswith("_"))]
+else:
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__") or _find_spec(f"{__name__}.{name}") is not None:  # a module is imported by itself
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise ImportError(
+            f"brevact.{name} needs Brevitas, which is not installed: pip install 'brevitas>=0.13.4'. Without it, "
+            "brevact.quantizers works: brevact.quantizers.UniformQuantizer(bit_width=2).quantize(x)"
+        )

@@ -1,4 +1,4 @@
-"""Compute `brevact/quantizers/weibull_levels.bin`, the levels of least variance for Weibull distributions.
+"""Compute `brevact/quantizers/formats/weibull/levels.bin`, the levels of least variance for Weibull distributions.
 
     python -m scripts.weibull_table
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import gamma, gammainc
 
-from brevact.quantizers import weibull_levels as layout
+from brevact.quantizers.formats.weibull import levels as layout
 
 Array = np.ndarray
 
@@ -168,7 +168,7 @@ def variance(levels: Array, k: Array) -> Array:
 
 
 def nodes(k: Array, end_count: int) -> Array:
-    """The table: for each shape and end the columns that `weibull_levels` names, in units of the mean.
+    """The table: for each shape and end the columns that `levels` of the format names, in units of the mean.
 
     Args:
         k: (K,) shapes.

@@ -1,4 +1,4 @@
-"""No circles among the modules of the package, annotations included.
+"""No circles among the modules of the package, and no imports upwards, annotations included.
 
 An edge is every import of a module by name: at the top, inside of a function, and under ``TYPE_CHECKING``. The packages
 around an imported module, which Python runs first, are no edges: ``brevact`` itself imports all that is below it.
@@ -14,11 +14,28 @@ from pathlib import Path
 import brevact
 
 PACKAGE = Path(brevact.__file__).parent
+#: Parts of the package, a row a layer: a module imports from its own layer and from those above it in this list.
+LAYERS = (
+    ("private_names", "geometry", "large_pages", "version"),
+    ("cpu_kernels", "triton_kernels"),
+    ("quantizers",),
+    ("arguments", "autograd", "tables"),
+    ("injectors",),
+    ("nn",),
+    ("policy",),
+    ("reports",),
+    ("bit_widths",),
+    ("distributed",),
+    ("api", "trainers"),
+    ("__main__", "command_line"),
+)
 
 
-def _name_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def _layer_of(name: str) -> int:
+    """Place in the list; the injectors of a format, which lie in its folder, have that of the package of injectors."""
+    parts = name.split(".")
+    part = "injectors" if parts[-1] == "injectors" else parts[1]
+    return next(place for place, layer in enumerate(LAYERS) if part in layer)
 
 
 def _imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
@@ -33,13 +50,24 @@ def _imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
                 yield from (name for name in (inner if inner in modules else node.module,) if name in modules)
 
 
-def test_imports_make_no_circle():
-    paths = {_name_of(path): path for path in PACKAGE.rglob("*.py")}
-    graph = {
+def _graph() -> dict[str, set[str]]:
+    """What each module imports."""
+    found = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    paths = {".".join(place.parts).removesuffix(".__init__"): path for place, path in found.items()}
+    return {
         name: {other for other in _imports(ast.parse(path.read_text("utf-8")), set(paths)) if other != name}
         for name, path in paths.items()
     }
+
+
+def test_imports_make_no_circle():
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(_graph()).prepare()
     except CycleError as error:
         raise AssertionError("imports make a circle: " + " <- ".join(error.args[1])) from None
+
+
+def test_imports_point_down():
+    graph = {name: others - {"brevact"} for name, others in _graph().items() if name != "brevact"}
+    upwards = [(name, other) for name in graph for other in graph[name] if _layer_of(other) > _layer_of(name)]
+    assert upwards == []

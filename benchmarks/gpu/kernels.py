@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.processes import Row, message_of
 from benchmarks.gpu.timing import alternating_times, l2_bytes, limit_threads
 from brevact.quantizers import Layout, PackedActivation, PackedSpec, Rounding, UniformQuantizer, passes
-from brevact.quantizers.uniform import plan_of
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 
 OPERATIONS = ("nearest", "stochastic", "dequantize into a buffer", "dequantize * other")
 COLUMNS = (

@@ -18,7 +18,7 @@ from brevact.quantizers import (
     WeibullQuantizer,
 )
 from brevact.quantizers.brief import brief
-from brevact.quantizers.sign_magnitude import SignMagnitudeLevels
+from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
 #: Packs a tensor into its own bytes.
 AS_IT_IS = UniformQuantizer(bit_width=32)

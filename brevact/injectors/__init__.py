@@ -7,164 +7,31 @@ it. ``backward_settings_from`` resolves one into what a region takes, an activat
 (``brevact.injectors.forward_quantizers``).
 """
 
-from brevact.injectors import forward_quantizers as forward_quantizers  # makes Brevitas' quantizers ask for a region
-from brevact.injectors import pickling as pickling  # makes injector classes picklable
-from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
-from brevact.injectors.dual_precision import DualPrecisionBackward2bit, DualPrecisionBackward4bit, DualPrecisionMaps
-from brevact.injectors.fragments import (
-    BackwardQuantSolver,
-    MixedBuckets,
-    NearestRounding,
-    SaveQuantized,
-    StochasticRounding,
-    UniformBuckets,
-)
-from brevact.injectors.lossless import LosslessBackward
-from brevact.injectors.mixed import (
-    NearestBackward2bit4bitMix,
-    NearestBackward2bit6bitMix,
-    NearestBackward3bit6bitMix,
-    NearestBackward4bit8bitMix,
-    StochBackward2bit4bitMix,
-    StochBackward2bit6bitMix,
-    StochBackward3bit6bitMix,
-    StochBackward4bit8bitMix,
-)
-from brevact.injectors.normalized import (
-    L2Backward,
-    L2ForwardBackward,
-    L3Backward,
-    L3ForwardBackward,
-    L4Backward,
-    L4ForwardBackward,
-    L5Backward,
-    L5ForwardBackward,
-    NormalizedLevels,
-    O4Backward,
-    O4ForwardBackward,
-    StochL2Backward,
-    StochL3Backward,
-    StochL4Backward,
-    StochL5Backward,
-    StochO4Backward,
-    StochU4Backward,
-    StochU5Backward,
-    StochU8Backward,
-    U4Backward,
-    U4ForwardBackward,
-    U5Backward,
-    U5ForwardBackward,
-    U8Backward,
-    U8ForwardBackward,
-)
-from brevact.injectors.sample import SampleBuckets, StochBackward2bitPerSample, StochBackward4bitPerSample
-from brevact.injectors.settings import backward_settings_from, settings_of_block, settings_of_module
-from brevact.injectors.sign_magnitude import (
-    SignMagnitudeBackward,
-    SignMagnitudeBuckets,
-    SignMagnitudeGlobalBackward,
-    SignMagnitudeL2Backward,
-)
-from brevact.injectors.slot import BackwardQuantProxy
-from brevact.injectors.uniform import (
-    NearestBackward1bit,
-    NearestBackward2bit,
-    NearestBackward3bit,
-    NearestBackward4bit,
-    NearestBackward5bit,
-    NearestBackward6bit,
-    NearestBackward7bit,
-    NearestBackward8bit,
-    StochBackward1bit,
-    StochBackward2bit,
-    StochBackward3bit,
-    StochBackward4bit,
-    StochBackward5bit,
-    StochBackward6bit,
-    StochBackward7bit,
-    StochBackward8bit,
-)
-from brevact.injectors.weibull import (
-    WeibullBackward2bit,
-    WeibullBackward3bit,
-    WeibullBackward4bit,
-    WeibullLevels,
-)
+import types
+import typing
 
-__all__ = [
-    "BackwardQuantProxy",
-    "BackwardQuantSolver",
-    "BrevitasQuantizer",
-    "DualPrecisionBackward2bit",
-    "DualPrecisionBackward4bit",
-    "DualPrecisionMaps",
-    "L2Backward",
-    "L2ForwardBackward",
-    "L3Backward",
-    "L3ForwardBackward",
-    "L4Backward",
-    "L4ForwardBackward",
-    "L5Backward",
-    "L5ForwardBackward",
-    "LosslessBackward",
-    "MixedBuckets",
-    "NearestBackward1bit",
-    "NearestBackward2bit",
-    "NearestBackward2bit4bitMix",
-    "NearestBackward2bit6bitMix",
-    "NearestBackward3bit",
-    "NearestBackward3bit6bitMix",
-    "NearestBackward4bit",
-    "NearestBackward4bit8bitMix",
-    "NearestBackward5bit",
-    "NearestBackward6bit",
-    "NearestBackward7bit",
-    "NearestBackward8bit",
-    "NearestRounding",
-    "NormalizedLevels",
-    "O4Backward",
-    "O4ForwardBackward",
-    "SampleBuckets",
-    "SaveQuantized",
-    "SignMagnitudeBackward",
-    "SignMagnitudeBuckets",
-    "SignMagnitudeGlobalBackward",
-    "SignMagnitudeL2Backward",
-    "StochBackward1bit",
-    "StochBackward2bit",
-    "StochBackward2bit4bitMix",
-    "StochBackward2bit6bitMix",
-    "StochBackward2bitPerSample",
-    "StochBackward3bit",
-    "StochBackward3bit6bitMix",
-    "StochBackward4bit",
-    "StochBackward4bit8bitMix",
-    "StochBackward4bitPerSample",
-    "StochBackward5bit",
-    "StochBackward6bit",
-    "StochBackward7bit",
-    "StochBackward8bit",
-    "StochL2Backward",
-    "StochL3Backward",
-    "StochL4Backward",
-    "StochL5Backward",
-    "StochO4Backward",
-    "StochU4Backward",
-    "StochU5Backward",
-    "StochU8Backward",
-    "StochasticRounding",
-    "U4Backward",
-    "U4ForwardBackward",
-    "U5Backward",
-    "U5ForwardBackward",
-    "U8Backward",
-    "U8ForwardBackward",
-    "UniformBuckets",
-    "WeibullBackward2bit",
-    "WeibullBackward3bit",
-    "WeibullBackward4bit",
-    "WeibullLevels",
-    "backward_settings_from",
-    "settings_of_block",
-    "settings_of_module",
-]
+from brevact.injectors import forward_quantizers as forward_quantizers  # makes Brevitas' quantizers ask for a region
+from brevact.injectors import moved as moved  # lets pickles of earlier versions load
+from brevact.injectors import pickling as pickling  # makes injector classes picklable
+from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQuantizer
+from brevact.injectors.fragments import BackwardQuantSolver as BackwardQuantSolver
+from brevact.injectors.fragments import NearestRounding as NearestRounding
+from brevact.injectors.fragments import SaveQuantized as SaveQuantized
+from brevact.injectors.fragments import StochasticRounding as StochasticRounding
+from brevact.injectors.leaves import *
+from brevact.injectors.settings import backward_settings_from as backward_settings_from
+from brevact.injectors.settings import settings_of_block as settings_of_block
+from brevact.injectors.settings import settings_of_module as settings_of_module
+from brevact.injectors.slot import BackwardQuantProxy as BackwardQuantProxy
+from brevact.quantizers.formats.dual_precision.injectors import DualPrecisionMaps as DualPrecisionMaps
+from brevact.quantizers.formats.mixed.injectors import MixedBuckets as MixedBuckets
+from brevact.quantizers.formats.normalized.injectors import NormalizedLevels as NormalizedLevels
+from brevact.quantizers.formats.per_sample.injectors import SampleBuckets as SampleBuckets
+from brevact.quantizers.formats.sign_magnitude.injectors import SignMagnitudeBuckets as SignMagnitudeBuckets
+from brevact.quantizers.formats.uniform.injectors import UniformBuckets as UniformBuckets
+from brevact.quantizers.formats.weibull.injectors import WeibullLevels as WeibullLevels
+
+if not typing.TYPE_CHECKING:  # type checkers take what is imported by `*` as exported, where there is no list
+    __all__ = [
+        name for name, each in globals().items() if not name.startswith("_") and not isinstance(each, types.ModuleType)
+    ]

@@ -5,13 +5,12 @@ A backward quantizer is a class of data in Brevitas' dialect, the solver last::
     class StochBackward2bit(StochasticRounding, UniformBuckets, SaveQuantized, BackwardQuantSolver):
         bit_width = 2
 
-A new format is a fragment with a ``quantizer`` of its own in place of ``UniformBuckets``; the names that this
-``@value`` function takes are its settings.
+``UniformBuckets`` is a fragment of the format, which its folder in ``brevact/quantizers/formats`` has. A new format is
+such a fragment with a ``quantizer`` of its own; the names that this ``@value`` function takes are its settings.
 """
 
 from __future__ import annotations
 
-import torch
 from brevitas.inject import value
 
 from brevact.autograd import BackwardSettings, SaveMode
@@ -24,7 +23,7 @@ from brevact.autograd.settings import (
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.slot import build_slot_proxy
-from brevact.quantizers import Granularity, MixedQuantizer, Rounding, UniformQuantizer
+from brevact.quantizers.formats.uniform.quantizer import Rounding
 
 
 class NearestRounding(Fragment):
@@ -37,50 +36,6 @@ class StochasticRounding(Fragment):
     """Round up with the probability of the remainder: unbiased, so that the noise averages out over steps."""
 
     rounding = Rounding.STOCHASTIC
-
-
-class Buckets(Fragment):
-    """Groups of 512 elements that share a bfloat16 scale and a float32 minimum."""
-
-    bucket_size = 512
-    granularity = Granularity.BUCKET
-    scale_dtype = torch.bfloat16
-    minimum_dtype = torch.float32
-
-
-class UniformBuckets(Buckets):
-    """Evenly spaced codes between the minimum and the maximum of each bucket."""
-
-    channel_dim = 1
-
-    @value
-    def quantizer(bit_width, rounding, bucket_size, granularity, channel_dim, scale_dtype, minimum_dtype):
-        return UniformQuantizer(
-            bit_width=bit_width,
-            rounding=rounding,
-            bucket_size=bucket_size,
-            granularity=granularity,
-            channel_dim=channel_dim,
-            scale_dtype=scale_dtype,
-            minimum_dtype=minimum_dtype,
-        )
-
-
-class MixedBuckets(Buckets):
-    """Evenly spaced codes in each bucket, of ``mix_bit_width`` with probability ``mix_prob``."""
-
-    @value
-    def quantizer(bit_width, mix_bit_width, mix_prob, rounding, bucket_size, granularity, scale_dtype, minimum_dtype):
-        return MixedQuantizer(
-            bit_width=bit_width,
-            mix_bit_width=mix_bit_width,
-            mix_prob=mix_prob,
-            rounding=rounding,
-            bucket_size=bucket_size,
-            granularity=granularity,
-            scale_dtype=scale_dtype,
-            minimum_dtype=minimum_dtype,
-        )
 
 
 class SaveQuantized(Fragment):

@@ -18,8 +18,8 @@ import brevitas.inject.enum
 import brevitas.quant
 import torch
 
-from brevact import injectors, quantizers
-from brevact.autograd import BackwardSettings, SaveMode
+from brevact.autograd import BackwardSettings
+from brevact.injectors import leaves
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.brevitas_source import is_act_quantizer
 from brevact.injectors.class_protocol import InjectorClass, added_values
@@ -31,32 +31,21 @@ from brevact.quantizers.brief import brief
 BREVITAS = "brevitas.quant."
 #: What stands for no quantizer, where some ops have settings of their own.
 NO_QUANTIZER = "BackwardSettings"
-#: Classes of quantizer objects.
-OBJECTS: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (
-        *(quantizers.DualPrecisionQuantizer, quantizers.ExactQuantizer, quantizers.MixedQuantizer),
-        *(quantizers.NormalizedQuantizer, quantizers.SampleQuantizer, quantizers.SignMagnitudeQuantizer),
-        *(quantizers.UniformQuantizer, quantizers.WeibullQuantizer),
-    )
+#: The backward quantizers of this package.
+LEAVES: dict[str, InjectorClass] = {
+    name: each for name, each in vars(leaves).items() if isinstance(each, BackwardInjectorType)
 }
+#: Classes of quantizer objects.
+OBJECTS: dict[str, type] = {type(leaf.quantizer).__name__: type(leaf.quantizer) for leaf in LEAVES.values()}
 _ENUMS: dict[str, type[enum.Enum]] = {
     kind.__name__: kind
     for kind in (
         *(each for each in vars(brevitas.inject.enum).values() if isinstance(each, type)),
-        *(SaveMode, quantizers.Granularity, quantizers.NormalizedFormat, quantizers.Rounding),
+        *(type(field.default) for each in (BackwardSettings, *OBJECTS.values()) for field in dataclasses.fields(each)),
     )
     if issubclass(kind, enum.Enum)
 }
 _OF_OPS = "of_functions"
-
-
-#: The backward quantizers of this package.
-LEAVES: dict[str, InjectorClass] = {
-    name: each
-    for name, each in vars(injectors).items()
-    if isinstance(each, BackwardInjectorType) and each is not injectors.BackwardQuantSolver
-}
 
 
 @functools.cache

@@ -31,8 +31,9 @@ KNOWN: Mapping[str, Any] = {**_LEAVES, **_POLICIES}
 def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
     """Return the backward quantizer or the policy that words name, and the settings that they change.
 
-    >>> quantizer_of("StochBackward2bit:bucket_size=256,rounding=nearest")
-    (<class 'brevact.injectors.uniform.StochBackward2bit'>, {'bucket_size': 256, 'rounding': 'nearest'})
+    >>> leaf, settings = quantizer_of("StochBackward2bit:bucket_size=256,rounding=nearest")
+    >>> leaf.__name__, settings
+    ('StochBackward2bit', {'bucket_size': 256, 'rounding': 'nearest'})
 
     Args:
         words: a name, such as "StochBackward2bit" or "DEFAULT"; behind a colon, settings with commas between them.

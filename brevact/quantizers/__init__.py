@@ -1,13 +1,20 @@
 """Activation quantizers: a float tensor to a `PackedActivation` and back. Needs torch only."""
 
+from brevact.quantizers import moved as moved  # lets pickles of earlier versions load
 from brevact.quantizers import ops as ops
 from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
-from brevact.quantizers.dual_precision import DualPrecisionQuantizer
-from brevact.quantizers.exact import ExactQuantizer
+from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
+from brevact.quantizers.formats.lossless.quantizer import ExactQuantizer
+from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
+from brevact.quantizers.formats.mixed.quantizer import MixedQuantizer
+from brevact.quantizers.formats.normalized.quantizer import NormalizedFormat, NormalizedQuantizer
+from brevact.quantizers.formats.per_sample.quantizer import SampleQuantizer
+from brevact.quantizers.formats.per_sample.widths import SampleWeights, widths_of_least_noise
+from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer
+from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeQuantizer
+from brevact.quantizers.formats.uniform.quantizer import Granularity, Rounding, UniformQuantizer
+from brevact.quantizers.formats.weibull.quantizer import WeibullQuantizer
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.mixed import MixedQuantizer
-from brevact.quantizers.mixing_quantizer import MixingQuantizer
-from brevact.quantizers.normalized import NormalizedFormat, NormalizedQuantizer
 from brevact.quantizers.normalizing import (
     PointFunction,
     decode_affine,
@@ -18,14 +25,8 @@ from brevact.quantizers.normalizing import (
 )
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
-from brevact.quantizers.residuals import ResidualQuantizer
-from brevact.quantizers.sample import SampleQuantizer
-from brevact.quantizers.sample_widths import SampleWeights, widths_of_least_noise
-from brevact.quantizers.sign_magnitude import SignMagnitudeQuantizer
 from brevact.quantizers.spelling import read, spell
 from brevact.quantizers.tracing import is_traced
-from brevact.quantizers.uniform import Granularity, Rounding, UniformQuantizer
-from brevact.quantizers.weibull import WeibullQuantizer
 
 __all__ = [
     "ActivationQuantizer",

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers import passes
+from brevact.quantizers.checks import check_input
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import seed_value
-from brevact.quantizers.uniform import check_input
 
 
 class GridQuantizer(ABC):

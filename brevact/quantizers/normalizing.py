@@ -15,12 +15,12 @@ from torch import Tensor
 from brevact.geometry import Geometry, Place, Segments
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import passes
+from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, quantize
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.spelling import spell
 from brevact.quantizers.tracing import is_traced
-from brevact.quantizers.uniform import UniformQuantizer, plan_of
 
 
 def normalize(x: Tensor, mean: Tensor | None, invstd: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from brevact.geometry import Place
 from brevact.quantizers import passes
+from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import place_of, reciprocal_of
 from brevact.quantizers.packed import PackedSpec
 from brevact.quantizers.passes import UniformPlan
-from brevact.quantizers.uniform import UniformQuantizer, plan_of
 
 
 class NormalizedPlan(NamedTuple):

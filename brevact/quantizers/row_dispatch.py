@@ -15,9 +15,9 @@ from torch import Tensor
 
 from brevact.geometry import packed_bytes
 from brevact.quantizers.backends import kernels_for
+from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
-from brevact.quantizers.uniform import UniformQuantizer, plan_of
 
 _CHUNK = 1 << 22  # elements in flight, so that temporaries stay small beside the tensor
 

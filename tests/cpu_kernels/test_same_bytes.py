@@ -8,7 +8,7 @@ from torch import Tensor
 
 from brevact.cpu_kernels import launch
 from brevact.quantizers import Granularity, Layout, PackedSpec, Rounding, UniformQuantizer, passes, reference
-from brevact.quantizers.uniform import plan_of
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from brevact.geometry import Grid, MapBlocks, Place, Segments, UniformPlan, packed_bytes
 from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, passes
-from brevact.quantizers.uniform import plan_of
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 from tests.quantizers.grid_cases import buckets, random_grid, values_around
 
 NAMES = tuple(name for name, value in vars(passes).items() if hasattr(value, "law"))

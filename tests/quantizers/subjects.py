@@ -23,8 +23,8 @@ from brevact.quantizers import (
     WeibullQuantizer,
     unpack_codes,
 )
-from brevact.quantizers.sign_magnitude import SignMagnitudeLevels
-from brevact.quantizers.sized_mix import SizedMix
+from brevact.quantizers.formats.mixed.sized_mix import SizedMix
+from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -19,7 +19,7 @@ from brevact.quantizers import (
     decode_through,
     normalizing,
 )
-from brevact.quantizers.uniform import plan_of
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 from tests.quantizers.test_normalizing import ORDERS, sample
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -20,7 +20,7 @@ from brevact.quantizers import (
     read,
     spell,
 )
-from brevact.quantizers.dual_precision import map_blocks
+from brevact.quantizers.formats.dual_precision.quantizer import map_blocks
 from tests.quantizers.subjects import DTYPES, TENSORS, dual_step
 
 SIDES = [(1, 1, 1), (1, 1, 1000), (1, 7, 7), (1, 13, 17), (3, 9, 5), (10, 20, 30), (1, 3, 2050), (1, 1, 5001)]

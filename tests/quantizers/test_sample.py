@@ -20,7 +20,7 @@ from brevact.quantizers import (
     spell,
     widths_of_least_noise,
 )
-from brevact.quantizers.sample_widths import NARROWEST, WIDEST
+from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST
 
 
 def noise(sensitivity: Tensor, widths: Tensor) -> float:

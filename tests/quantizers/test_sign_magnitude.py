@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers import Rounding, SignMagnitudeQuantizer, read, spell
-from brevact.quantizers.sign_magnitude import SignMagnitudeLevels
+from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
 FLOAT32 = torch.finfo(torch.float32)
 

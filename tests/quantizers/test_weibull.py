@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brevact.geometry import SMALLEST_GAP
 from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer, WeibullQuantizer, passes
+from brevact.quantizers.formats.weibull.fit import UNITS, SideFits
+from brevact.quantizers.formats.weibull.levels import level_table
 from brevact.quantizers.reference import LARGEST_RANGE
-from brevact.quantizers.weibull_fit import UNITS, SideFits
-from brevact.quantizers.weibull_levels import level_table
 
 BUCKET = 4096
 every_width = pytest.mark.parametrize("bit_width", [2, 3, 4])

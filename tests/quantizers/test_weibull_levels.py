@@ -10,14 +10,14 @@ import torch
 from scipy.integrate import quad
 from scipy.special import gamma, gammaincc
 
-from brevact.quantizers import weibull_levels
-from brevact.quantizers.weibull_levels import SIDES, level_columns, level_table, read_file, sides
+from brevact.quantizers.formats.weibull import levels
+from brevact.quantizers.formats.weibull.levels import SIDES, level_columns, level_table, read_file, sides
 from scripts import weibull_table
 
-K = weibull_table.shapes(weibull_levels.SHAPE_NODES)
-END = weibull_table.ends(K, weibull_levels.END_NODES)
+K = weibull_table.shapes(levels.SHAPE_NODES)
+END = weibull_table.ends(K, levels.END_NODES)
 MEAN = gamma(1 + 1 / K)[:, None]
-FINE_K = weibull_table.shapes(weibull_levels.SHAPES)
+FINE_K = weibull_table.shapes(levels.SHAPES)
 every_side = pytest.mark.parametrize(("zero", "m"), [side for side in SIDES if side[1]])
 
 
@@ -87,9 +87,9 @@ def test_variance_is_the_integral(k: float, levels: list[float]):
 def test_the_script_computes_what_is_stored():
     """To a unit in the last place: library versions differ in the last bits of float64."""
     bounds, stored = read_file()
-    chosen = [0, 13, weibull_levels.SHAPE_NODES - 1]
-    np.testing.assert_allclose(weibull_table.nodes(K[chosen], weibull_levels.END_NODES), stored[chosen], rtol=2.0**-23)
-    np.testing.assert_allclose(weibull_table.shape_bounds(weibull_levels.SHAPES), bounds, rtol=2.0**-23)
+    chosen = [0, 13, levels.SHAPE_NODES - 1]
+    np.testing.assert_allclose(weibull_table.nodes(K[chosen], levels.END_NODES), stored[chosen], rtol=2.0**-23)
+    np.testing.assert_allclose(weibull_table.shape_bounds(levels.SHAPES), bounds, rtol=2.0**-23)
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])
@@ -104,7 +104,7 @@ def test_interpolated_levels_ascend(count: int):
 def test_rows_are_of_the_closest_coefficient_of_variation():
     table = level_table(4, torch.device("cpu"))
     ratio = torch.linspace(1.0, 400.0, 5000, dtype=torch.float64)
-    shape = table.rows(ratio, ratio) // weibull_levels.ENDS
+    shape = table.rows(ratio, ratio) // levels.ENDS
     known = torch.from_numpy(weibull_table.square_ratio(FINE_K) - 1).sqrt()
     distance = ((ratio - 1).sqrt()[:, None] - known).abs()
     taken = distance.gather(1, shape[:, None])[:, 0]

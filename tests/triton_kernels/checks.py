@@ -11,7 +11,7 @@ from torch import Tensor
 from brevact import triton_kernels
 from brevact.geometry import Geometry, Grid, packed_bytes
 from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, normalizing, passes, reference
-from brevact.quantizers.uniform import plan_of
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.triton_kernels.normalize import fits
 from brevact.triton_kernels.packing import MASK_BLOCK
 from brevact.triton_kernels.uniform import one_pass

@@ -13,7 +13,13 @@ from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
-from brevact.quantizers import WeibullQuantizer
+from brevact.quantizers.formats.weibull.quantizer import WeibullQuantizer
+
+__all__ = [
+    "WeibullBackward2bit",
+    "WeibullBackward3bit",
+    "WeibullBackward4bit",
+]
 
 
 class WeibullLevels(Fragment):

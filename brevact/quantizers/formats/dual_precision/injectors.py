@@ -11,7 +11,12 @@ from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
-from brevact.quantizers import DualPrecisionQuantizer
+from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
+
+__all__ = [
+    "DualPrecisionBackward2bit",
+    "DualPrecisionBackward4bit",
+]
 
 
 class DualPrecisionMaps(Fragment):

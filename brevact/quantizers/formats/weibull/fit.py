@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.quantizers.weibull_levels import LevelTable, constants, level_columns, level_table, sides
+from brevact.quantizers.formats.weibull.levels import LevelTable, constants, level_columns, level_table, sides
 
 UNITS = 65535.0
 """Units in which distances from the middle count: the largest is this."""

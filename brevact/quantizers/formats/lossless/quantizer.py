@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer
 from brevact.quantizers.packed import PackedActivation
-from brevact.quantizers.uniform import UniformQuantizer
 
 _EXACT = UniformQuantizer(bit_width=32)
 

@@ -13,10 +13,10 @@ from brevact.private_names.of_torch import disable_modes
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_input
+from brevact.quantizers.formats.mixed.sized_mix import BucketQuantizer, SizedMix
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation
 from brevact.quantizers.philox import seed_value
-from brevact.quantizers.sized_mix import BucketQuantizer, SizedMix
 from brevact.quantizers.tracing import is_traced
 
 Self = TypeVar("Self", bound="MixingQuantizer")

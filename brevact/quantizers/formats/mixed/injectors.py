@@ -7,13 +7,39 @@ stored bytes follow, b + 0.096 bits an element for the average width b. ``mix_pr
 Source: J. Li, master's thesis, Heidelberg University, 2025, section 5.7.
 """
 
-from brevact.injectors.fragments import (
-    BackwardQuantSolver,
-    MixedBuckets,
-    NearestRounding,
-    SaveQuantized,
-    StochasticRounding,
-)
+from brevitas.inject import value
+
+from brevact.injectors.fragments import BackwardQuantSolver, NearestRounding, SaveQuantized, StochasticRounding
+from brevact.quantizers.formats.mixed.quantizer import MixedQuantizer
+from brevact.quantizers.formats.uniform.injectors import Buckets
+
+__all__ = [
+    "NearestBackward2bit4bitMix",
+    "NearestBackward2bit6bitMix",
+    "NearestBackward3bit6bitMix",
+    "NearestBackward4bit8bitMix",
+    "StochBackward2bit4bitMix",
+    "StochBackward2bit6bitMix",
+    "StochBackward3bit6bitMix",
+    "StochBackward4bit8bitMix",
+]
+
+
+class MixedBuckets(Buckets):
+    """Evenly spaced codes in each bucket, of ``mix_bit_width`` with probability ``mix_prob``."""
+
+    @value
+    def quantizer(bit_width, mix_bit_width, mix_prob, rounding, bucket_size, granularity, scale_dtype, minimum_dtype):
+        return MixedQuantizer(
+            bit_width=bit_width,
+            mix_bit_width=mix_bit_width,
+            mix_prob=mix_prob,
+            rounding=rounding,
+            bucket_size=bucket_size,
+            granularity=granularity,
+            scale_dtype=scale_dtype,
+            minimum_dtype=minimum_dtype,
+        )
 
 
 class NearestBackward2bit4bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from brevact.quantizers.checks import check_int
-from brevact.quantizers.mixing_quantizer import MixingQuantizer, check_probability
-from brevact.quantizers.uniform import BIT_WIDTHS, Granularity, Rounding, UniformQuantizer
+from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
+from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS, Granularity, Rounding, UniformQuantizer
 
 
 @dataclass(frozen=True, kw_only=True)

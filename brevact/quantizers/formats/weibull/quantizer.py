@@ -11,12 +11,12 @@ from brevact.geometry import Geometry, Grid, block_size_for
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
+from brevact.quantizers.formats.uniform.quantizer import Rounding
+from brevact.quantizers.formats.weibull.fit import UNITS, SideFits
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.reference import bounded
-from brevact.quantizers.uniform import Rounding
-from brevact.quantizers.weibull_fit import UNITS, SideFits
 
 BIT_WIDTHS = (2, 3, 4)
 _SMALLEST_WIDTH = 2.0**-100

@@ -10,7 +10,12 @@ from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
-from brevact.quantizers import SampleQuantizer
+from brevact.quantizers.formats.per_sample.quantizer import SampleQuantizer
+
+__all__ = [
+    "StochBackward2bitPerSample",
+    "StochBackward4bitPerSample",
+]
 
 
 class SampleBuckets(Fragment):

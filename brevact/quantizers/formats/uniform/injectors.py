@@ -8,13 +8,58 @@ Source: ActNN, arXiv:2104.14129. Differs: the scale and the minimum are rounded 
 computed from them, so that encoder and decoder agree.
 """
 
-from brevact.injectors.fragments import (
-    BackwardQuantSolver,
-    NearestRounding,
-    SaveQuantized,
-    StochasticRounding,
-    UniformBuckets,
-)
+import torch
+from brevitas.inject import value
+
+from brevact.injectors.class_protocol import Fragment
+from brevact.injectors.fragments import BackwardQuantSolver, NearestRounding, SaveQuantized, StochasticRounding
+from brevact.quantizers.formats.uniform.quantizer import Granularity, UniformQuantizer
+
+__all__ = [
+    "NearestBackward1bit",
+    "NearestBackward2bit",
+    "NearestBackward3bit",
+    "NearestBackward4bit",
+    "NearestBackward5bit",
+    "NearestBackward6bit",
+    "NearestBackward7bit",
+    "NearestBackward8bit",
+    "StochBackward1bit",
+    "StochBackward2bit",
+    "StochBackward3bit",
+    "StochBackward4bit",
+    "StochBackward5bit",
+    "StochBackward6bit",
+    "StochBackward7bit",
+    "StochBackward8bit",
+]
+
+
+class Buckets(Fragment):
+    """Groups of 512 elements that share a bfloat16 scale and a float32 minimum."""
+
+    bucket_size = 512
+    granularity = Granularity.BUCKET
+    scale_dtype = torch.bfloat16
+    minimum_dtype = torch.float32
+
+
+class UniformBuckets(Buckets):
+    """Evenly spaced codes between the minimum and the maximum of each bucket."""
+
+    channel_dim = 1
+
+    @value
+    def quantizer(bit_width, rounding, bucket_size, granularity, channel_dim, scale_dtype, minimum_dtype):
+        return UniformQuantizer(
+            bit_width=bit_width,
+            rounding=rounding,
+            bucket_size=bucket_size,
+            granularity=granularity,
+            channel_dim=channel_dim,
+            scale_dtype=scale_dtype,
+            minimum_dtype=minimum_dtype,
+        )
 
 
 class NearestBackward1bit(NearestRounding, UniformBuckets, SaveQuantized, BackwardQuantSolver):

@@ -19,7 +19,34 @@ from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, NearestRounding, SaveQuantized, StochasticRounding
-from brevact.quantizers import NormalizedFormat, NormalizedQuantizer
+from brevact.quantizers.formats.normalized.quantizer import NormalizedFormat, NormalizedQuantizer
+
+__all__ = [
+    "L2Backward",
+    "L2ForwardBackward",
+    "L3Backward",
+    "L3ForwardBackward",
+    "L4Backward",
+    "L4ForwardBackward",
+    "L5Backward",
+    "L5ForwardBackward",
+    "O4Backward",
+    "O4ForwardBackward",
+    "StochL2Backward",
+    "StochL3Backward",
+    "StochL4Backward",
+    "StochL5Backward",
+    "StochO4Backward",
+    "StochU4Backward",
+    "StochU5Backward",
+    "StochU8Backward",
+    "U4Backward",
+    "U4ForwardBackward",
+    "U5Backward",
+    "U5ForwardBackward",
+    "U8Backward",
+    "U8ForwardBackward",
+]
 
 
 class NormalizedLevels(Fragment):

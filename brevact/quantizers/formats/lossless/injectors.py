@@ -6,7 +6,12 @@ from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized
-from brevact.quantizers import ExactQuantizer
+from brevact.quantizers.formats.lossless.quantizer import ExactQuantizer
+
+__all__ = [
+    "LosslessBackward",
+]
+
 
 _EXACTLY = 32
 

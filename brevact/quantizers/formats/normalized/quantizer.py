@@ -15,11 +15,11 @@ from brevact.private_names.of_torch import len_dispatch_stack
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
+from brevact.quantizers.formats.uniform.quantizer import Rounding
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE
-from brevact.quantizers.uniform import Rounding
 
 _UNITS = 65535.0
 _SMALLEST_WIDTH = 2.0**-110

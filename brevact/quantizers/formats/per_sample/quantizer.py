@@ -16,11 +16,11 @@ from brevact.quantizers import passes, row_dispatch
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_input, check_int
+from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST, SampleWeights, widths_of_least_noise
+from brevact.quantizers.formats.uniform.quantizer import Rounding, UniformQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import moved_seed, seed_value
-from brevact.quantizers.sample_widths import NARROWEST, WIDEST, SampleWeights, widths_of_least_noise
-from brevact.quantizers.uniform import Rounding, UniformQuantizer
 
 _WIDTH_KEY = 0x5851F42D4C957F2D  # what the seed is moved by for each bit of width
 _METADATA_BYTES = 6  # of a bucket: float32 minimum, bfloat16 scale

@@ -12,12 +12,12 @@ from brevact.geometry import SMALLEST_GAP, Geometry, Grid, block_size_for
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int, member_of
+from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
+from brevact.quantizers.formats.uniform.quantizer import Rounding
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.mixing_quantizer import MixingQuantizer, check_probability
 from brevact.quantizers.packed import Part
 from brevact.quantizers.tracing import is_traced
-from brevact.quantizers.uniform import Rounding
 
 LARGEST_LEVELS = 256
 _SCALE_DTYPES = (torch.float32, torch.bfloat16)

@@ -13,14 +13,14 @@ from brevact.geometry import DEFAULT_BLOCK, MapBlocks, packed_bytes
 from brevact.quantizers import passes
 from brevact.quantizers.checks import check_input, check_int
 from brevact.quantizers.codes import pack_codes, unpack_codes
-from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
-from brevact.quantizers.uniform import (
+from brevact.quantizers.formats.uniform.quantizer import (
     BIT_WIDTHS,
     Granularity,
     Rounding,
     UniformQuantizer,
 )
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
 
 SCALE_BITS = 15
 """Bits of a bfloat16 scale without its sign."""

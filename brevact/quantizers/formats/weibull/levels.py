@@ -35,7 +35,7 @@ ENDS = (END_NODES - 1) * END_STEPS + 1
 SIDES = (*((True, m) for m in range(15)), *((False, m) for m in (1, 3, 7)))
 """(zero, m) of the sides in the file."""
 
-FILE = "weibull_levels.bin"
+FILE = "levels.bin"
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def read_file() -> tuple[Tensor, Tensor]:
     Returns:
         (SHAPES - 1,) bounds and (SHAPE_NODES, END_NODES, columns) nodes, float64.
     """
-    numbers = array("f", (files("brevact.quantizers") / FILE).read_bytes())
+    numbers = array("f", (files(__package__) / FILE).read_bytes())
     if sys.byteorder == "big":
         numbers.byteswap()
     values = torch.tensor(numbers, dtype=torch.float64, device="cpu")

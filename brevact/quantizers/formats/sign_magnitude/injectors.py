@@ -24,7 +24,13 @@ from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized, StochasticRounding
-from brevact.quantizers import SignMagnitudeQuantizer
+from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeQuantizer
+
+__all__ = [
+    "SignMagnitudeBackward",
+    "SignMagnitudeGlobalBackward",
+    "SignMagnitudeL2Backward",
+]
 
 
 class SignMagnitudeBuckets(Fragment):

@@ -1,0 +1,40 @@
+"""What `brevact` exports: all names of this module."""
+
+from brevact import distributed as distributed
+from brevact.autograd import BackwardSettings as BackwardSettings
+from brevact.autograd import SaveMode as SaveMode
+from brevact.bit_widths.actnn import ActnnLevel as ActnnLevel
+from brevact.bit_widths.actnn import actnn_level as actnn_level
+from brevact.bit_widths.adaptive import Adaptive as Adaptive
+from brevact.bit_widths.fit import fit as fit
+from brevact.bit_widths.spec import PolicySpec as PolicySpec
+from brevact.bit_widths.spec import parse_policy as parse_policy
+from brevact.injectors.leaves import *
+from brevact.policy.attach import backward_quant as backward_quant
+from brevact.policy.attach import quantize_backward as quantize_backward
+from brevact.policy.attach import quantizer as quantizer
+from brevact.policy.attach import restore_backward as restore_backward
+from brevact.policy.description import BackwardPolicy as BackwardPolicy
+from brevact.policy.description import backward_policy as backward_policy
+from brevact.policy.fit_report import FitReport as FitReport
+from brevact.policy.mixing import MixSchedule as MixSchedule
+from brevact.policy.presets import CONV_NET as CONV_NET
+from brevact.policy.presets import DEFAULT as DEFAULT
+from brevact.policy.presets import TRANSFORMER as TRANSFORMER
+from brevact.policy.presets import Policy as Policy
+from brevact.quantizers import DualPrecisionQuantizer as DualPrecisionQuantizer
+from brevact.quantizers import Granularity as Granularity
+from brevact.quantizers import MixedQuantizer as MixedQuantizer
+from brevact.quantizers import NormalizedFormat as NormalizedFormat
+from brevact.quantizers import NormalizedQuantizer as NormalizedQuantizer
+from brevact.quantizers import PackedActivation as PackedActivation
+from brevact.quantizers import Rounding as Rounding
+from brevact.quantizers import SampleQuantizer as SampleQuantizer
+from brevact.quantizers import SampleWeights as SampleWeights
+from brevact.quantizers import SignMagnitudeQuantizer as SignMagnitudeQuantizer
+from brevact.quantizers import UniformQuantizer as UniformQuantizer
+from brevact.quantizers import WeibullQuantizer as WeibullQuantizer
+from brevact.reports.gradient_table import GradientReport as GradientReport
+from brevact.reports.gradients import gradient_report as gradient_report
+from brevact.reports.memory import MemoryReport as MemoryReport
+from brevact.reports.memory import memory_report as memory_report

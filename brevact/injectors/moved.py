@@ -1,0 +1,26 @@
+"""The places that injectors had in earlier versions, by which their pickles know classes."""
+
+import sys
+
+from brevact.injectors import fragments
+from brevact.quantizers.formats.dual_precision import injectors as dual_precision
+from brevact.quantizers.formats.lossless import injectors as lossless
+from brevact.quantizers.formats.mixed import injectors as mixed
+from brevact.quantizers.formats.normalized import injectors as normalized
+from brevact.quantizers.formats.per_sample import injectors as per_sample
+from brevact.quantizers.formats.sign_magnitude import injectors as sign_magnitude
+from brevact.quantizers.formats.uniform import injectors as uniform
+from brevact.quantizers.formats.weibull import injectors as weibull
+
+_MODULES = {
+    "dual_precision": dual_precision,
+    "lossless": lossless,
+    "mixed": mixed,
+    "normalized": normalized,
+    "sample": per_sample,
+    "sign_magnitude": sign_magnitude,
+    "uniform": uniform,
+    "weibull": weibull,
+}
+sys.modules.update({f"brevact.injectors.{name}": module for name, module in _MODULES.items()})
+vars(fragments).update(Buckets=uniform.Buckets, UniformBuckets=uniform.UniformBuckets, MixedBuckets=mixed.MixedBuckets)

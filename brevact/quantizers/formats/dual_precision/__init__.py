@@ -1,0 +1,1 @@
+"""Block means in float16, what they leave in a few bits."""

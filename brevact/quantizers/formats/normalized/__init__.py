@@ -1,0 +1,1 @@
+"""Fixed levels of values that are normalized by their mean and deviation."""

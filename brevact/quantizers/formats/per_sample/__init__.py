@@ -1,0 +1,1 @@
+"""A bit width for each sample of a batch."""

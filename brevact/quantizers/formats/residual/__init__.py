@@ -1,0 +1,1 @@
+"""What a rounding to integers leaves over, in a few bits."""

@@ -1,0 +1,1 @@
+"""A sign and a magnitude in units of the scale of each bucket."""

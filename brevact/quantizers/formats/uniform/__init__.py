@@ -1,0 +1,1 @@
+"""Evenly spaced levels between the minimum and the maximum of each group."""

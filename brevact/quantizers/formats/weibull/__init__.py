@@ -1,0 +1,1 @@
+"""Levels of least variance for long-tailed values."""
