@@ -24,9 +24,8 @@ def test_leaf_resolves_to_its_quantizer(leaf, bit_width: int):
 
 
 @leaves
-def test_leaf_is_public_documented_and_importable(leaf, bit_width: int):
+def test_leaf_is_public_and_importable(leaf, bit_width: int):
     assert leaf.__name__ in brevact.__all__ and leaf.__name__ in brevact.injectors.__all__
-    assert f"{bit_width}-bit backward quantizer" in leaf.__doc__ and ">>>" in leaf.__doc__
     assert pickle.loads(pickle.dumps(leaf)) is leaf
 
 

@@ -38,10 +38,8 @@ def test_leaf_resolves_to_its_settings(leaf, bit_width, rounding):
 
 
 @leaves
-def test_leaf_is_public_documented_and_importable(leaf, bit_width, rounding):
+def test_leaf_is_public_and_importable(leaf, bit_width, rounding):
     assert leaf.__name__ in brevact.injectors.__all__
-    assert f"{bit_width}-bit backward quantizer" in leaf.__doc__
-    assert ">>>" in leaf.__doc__
     assert pickle.loads(pickle.dumps(leaf)) is leaf
 
 

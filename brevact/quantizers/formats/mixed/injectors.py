@@ -43,15 +43,7 @@ class MixedBuckets(Buckets):
 
 
 class NearestBackward2bit4bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """2-bit backward quantizer with 4 bits in 50 % of the buckets and nearest rounding.
-
-    3 bits a code on average: 10.3x smaller than float32.
-
-    >>> import torch
-    >>> packed = NearestBackward2bit4bitMix.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 3.0957, 1)  # against the expected bits an element
-    1.0
-    """
+    """2 bits, 4 in 50 % of the buckets, nearest rounding: 3.10 bits an element, 10.3x smaller than float32."""
 
     bit_width = 2
     mix_bit_width = 4
@@ -59,15 +51,7 @@ class NearestBackward2bit4bitMix(NearestRounding, MixedBuckets, SaveQuantized, B
 
 
 class NearestBackward2bit6bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """2-bit backward quantizer with 6 bits in 30 % of the buckets and nearest rounding.
-
-    3.2 bits a code on average: 9.7x smaller than float32.
-
-    >>> import torch
-    >>> packed = NearestBackward2bit6bitMix.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 3.2957, 1)  # against the expected bits an element
-    1.0
-    """
+    """2 bits, 6 in 30 % of the buckets, nearest rounding: 3.30 bits an element, 9.7x smaller than float32."""
 
     bit_width = 2
     mix_bit_width = 6
@@ -75,15 +59,7 @@ class NearestBackward2bit6bitMix(NearestRounding, MixedBuckets, SaveQuantized, B
 
 
 class NearestBackward3bit6bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """3-bit backward quantizer with 6 bits in 40 % of the buckets and nearest rounding.
-
-    4.2 bits a code on average: 7.4x smaller than float32.
-
-    >>> import torch
-    >>> packed = NearestBackward3bit6bitMix.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 4.2957, 1)  # against the expected bits an element
-    1.0
-    """
+    """3 bits, 6 in 40 % of the buckets, nearest rounding: 4.30 bits an element, 7.4x smaller than float32."""
 
     bit_width = 3
     mix_bit_width = 6
@@ -91,15 +67,7 @@ class NearestBackward3bit6bitMix(NearestRounding, MixedBuckets, SaveQuantized, B
 
 
 class NearestBackward4bit8bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """4-bit backward quantizer with 8 bits in 20 % of the buckets and nearest rounding.
-
-    4.8 bits a code on average: 6.5x smaller than float32.
-
-    >>> import torch
-    >>> packed = NearestBackward4bit8bitMix.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 4.8957, 1)  # against the expected bits an element
-    1.0
-    """
+    """4 bits, 8 in 20 % of the buckets, nearest rounding: 4.90 bits an element, 6.5x smaller than float32."""
 
     bit_width = 4
     mix_bit_width = 8
@@ -107,15 +75,7 @@ class NearestBackward4bit8bitMix(NearestRounding, MixedBuckets, SaveQuantized, B
 
 
 class StochBackward2bit4bitMix(StochasticRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """2-bit backward quantizer with 4 bits in 50 % of the buckets and stochastic rounding.
-
-    3 bits a code on average: 10.3x smaller than float32.
-
-    >>> import torch
-    >>> packed = StochBackward2bit4bitMix.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 3.0957, 1)  # against the expected bits an element
-    1.0
-    """
+    """2 bits, 4 in 50 % of the buckets, stochastic rounding: 3.10 bits an element, 10.3x smaller than float32."""
 
     bit_width = 2
     mix_bit_width = 4
@@ -123,15 +83,7 @@ class StochBackward2bit4bitMix(StochasticRounding, MixedBuckets, SaveQuantized, 
 
 
 class StochBackward2bit6bitMix(StochasticRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """2-bit backward quantizer with 6 bits in 30 % of the buckets and stochastic rounding.
-
-    3.2 bits a code on average: 9.7x smaller than float32.
-
-    >>> import torch
-    >>> packed = StochBackward2bit6bitMix.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 3.2957, 1)  # against the expected bits an element
-    1.0
-    """
+    """2 bits, 6 in 30 % of the buckets, stochastic rounding: 3.30 bits an element, 9.7x smaller than float32."""
 
     bit_width = 2
     mix_bit_width = 6
@@ -139,15 +91,7 @@ class StochBackward2bit6bitMix(StochasticRounding, MixedBuckets, SaveQuantized, 
 
 
 class StochBackward3bit6bitMix(StochasticRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """3-bit backward quantizer with 6 bits in 40 % of the buckets and stochastic rounding.
-
-    4.2 bits a code on average: 7.4x smaller than float32.
-
-    >>> import torch
-    >>> packed = StochBackward3bit6bitMix.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 4.2957, 1)  # against the expected bits an element
-    1.0
-    """
+    """3 bits, 6 in 40 % of the buckets, stochastic rounding: 4.30 bits an element, 7.4x smaller than float32."""
 
     bit_width = 3
     mix_bit_width = 6
@@ -155,15 +99,7 @@ class StochBackward3bit6bitMix(StochasticRounding, MixedBuckets, SaveQuantized, 
 
 
 class StochBackward4bit8bitMix(StochasticRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """4-bit backward quantizer with 8 bits in 20 % of the buckets and stochastic rounding.
-
-    4.8 bits a code on average: 6.5x smaller than float32.
-
-    >>> import torch
-    >>> packed = StochBackward4bit8bitMix.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 4.8957, 1)  # against the expected bits an element
-    1.0
-    """
+    """4 bits, 8 in 20 % of the buckets, stochastic rounding: 4.90 bits an element, 6.5x smaller than float32."""
 
     bit_width = 4
     mix_bit_width = 8

@@ -63,12 +63,7 @@ class NormalizedLevels(Fragment):
 
 
 class L2Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """2-bit levels of normalized values: +-0.707 and +-1.414.
-
-    >>> import torch
-    >>> L2Backward.quantizer.of_normalized.quantize(torch.randn(4096)).nbytes  # 16384 bytes in float32
-    1024
-    """
+    """Levels N(x) = +-0.707 and +-1.414, nearest rounding: 2.00 bits an element, 16.0x smaller than float32."""
 
     format = NormalizedFormat.L2
 
@@ -86,12 +81,7 @@ class L2ForwardBackward(L2Backward):
 
 
 class L3Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """3-bit levels of normalized values: +-1/2, 1, 2 and 4.
-
-    >>> import torch
-    >>> L3Backward.quantizer.of_normalized.quantize(torch.randn(4096)).nbytes  # 16384 bytes in float32
-    1536
-    """
+    """Levels N(x) = +-1/2, 1, 2 and 4, nearest rounding: 3.00 bits an element, 10.7x smaller than float32."""
 
     format = NormalizedFormat.L3
 
@@ -109,12 +99,7 @@ class L3ForwardBackward(L3Backward):
 
 
 class L4Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """4-bit levels of normalized values: +-1/8, 1/4, ..., 16.
-
-    >>> import torch
-    >>> L4Backward.quantizer.of_normalized.quantize(torch.randn(4096)).nbytes  # 16384 bytes in float32
-    2048
-    """
+    """Levels N(x) = +-1/8, 1/4, ..., 16, nearest rounding: 4.00 bits an element, 8.0x smaller than float32."""
 
     format = NormalizedFormat.L4
 
@@ -132,12 +117,7 @@ class L4ForwardBackward(L4Backward):
 
 
 class L5Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """5-bit levels of normalized values: +-1/8, 0.177, 1/4, ..., 22.6, powers of the square root of 2.
-
-    >>> import torch
-    >>> L5Backward.quantizer.of_normalized.quantize(torch.randn(4096)).nbytes  # 16384 bytes in float32
-    2560
-    """
+    """Levels N(x) = +-1/8, 0.177, ..., 22.6, nearest rounding: 5.00 bits an element, 6.4x smaller than float32."""
 
     format = NormalizedFormat.L5
 
@@ -155,12 +135,7 @@ class L5ForwardBackward(L5Backward):
 
 
 class U4Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """4-bit levels of normalized values: +-1/4, 3/4, ..., 15/4, evenly spaced.
-
-    >>> import torch
-    >>> U4Backward.quantizer.of_normalized.quantize(torch.randn(4096)).nbytes  # 16384 bytes in float32
-    2048
-    """
+    """Levels N(x) = +-1/4, 3/4, ..., 15/4, nearest rounding: 4.00 bits an element, 8.0x smaller than float32."""
 
     format = NormalizedFormat.U4
 
@@ -178,12 +153,7 @@ class U4ForwardBackward(U4Backward):
 
 
 class U5Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """5-bit levels of normalized values: +-1/6, 3/6, ..., 31/6, evenly spaced.
-
-    >>> import torch
-    >>> U5Backward.quantizer.of_normalized.quantize(torch.randn(4096)).nbytes  # 16384 bytes in float32
-    2560
-    """
+    """Levels N(x) = +-1/6, 3/6, ..., 31/6, nearest rounding: 5.00 bits an element, 6.4x smaller than float32."""
 
     format = NormalizedFormat.U5
 
@@ -201,12 +171,7 @@ class U5ForwardBackward(U5Backward):
 
 
 class U8Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """8-bit levels of normalized values: +-1/16, 3/16, ..., 255/16, evenly spaced.
-
-    >>> import torch
-    >>> U8Backward.quantizer.of_normalized.quantize(torch.randn(4096)).nbytes  # 16384 bytes in float32
-    4096
-    """
+    """Levels N(x) = +-1/16, 3/16, ..., 255/16, nearest rounding: 8.00 bits an element, 4.0x smaller than float32."""
 
     format = NormalizedFormat.U8
 
@@ -224,12 +189,7 @@ class U8ForwardBackward(U8Backward):
 
 
 class O4Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """4-bit levels of normalized values: +-0.14, 0.47, ..., 5.75, spaced between evenly and by powers.
-
-    >>> import torch
-    >>> O4Backward.quantizer.of_normalized.quantize(torch.randn(4096)).nbytes  # 16384 bytes in float32
-    2048
-    """
+    """Levels N(x) = +-0.14, 0.47, ..., 5.75, nearest rounding: 4.00 bits an element, 8.0x smaller than float32."""
 
     format = NormalizedFormat.O4
 

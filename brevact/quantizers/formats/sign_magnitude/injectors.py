@@ -57,34 +57,16 @@ class SignMagnitudeBuckets(Fragment):
 
 
 class SignMagnitudeBackward(StochasticRounding, SignMagnitudeBuckets, SaveQuantized, BackwardQuantSolver):
-    """Sign and magnitude in units of each bucket's largest magnitude: 4 levels, and 16 in 30 % of the buckets.
-
-    4 and 6 bits a code, 4.66 bits an element on average: 6.9x smaller than float32.
-
-    >>> import torch
-    >>> packed = SignMagnitudeBackward.quantizer.quantize(torch.rand(512 * 4000), seed=0)
-    >>> round(8 * packed.nbytes / 2048000 / 4.6645, 1)  # against the expected bits an element
-    1.0
-    """
+    """4 levels a sign, 16 in 30 % of buckets, stochastic rounding: 4.66 bits an element, 6.9x smaller than float32."""
 
 
 class SignMagnitudeL2Backward(SignMagnitudeBackward):
-    """`SignMagnitudeBackward` in units of each bucket's L2 norm: unbiased as well, and some six times as noisy.
-
-    >>> SignMagnitudeL2Backward.quantizer.use_max
-    False
-    """
+    """`SignMagnitudeBackward` in units of each bucket's L2 norm: unbiased as well, and some six times as noisy."""
 
     use_max = False
 
 
 class SignMagnitudeGlobalBackward(SignMagnitudeBackward):
-    """`SignMagnitudeBackward` with one scale and one draw of the levels a tensor: 4 or 6 bits for all of it.
-
-    >>> import torch
-    >>> q, x = SignMagnitudeGlobalBackward.quantizer, torch.rand(1024)
-    >>> sorted({q.quantize(x, seed=seed).nbytes for seed in range(9)})  # 4096 in float32
-    [516, 772]
-    """
+    """`SignMagnitudeBackward` with one scale and one draw of the levels a tensor: 4 or 6 bits for all of it."""
 
     bucket = None
