@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
+from brevact.private_names.of_torch import is_functorch_tensor
+
 #: Elements of the largest tensor that is held: a few hundred kilobytes, and less work to decode than calls.
 MOST_HELD = 1 << 18
 
@@ -56,6 +58,16 @@ class _Last(threading.local):
 
 
 _last = _Last()
+
+
+def is_held(numel: int, codes: Tensor) -> bool:
+    """Return whether a tensor is one that is decoded for several readers; streams of a GPU would have to wait.
+
+    Args:
+        numel: its elements.
+        codes: what it is decoded from.
+    """
+    return numel <= MOST_HELD and type(codes) is Tensor and codes.is_cpu and not is_functorch_tensor(codes)
 
 
 def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:

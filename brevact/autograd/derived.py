@@ -13,9 +13,6 @@ behind it.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -27,17 +24,15 @@ from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, functio
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import Normalizer, output_of
 from brevact.autograd.saved import Saved
-from brevact.autograd.settings import BackwardSettings, SaveMode, bits_of, seen_as, with_bit_width
+from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import AS_IT_IS, reported
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
-from brevact.quantizers import SampleQuantizer, UniformQuantizer, is_traced
+from brevact.quantizers import is_traced
 
 #: Packed tensors that one is put together of.
 MOST_MOVED = 4
 _DIVISIONS = frozenset(("div", "divide", "true_divide", "__truediv__"))
 _INVERSIONS = frozenset((Tensor.__rtruediv__, Tensor.__rdiv__))  # one function
-#: Bits beyond ``derive_min_bits`` of the input of a smooth function that is not the output of a norm.
-MORE_BITS = 2
 #: Elements of a result for each element of a factor that is kept as it is beside it: half a bit an element.
 ELEMENTS_OF_SMALL = 64
 
@@ -128,9 +123,6 @@ def keep_smooth(
 def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> Saved | None:
     """Keep the input of a smooth function, if the function and its derivative are to be derived from it.
 
-    What is not known may have outliers, of which the step is that of all their bucket. It takes :data:`MORE_BITS` more
-    than the least that derives, in place of derivative and output.
-
     Args:
         region: the region that runs.
         x: the input.
@@ -139,29 +131,17 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
     Returns:
         What keeps it; None where a region stores the derivative instead.
     """
-    known = region.find_known(x)
+    known, settings = region.find_known(x), region.settings
     if known is not None:
         quality = quality_of(known[1])
-        is_good = quality.is_exact or quality._replace(is_curved=True).serves(region.settings)
+        is_good = quality.is_exact or quality._replace(is_curved=True).serves(settings)
         return known if is_good else None
-    settings = region.settings
-    if not settings.derives or bits_of(settings.quantizer) < settings.derive_min_bits:
+    if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
-    if x.numel() < settings.min_numel or (is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED):
+    if is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED:
         return None
-    if bits_of(settings.quantizer) < settings.derive_min_bits + MORE_BITS:
-        if not isinstance(seen_as(settings.quantizer), UniformQuantizer | SampleQuantizer):
-            return None
-        region = copy.copy(region)
-        region.settings = _with_more_bits(settings)
     kept = region.keep(x)
     return None if kept[1] is AS_IT_IS else kept
-
-
-@functools.lru_cache(maxsize=64)
-def _with_more_bits(settings: BackwardSettings) -> BackwardSettings:
-    width = min(8, settings.derive_min_bits + MORE_BITS)
-    return dataclasses.replace(settings, quantizer=with_bit_width(settings.quantizer, width))
 
 
 class _Spread(NamedTuple):

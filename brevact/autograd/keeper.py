@@ -22,8 +22,8 @@ class TorchRunner(Protocol):
         """Run a layer that saves its input, its weight and statistics, and keep its input as a Function would."""
         ...
 
-    def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved) -> Tensor:
-        """Run a function that saves its input alone, which is kept already."""
+    def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved | None) -> Tensor:
+        """Run a function that saves one tensor, its input or its output, which is kept already; None: it saves none."""
         ...
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

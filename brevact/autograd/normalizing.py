@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decoded_last import MOST_HELD, decoded
+from brevact.autograd.decoded_last import decoded, is_held
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import one_object_each
 from brevact.autograd.transforms import is_distributed
-from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -189,9 +188,7 @@ class OutputDecoder(NamedTuple):
         return decode_affine(*self._read(tensors), self.dtype)
 
     def _is_held(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether the tensor is one that is decoded for two readers; streams of a GPU would have to wait."""
-        x = tensors[0]
-        return self.shape.numel() <= MOST_HELD and type(x) is Tensor and x.is_cpu and not is_functorch_tensor(x)
+        return is_held(self.shape.numel(), tensors[0])
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None

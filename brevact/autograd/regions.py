@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.compiled import mode as compiled_mode
+from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, derive_output, follow, operands_of
 from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_last, running
 from brevact.autograd.keeper import EagerKeeper
@@ -43,14 +44,14 @@ from brevact.autograd.ops import (
     UNVERSIONED,
     run_counterpart,
 )
-from brevact.autograd.ops.base import is_activation, out_of_place
+from brevact.autograd.ops.base import is_activation, may_overwrite, out_of_place
 from brevact.autograd.ops.metadata import stores_nothing
-from brevact.autograd.ops.norm.planned_batch_norm import run as run_batch_norm
 from brevact.autograd.ops.rounding import ALGORITHMS, must_not_round
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks, sizes_of
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
+from brevact.autograd.short_ways import SHORT_WAYS
 from brevact.autograd.store import find_packed, keep_as_it_is, keep_packed, reported
 from brevact.autograd.transforms import check_rounding, is_tracing, is_transformed
 from brevact.autograd.weights import ModelState, is_known_activation, is_parameter, is_weight, tensors_in
@@ -243,9 +244,6 @@ class Region(EagerKeeper):
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Run torch's own norm as :meth:`run_torch` does; of its input the hooks keep the normalized values."""
-        out = run_batch_norm(self, norm, input, weight, bias)
-        if out is not None:
-            return out
         hooks = self.hooks
         try:
             hooks.layer, hooks.waiting = (input, weight), []
@@ -274,8 +272,8 @@ class Region(EagerKeeper):
         self.state.mark_activation(out)
         return out
 
-    def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved) -> Tensor:
-        """Run a function of torch's that saves its input alone, in the place of which hooks keep what keeps it."""
+    def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved | None) -> Tensor:
+        """Run a function of torch's that saves one tensor, in the place of which hooks keep what keeps it."""
         hooks = self.hooks
         try:
             hooks.layer, hooks.kept = (input, None), kept
@@ -391,21 +389,24 @@ class _EagerMode(compiled_mode.RegionMode):
                 check_rounding()
             with region.hooks.suspended:
                 return func(*args, **kwargs)
+        short = SHORT_WAYS.get(func)
+        if short is not None and not region.is_watched() and not is_any_autocast_enabled():
+            if running.forwards and not is_alive(sys._getframe(1)):
+                return func(*args, **kwargs)
+            result = short(region, func, args, kwargs)
+            if result is not None:
+                return result
         is_inside = _is_in_algorithm(sys._getframe(1))
-        handler, followed = None if is_inside else HANDLERS.get(func), None
+        handler = None if is_inside else HANDLERS.get(func)
+        operands = operands_of(region, tensors_in((args, kwargs))) if func in _OVERWRITES else None
         if handler is not None and not (func in NORMS and region.makes_weight(func, args, kwargs)):
             if running.forwards and not is_alive(sys._getframe(1)):
                 return func(*args, **kwargs)
-            followed = _Followed(region, func, args, kwargs) if func in _FOLLOWED and func not in _DERIVED else None
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
-                if func in _DERIVED and isinstance(result, Tensor) and not known_values.is_marked(result):
-                    followed = _Followed(region, func, args, kwargs)
-                if followed is not None:
-                    followed.register(result)
+                if func in _FOLLOWED:
+                    _follow(region, func, args, kwargs, result, operands)
                 return result
-        if followed is None and func in _FOLLOWED:
-            followed = _Followed(region, func, args, kwargs)
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
         if makes_weight or (not region.settings.is_exact and (is_inside or must_not_round(region, func, args))):
             if storage_report.recorders:
@@ -422,40 +423,45 @@ class _EagerMode(compiled_mode.RegionMode):
             finally:
                 region.hooks.cast_shapes = frozenset()
         region.mark_weight(result, makes_weight)
-        if followed is not None and not makes_weight:
-            followed.register(result)
+        if func in _FOLLOWED and not makes_weight:
+            _follow(region, func, args, kwargs, result, operands)
         return result
 
 
-class _Followed:
-    """A call whose result is remembered as a function of what keeps its arguments.
+_FOLLOWED = dict.fromkeys(LINEAR, Kind.LINEAR) | dict.fromkeys(AVERAGES, Kind.AVERAGE) | dict.fromkeys(MOVES, Kind.MOVE)
+#: Those that may overwrite an argument, of which has to be known before the call what keeps it.
+_OVERWRITES = frozenset(func for func in _FOLLOWED if may_overwrite(func))
+
+
+def _follow(
+    region: Region,
+    func: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    result: Any,
+    operands: list[tuple[Tensor, Saved | None]] | None,
+) -> None:
+    """Remember the result of a call as a function of what keeps its arguments.
 
     Args:
         region: the region that runs.
-        func: a function that moves elements, or is linear.
+        func: a function that moves elements, takes means, or is linear.
         args: its arguments.
         kwargs: its keyword arguments.
+        result: what it has returned.
+        operands: where it may overwrite an argument, what kept them before the call (``operands_of``).
     """
-
-    __slots__ = ("_call", "_operands", "_region")
-
-    def __init__(self, region: Region, func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._region, self._call = region, (func, args, kwargs)
-        self._operands = operands_of(region, tensors_in((args, kwargs)))
-
-    def register(self, result: Any) -> None:
-        """Remember the result of the call."""
-        func, args, kwargs = self._call
-        if func in MOVES:
-            follow_exactly(func, args, kwargs, result)
-        if self._operands is not None:
-            follow(self._region, out_of_place(func), args, kwargs, result, self._operands, _FOLLOWED[func])
-
-
-_FOLLOWED = dict.fromkeys(LINEAR, Kind.LINEAR) | dict.fromkeys(AVERAGES, Kind.AVERAGE) | dict.fromkeys(MOVES, Kind.MOVE)
-
-#: Those of which the handler derives the result itself, in most cases; not in place, so that it may be followed later.
-_DERIVED = frozenset(func for func in LINEAR if func in HANDLERS and out_of_place(func) is func)
+    kind = _FOLLOWED[func]
+    if func in MOVES:
+        follow_exactly(func, args, kwargs, result)
+    if type(result) is not Tensor or not region.settings.derives or region.find_known(result) is not None:
+        return
+    if kind is Kind.AVERAGE and result.numel() * MOST_DECODED < args[0].numel():
+        return
+    if func not in _OVERWRITES:
+        operands = operands_of(region, tensors_in((args, kwargs)))
+    if operands is not None:
+        follow(region, out_of_place(func), args, kwargs, result, operands, kind)
 
 
 def _is_in_algorithm(caller: FrameType | None) -> bool:

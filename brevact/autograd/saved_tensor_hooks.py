@@ -25,7 +25,7 @@ from brevact.autograd.normalizing import NormInput, Zeros, is_centred
 from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address, versions_of
-from brevact.autograd.store import AS_IT_IS, keep_as_it_is, keep_mask, keep_small
+from brevact.autograd.store import AS_IT_IS, keep_as_it_is, keep_mask, keep_small, reported
 from brevact.autograd.transforms import NO_TRANSFORMS
 from brevact.autograd.weights_again import Recipe, remember
 from brevact.private_names.of_torch import current_graph_task, pop_hooks, push_hooks, top_hooks
@@ -227,8 +227,13 @@ class SavedTensorHooks:
         elif layer is not None and x.shape != layer[0].shape:
             kept = keep_as_it_is(x)  # statistics
         else:  # a layer's input, or a copy of it in another order of memory
-            with self.suspended:  # a quantizer may use autograd, too
-                kept = self._keep(x) if layer is None or x is not layer[0] else self._region.keep(x)
+            is_input = layer is not None and x is layer[0]
+            known = self._region.find_known(x) if is_input else None
+            if known is not None and x.numel() >= self._region.settings.min_numel:
+                kept = reported(known)
+            else:
+                with self.suspended:  # a quantizer may use autograd, too
+                    kept = self._region.keep(x) if is_input else self._keep(x)
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
             if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle

@@ -56,18 +56,6 @@ def seen_as(quantizer: Any) -> Any:
     return getattr(quantizer, "stands_for", quantizer)
 
 
-def with_bit_width(quantizer: Any, bit_width: int) -> Any:
-    """Return the same quantizer with other codes, or what stands in for that.
-
-    Args:
-        quantizer: dataclass with a field ``bit_width``, or what stands in for one.
-        bit_width: bits of a code.
-    """
-    seen = seen_as(quantizer)
-    changed = replace(seen, bit_width=bit_width)
-    return changed if seen is quantizer else replace(quantizer, stands_for=changed)
-
-
 def bits_of(quantizer: Any) -> int:
     """Return the bits of a code, those of a mean rounded down; 0 for quantizers that do not say."""
     width = getattr(seen_as(quantizer), "bit_width", 0)

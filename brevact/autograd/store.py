@@ -59,8 +59,12 @@ class _Packed:
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
     ) -> Tensor:
+        layout = self._spec.layout
+        if layout.numel <= _FEW_ELEMENTS:
+            values = function(self.decode(tensors))
+            return values if grad is None else grad * values
         packed = PackedActivation(self._spec, tensors[0])
-        return decode_through(packed, function, None, None, self._spec.layout.dtype, grad)
+        return decode_through(packed, function, None, None, layout.dtype, grad)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.PACKED, _bytes_of(self._spec.layout)
@@ -103,6 +107,8 @@ class _Mask(NamedTuple):
         return storage_report.MASKED, _bytes_of(self.layout)
 
 
+#: Elements of a packed tensor for which the calls that look a function up take longer than the function.
+_FEW_ELEMENTS = 1 << 15
 _packed, _mask = one_object_each(_Packed), one_object_each(_Mask)
 _is_grad_enabled = torch.is_grad_enabled
 AS_IT_IS = _AsItIs()

@@ -147,12 +147,12 @@ def _kind_of(key: Any) -> str:
 
 #: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need; at 3 bits where the
 #: activation functions are piecewise linear, whose chains are unbiased at any width. Query and key, which are
-#: exponentiated, and the probabilities of a loss have 6. Noise and bytes of it are in docs/noise.md.
+#: exponentiated, have 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md.
 DEFAULT = Policy(
     {
         F.cross_entropy: StochBackward6bit,
         is_rectified: StochBackward3bit,
-        "": StochBackward4bit.let(score_bit_width=6),
+        "": StochBackward4bit.let(score_bit_width=5),
     }
 )
 

@@ -201,6 +201,11 @@ def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return found
 
 
+def may_overwrite(function: Callable[..., Tensor]) -> bool:
+    """Return whether a torch function overwrites its first argument, always or where it is asked to."""
+    return out_of_place(function) is not function or _inplace_position(function) is not None
+
+
 def as_number(x: Any) -> Any:
     """Return the number that torch takes of a tensor in the place of one; what is no tensor as it is."""
     return x.item() if isinstance(x, Tensor) else x

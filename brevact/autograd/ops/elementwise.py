@@ -20,12 +20,19 @@ from torch import Tensor
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_activation, load, save
-from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
+from brevact.autograd.ops.norm.written_out import (
+    dims_of_inverses,
+    dims_of_rows,
+    is_deviation,
+    is_inverse,
+    keep_by_rows,
+)
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is
+from brevact.autograd.weights import is_known_activation
 from brevact.quantizers import is_traced
 
 
@@ -33,8 +40,9 @@ class _Multiply(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[2:4]
-        kept_b = _keep(region, b, a) if needs_a else None
-        kept_a = _keep(region, a, b) if needs_b else None
+        keep = _keep if is_inverse(a) or is_inverse(b) else _keep_factor
+        kept_b = keep(region, b, a) if needs_a else None
+        kept_a = keep(region, a, b) if needs_b else None
         if inplace:
             kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
         save(ctx, kept_b, kept_a)
@@ -57,13 +65,19 @@ class _Multiply(Saving):
 
 def _keep(region: Keeper, x: Tensor, other: Tensor) -> Saved:
     """Keep a factor; those of a norm that is written out by rows, and the rows' inverse deviations as they are."""
-    if dims_of_inverses(other, x) or (
-        x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None
-    ):
+    if dims_of_inverses(other, x):
         return keep_as_it_is(x)
     dims = dims_of_inverses(x, other)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
-        return keep_by_rows(region, x, dims)
+        is_small = x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None
+        return keep_as_it_is(x) if is_small else keep_by_rows(region, x, dims)
+    return _keep_factor(region, x, other)
+
+
+def _keep_factor(region: Keeper, x: Tensor, other: Tensor) -> Saved:
+    """Keep a factor: as it is where it is small beside one that is known, and the product derives from both."""
+    if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None:
+        return keep_as_it_is(x)
     return region.keep_activation(x)
 
 
@@ -88,7 +102,9 @@ def _multiply_handler(inplace: bool) -> Callable:
             return NotImplemented  # a number has no gradient and nothing is stored
         if max(input.numel(), other.numel()) < region.settings.min_numel:
             return NotImplemented  # there is nothing to pack
-        if input.device != other.device or region.are_weights((input, other)):
+        if input.device != other.device:
+            return NotImplemented
+        if not is_known_activation(input) and region.are_weights((input, other)):
             return NotImplemented
         if input is other and not inplace:
             square = keep_square(region, lambda x: func(x, x), input)

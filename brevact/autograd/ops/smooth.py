@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.decoded_last import MOST_HELD
+from brevact.autograd.derivations import function_of
 from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, load, save
@@ -231,8 +232,9 @@ def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool 
             return NotImplemented
         value = Value.of(func, rest, kwargs) if is_gentle else None
         inplace = bool(inplace) or always_inplace
-        if value is not None and func in _SAVING_INPUT and not inplace and input.numel() <= MOST_HELD:
-            out = _run_torch(region, value, input)
+        if value is not None and not inplace and input.numel() <= MOST_HELD:
+            run = _RUNNERS.get(func)
+            out = None if run is None else run(region, value, input)
             if out is not None:
                 return out
         return region.apply(_Smooth, lambda x: func(x, *rest, **kwargs), derivative, value, input, inplace)
@@ -258,8 +260,26 @@ def _run_torch(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
     return out
 
 
-#: Functions of which torch saves the input, and nothing else.
-_SAVING_INPUT = frozenset((F.silu, F.hardswish, F.mish, F.gelu))
+def _run_torch_by_output(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
+    """Run torch's own function, whose gradient reads its output: a function of the packed input, which serves readers.
+
+    None where a Function must run.
+    """
+    runner = region.torch_runner(input)
+    source = None if runner is None or input.numel() < region.settings.min_numel else keep_source(region, input)
+    kept = None if source is None else function_of(function, (source,), input, is_curved=True)
+    if runner is None or kept is None:
+        return None
+    out = runner.run_torch_function(function, input, reported(kept))
+    region.register(out, kept)
+    return out
+
+
+#: Functions of which torch saves the input, or the output, and nothing else.
+_RUNNERS = {
+    **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu), _run_torch),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh), _run_torch_by_output),
+}
 _RULES = {
     _silu: (F.silu,),
     _hardswish: (F.hardswish,),

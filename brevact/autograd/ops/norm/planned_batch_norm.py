@@ -7,7 +7,7 @@ training step of a convolutional net fulfils. Where one is not, torch's own op r
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from brevact.autograd.normalizing import OutputDecoder, PackedDecoder, as_now, o
 from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
 from brevact.autograd.ops.norm.formulas import BatchNorm, batch_norm_backward
-from brevact.autograd.settings import SaveMode
+from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import Slot
 from brevact.autograd.store import slot_of
 from brevact.autograd.weights import ModelState
@@ -44,15 +44,39 @@ class _Plan(NamedTuple):
     output: OutputDecoder
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan_of(quantizer: Any, layout: Layout, has_weight: bool, has_bias: bool) -> _Plan | None:
-    packing = plan_of_channels(quantizer, layout)
-    if packing is None or torch.Size(layout.shape).numel() != layout.numel:
+def _plan_of(settings: BackwardSettings, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> _Plan | None:
+    """Return the plan of calls with tensors of these sizes, found again in each step; None where there is none."""
+    key = (
+        settings.key,
+        input.shape,
+        input.stride(),
+        input.dtype,
+        *(None if x is None else x.shape for x in (weight, bias)),
+    )
+    if key not in _plans:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = _make_plan(settings, Layout.of(input), weight, bias)
+    return _plans[key]
+
+
+def _make_plan(settings: BackwardSettings, layout: Layout, weight: Tensor | None, bias: Tensor | None) -> _Plan | None:
+    if settings.save_mode is not SaveMode.SAVE_QUANTIZED or layout.numel < settings.min_numel:
+        return None
+    packing = plan_of_channels(settings.quantizer, layout)
+    shape = torch.Size(layout.shape)
+    if packing is None or not shape.numel() == layout.numel > shape[1]:
+        return None
+    if any(x is not None and x.shape != shape[1:2] for x in (weight, bias)) or (weight is None and bias is not None):
         return None
     source = packed_decoder(_OVER_CHANNELS, packing.spec, layout.dtype)
-    shape = torch.Size(layout.shape)
-    output = output_decoder(_OVER_CHANNELS, source, 1, (has_weight, has_bias), shape, layout.dtype)
-    return _Plan(packing, source, output)
+    has = weight is not None, bias is not None
+    return _Plan(packing, source, output_decoder(_OVER_CHANNELS, source, 1, has, shape, layout.dtype))
+
+
+#: By the key of settings, and sizes.
+_plans: dict[Hashable, _Plan | None] = {}
+_MOST_PLANS = 4096
 
 
 class _PlannedBatchNorm(Saving):
@@ -92,32 +116,42 @@ class _PlannedBatchNorm(Saving):
 
 
 def run(
-    region: EagerKeeper, norm: BatchNorm, input: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: EagerKeeper,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> Tensor | None:
-    """Run a batch norm by the statistics of the batch, which packs its input.
+    """Run ``F.batch_norm`` by the statistics of the batch, and pack its input.
 
     Args:
-        region: the region, in which torch's own op might run.
-        norm: the norm.
-        input: its input, an activation.
-        weight: one number a channel, or None.
+        region: the region, around which are no hooks and no report.
+        input: an activation that was computed in the region.
+        running_mean: as for ``F.batch_norm``.
+        running_var: as well.
+        weight: as well.
         bias: as well.
+        training: as well.
+        momentum: as well.
+        eps: as well.
 
     Returns:
-        The output; None where more is to be done than to pack the input and to derive the output from it: hooks around
-        the region want to see what is kept, a report is written, something is known of the input, or an argument is of
-        another kind than in most nets.
+        The output; None where more is to be done than to pack the input and to derive the output from it: something is
+        known of the input, or an argument is of another kind than in most nets.
     """
+    if not training or not input.is_cpu or input._is_view() or input.is_neg() or known_values.is_marked(input):
+        return None
+    if not (_is_plain(weight) and _is_plain(bias)):
+        return None
     settings = region.settings
-    if settings.save_mode is not SaveMode.SAVE_QUANTIZED or region.is_watched() or not input.is_cpu:
-        return None
-    if (weight is None and bias is not None) or not (_is_plain(weight) and _is_plain(bias)) or input._is_view():
-        return None
-    if input.numel() < settings.min_numel or input.is_neg() or known_values.is_marked(input):
-        return None
-    plan = _plan_of(settings.quantizer, Layout.of(input), weight is not None, bias is not None)
+    plan = _plan_of(settings, input, weight, bias)
     if plan is None:
         return None
+    norm = BatchNorm(running_mean, running_var, momentum, eps, torch.backends.cudnn.enabled)
     slot = slot_of(input, settings, False, (norm.key, input.dtype))
     if slot is not None and slot.found is not None:
         return None

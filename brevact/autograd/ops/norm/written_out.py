@@ -88,8 +88,13 @@ def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
     Returns:
         Dimensions, counted from the last; none for any other factor.
     """
-    node = factor.grad_fn
-    return dims_of_rows(x, factor) if node is not None and node.name().startswith(_INVERSES) else ()
+    return dims_of_rows(x, factor) if is_inverse(factor) else ()
+
+
+def is_inverse(x: Tensor) -> bool:
+    """Return whether a tensor is the result of a reciprocal, or of a power, which may be one."""
+    node = x.grad_fn
+    return node is not None and node.name().startswith(_INVERSES)
 
 
 def is_deviation(x: Tensor) -> bool:

@@ -1,0 +1,96 @@
+"""Short ways through a region for the calls that nets make most often.
+
+Between small tensors, finding out how a call is to be handled takes longer than the call. What most nets do is known
+here by few conditions: layers with parameters behind layers with parameters, without hooks, reports or autocast around
+the region. Whatever is stored, and every gradient, is as by the handlers in ``ops``, to which all other calls go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from brevact.autograd.decoded_last import MOST_HELD
+from brevact.autograd.derived import derive, keep_source
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.base import Value
+from brevact.autograd.ops.norm import planned_batch_norm
+from brevact.autograd.weights import ModelState, is_known_activation
+
+
+class ShortWay(Protocol):
+    """Runs a call in a region that packs; returns None for arguments that it does not know."""
+
+    def __call__(self, region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None: ...
+
+
+def _convolution(dims: int) -> ShortWay:
+    def run(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+        if len(args) != 7 or kwargs:
+            return None
+        input, weight, bias, stride, padding, dilation, groups = args
+        if type(weight) is not Parameter or type(padding) is not tuple or not is_known_activation(input):
+            return None
+        if input.dim() != dims + 2 or not weight.requires_grad or not region.packs_layer_input(input):
+            return None
+        return region.run_torch(func, input, weight, bias, stride, padding, dilation, groups)
+
+    return run
+
+
+def _batch_norm(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    if len(args) + len(kwargs) != 8 or len(args) < 3 or not is_known_activation(args[0]):  # as torch's layers call it
+        return None
+    return planned_batch_norm.run(region, *args, **kwargs)
+
+
+def _activation(function: Callable[..., Tensor]) -> ShortWay:
+    value = Value(function, (), ())
+
+    def run(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+        if len(args) != 1 or kwargs.get("inplace") or len(kwargs) > 1 or "input" in kwargs:
+            return None
+        (input,) = args
+        if not is_known_activation(input) or input.numel() > MOST_HELD or region.find_known(input) is None:
+            return None
+        source = keep_source(region, input)
+        if source is None:
+            return None
+        out = region.run_torch_function(value, input, source)
+        derive(region, out, value, ((input, source),), is_curved=True)
+        return out
+
+    return run
+
+
+def _sum(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Run a sum of two tensors of the same sizes, for which torch saves nothing."""
+    if len(args) != 2 or kwargs:
+        return None
+    x, y = args
+    if not (is_known_activation(x) and is_known_activation(y) and x.shape == y.shape and x.device == y.device):
+        return None
+    out: Tensor = func(x, y)
+    ModelState.mark_activation(out)
+    if region.settings.derives and out.is_floating_point():
+        kept = region.find_kept(x)
+        other = None if kept is None else region.find_kept(y)
+        if other is not None:
+            derive(region, out, torch.add, ((x, kept), (y, other)))
+    return out
+
+
+SHORT_WAYS: dict[Callable, ShortWay] = {
+    torch.conv1d: _convolution(1),
+    torch.conv2d: _convolution(2),
+    torch.conv3d: _convolution(3),
+    F.batch_norm: _batch_norm,
+    F.silu: _activation(F.silu),
+    F.hardswish: _activation(F.hardswish),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _sum),
+}

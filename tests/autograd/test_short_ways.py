@@ -1,0 +1,126 @@
+"""Short ways for frequent calls: the same bytes, values and gradients as by the handlers of all calls."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import brevact
+from brevact.autograd import SaveMode, regions
+from brevact.quantizers import PackedSpec
+
+_KINDS = {1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)}
+
+
+class Block(nn.Module):
+    """Layers whose calls have short ways, each behind a layer, and once in place."""
+
+    def __init__(self, dims, activation, **options):
+        super().__init__()
+        conv, norm = _KINDS[dims]
+        self.stem, self.first = conv(3, 12, 1), conv(12, 12, 3, **{"padding": 1, **options})
+        self.norms = nn.ModuleList([norm(12), norm(12)])
+        self.last, self.activation = conv(12, 4, 1), activation
+
+    def forward(self, x):
+        x = self.activation(self.norms[0](self.stem(x)))
+        y = self.activation(self.norms[1](self.first(x)))
+        return self.last(x + y if x.shape == y.shape else y)
+
+
+def _step(model, x, quantizer, ways, monkeypatch):
+    """Outputs, gradients and buffers, and the bytes of all that is packed, by some short ways."""
+    model, packed, empty = brevact.quantize_backward(copy.deepcopy(model), quantizer), [], PackedSpec.empty
+    monkeypatch.setattr(regions, "SHORT_WAYS", ways)
+    monkeypatch.setattr(PackedSpec, "empty", lambda spec, like: packed.append(spec.nbytes) or empty(spec, like))
+    torch.manual_seed(1)
+    out = model(x)
+    monkeypatch.undo()
+    return (out, *torch.autograd.grad(out.square().sum(), list(model.parameters())), *model.buffers()), packed
+
+
+@pytest.mark.parametrize(
+    ("dims", "activation", "options", "quantizer"),
+    [
+        (2, F.silu, {}, brevact.StochBackward4bit),
+        (2, nn.SiLU(inplace=True), {"groups": 4}, brevact.StochBackward4bit),
+        (2, F.hardswish, {"padding": "same"}, brevact.NearestBackward8bit),
+        (2, F.silu, {"stride": 2, "padding_mode": "reflect"}, brevact.StochBackward2bit),
+        (1, F.silu, {"dilation": 2, "bias": False}, brevact.NearestBackward4bit),
+        (3, F.hardswish, {}, brevact.L4Backward),
+        (2, F.silu, {}, brevact.LosslessBackward),
+        (2, F.silu, {}, brevact.StochBackward4bit.let(save_mode=SaveMode.QUANTIZE_ON_BACKWARD)),
+        (2, F.silu, {}, brevact.StochBackward4bit.let(derive_min_bits=0)),
+        (2, F.silu, {}, brevact.WeibullBackward4bit),
+    ],
+)
+def test_short_ways_store_and_compute_the_same(dims, activation, options, quantizer, monkeypatch):
+    torch.manual_seed(0)
+    model, x = Block(dims, activation, **options), torch.randn(4, 3, *[9] * dims)
+    ways = dict(regions.SHORT_WAYS)
+    taken = []
+
+    def watched(way):
+        def run(*args):
+            found = way(*args)
+            taken.append(found is not None)
+            return found
+
+        return run
+
+    short = _step(model, x, quantizer, {func: watched(way) for func, way in ways.items()}, monkeypatch)
+    long = _step(model, x, quantizer, {}, monkeypatch)
+    assert any(taken)
+    assert all(torch.equal(a, b) for a, b in zip(short[0], long[0], strict=True))
+    assert short[1] == long[1]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.silu(input=x),
+        lambda x: F.silu(x, inplace=True),
+        lambda x: torch.add(x, x, alpha=2),
+        lambda x: torch.add(x, 1.0),
+        lambda x: x + x[:, :1],
+        lambda x: torch.conv2d(x, x[:2, :, :3, :3]),
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4)),
+        lambda x: F.batch_norm(x, None, None, torch.ones(4), torch.zeros(4), True, 0.1, 1e-5),
+    ],
+)
+def test_calls_without_a_short_way_go_to_the_handlers(call, monkeypatch):
+    conv, x, found = nn.Conv2d(4, 4, 1), torch.randn(4, 4, 8, 8), []
+    for ways in (dict(regions.SHORT_WAYS), {}):
+        monkeypatch.setattr(regions, "SHORT_WAYS", ways)
+        torch.manual_seed(1)
+        with brevact.backward_quant(brevact.StochBackward4bit):
+            y = conv(x)
+            out = call(y)
+        found.append((out, *torch.autograd.grad(out.square().sum(), list(conv.parameters()))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: torch.conv2d(x, w, None, (1, 1), (0, 0), (1, 1), 3),
+        lambda x, w: torch.conv2d(x, w[0], None, (1, 1), (0, 0), (1, 1), 1),
+        lambda x, w: F.batch_norm(x, None, None, nn.Parameter(torch.ones(3)), None, True, 0.1, 1e-5),
+        lambda x, w: F.batch_norm(x[:1, :, :1, :1] * 1, None, None, None, None, True, 0.1, 1e-5),
+        lambda x, w: F.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, 7),
+        lambda x, w: F.silu(x, False, 1),
+        lambda x, w: x + torch.ones(3),
+    ],
+)
+def test_wrong_arguments_get_the_errors_of_torch(call):
+    conv, w, x = nn.Conv2d(4, 4, 1), nn.Parameter(torch.randn(4, 4, 1, 1)), torch.randn(2, 4, 8, 8)
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as plain:
+        call(conv(x), w)
+    with brevact.backward_quant(brevact.StochBackward4bit):
+        y = conv(x)
+        with pytest.raises(plain.type) as found:
+            call(y, w)
+    assert str(found.value) == str(plain.value)
