@@ -110,7 +110,7 @@ def measure(case: TrainingCase) -> dict[str, Any]:
     if packed:
         import brevact
     torch.manual_seed(0)
-    model, loss = _workload(case)
+    model, loss = workload(case)
     base = status_mib("VmRSS")
     if packed:
         brevact.quantizer(brevact.StochBackward4bit).quantize(torch.zeros(4096)).dequantize()
@@ -155,8 +155,12 @@ def _clocks() -> tuple[float, float, int]:
     return time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _workload(case: TrainingCase) -> tuple[Any, Callable[[], Any]]:
-    """Model and loss of one fixed batch."""
+def workload(case: TrainingCase) -> tuple[Any, Callable[[], Any]]:
+    """Model and loss of one fixed batch; without backward quantization.
+
+    Args:
+        case: what to train.
+    """
     checkpointed = case.variant.endswith("checkpoint")
     build = {"efficientnetv2-s": _efficientnet, "gpt2": _gpt2, "mlp": _mlp}[case.model]
     return build(case.batch_size, case.depth, checkpointed)
