@@ -9,18 +9,21 @@ Each is a row of the CSV as soon as it ends: a study that is stopped goes on whe
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
+from recipes import files
 from recipes.data import LOADERS
 from recipes.errors import RecipeError
-from recipes.study import pictures, records, tables
+from recipes.study import noise_along, pictures, records, tables
 from recipes.study.cases import Study
 from recipes.study.definitions import STUDIES
-from recipes.study.run import Key, Run, Size
+from recipes.study.run import FULL_PRECISION, Key, Run, Size
 from recipes.study.running import Place, train_all
 from recipes.study.training import Row
 
@@ -60,17 +63,52 @@ def run(options: argparse.Namespace) -> int:
     if options.study == LIST:
         print(tables.catalogue(STUDIES.values(), records.read(options.csv)))
         return 0
+    if options.study == noise_along.NAME:
+        return along_training(options)
     is_all = options.study == ALL
     studies = [study for study in STUDIES.values() if not study.is_long] if is_all else [STUDIES[options.study]]
     problems = []
     if not options.summary:
-        place = Place(options.csv, options.data_dir, options.device)
+        stop_at = None if options.stop_after is None else time.time() + options.stop_after
+        place = Place(options.csv, options.data_dir, options.device, stop_at)
         torch.set_num_threads(1)
         problems = train_all([run for study in studies for run in runs_of(study, options)], place, options.jobs)
     rows = records.read(options.csv)
     for study in studies:
         report(study, rows, options)
     return 1 if problems else 0
+
+
+def along_training(options: argparse.Namespace) -> int:
+    """Measures noise along a run for each seed that has no rows yet, and reports on all rows.
+
+    Args:
+        options: of the command line.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        RecipeError: the data cannot be used.
+    """
+    path = options.out_dir / f"{noise_along.NAME}.csv"
+    rows = files.read_rows(path) if path.exists() else []
+    size = size_of(STUDIES["main"], options)
+    missing = sorted(set(options.seeds or [0]) - {int(row["seed"]) for row in rows})
+    if not options.summary:
+        torch.set_num_threads(1)
+        options.out_dir.mkdir(parents=True, exist_ok=True)
+        for seed in missing:
+            with tqdm(desc=f"seed {seed}", disable=None) as bar:
+                run = Run(FULL_PRECISION, seed, size)
+                rows += noise_along.measure(run, options.data_dir, options.device, noise_along.Effort(), bar.update)
+            files.write_rows(path, noise_along.COLUMNS, rows)
+    if not rows:
+        print(f"{path} has no rows: run without --summary")
+        return 1
+    print(f"{noise_along.NAME}: {noise_along.QUESTION}\n\n{noise_along.table(rows)}")
+    noise_along.draw(path.with_suffix(".png"), rows)
+    return 0
 
 
 def report(study: Study, rows: Mapping[Key, Row], options: argparse.Namespace) -> None:
@@ -103,7 +141,8 @@ def seeds_of(study: Study, options: argparse.Namespace) -> Sequence[int]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m recipes.study", description=__doc__, formatter_class=formatter)
-    parser.add_argument("study", choices=(LIST, ALL, *STUDIES), metavar="STUDY", help=", ".join((LIST, ALL, *STUDIES)))
+    names = (LIST, ALL, *STUDIES, noise_along.NAME)
+    parser.add_argument("study", choices=names, metavar="STUDY", help=", ".join(names))
     parser.add_argument("--dataset", choices=tuple(LOADERS), help="(default: that of the study, cifar10)")
     parser.add_argument("--data-dir", default="data", help="folder that holds the data set (default: %(default)s)")
     parser.add_argument("--epochs", type=int, help="of each run (default: those of the study)")
@@ -111,6 +150,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", help="(default: 0, 1, 2 and so on, as many as the study has)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="torch device; auto takes CUDA where there is one")
+    parser.add_argument(
+        "--stop-after",
+        type=float,
+        metavar="SECONDS",
+        help="end by then; the same command goes on from a checkpoint",
+    )
     parser.add_argument("--csv", type=Path, default=FOLDER / "runs.csv", help="rows of runs (default: %(default)s)")
     parser.add_argument("--out-dir", type=Path, default=FOLDER, help="folder of pictures (default: %(default)s)")
     parser.add_argument(

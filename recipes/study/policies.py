@@ -8,7 +8,6 @@ DEFAULT@adaptive:100                       widths that `brevact.Adaptive` moves 
 
 import argparse
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ FITTED_ON = 12
 ADAPTIVE = "adaptive"
 
 
-def attach(words: str, trainer: Trainer, batches: BatchSource, steps: int) -> Callable[[], object]:
+def attach(words: str, trainer: Trainer, batches: BatchSource, steps: int) -> brevact.MixSchedule | None:
     """Gives a model its policy, or the model and its loss the one that is fitted to both.
 
     Args:
@@ -34,7 +33,7 @@ def attach(words: str, trainer: Trainer, batches: BatchSource, steps: int) -> Ca
         steps: optimizer steps of the run.
 
     Returns:
-        What is to be called after each step.
+        What changes the probability of a mixture, for each step; None where nothing does.
 
     Raises:
         RecipeError: there is no such policy, or it is not possible for this model.
@@ -52,10 +51,10 @@ def attach(words: str, trainer: Trainer, batches: BatchSource, steps: int) -> Ca
             trainer.adapt(next(batches.epoch()), int(rest))
         elif kind:
             start, end = map(float, rest.split(":"))
-            return brevact.MixSchedule(trainer.model, kind, start=start, end=end, steps=steps).step
+            return brevact.MixSchedule(trainer.model, kind, start=start, end=end, steps=steps)
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise RecipeError(f"policy {words}: {error}") from error
-    return lambda: None
+    return None
 
 
 def loss_of(objective: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:

@@ -1,6 +1,8 @@
 """Runs one after another, or several at a time in processes of their own; those with a row are not repeated."""
 
+import hashlib
 import multiprocessing
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -9,10 +11,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from recipes import files
 from recipes.errors import RecipeError
 from recipes.study import records
 from recipes.study.run import Run
-from recipes.study.training import data_of, train_run
+from recipes.study.training import Row, Training, data_of
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,19 @@ class Place:
         csv: file of the rows.
         data_dir: folder that holds the data set.
         device: torch device.
+        stop_at: time (`time.time`) after which nothing is begun; runs that it interrupts leave a checkpoint. None to
+            run to the end.
     """
 
     csv: Path
     data_dir: str
     device: str = "auto"
+    stop_at: float | None = None
+
+    def checkpoint(self, run: Run) -> Path:
+        """The file of a run that was interrupted."""
+        digest = hashlib.sha256(" ".join(run.key).encode()).hexdigest()[:16]
+        return self.csv.with_suffix(".checkpoints") / f"{digest}.pt"
 
 
 def train_all(runs: Sequence[Run], place: Place, jobs: int) -> list[str]:
@@ -80,10 +91,36 @@ def train_one(run: Run, place: Place) -> str:
             return ""
         data_of(run, place.data_dir)  # without the images no run can be trained
         try:
-            records.add(place.csv, train_run(run, place.data_dir, place.device))
+            row = _train(run, place)
         except RecipeError as error:
             return str(error)
+        if row is None:
+            return "out of time; the same command goes on"
+        records.add(place.csv, row)
+        place.checkpoint(run).unlink(missing_ok=True)
     return ""
+
+
+def _train(run: Run, place: Place) -> Row | None:
+    """The row of a run that goes on from its checkpoint, if it has one; None where there is no time left.
+
+    An epoch is begun if the one before it would have ended in time, and half as much again is left.
+    """
+    if place.stop_at is not None and time.time() > place.stop_at:
+        return None
+    training, path = Training(run, place.data_dir, place.device), place.checkpoint(run)
+    if path.exists():
+        training.load_state_dict(files.read_checkpoint(path))
+    while not training.is_done:
+        start = time.time()
+        training.train_epoch()
+        if place.stop_at is None:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_checkpoint(path, training.state_dict())
+        if time.time() + 1.5 * (time.time() - start) > place.stop_at:
+            return None
+    return training.row()
 
 
 def _results(runs: Sequence[Run], place: Place, jobs: int) -> Iterator[tuple[Run, str]]:

@@ -14,7 +14,7 @@ from recipes.training import Trainer
 
 @pytest.fixture
 def attached(tiny_settings, tiny_data):
-    """The trainer that a policy is attached to, and what follows a step."""
+    """The trainer that a policy is attached to, and the schedule of its mixture."""
 
     def attached(words):
         device = torch.device("cpu")
@@ -43,11 +43,11 @@ def test_attach_moves_widths_at_the_bytes_of_the_policy(attached):
 
 
 def test_attach_follows_a_schedule_of_the_mixture(attached):
-    trainer, _, step = attached("StochBackward2bit4bitMix@linear:0.8:0.2")
+    trainer, _, schedule = attached("StochBackward2bit4bitMix@linear:0.8:0.2")
     found = []
     for _ in range(5):
         found.append({row.settings.quantizer.probability for row in brevact.backward_policy(trainer.model).rows})
-        step()
+        schedule.step()
     assert found == [{0.8}, {0.65}, {0.5}, {0.35}, {0.2}]
 
 

@@ -1,5 +1,8 @@
 """Runs of studies: paired, resumable, each with one row."""
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,3 +86,13 @@ def test_train_run_writes_nan_where_the_loss_is_not_finite():
     run = Run("None", 0, TINY["size"], changes=(*TINY["changes"], ("lr", 1e30)))
     row = train_run(run, "data", "cpu")
     assert row["train_loss"] == "nan" and row["train_losses"].endswith("nan")
+
+
+def test_train_all_in_slices_gives_the_same_row(place):
+    mixture = FULL.with_policy("StochBackward2bit4bitMix@linear:0.8:0.2")
+    expected = figures(train_run(mixture, "data", "cpu"))
+    slices = [train_all([mixture], replace(place, stop_at=time.time() + 0.05), 1) for _ in range(3)]
+    assert [len(problems) for problems in slices] == [1, 1, 0] and "the same command goes on" in slices[0][0]
+    (row,) = records.read(place.csv).values()
+    assert figures(row) == expected
+    assert list(tmp for tmp in place.csv.with_suffix(".checkpoints").iterdir()) == []
