@@ -1,8 +1,9 @@
-"""ResNet-50 for images of 224 pixels and ResNet-20 for 32 pixels, of plain `torch.nn` layers.
+"""ResNet-50 for images of 32 to 224 pixels and ResNet-20 for 32 pixels, of plain `torch.nn` layers.
 
 Source: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385, table 1 and section 4.2. Differs: as
 in most later work, the stride of a bottleneck is in its 3x3 convolution, and a shortcut that changes the shape is a
-1x1 convolution in ResNet-20 too. Shape suffixes: B images, C channels, H and W.
+1x1 convolution in ResNet-20 too; ResNet-50 for images of up to 32 pixels begins with a 3x3 convolution of stride 1, as
+is usual for CIFAR. Shape suffixes: B images, C channels, H and W.
 """
 
 from collections.abc import Sequence
@@ -77,17 +78,23 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stem of stride 4, stages of blocks of which each but the first halves the map, mean over the map, classifier.
+    """Stem, stages of blocks of which each but the first halves the map, mean over the map, classifier.
 
     Args:
         stages: number of blocks of each stage.
         classes: outputs.
         width: channels of the stem and inside the blocks of the first stage; each stage doubles them.
+        channels_in: channels of the images.
+        stem_stride: 4, of a convolution and a pooling; or 1, of a small convolution alone.
     """
 
-    def __init__(self, stages: Sequence[int], *, classes: int, width: int = 64) -> None:
+    def __init__(
+        self, stages: Sequence[int], *, classes: int, width: int = 64, channels_in: int = 3, stem_stride: int = 4
+    ) -> None:
         super().__init__()
-        self.stem = nn.Sequential(*_conv_norm_act(3, width, 7, 2), nn.MaxPool2d(3, stride=2, padding=1))
+        small, pool = stem_stride == 1, nn.MaxPool2d(3, stride=2, padding=1)
+        stem = _conv_norm_act(channels_in, width, 3) if small else [*_conv_norm_act(channels_in, width, 7, 2), pool]
+        self.stem = nn.Sequential(*stem)
         blocks: list[nn.Module] = []
         channels = width
         for stage, count in enumerate(stages):
@@ -104,16 +111,18 @@ class ResNet(nn.Module):
         return self.classifier(self.head(self.blocks(self.stem(x_BCHW))))
 
 
-def resnet50(*, classes: int) -> ResNet:
-    """Builds ResNet-50.
+def resnet50(*, classes: int, channels_in: int = 3, image_size: int = 224) -> ResNet:
+    """Builds ResNet-50 for square images.
 
     Args:
         classes: outputs.
+        channels_in: channels of the images.
+        image_size: height and width; up to 32 the stem has stride 1, so that the last map is not a single pixel.
 
     Returns:
         The model, initialised, in training mode.
     """
-    return ResNet(STAGES_50, classes=classes)
+    return ResNet(STAGES_50, classes=classes, channels_in=channels_in, stem_stride=1 if image_size <= 32 else 4)
 
 
 def _conv_norm(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> list[nn.Module]:

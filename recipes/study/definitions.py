@@ -187,6 +187,7 @@ _ALL = (
         "this project",
     ),
     _long("efficientnetv2-s", "EfficientNetV2-S", "efficientnetv2", model="s"),
+    _long("resnet50", "ResNet-50", "resnet50"),
 )
 #: By name, in the order in which all of them are run.
 STUDIES: dict[str, Study] = {study.name: study for study in _ALL}

@@ -9,11 +9,22 @@ from typing import Any
 
 from recipes import efficientnetv2, qat
 from recipes.images import ImageSettings
+from recipes.models import resnet50
 from recipes.recipe import Recipe
 
 FULL_PRECISION = "None"
 #: Kinds of runs, by the word that rows hold.
-RECIPES: dict[str, Recipe] = {"efficientnetv2": efficientnetv2.RECIPE, "qat": qat.RECIPE}
+RECIPES: dict[str, Recipe] = {
+    "efficientnetv2": efficientnetv2.RECIPE,
+    "qat": qat.RECIPE,
+    "resnet50": replace(
+        efficientnetv2.RECIPE,
+        settings=ImageSettings,
+        build_model=lambda settings, data, layers: resnet50(
+            classes=data.classes, channels_in=data.channels, image_size=data.image_size
+        ),
+    ),
+}
 #: Settings of all studies that differ from those of the recipes.
 BASE: dict[str, Any] = {"batch_size": 64, "dropout": 0.0, "label_smoothing": 0.0}
 #: Columns that tell runs apart.

@@ -12,7 +12,7 @@ from recipes.study.training import Row
 #: Seconds that an image of a pass takes one CPU core in the nano size, at full precision and with a quantizer.
 SECONDS_AN_IMAGE = {True: 1.1e-3, False: 1.5e-3}
 #: How many times more forward quantizers, and larger models, take.
-FACTORS = {"qat": 3.0, "model=s": 25.0}
+FACTORS = {"qat": 3.0, "model=s": 25.0, "resnet50": 100.0}
 HEADER = (
     *("", "compared with", "runs", "training loss", "difference", "test accuracy, %", "difference", "spikes"),
     *("what can be concluded", "stored, MiB"),

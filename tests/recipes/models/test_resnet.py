@@ -22,6 +22,13 @@ def test_resnet50_has_the_maps_of_the_paper():
     assert shapes == [(64, 56, 56), (256, 56, 56), (512, 28, 28), (1024, 14, 14), (2048, 7, 7)]
 
 
+def test_resnet50_keeps_the_maps_of_small_images():
+    with torch.device("meta"):
+        model = resnet50(classes=7, channels_in=1, image_size=32)
+        features = model.blocks(model.stem(torch.empty(2, 1, 32, 32)))
+    assert features.shape == (2, 2048, 4, 4)
+
+
 def test_resnet_trains_with_the_same_forward_when_it_stores_packed_activations():
     model = ResNet((1, 1), classes=5, width=8)
     x = torch.randn(4, 3, 64, 64)

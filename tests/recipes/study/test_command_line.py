@@ -29,7 +29,7 @@ def test_main_lists_what_there_is_to_run(tmp_path, capsys):
 
 
 def test_main_trains_then_tells_from_the_rows_alone(tmp_path, capsys):
-    common = ["dual-precision", "--dataset", "digits", "--epochs", "2", "--train-size", "64"]
+    common = ["dual-precision", "--dataset", "digits", "--epochs", "2", "--train-size", "16"]
     common += ["--csv", str(tmp_path / "runs.csv"), "--out-dir", str(tmp_path)]
     assert main([*common, "--seeds", "0", "--device", "cpu"]) == 0
     table = capsys.readouterr().out
@@ -51,3 +51,13 @@ def test_main_says_what_to_do_and_exits_with_2(tmp_path, capsys):
 def test_main_stops_where_there_are_no_images(tmp_path, capsys):
     assert main(["main", "--csv", str(tmp_path / "runs.csv"), "--data-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("CIFAR-10 was not found") == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("study", ["long-efficientnetv2-s", "long-resnet50"])
+def test_main_goes_on_with_long_runs_slice_by_slice(tmp_path, study):
+    arguments = [study, "--dataset", "digits", "--epochs", "2", "--train-size", "16", "--seeds", "0"]
+    arguments += ["--out-dir", str(tmp_path), "--csv", str(tmp_path / "runs.csv"), "--stop-after", "3"]
+    statuses = [main(arguments) for _ in range(12)]
+    assert statuses[0] == 1 and statuses[-1] == 0
+    assert len(read(tmp_path / "runs.csv")) == 3

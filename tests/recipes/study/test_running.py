@@ -3,8 +3,10 @@
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from recipes.models import EfficientNetV2
 from recipes.study import records
@@ -80,6 +82,38 @@ def test_train_all_in_processes_gives_the_same_rows(place):
     assert {key: figures(row) for key, row in found.items()} == {
         run.key: figures(train_run(run, "data", "cpu")) for run in (FULL, TWO_BITS)
     }
+
+
+def cifar100(folder, count):
+    """Files of the official binary format: coarse label, fine label, pixels."""
+    folder = folder / "cifar-100-binary"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for name in ("train.bin", "test.bin"):
+        labels = np.stack([np.zeros(count, np.uint8), np.arange(count, dtype=np.uint8)], axis=1)
+        pixels = generator.integers(0, 256, (count, 3072), dtype=np.uint8)
+        (folder / name).write_bytes(np.concatenate([labels, pixels], axis=1).tobytes())
+
+
+def tiny_imagenet(folder, count):
+    """The official folders, with an image of each class in both parts."""
+    root, lines = folder / "tiny-imagenet-200", []
+    for index in range(count):
+        pixels = np.random.default_rng(index).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        for path in (root / f"train/n{index:02}/images/n{index:02}_0.JPEG", root / f"val/images/val_{index}.JPEG"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path, "JPEG")
+        lines.append(f"val_{index}.JPEG\tn{index:02}\t0\t0\t62\t62\n")
+    (root / "val/val_annotations.txt").write_text("".join(lines))
+
+
+@pytest.mark.parametrize(("dataset", "write"), [("cifar100", cifar100), ("tiny-imagenet", tiny_imagenet)])
+def test_train_run_takes_other_data_sets(tmp_path, dataset, write):
+    write(tmp_path, 16)
+    run = replace(FULL, policy="DEFAULT", size=replace(FULL.size, dataset=dataset))
+    row = train_run(run, str(tmp_path), "cpu")
+    assert (row["dataset"], row["test_images"]) == (dataset, "8")
+    assert 0 < float(row["train_loss"]) < 10 and int(row["saved_bytes"]) < int(row["plain_bytes"]) / 12
 
 
 def test_train_run_writes_nan_where_the_loss_is_not_finite():
