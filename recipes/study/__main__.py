@@ -8,6 +8,7 @@ Each is a row of the CSV as soon as it ends: a study that is stopped goes on whe
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from recipes import files
 from recipes.data import LOADERS
 from recipes.errors import RecipeError
-from recipes.study import noise_along, pictures, records, tables
+from recipes.study import noise_along, page, pictures, records, tables
 from recipes.study.cases import Study
 from recipes.study.definitions import STUDIES
 from recipes.study.run import FULL_PRECISION, Key, Run, Size
@@ -106,20 +107,29 @@ def along_training(options: argparse.Namespace) -> int:
     if not rows:
         print(f"{path} has no rows: run without --summary")
         return 1
-    print(f"{noise_along.NAME}: {noise_along.QUESTION}\n\n{noise_along.table(rows)}")
-    noise_along.draw(path.with_suffix(".png"), rows)
+    text, picture = noise_along.table(rows), path.with_suffix(".png")
+    print(f"{noise_along.NAME}: {noise_along.QUESTION}\n\n{text}")
+    noise_along.draw(picture, rows)
+    if options.page:
+        link = f"![{noise_along.QUESTION}]({os.path.relpath(picture, options.page.parent)})"
+        page.replace_part(options.page, noise_along.NAME, f"{link}\n\n{text}")
     return 0
 
 
 def report(study: Study, rows: Mapping[Key, Row], options: argparse.Namespace) -> None:
-    """Prints the table of a study and draws its picture; a page that is named gets both."""
+    """Prints the table of a study and draws its picture; a page that is named gets both, or what is left to run."""
     size, seeds = size_of(study, options), seeds_of(study, options)
     text = tables.summary(study, rows, size, seeds)
     print(f"\n{study.name}: {study.question} ({study.source})\n\n{text}")
     options.out_dir.mkdir(parents=True, exist_ok=True)
     picture = options.out_dir / f"{study.name}.png"
-    if pictures.draw(picture, study, rows, size, seeds):
+    if options.page and (left := tables.left_to_run(study, rows, size, seeds)):
+        page.replace_part(options.page, study.name, left)
+    elif pictures.draw(picture, study, rows, size, seeds):
         print(f"\n{picture}")
+        if options.page:
+            link = f"![{study.question}]({os.path.relpath(picture, options.page.parent)})"
+            page.replace_part(options.page, study.name, f"{link}\n\n{text}")
 
 
 def runs_of(study: Study, options: argparse.Namespace) -> list[Run]:
@@ -158,6 +168,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--csv", type=Path, default=FOLDER / "runs.csv", help="rows of runs (default: %(default)s)")
     parser.add_argument("--out-dir", type=Path, default=FOLDER, help="folder of pictures (default: %(default)s)")
+    parser.add_argument("--page", type=Path, help="Markdown page whose parts between marks are written anew")
     parser.add_argument(
         "--summary", action="store_true", help="train nothing: table and picture of the rows that are there"
     )

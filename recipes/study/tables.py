@@ -82,6 +82,17 @@ def missing_words(study: Study, rows: Mapping[Key, Row], size: Size, seeds: Sequ
     return f"{len(missing)} of {len(runs)} runs are missing: {names}."
 
 
+def left_to_run(study: Study, rows: Mapping[Key, Row], size: Size, seeds: Sequence[int]) -> str:
+    """How to run what is missing of a study, and what that takes; empty where nothing is missing."""
+    runs = list(study.runs(size, seeds))
+    missing = [run for run in runs if run.key not in rows]
+    if not missing:
+        return ""
+    has = f"{len(runs) - len(missing)} of {len(runs)} runs are there" if len(missing) < len(runs) else "Not run yet"
+    cost = f"about {readable(sum(map(expected_seconds, missing)))} of a CPU core"
+    return f"{has}: `python -m recipes.study {study.name} --data-dir data` runs the rest ({cost})."
+
+
 def _cells(found: Comparison) -> tuple[str, ...]:
     against = found.against.label if found.against else ""
     if not found.rows:
