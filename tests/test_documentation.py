@@ -12,9 +12,12 @@ import pytest
 import brevact
 from benchmarks.torchvision_ops import declare_missing_ops
 from brevact.injectors.saved_form import LEAVES
+from scripts.notebook import run_cells
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+#: A page whose snippets are one program.
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 #: Pages with snippets of optional libraries, which `make test-all` installs.
 LIBRARIES = {"trainers.md": ("accelerate", "lightning", "peft", "transformers")}
 
@@ -30,6 +33,7 @@ def marks_of(page: Path) -> list[pytest.MarkDecorator]:
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.name} {number}", marks=marks_of(page))
     for page in PAGES
+    if page.name != TUTORIAL.name
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S), 1)
 ]
 
@@ -40,6 +44,19 @@ def test_snippet_runs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if any(name in snippet for names in LIBRARIES.values() for name in names):
         declare_missing_ops()  # these libraries import torchvision if it is there
     exec(compile(snippet, "<snippet>", "exec"), {})
+
+
+def test_tutorial_runs_on_digits(tmp_path: Path):
+    small = {'"cifar10"': '"digits"', "10_000, 2_000, 3, 64": "96, 32, 2, 16"}
+    text = TUTORIAL.read_text("utf-8")
+    outputs = run_cells(text, tmp_path, small)
+    shown = re.findall(r"^```python\n(?:.*?)^```\n(\n```text\n)?", text, re.M | re.S)
+    assert [bool(output) for output in outputs] == [bool(block) for block in shown]
+    assert re.search(r"(1[89]|2\d)\.\d times less", outputs[2])
+    assert [output.count("training loss") for output in outputs].count(2) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"memory.png", "training.png"}
+    noise = [float(value) for value in re.findall(r"noise (\d\.\d+)", outputs[-1])]
+    assert 0 < noise[0] < noise[1]
 
 
 def test_pages_have_snippets():

@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.study == LIST:
         print(tables.catalogue(STUDIES.values(), records.read(options.csv)))
+        print(f"{noise_along.NAME}\n    {noise_along.QUESTION}\n    this project. Half an hour of a CPU core a seed.")
         return 0
     if options.study == noise_along.NAME:
         return along_training(options)
@@ -92,13 +93,13 @@ def along_training(options: argparse.Namespace) -> int:
     Raises:
         RecipeError: the data cannot be used.
     """
-    path = options.out_dir / f"{noise_along.NAME}.csv"
+    path = options.csv.with_name(f"{options.csv.stem}-noise.csv")
     rows = files.read_rows(path) if path.exists() else []
     size = size_of(STUDIES["main"], options)
     missing = sorted(set(options.seeds or [0]) - {int(row["seed"]) for row in rows})
     if not options.summary:
         torch.set_num_threads(1)
-        options.out_dir.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         for seed in missing:
             with tqdm(desc=f"seed {seed}", disable=None) as bar:
                 run = Run(FULL_PRECISION, seed, size)
@@ -107,7 +108,8 @@ def along_training(options: argparse.Namespace) -> int:
     if not rows:
         print(f"{path} has no rows: run without --summary")
         return 1
-    text, picture = noise_along.table(rows), path.with_suffix(".png")
+    options.out_dir.mkdir(parents=True, exist_ok=True)
+    text, picture = noise_along.table(rows), options.out_dir / f"{noise_along.NAME}.png"
     print(f"{noise_along.NAME}: {noise_along.QUESTION}\n\n{text}")
     noise_along.draw(picture, rows)
     if options.page:

@@ -9,10 +9,10 @@ from recipes.study.cases import Study
 from recipes.study.run import FULL_PRECISION, Key, Run, Size
 from recipes.study.training import Row
 
-#: Seconds that an image of a pass takes one CPU core in the nano size, at full precision and with a quantizer.
+#: Seconds that an image of an epoch takes a CPU core in the nano size: is it at full precision?
 SECONDS_AN_IMAGE = {True: 1.1e-3, False: 1.5e-3}
 #: How many times more forward quantizers, and larger models, take.
-FACTORS = {"qat": 3.0, "model=s": 25.0, "resnet50": 100.0}
+FACTORS = {"qat": 1.3, "model=s": 10.0, "resnet50": 28.0}
 HEADER = (
     *("", "compared with", "runs", "training loss", "difference", "test accuracy, %", "difference", "spikes"),
     *("what can be concluded", "stored, MiB"),

@@ -1,11 +1,25 @@
 """Parts of a page that are written anew."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from recipes.errors import RecipeError
+from recipes.study.definitions import STUDIES
+from recipes.study.noise_along import NAME
 from recipes.study.page import replace_part
 
 PAGE = "# A\n\n<!-- study: one -->\nold\n<!-- end -->\n\ntext\n\n<!-- study: one-more -->\n<!-- end -->\nend\n"
+
+
+def test_the_page_of_the_documentation_has_a_part_for_each_study():
+    text = (Path(__file__).parents[3] / "docs" / "studies.md").read_text("utf-8")
+    assert re.findall(r"<!-- study: (\S+) -->.*?<!-- end -->", text, re.S) == [
+        "main",
+        NAME,
+        *(name for name in STUDIES if name != "main"),
+    ]
 
 
 def test_replace_part_leaves_the_rest(tmp_path):
