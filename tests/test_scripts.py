@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import way_of_a_tensor
 from scripts.check_links import broken_links, main
 
 
@@ -24,3 +25,9 @@ def test_broken_links_finds_what_leads_nowhere(tmp_path: Path, capsys):
 def test_broken_links_refuses_a_folder_without_pages(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="has no page; accepted is what make docs has built"):
         broken_links(tmp_path / "sight")
+
+
+def test_the_picture_of_the_way_of_a_tensor_is_that_of_a_run():
+    forward, backward = way_of_a_tensor.ways()
+    assert way_of_a_tensor.PICTURE.read_text("utf-8") == way_of_a_tensor.picture(forward, backward)
+    assert len(forward) <= 10 and len(backward) <= 8

@@ -160,6 +160,7 @@ PACKED = [
     Op("cosh", lambda: torch.cosh),
     Op("asinh", lambda: torch.arcsinh),
     Op("erfc", lambda: torch.erfc),
+    Op("ndtr", lambda: torch.special.ndtr),
     Op("norm of vectors", lambda: lambda x: x.norm(dim=-1), (60, 40)),
     Op("norm of maps", lambda: lambda x: torch.norm(x, p=2, dim=(2, 3), keepdim=True)),
     Op("norm of all", lambda: torch.linalg.vector_norm),

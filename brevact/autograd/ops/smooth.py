@@ -160,6 +160,10 @@ def _erfc(input: Tensor) -> tuple[Derivative, bool]:
     return lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)), False
 
 
+def _ndtr(input: Tensor) -> tuple[Derivative, bool]:
+    return lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi), False
+
+
 def _asinh(input: Tensor) -> tuple[Derivative, bool]:
     return lambda one, x: (x.square() + 1).rsqrt(), False
 
@@ -299,6 +303,7 @@ _RULES = {
     _atan: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
     _erf: (torch.erf, torch.special.erf, Tensor.erf),
     _erfc: (torch.erfc, torch.special.erfc, Tensor.erfc),
+    _ndtr: (torch.special.ndtr,),
     _asinh: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
     _sinh: (torch.sinh, Tensor.sinh),
     _cosh: (torch.cosh, Tensor.cosh),
