@@ -93,8 +93,7 @@ _ALL = (
         "main",
         "Does training by default, at a twentieth of the bytes, end where training at full precision does?",
         "this project",
-        (REFERENCE, _STOCH_2, DEFAULT, _FIT, _ADAPTIVE),
-        ((_FIT.label, DEFAULT.label), (_ADAPTIVE.label, DEFAULT.label)),
+        (REFERENCE, _STOCH_2, DEFAULT),
         seeds=5,
     ),
     Study(
@@ -115,6 +114,13 @@ _ALL = (
         "How many bits does rounding to nearest need?",
         f"{THESIS}, figure 4.1",
         (REFERENCE, *(uniform("Nearest", bits) for bits in WIDTHS)),
+    ),
+    Study(
+        "fitted",
+        "Do widths that are fitted, or that follow the training, do better than DEFAULT at its bytes?",
+        "this project",
+        (REFERENCE, DEFAULT, _FIT, _ADAPTIVE),
+        ((_FIT.label, DEFAULT.label), (_ADAPTIVE.label, DEFAULT.label)),
     ),
     _formats(
         "formats", "Which formats of batch norms, read by the forward pass too, train as well?", "ForwardBackward", LPBN
