@@ -11,9 +11,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -21,7 +22,7 @@ from tqdm import tqdm
 from recipes import files
 from recipes.data import LOADERS
 from recipes.errors import RecipeError
-from recipes.study import noise_along, page, pictures, records, tables
+from recipes.study import noise_along, page, pictures, records, retrofit_study, tables
 from recipes.study.cases import Study
 from recipes.study.definitions import STUDIES
 from recipes.study.run import FULL_PRECISION, Key, Run, Size
@@ -64,9 +65,12 @@ def run(options: argparse.Namespace) -> int:
     if options.study == LIST:
         print(tables.catalogue(STUDIES.values(), records.read(options.csv)))
         print(f"{noise_along.NAME}\n    {noise_along.QUESTION}\n    this project. Half an hour of a CPU core a seed.")
+        print(f"{retrofit_study.NAME}\n    {retrofit_study.QUESTION}\n    {retrofit_study.SOURCE}.")
         return 0
     if options.study == noise_along.NAME:
         return along_training(options)
+    if options.study == retrofit_study.NAME:
+        return retrofitted(options)
     is_all = options.study == ALL
     studies = [study for study in STUDIES.values() if not study.is_long] if is_all else [STUDIES[options.study]]
     problems = []
@@ -82,40 +86,75 @@ def run(options: argparse.Namespace) -> int:
 
 
 def along_training(options: argparse.Namespace) -> int:
-    """Measures noise along a run for each seed that has no rows yet, and reports on all rows.
+    """Measures noise along a run for each seed that has no rows yet, and reports on all; returns the exit status."""
+    size, effort = size_of(STUDIES["main"], options), noise_along.Effort()
 
-    Args:
-        options: of the command line.
+    def measured(seed: int) -> list[dict[str, Any]]:
+        with tqdm(desc=f"seed {seed}", disable=None) as bar:
+            run = Run(FULL_PRECISION, seed, size)
+            return list(noise_along.measure(run, options.data_dir, options.device, effort, bar.update))
 
-    Returns:
-        The exit status.
-
-    Raises:
-        RecipeError: the data cannot be used.
-    """
-    path = options.csv.with_name(f"{options.csv.stem}-noise.csv")
-    rows = files.read_rows(path) if path.exists() else []
-    size = size_of(STUDIES["main"], options)
-    missing = sorted(set(options.seeds or [0]) - {int(row["seed"]) for row in rows})
-    if not options.summary:
-        torch.set_num_threads(1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for seed in missing:
-            with tqdm(desc=f"seed {seed}", disable=None) as bar:
-                run = Run(FULL_PRECISION, seed, size)
-                rows += noise_along.measure(run, options.data_dir, options.device, noise_along.Effort(), bar.update)
-            files.write_rows(path, noise_along.COLUMNS, rows)
+    rows = by_seed(options, "noise", noise_along.COLUMNS, options.seeds or [0], measured)
     if not rows:
-        print(f"{path} has no rows: run without --summary")
         return 1
-    options.out_dir.mkdir(parents=True, exist_ok=True)
     text, picture = noise_along.table(rows), options.out_dir / f"{noise_along.NAME}.png"
     print(f"{noise_along.NAME}: {noise_along.QUESTION}\n\n{text}")
+    options.out_dir.mkdir(parents=True, exist_ok=True)
     noise_along.draw(picture, rows)
     if options.page:
         link = f"![{noise_along.QUESTION}]({os.path.relpath(picture, options.page.parent)})"
         page.replace_part(options.page, noise_along.NAME, f"{link}\n\n{text}")
     return 0
+
+
+def retrofitted(options: argparse.Namespace) -> int:
+    """Retrofits a trained network for each seed that has no rows yet, and reports on all; returns the exit status."""
+    size = size_of(STUDIES["main"], options)
+
+    def measured(seed: int) -> list[dict[str, Any]]:
+        return retrofit_study.measure(size, seed, options.data_dir, options.device)
+
+    rows = by_seed(options, "retrofit", retrofit_study.COLUMNS, options.seeds or range(3), measured)
+    if not rows:
+        return 1
+    text = retrofit_study.table(rows)
+    print(f"{retrofit_study.NAME}: {retrofit_study.QUESTION}\n\n{text}")
+    if options.page:
+        page.replace_part(options.page, retrofit_study.NAME, text)
+    return 0
+
+
+def by_seed(
+    options: argparse.Namespace,
+    name: str,
+    columns: Sequence[str],
+    seeds: Iterable[int],
+    measured: Callable[[int], list[dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    """The rows of a study that has a file of its own, which is written anew after each seed.
+
+    Args:
+        options: of the command line.
+        name: at the end of the file's name.
+        columns: of the rows.
+        seeds: that are to be there.
+        measured: the rows of a seed.
+
+    Returns:
+        All rows of the file.
+    """
+    path = options.csv.with_name(f"{options.csv.stem}-{name}.csv")
+    rows = files.read_rows(path) if path.exists() else []
+    missing = sorted(set(seeds) - {int(row["seed"]) for row in rows})
+    if not options.summary:
+        torch.set_num_threads(1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for seed in missing:
+            rows += measured(seed)
+            files.write_rows(path, columns, rows)
+    if not rows:
+        print(f"{path} has no rows: run without --summary")
+    return rows
 
 
 def report(study: Study, rows: Mapping[Key, Row], options: argparse.Namespace) -> None:
@@ -153,7 +192,7 @@ def seeds_of(study: Study, options: argparse.Namespace) -> Sequence[int]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m recipes.study", description=__doc__, formatter_class=formatter)
-    names = (LIST, ALL, *STUDIES, noise_along.NAME)
+    names = (LIST, ALL, *STUDIES, noise_along.NAME, retrofit_study.NAME)
     parser.add_argument("study", choices=names, metavar="STUDY", help=", ".join(names))
     parser.add_argument("--dataset", choices=tuple(LOADERS), help="(default: that of the study, cifar10)")
     parser.add_argument("--data-dir", default="data", help="folder that holds the data set (default: %(default)s)")
