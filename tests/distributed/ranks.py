@@ -5,7 +5,6 @@ Run by test_ranks.py: python -m tests.distributed.ranks RANK FOLDER
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 from collections.abc import Callable
@@ -20,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import brevact
 from brevact.distributed import quantized_hook, quantized_reduce_scatter
 from tests.distributed.models import averaged, normal, parallel
-
-WORLD = 2
+from tests.ranks import WORLD, join
 
 
 def given(rank: int, step: int = 0) -> list[Tensor]:
@@ -155,14 +153,7 @@ def left_alone() -> str:
 
 
 def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=100),
-    )
+    join(rank, folder)
     torch.save(measure(rank), folder / f"{rank}.pt")
     distributed.barrier()
     (folder / "left_alone").write_text(left_alone(), "utf-8")

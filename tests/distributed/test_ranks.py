@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import brevact
-from tests.distributed.ranks import WORLD, given
+from tests.distributed.ranks import given
+from tests.ranks import WORLD, load_ranks, run_ranks
 
-TIMEOUT = 240  # seconds
 NEAREST = brevact.quantizer(brevact.NearestBackward4bit)
 
 
@@ -20,24 +18,13 @@ NEAREST = brevact.quantizer(brevact.NearestBackward4bit)
 def folder(tmp_path_factory) -> Path:
     """Where the processes have left what they measured."""
     folder = tmp_path_factory.mktemp("ranks")
-    root = Path(brevact.__file__).parents[1]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, stderr=subprocess.PIPE, text=True)
-        for rank in range(WORLD)
-    ]
-    try:
-        errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
+    run_ranks("tests.distributed.ranks", folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> list[dict[str, object]]:
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return load_ranks(folder)
 
 
 def mean_of_decoded(place: int, factor: float = 1.0) -> torch.Tensor:

@@ -5,7 +5,6 @@ Run by test_distributed.py: python -m tests.integration.ranks RANK FOLDER
 
 from __future__ import annotations
 
-import datetime
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import brevact
 from brevact import StochBackward2bit
 from tests.integration.models import codes, quantized
+from tests.ranks import WORLD, join
 
-WORLD = 2
 BATCH = torch.randn(WORLD * 24, 64, generator=torch.Generator().manual_seed(3))
 
 
@@ -106,7 +105,7 @@ def adapted(part: Tensor, rank: int) -> dict[str, object]:
     def loss(run: nn.Module, batch: Tensor) -> Tensor:
         return loss_of(run(batch))
 
-    adaptive = brevact.Adaptive(model, part, loss, bit_width=3, every=1, samples=len(BATCH))
+    adaptive = brevact.Adaptive(model, part, loss, bit_width=2, every=1, samples=len(BATCH))
     indices = torch.arange(len(BATCH)).chunk(WORLD)[rank]
     found = []
     for _ in range(2):
@@ -137,14 +136,7 @@ def measure(rank: int) -> dict[str, object]:
 
 
 def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=100),
-    )
+    join(rank, folder)
     torch.save(measure(rank), folder / f"{rank}.pt")
     distributed.destroy_process_group()
 

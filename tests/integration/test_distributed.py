@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-import brevact
 from tests.integration.models import assert_near, grads
-from tests.integration.ranks import BATCH, WORLD, loss_of, net, noise
-
-TIMEOUT = 240  # seconds
+from tests.integration.ranks import BATCH, loss_of, net, noise
+from tests.ranks import load_ranks, run_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, object]]:
     """What each process measured."""
     folder = tmp_path_factory.mktemp("ranks")
-    root = Path(brevact.__file__).parents[1]
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integration.ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, stderr=subprocess.PIPE, text=True)
-        for rank in range(WORLD)
-    ]
-    try:
-        errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert all(process.returncode == 0 for process in processes), "\n".join(errors)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    run_ranks("tests.integration.ranks", folder)
+    return load_ranks(folder)
 
 
 @pytest.fixture(scope="module")

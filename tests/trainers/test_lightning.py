@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import doctest
 import functools
-import importlib
 
 import pytest
 import torch
@@ -22,13 +21,8 @@ class Run:
     """Runs of one module, imported when a test runs."""
 
     def __init__(self, folder):
-        from benchmarks.torchvision_ops import declare_missing_ops
-
-        declare_missing_ops()  # lightning's metrics import torchvision if it is there
         import lightning
 
-        # After an import that failed half-way, modules that were there are not put into their package again.
-        lightning.pytorch.utilities = importlib.import_module("lightning.pytorch.utilities")
         self.folder, self.lightning = folder, lightning
         generator = torch.Generator().manual_seed(0)
         self.data = TensorDataset(
