@@ -66,6 +66,21 @@ class Geometry:
     groups: int
     one_run: bool
 
+    @staticmethod
+    def of_buckets(numel: int, bit_width: int, bucket_size: int | None) -> Geometry:
+        """Groups of consecutive elements.
+
+        Args:
+            numel: Number of elements.
+            bit_width: Bits a code.
+            bucket_size: Elements of a group, the last of which may have fewer; None for one group of all.
+
+        Returns:
+            The division.
+        """
+        inner = max(numel, 1) if bucket_size is None else bucket_size
+        return Geometry(numel, bit_width, block_size_for(bucket_size), inner, -(-numel // inner), True)
+
     @property
     def code_bytes(self) -> int:
         """Bytes of the packed codes."""

@@ -216,8 +216,8 @@ FAULTS = (
     Fault(
         "low and high buckets of a mixture share their noise",
         "quantizers/formats/mixed/sized_mix.py",
-        "seeds = key, moved_seed(key, _HIGH_KEY)",
-        "seeds = key, key",
+        "seeds = seed, moved_seed(seed, _HIGH_KEY)",
+        "seeds = seed, seed",
         ("quantizers/test_mixed.py", "quantizers/test_contract.py"),
     ),
     Fault(

@@ -232,6 +232,6 @@ def _by_samples(settings: BackwardSettings, weights: SampleWeights) -> BackwardS
 def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) -> BackwardSettings:
     quantizer = settings.quantizer
     values = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
-    plain = type(quantizer)
+    plain: Any = type(quantizer)
     kind: Any = {UniformQuantizer: _RedrawnUniform, SampleQuantizer: _RedrawnSample}[plain] if is_redrawn else plain
     return dataclasses.replace(settings, quantizer=kind(**values | {"bit_width": bit_width}))

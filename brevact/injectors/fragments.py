@@ -23,7 +23,7 @@ from brevact.autograd.settings import (
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.slot import build_slot_proxy
-from brevact.quantizers.formats.uniform.quantizer import Rounding
+from brevact.quantizers.rounding import Rounding
 
 
 class NearestRounding(Fragment):

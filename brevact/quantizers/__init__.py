@@ -12,7 +12,7 @@ from brevact.quantizers.formats.per_sample.quantizer import SampleQuantizer
 from brevact.quantizers.formats.per_sample.widths import SampleWeights, widths_of_least_noise
 from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeQuantizer
-from brevact.quantizers.formats.uniform.quantizer import Granularity, Rounding, UniformQuantizer
+from brevact.quantizers.formats.uniform.quantizer import Granularity, UniformQuantizer
 from brevact.quantizers.formats.weibull.quantizer import WeibullQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import (
@@ -25,6 +25,7 @@ from brevact.quantizers.normalizing import (
 )
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
 from brevact.quantizers.philox import draw_seed
+from brevact.quantizers.rounding import Rounding
 from brevact.quantizers.spelling import read, spell
 from brevact.quantizers.tracing import is_traced
 

@@ -18,6 +18,8 @@ E = TypeVar("E", bound=Enum)
 
 def check_input(x: Tensor) -> None:
     """Raise a TypeError for what is no strided tensor of these types with a storage of its own."""
+    if type(x) is Tensor and not x.is_nested and x.dtype in DTYPES and x.layout is torch.strided:
+        return
     accepted = f"accepted are strided tensors of {', '.join(map(str, DTYPES))}"
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -42,6 +44,20 @@ def check_int(name: str, value: object) -> None:
     """Raise a TypeError for what is no int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is an int")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise a TypeError for what is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {brief(value)}; accepted are True and False")
+
+
+def check_bucket_size(name: str, value: object) -> None:
+    """Raise for what is no positive int, nor None."""
+    if value is not None:
+        check_int(name, value)
+        if value < 1:  # type: ignore[operator]
+            raise ValueError(f"{name}: got {value}; accepted is a positive int, or None for the whole tensor")
 
 
 def member_of(name: str, enum: type[E], value: object) -> E:

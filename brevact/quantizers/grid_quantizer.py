@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers import passes
-from brevact.quantizers.checks import check_input
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
-from brevact.quantizers.philox import seed_value
+from brevact.quantizers.packed import PackedSpec, Part
+from brevact.quantizers.quantizer import Quantizer
 
 
-class GridQuantizer(ABC):
+class GridQuantizer(Quantizer):
     """Quantizer whose codes name levels; a format says which metadata groups store, and the levels they give.
 
     Metadata are rounded to the types they are stored in before codes are computed from them, in plain torch on the
@@ -24,11 +23,6 @@ class GridQuantizer(ABC):
     """
 
     __slots__ = ()
-
-    @property
-    @abstractmethod
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
 
     @abstractmethod
     def geometry(self, layout: Layout) -> Geometry:
@@ -58,59 +52,32 @@ class GridQuantizer(ABC):
         geometry = self.geometry(layout)
         return Part("codes", torch.uint8, geometry.code_bytes), *self.metadata_parts(geometry)
 
-    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack a tensor.
+    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
+        """Fit metadata, write them, and the codes of the levels that they give.
 
         Args:
-            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
-                first.
-            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
-                torch's generator. Unused, and not drawn, for nearest.
-
-        Returns:
-            The packed activation, on the device of `x`.
-
-        Raises:
-            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+            dense: Tensor, dense in memory order.
+            spec: Its spec.
+            seed: Key of the random bits, None for nearest.
+            buffer: Receives the bytes.
         """
-        check_input(x)
-        layout = Layout.of(x)
-        spec: PackedSpec[GridQuantizer] = PackedSpec.of(self, layout)
-        key = seed_value(seed, x.device) if self.is_stochastic else None
-        buffer = spec.empty(x)
-        if not layout.numel:
-            return PackedActivation(spec, buffer)
         codes, *stored = spec.split(buffer)
         with torch.no_grad():
-            flat, geometry = layout.flatten(x.detach()), self.geometry(layout)
+            flat, geometry = passes.flat_memory(dense.detach(), spec.layout.numel), self.geometry(spec.layout)
             metadata = self.fit(flat, geometry)
             for part, values in zip(stored, metadata, strict=True):
                 part.copy_(values.reshape(-1))
-            passes.quantize_grid(flat, geometry, self.grid(geometry, metadata, x.device), key, codes)
-        return PackedActivation(spec, buffer)
+            passes.quantize_grid(flat, geometry, self.grid(geometry, metadata, flat.device), seed, codes)
 
-    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
-        """Decode into memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
-        """
-        self._decode(buffer, spec, None, target)
-
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply and write to memory that is dense in the layout's memory order.
+    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+        """Decode through the levels, multiply by `other` unless it is None, and write to `target`.
 
         Args:
             buffer: Stored bytes.
             spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order.
+            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
             target: Tensor of the layout's dtype, dense in that order; may be `other`.
         """
-        self._decode(buffer, spec, other, target)
-
-    def _decode(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
         if not spec.layout.numel:
             return
         with torch.no_grad():

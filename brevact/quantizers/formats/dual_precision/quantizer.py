@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, MapBlocks, packed_bytes
 from brevact.quantizers import passes
-from brevact.quantizers.checks import check_input, check_int
+from brevact.quantizers.checks import check_int
 from brevact.quantizers.codes import pack_codes, unpack_codes
 from brevact.quantizers.formats.uniform.quantizer import (
     BIT_WIDTHS,
     Granularity,
-    Rounding,
     UniformQuantizer,
 )
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
+from brevact.quantizers.packed import PackedSpec, Part
+from brevact.quantizers.quantizer import Quantizer
+from brevact.quantizers.rounding import Rounding
 
 SCALE_BITS = 15
 """Bits of a bfloat16 scale without its sign."""
@@ -32,7 +34,7 @@ SPATIAL = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DualPrecisionQuantizer:
+class DualPrecisionQuantizer(Quantizer):
     """Low-frequency part in float16, residual quantized with a minimum and a scale a map.
 
     A map is one sample and channel. With blocks of `block` elements along each of its axes:
@@ -90,11 +92,6 @@ class DualPrecisionQuantizer:
         object.__setattr__(self, "rounding", residual.rounding)
         object.__setattr__(self, "_residual", residual)
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
-        return self._residual.is_stochastic
-
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """What is stored for a tensor, known before quantizing.
 
@@ -126,71 +123,40 @@ class DualPrecisionQuantizer:
         except TypeError:  # symbols have no hash
             return map_blocks.__wrapped__(layout, self.block)
 
-    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack a tensor.
-
-        Besides the result, memory for the residual is taken for a moment: 4 bytes an element.
+    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
+        """Write block means, and codes of the residual; memory for that is taken for a moment, 4 bytes an element.
 
         Args:
-            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
-                first.
-            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
-                torch's generator. Unused, and not drawn, for nearest.
-
-        Returns:
-            The packed activation, on the device of `x`.
-
-        Raises:
-            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+            dense: Tensor, dense in memory order.
+            spec: Its spec.
+            seed: Key of the random bits, None for nearest.
+            buffer: Receives the bytes.
         """
-        check_input(x)
-        layout = Layout.of(x)
-        spec = PackedSpec.of(self, layout)
-        blocks = self.blocks(layout)
-        flat = _map_order(layout, layout.flatten(x.detach())).reshape(-1)
+        layout, blocks = spec.layout, self.blocks(spec.layout)
+        flat = _map_order(layout, passes.flat_memory(dense.detach(), layout.numel)).reshape(-1)
         low = flat.new_empty(blocks.blocks, dtype=torch.float16)
         residual = flat.new_empty(flat.numel(), dtype=torch.float32)
-        if layout.numel:
-            passes.split_maps(flat, blocks, low, residual)
+        passes.split_maps(flat, blocks, low, residual)
         found = self._residual.quantize(residual.view(blocks.maps, blocks.elements), seed)
         codes, minimum, scale = found.tensors
-        buffer = spec.empty(flat)
         scale_bits = pack_codes(scale.view(torch.int16), SCALE_BITS)
         for part, values in zip(spec.split(buffer), (codes, minimum, low, scale_bits), strict=True):
             part.copy_(values)
-        return PackedActivation(spec, buffer)
 
-    def decode(self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], target: Tensor) -> None:
-        """Decode into memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
-        """
-        self._decode(buffer, spec, None, target)
-
-    def decode_multiply(
-        self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], other: Tensor, target: Tensor
-    ) -> None:
-        """Decode, multiply and write to memory that is dense in the layout's memory order.
+    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+        """Decode, multiply by `other` unless it is None, and write to `target`.
 
         Args:
             buffer: Stored bytes.
             spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order.
+            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
             target: Tensor of the layout's dtype, dense in that order; may be `other`.
         """
-        self._decode(buffer, spec, other, target)
-
-    def _decode(
-        self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], other: Tensor | None, target: Tensor
-    ) -> None:
         layout = spec.layout
         if layout.numel == 0:
             return
-        flat = target.as_strided((layout.numel,), (1,))
-        factor = None if other is None else other.as_strided((layout.numel,), (1,))
+        flat = passes.flat_memory(target, layout.numel)
+        factor = None if other is None else passes.flat_memory(other, layout.numel)
         ordered = _map_order(layout, flat)
         in_order = ordered.is_contiguous()
         out = flat if in_order else torch.empty_like(flat)
@@ -207,9 +173,7 @@ class DualPrecisionQuantizer:
         else:
             torch.mul(out, _map_order(layout, factor), out=ordered)
 
-    def _decode_residual(
-        self, buffer: Tensor, spec: PackedSpec[DualPrecisionQuantizer], blocks: MapBlocks, target: Tensor
-    ) -> None:
+    def _decode_residual(self, buffer: Tensor, spec: PackedSpec[Any], blocks: MapBlocks, target: Tensor) -> None:
         """Write the residual, map by map, to a flat float32 tensor."""
         codes, minimum, low, scale_bits = spec.split(buffer)
         scale = unpack_codes(scale_bits, SCALE_BITS, blocks.maps).to(torch.int16).view(torch.bfloat16)

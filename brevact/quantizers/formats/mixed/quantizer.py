@@ -9,7 +9,8 @@ import torch
 
 from brevact.quantizers.checks import check_int
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
-from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS, Granularity, Rounding, UniformQuantizer
+from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS, Granularity, UniformQuantizer
+from brevact.quantizers.rounding import Rounding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,10 @@ from brevact.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.quantizers import row_dispatch
 from brevact.quantizers.codes import pack_mask, unpack_mask
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
+from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedSpec, Part
 from brevact.quantizers.passes import flat_memory, random_words
-from brevact.quantizers.philox import moved_seed, seed_value
+from brevact.quantizers.philox import moved_seed
+from brevact.quantizers.quantizer import Quantizer
 from brevact.quantizers.tracing import is_traced
 
 _HIGH_KEY = 0x5851F42D4C957F2D  # what the seed of the high buckets is moved by
@@ -32,7 +33,7 @@ class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizedMix:
+class SizedMix(Quantizer):
     """A `MixingQuantizer` for tensors of one size, with the numbers of buckets drawn, of which each kind has some.
 
     Bytes: the low buckets in memory order, as `low` stores a 1-D tensor of them; the high ones likewise, from the next
@@ -73,59 +74,52 @@ class SizedMix:
         sizes = {"low": aligned, "high": high.nbytes, "mask": packed_bytes(self._buckets, 1, DEFAULT_BLOCK)}
         return tuple(Part(name, torch.uint8, size) for name, size in sizes.items())
 
-    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """See `MixingQuantizer.quantize`.
+    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
+        """Choose the high buckets, and write those of either kind.
 
         Args:
-            x: Tensor of `numel` distinct elements.
-            seed: Key of the random bits: an int, a 0-d int64 tensor, or None to draw one.
-
-        Returns:
-            The packed activation.
+            dense: Tensor of `numel` elements, dense in memory order.
+            spec: Its spec.
+            seed: Key of the random bits.
+            buffer: Receives the bytes.
 
         Raises:
-            ValueError: If `x` has another number of distinct elements.
+            ValueError: If the tensor has another number of distinct elements.
         """
-        layout, key = Layout.of(x), seed_value(seed, x.device)
-        if layout.numel != self.numel:
+        numel, specs = spec.layout.numel, self.specs(spec.layout)
+        if numel != self.numel:
             raise ValueError(
-                f"x: got a tensor of {layout.numel} distinct elements; the numbers of buckets were drawn for one of "
+                f"x: got a tensor of {numel} distinct elements; the numbers of buckets were drawn for one of "
                 f"{self.numel}; quantize it by the MixingQuantizer, or call its sized with that number"
             )
-        spec: PackedSpec[SizedMix] = PackedSpec(self, layout)
-        specs = self.specs(layout)
-        padded = any(part.has_padding for part in specs) or specs[0].nbytes % 4
+        assert seed is not None  # a mix is always stochastic
         with torch.no_grad():
-            flat = layout.flatten(x.detach())
-            buffer = (flat.new_zeros if padded else flat.new_empty)(spec.nbytes, dtype=torch.uint8)
+            flat = flat_memory(dense.detach(), numel)
+            if specs[0].nbytes % 4 or any(part.has_padding for part in specs):
+                buffer.zero_()
             *packs, mask = spec.split(buffer)
-            is_high = self._choose(moved_seed(key, _PLACEMENT_KEY), flat.device)
+            is_high = self._choose(moved_seed(seed, _PLACEMENT_KEY), flat.device)
             mask.copy_(pack_mask(is_high))
-            seeds = key, moved_seed(key, _HIGH_KEY)
+            seeds = seed, moved_seed(seed, _HIGH_KEY)
             for part, rows, own, pack in zip(specs, self._rows(is_high), seeds, packs, strict=True):
                 row_dispatch.quantize_rows(flat, rows, self.size, part, own, pack[: part.nbytes])
-        return PackedActivation(spec, buffer)
 
-    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
-        """Decode into memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
-        """
-        self._decode(buffer, spec, None, target)
-
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply and write to memory that is dense in the layout's memory order.
+    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+        """Decode, multiply by `other` unless it is None, and write to `target`.
 
         Args:
             buffer: Stored bytes.
             spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order.
+            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
             target: Tensor of the layout's dtype, dense in that order; may be `other`.
         """
-        self._decode(buffer, spec, flat_memory(other, self.numel), target)
+        *packs, mask = spec.split(buffer)
+        rows = self._rows(unpack_mask(mask, Layout((self._buckets,), (1,), torch.bool)))
+        factor = None if other is None else flat_memory(other, self.numel)
+        with torch.no_grad():
+            flat = flat_memory(target, self.numel)
+            for part, own, pack in zip(self.specs(spec.layout), rows, packs, strict=True):
+                row_dispatch.dequantize_rows(pack[: part.nbytes], part, own, self.size, factor, flat)
 
     def specs(self, layout: Layout) -> tuple[PackedSpec[Any], PackedSpec[Any]]:
         """Specs of the 1-D tensors of low and of high elements.
@@ -144,14 +138,6 @@ class SizedMix:
     @property
     def _buckets(self) -> int:
         return -(-self.numel // self.size)
-
-    def _decode(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        *packs, mask = spec.split(buffer)
-        rows = self._rows(unpack_mask(mask, Layout((self._buckets,), (1,), torch.bool)))
-        with torch.no_grad():
-            flat = flat_memory(target, self.numel)
-            for part, own, pack in zip(self.specs(spec.layout), rows, packs, strict=True):
-                row_dispatch.dequantize_rows(pack[: part.nbytes], part, own, self.size, other, flat)
 
     def _choose(self, key: int | Tensor, device: torch.device) -> Tensor:
         """(buckets,) bool: True for `high_count` of the full buckets, those with the largest random words."""

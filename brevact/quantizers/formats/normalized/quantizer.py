@@ -13,13 +13,12 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid
 from brevact.private_names.of_torch import len_dispatch_stack
 from brevact.quantizers import passes
-from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int, member_of
-from brevact.quantizers.formats.uniform.quantizer import Rounding
+from brevact.quantizers.checks import check_bool, check_int, member_of
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE
+from brevact.quantizers.rounding import Rounding
 
 _UNITS = 65535.0
 _SMALLEST_WIDTH = 2.0**-110
@@ -100,11 +99,6 @@ class NormalizedCodes(GridQuantizer):
         """Bits a code."""
         return self.format.bit_width
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
-        return self.rounding is Rounding.STOCHASTIC
-
     def geometry(self, layout: Layout) -> Geometry:
         """One group of everything.
 
@@ -171,18 +165,12 @@ class NormalizedQuantizer(GridQuantizer):
         object.__setattr__(self, "format", member_of("format", NormalizedFormat, self.format))
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
         check_int("channel_dim", self.channel_dim)
-        if not isinstance(self.quantize_forward, bool):
-            raise TypeError(f"quantize_forward: got {brief(self.quantize_forward)}; accepted are True and False")
+        check_bool("quantize_forward", self.quantize_forward)
         if self.quantize_forward and self.is_stochastic:
             raise ValueError(
                 "quantize_forward=True with rounding='stochastic': forward passes would be random in eval mode too,"
                 " and others when a checkpoint recomputes them; use rounding='nearest', or quantize_forward=False"
             )
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
-        return self.rounding is Rounding.STOCHASTIC
 
     @property
     def bit_width(self) -> int:

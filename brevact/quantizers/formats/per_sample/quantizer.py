@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.geometry import Geometry, block_size_for
+from brevact.geometry import Geometry
 from brevact.quantizers import passes, row_dispatch
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_input, check_int
+from brevact.quantizers.checks import check_int
 from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST, SampleWeights, widths_of_least_noise
-from brevact.quantizers.formats.uniform.quantizer import Rounding, UniformQuantizer
+from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
-from brevact.quantizers.philox import moved_seed, seed_value
+from brevact.quantizers.philox import moved_seed
+from brevact.quantizers.quantizer import Quantizer
+from brevact.quantizers.rounding import Rounding
 
 _WIDTH_KEY = 0x5851F42D4C957F2D  # what the seed is moved by for each bit of width
 _METADATA_BYTES = 6  # of a bucket: float32 minimum, bfloat16 scale
@@ -42,7 +44,7 @@ class _Division(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleQuantizer:
+class SampleQuantizer(Quantizer):
     """Uniform quantizer whose samples have widths of their own, 1 to 8 bits, and `bit_width` bits in the mean.
 
     Sample n, a run of memory with buckets of ranges R_nk, takes part in the noise of the gradient by
@@ -98,11 +100,6 @@ class SampleQuantizer:
             raise TypeError(f"weights: got {brief(self.weights)}; accepted are a SampleWeights and None")
         object.__setattr__(self, "rounding", self._of_width(NARROWEST, self.bucket_size).rounding)
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
-        return self.rounding is Rounding.STOCHASTIC
-
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """What is stored for a tensor, known before quantizing.
 
@@ -121,37 +118,25 @@ class SampleQuantizer:
         metadata = division.parts * division.buckets * _METADATA_BYTES + widths * (_ALIGNMENT + 1)
         return Part("packs", torch.uint8, codes + metadata), Part("bit_widths", torch.uint8, division.parts)
 
-    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack a tensor.
+    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
+        """Choose widths, and write the samples of each of them.
 
         Args:
-            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
-                first.
-            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
-                torch's generator. Unused, and not drawn, for nearest.
-
-        Returns:
-            The packed activation, on the device of `x`.
-
-        Raises:
-            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+            dense: Tensor, dense in memory order.
+            spec: Its spec.
+            seed: Key of the random bits, None for nearest.
+            buffer: Receives the bytes.
         """
-        check_input(x)
-        refuse_wrapped(x)
-        layout = Layout.of(x)
-        spec: PackedSpec[SampleQuantizer] = PackedSpec.of(self, layout)
-        key = seed_value(seed, x.device) if self.is_stochastic else 0
-        buffer = x.new_zeros(spec.nbytes, dtype=torch.uint8)
-        if layout.numel:
-            with torch.no_grad():
-                flat = layout.flatten(x.detach())
-                packs, stored = spec.split(buffer)
-                widths = self._allocate(flat, layout)
-                stored.copy_(widths)
-                for own, rows, pack in self._packs(layout, widths, packs):
-                    own_key = moved_seed(key, own.quantizer.bit_width * _WIDTH_KEY)
-                    row_dispatch.quantize_rows(flat, rows, own.quantizer.bucket_size, own, own_key, pack)
-        return PackedActivation(spec, buffer)
+        refuse_wrapped(dense)
+        layout, key = spec.layout, 0 if seed is None else seed
+        with torch.no_grad():
+            flat = passes.flat_memory(dense.detach(), layout.numel)
+            packs, stored = spec.split(buffer.zero_())
+            widths = self._allocate(flat, layout)
+            stored.copy_(widths)
+            for own, rows, pack in self._packs(layout, widths, packs):
+                own_key = moved_seed(key, own.quantizer.bit_width * _WIDTH_KEY)
+                row_dispatch.quantize_rows(flat, rows, own.quantizer.bucket_size, own, own_key, pack)
 
     def bit_widths(self, packed: PackedActivation) -> Tensor:
         """The widths that a tensor's samples have.
@@ -164,27 +149,6 @@ class SampleQuantizer:
         """
         return packed.spec.split(packed.buffer)[1]
 
-    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
-        """Decode into memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
-        """
-        self._decode(buffer, spec, None, target)
-
-    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply and write to memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order.
-            target: Tensor of the layout's dtype, dense in that order; may be `other`.
-        """
-        self._decode(buffer, spec, passes.flat_memory(other, spec.layout.numel), target)
-
     def packs(self, packed: PackedActivation) -> list[tuple[PackedActivation, Tensor]]:
         """The samples of each width as 1-D tensors, and which buckets of the tensor, in memory order, each one has."""
         if not packed.layout.numel:
@@ -193,14 +157,25 @@ class SampleQuantizer:
         found = self._packs(packed.layout, widths.cpu(), packs)
         return [(PackedActivation(spec, pack), rows) for spec, rows, pack in found]
 
-    def _decode(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        if not spec.layout.numel:
+    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+        """Decode, multiply by `other` unless it is None, and write to `target`.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
+            target: Tensor of the layout's dtype, dense in that order; may be `other`.
+        """
+        numel = spec.layout.numel
+        if not numel:
             return
         packs, widths = spec.split(buffer)
-        flat = passes.flat_memory(target, spec.layout.numel)
+        factor = None if other is None else passes.flat_memory(other, numel)
         with torch.no_grad():
             for own, rows, pack in self._packs(spec.layout, widths.cpu(), packs):
-                row_dispatch.dequantize_rows(pack, own, rows, own.quantizer.bucket_size, other, flat)
+                row_dispatch.dequantize_rows(
+                    pack, own, rows, own.quantizer.bucket_size, factor, passes.flat_memory(target, numel)
+                )
 
     def _packs(self, layout: Layout, widths: Tensor, packs: Tensor) -> Iterator[tuple[PackedSpec[Any], Tensor, Tensor]]:
         """Spec, buckets and bytes of the samples of each width."""
@@ -217,7 +192,7 @@ class SampleQuantizer:
     def _allocate(self, flat: Tensor, layout: Layout) -> Tensor:
         """(parts,) uint8 widths on the CPU; ranges of what is finite, and weights, decide."""
         division = self._division(layout)
-        geometry = _buckets_of(layout.numel, division.bucket)
+        geometry = Geometry.of_buckets(layout.numel, WIDEST, division.bucket)
         low, high, _ = passes.ranges(flat, geometry)
         ranges = (high.cpu().double() - low.cpu().double()).nan_to_num().view(division.parts, division.buckets)
         sensitivity = ranges.square().sum(1)
@@ -245,8 +220,3 @@ def _division(numel: int, rows: int, bucket_size: int) -> _Division:
     elements = numel // parts
     sizes = range(min(bucket_size, elements), bucket_size // _FEWEST_SHARE, -1)
     return _Division(parts, elements, next((size for size in sizes if elements % size == 0), elements))
-
-
-def _buckets_of(numel: int, bucket: int) -> Geometry:
-    """Groups of so many consecutive elements, for passes that pack nothing."""
-    return Geometry(numel, 8, block_size_for(bucket), bucket, numel // bucket, True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid
+from brevact.geometry import Geometry, Grid
 from brevact.quantizers.brief import brief
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
@@ -68,7 +68,7 @@ class ResidualQuantizer(GridQuantizer):
         Returns:
             Its geometry.
         """
-        return Geometry(layout.numel, self.bit_width, DEFAULT_BLOCK, layout.numel, 1, True)
+        return Geometry.of_buckets(layout.numel, self.bit_width, None)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
         """Nothing is stored beside the codes."""

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.geometry import SMALLEST_GAP, Geometry, Grid, block_size_for
+from brevact.geometry import SMALLEST_GAP, Geometry, Grid
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int, member_of
+from brevact.quantizers.checks import check_bucket_size, check_int, member_of
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
-from brevact.quantizers.formats.uniform.quantizer import Rounding
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
+from brevact.quantizers.rounding import Rounding
 from brevact.quantizers.tracing import is_traced
 
 LARGEST_LEVELS = 256
@@ -49,10 +49,7 @@ class SignMagnitudeLevels(GridQuantizer):
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
         _check_levels("levels", self.levels)
-        if self.bucket is not None:
-            check_int("bucket", self.bucket)
-            if self.bucket < 1:
-                raise ValueError(f"bucket: got {self.bucket}; accepted is a positive int, or None for the whole tensor")
+        check_bucket_size("bucket", self.bucket)
         if not isinstance(self.use_max, bool):
             raise TypeError(f"use_max: got {brief(self.use_max)}; accepted are True (maximum) and False (L2 norm)")
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
@@ -63,11 +60,6 @@ class SignMagnitudeLevels(GridQuantizer):
                 "(torch.float16 overflows at 65504)"
             )
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
-        return self.rounding is Rounding.STOCHASTIC
-
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks, and a group a bucket.
 
@@ -77,16 +69,7 @@ class SignMagnitudeLevels(GridQuantizer):
         Returns:
             Its packing grid.
         """
-        numel = layout.numel
-        inner = max(numel, 1) if self.bucket is None else self.bucket
-        return Geometry(
-            numel=numel,
-            bit_width=(2 * self.levels).bit_length(),
-            block_size=block_size_for(self.bucket),
-            inner=inner,
-            groups=-(-numel // inner),
-            one_run=True,
-        )
+        return Geometry.of_buckets(layout.numel, (2 * self.levels).bit_length(), self.bucket)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
         """The scale of each bucket."""

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from brevact.geometry import Geometry, UniformPlan, block_size_for
+from brevact.geometry import DEFAULT_BLOCK, Geometry, UniformPlan
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import DTYPES, check_input, check_int, member_of
+from brevact.quantizers.checks import check_bucket_size, check_int, member_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
-from brevact.quantizers.philox import seed_value
+from brevact.quantizers.packed import PackedSpec, Part
+from brevact.quantizers.quantizer import Quantizer
+from brevact.quantizers.rounding import Rounding
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 _METADATA_DTYPES = (torch.bfloat16, torch.float32)
-
-
-class Rounding(str, Enum):
-    """How a position between two levels becomes a code.
-
-    >>> UniformQuantizer(rounding="nearest").rounding
-    <Rounding.NEAREST: 'nearest'>
-    """
-
-    NEAREST = "nearest"
-    """The closer level, half to even: smallest error, biased."""
-    STOCHASTIC = "stochastic"
-    """Up with probability equal to the fraction: unbiased."""
 
 
 class Granularity(str, Enum):
@@ -53,7 +42,7 @@ class Granularity(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniformQuantizer:
+class UniformQuantizer(Quantizer):
     """Uniform quantizer with a minimum and a scale a group.
 
     With B = 2^bit_width - 1 and the stored m = round_down(min), s = round_up((max - m) / B):
@@ -89,25 +78,16 @@ class UniformQuantizer:
     channel_dim: int = 1
     scale_dtype: torch.dtype = torch.bfloat16
     minimum_dtype: torch.dtype = torch.float32
-    is_stochastic: bool = field(init=False, repr=False, compare=False)
-    """Whether the codes depend on the seed."""
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
         check_int("bit_width", self.bit_width)
         if self.bit_width not in BIT_WIDTHS:
             raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}")
-        if self.bucket_size is not None:
-            check_int("bucket_size", self.bucket_size)
-            if self.bucket_size < 1:
-                raise ValueError(
-                    f"bucket_size: got {self.bucket_size}; accepted is a positive int, or None for the whole tensor"
-                )
+        check_bucket_size("bucket_size", self.bucket_size)
         check_int("channel_dim", self.channel_dim)
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
         object.__setattr__(self, "granularity", member_of("granularity", Granularity, self.granularity))
-        is_stochastic = self.rounding is Rounding.STOCHASTIC and self.bit_width < 32
-        object.__setattr__(self, "is_stochastic", is_stochastic)
         for name in ("scale_dtype", "minimum_dtype"):
             if getattr(self, name) not in _METADATA_DTYPES:
                 raise ValueError(
@@ -126,6 +106,11 @@ class UniformQuantizer:
     def __getstate__(self) -> dict[str, object]:
         """What is pickled and copied: hashes do not outlive the process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    @functools.cached_property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self.rounding is Rounding.STOCHASTIC and not self.is_lossless
 
     @property
     def is_lossless(self) -> bool:
@@ -150,32 +135,19 @@ class UniformQuantizer:
             Part("scale", self.scale_dtype, geometry.groups),
         )
 
-    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack a tensor.
+    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
+        """Write codes and metadata; at 32 bits the elements.
 
         Args:
-            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
-                first.
-            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
-                torch's generator. Unused, and not drawn, for nearest.
-
-        Returns:
-            The packed activation, on the device of `x`.
-
-        Raises:
-            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+            dense: Tensor, dense in memory order.
+            spec: Its spec.
+            seed: Key of the random bits, None for nearest.
+            buffer: Receives the bytes.
         """
-        if type(x) is not Tensor or x.is_nested or x.dtype not in DTYPES or x.layout is not torch.strided:
-            check_input(x)
-        spec = PackedSpec.of(self, Layout.of(x))
         if self.is_lossless:
-            flat = spec.layout.flatten(x.detach()).clone(memory_format=torch.contiguous_format)
-            return PackedActivation(spec, flat.view(torch.uint8))
-        layout, buffer = spec.layout, spec.empty(x)
-        key = seed_value(seed, x.device) if self.is_stochastic else None
-        dense = x if layout.is_dense and not x.is_neg() else layout.flatten(x.detach())
-        passes.quantize_uniform(dense, spec.plan or plan_of(spec), key, buffer)
-        return PackedActivation(spec, buffer)
+            buffer.view(dense.dtype).copy_(passes.flat_memory(dense.detach(), spec.layout.numel))
+        else:
+            passes.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks and groups of a tensor.
@@ -191,56 +163,35 @@ class UniformQuantizer:
         except TypeError:  # symbols have no hash
             return _geometry.__wrapped__(self, layout)
 
-    def decode(self, buffer: Tensor, spec: PackedSpec[UniformQuantizer], target: Tensor) -> None:
-        """Decode into memory that is dense in the layout's memory order.
+    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+        """Decode, multiply by `other` unless it is None, and write to `target`.
 
         Args:
             buffer: Stored bytes.
             spec: Their spec.
-            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
-        """
-        if self.is_lossless:
-            target.as_strided((spec.layout.numel,), (1,)).copy_(buffer.view(spec.layout.dtype))
-        else:
-            passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), None, target)
-
-    def decode_multiply(
-        self, buffer: Tensor, spec: PackedSpec[UniformQuantizer], other: Tensor, target: Tensor
-    ) -> None:
-        """Decode, multiply and write to memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order.
+            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
             target: Tensor of the layout's dtype, dense in that order; may be `other`.
         """
-        if self.is_lossless:
-            flat = (spec.layout.numel,), (1,)
-            torch.mul(buffer.view(spec.layout.dtype), other.as_strided(*flat), out=target.as_strided(*flat))
-        else:
+        if not self.is_lossless:
             passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
+            return
+        values, flat = buffer.view(spec.layout.dtype), passes.flat_memory(target, spec.layout.numel)
+        if other is None:
+            flat.copy_(values)
+        else:
+            torch.mul(values, passes.flat_memory(other, spec.layout.numel), out=flat)
 
 
 @functools.lru_cache(maxsize=4096)
 def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
     """Blocks and groups of a tensor under a quantizer."""
-    granularity, n = quantizer.granularity, layout.numel
-    bucket_size = quantizer.bucket_size if granularity is Granularity.BUCKET else None
-    if bucket_size is not None:
-        inner, groups = bucket_size, -(-n // bucket_size)
-    elif granularity in (Granularity.BUCKET, Granularity.TENSOR):
-        inner, groups = n, 1
-    else:
-        inner, groups = layout.groups_along(0 if granularity is Granularity.SAMPLE else quantizer.channel_dim)
-    return Geometry(
-        numel=n,
-        bit_width=quantizer.bit_width,
-        block_size=block_size_for(bucket_size),
-        inner=max(inner, 1),
-        groups=groups if n else 0,
-        one_run=inner * groups >= n,
-    )
+    granularity, n, bit_width = quantizer.granularity, layout.numel, quantizer.bit_width
+    if granularity is Granularity.BUCKET:
+        return Geometry.of_buckets(n, bit_width, quantizer.bucket_size)
+    if granularity is Granularity.TENSOR:
+        return Geometry.of_buckets(n, bit_width, None)
+    inner, groups = layout.groups_along(0 if granularity is Granularity.SAMPLE else quantizer.channel_dim)
+    return Geometry(n, bit_width, DEFAULT_BLOCK, inner, groups if n else 0, inner * groups >= n)
 
 
 def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:

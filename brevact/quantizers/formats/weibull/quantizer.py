@@ -7,16 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.geometry import Geometry, Grid, block_size_for
+from brevact.geometry import Geometry, Grid
 from brevact.quantizers import passes
-from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_int, member_of
-from brevact.quantizers.formats.uniform.quantizer import Rounding
+from brevact.quantizers.checks import check_bool, check_bucket_size, check_int, member_of
 from brevact.quantizers.formats.weibull.fit import UNITS, SideFits
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
 from brevact.quantizers.reference import bounded
+from brevact.quantizers.rounding import Rounding
 
 BIT_WIDTHS = (2, 3, 4)
 _SMALLEST_WIDTH = 2.0**-100
@@ -78,20 +77,9 @@ class WeibullQuantizer(GridQuantizer):
                 f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}; for others use "
                 "UniformQuantizer"
             )
-        if self.bucket_size is not None:
-            check_int("bucket_size", self.bucket_size)
-            if self.bucket_size < 1:
-                raise ValueError(
-                    f"bucket_size: got {self.bucket_size}; accepted is a positive int, or None for the whole tensor"
-                )
+        check_bucket_size("bucket_size", self.bucket_size)
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
-        if not isinstance(self.keep_zeros, bool):
-            raise TypeError(f"keep_zeros: got {brief(self.keep_zeros)}; accepted are True and False")
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the codes depend on the seed."""
-        return self.rounding is Rounding.STOCHASTIC
+        check_bool("keep_zeros", self.keep_zeros)
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks, and a group a bucket.
@@ -102,15 +90,7 @@ class WeibullQuantizer(GridQuantizer):
         Returns:
             Its packing grid.
         """
-        inner = layout.numel if self.bucket_size is None else self.bucket_size
-        return Geometry(
-            numel=layout.numel,
-            bit_width=self.bit_width,
-            block_size=block_size_for(self.bucket_size),
-            inner=max(inner, 1),
-            groups=-(-layout.numel // inner) if layout.numel else 0,
-            one_run=True,
-        )
+        return Geometry.of_buckets(layout.numel, self.bit_width, self.bucket_size)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
         """Minimum, maximum and offset of each bucket, then the levels between as distances from the offset."""

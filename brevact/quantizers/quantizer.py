@@ -1,0 +1,100 @@
+"""What quantizers of all formats share: checks, seed, memory, and the two ways of decoding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from brevact.quantizers.checks import check_input
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
+from brevact.quantizers.philox import seed_value
+from brevact.quantizers.rounding import Rounding
+
+
+class Quantizer(ABC):
+    """Quantizer that writes the bytes of a tensor, the number of which follows from the tensor's layout.
+
+    A format is a frozen dataclass with a field `rounding`, or an `is_stochastic` of its own. It says which arrays it
+    stores (`parts`), writes them (`encode`) and reads them (`decode_into`).
+    """
+
+    __slots__ = ()
+
+    rounding: Rounding
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether the codes depend on the seed."""
+        return self.rounding is Rounding.STOCHASTIC
+
+    @abstractmethod
+    def parts(self, layout: Layout) -> tuple[Part, ...]:
+        """What is stored for a tensor of this layout, known before quantizing: codes first."""
+
+    @abstractmethod
+    def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
+        """Write the bytes of a tensor that is not empty.
+
+        Args:
+            dense: Tensor whose memory holds the layout's elements densely, in memory order; of any shape.
+            spec: Spec of the tensor.
+            seed: Key of the random bits, a signed 64-bit int or a 0-d int64 tensor; None for nearest rounding.
+            buffer: (spec.nbytes,) uint8 tensor, uninitialised but for padding between parts.
+        """
+
+    @abstractmethod
+    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+        """Decode, multiply by `other` unless it is None, and write to `target`; see :meth:`decode_multiply`."""
+
+    def check(self, x: Tensor) -> None:
+        """Raise a TypeError for what cannot be quantized."""
+        check_input(x)
+
+    def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
+        """Quantize and pack a tensor.
+
+        Args:
+            x: float32, bfloat16, float16 or float64 tensor of any shape and strides. float64 is rounded to float32
+                first.
+            seed: Key of the random bits of stochastic rounding: an int, a 0-d int64 tensor, or None to draw one from
+                torch's generator. Unused, and not drawn, for nearest.
+
+        Returns:
+            The packed activation, on the device of `x`.
+
+        Raises:
+            TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
+        """
+        self.check(x)
+        layout = Layout.of(x)
+        spec = PackedSpec.of(self, layout)
+        buffer = spec.empty(x)
+        key = seed_value(seed, x.device) if self.is_stochastic else None
+        if layout.numel:
+            dense = x if layout.is_dense and not x.is_neg() else layout.flatten(x.detach())
+            self.encode(dense, spec, key, buffer)
+        return PackedActivation(spec, buffer)
+
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
+        """Decode into memory that is dense in the layout's memory order.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
+        """
+        self.decode_into(buffer, spec, None, target)
+
+    def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
+        """Decode, multiply and write to memory that is dense in the layout's memory order.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            other: Factor of the layout's dtype, dense in the layout's memory order.
+            target: Tensor of the layout's dtype, dense in that order; may be `other`.
+        """
+        self.decode_into(buffer, spec, other, target)
