@@ -53,14 +53,7 @@ class GridQuantizer(Quantizer):
         return Part("codes", torch.uint8, geometry.code_bytes), *self.metadata_parts(geometry)
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Fit metadata, write them, and the codes of the levels that they give.
-
-        Args:
-            dense: Tensor, dense in memory order.
-            spec: Its spec.
-            seed: Key of the random bits, None for nearest.
-            buffer: Receives the bytes.
-        """
+        """Fit metadata, write them, and the codes of the levels that they give."""
         codes, *stored = spec.split(buffer)
         with torch.no_grad():
             flat, geometry = passes.flat_memory(dense.detach(), spec.layout.numel), self.geometry(spec.layout)
@@ -70,14 +63,7 @@ class GridQuantizer(Quantizer):
             passes.quantize_grid(flat, geometry, self.grid(geometry, metadata, flat.device), seed, codes)
 
     def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        """Decode through the levels, multiply by `other` unless it is None, and write to `target`.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
-            target: Tensor of the layout's dtype, dense in that order; may be `other`.
-        """
+        """Decode through the levels, multiply by `other` unless it is None, and write to `target`."""
         if not spec.layout.numel:
             return
         with torch.no_grad():

@@ -47,7 +47,14 @@ class Quantizer(ABC):
 
     @abstractmethod
     def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`; see :meth:`decode_multiply`."""
+        """Decode and multiply, for both ways of decoding.
+
+        Args:
+            buffer: Stored bytes.
+            spec: Their spec.
+            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
+            target: Tensor of the layout's dtype, dense in that order, written; may be `other`.
+        """
 
     def check(self, x: Tensor) -> None:
         """Raise a TypeError for what cannot be quantized."""
@@ -79,22 +86,9 @@ class Quantizer(ABC):
         return PackedActivation(spec, buffer)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
-        """Decode into memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            target: Tensor of the layout's dtype whose memory holds the layout's elements in that order.
-        """
+        """Decode into memory that is dense in the layout's memory order."""
         self.decode_into(buffer, spec, None, target)
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply and write to memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order.
-            target: Tensor of the layout's dtype, dense in that order; may be `other`.
-        """
+        """Decode, multiply and write to memory that is dense in the layout's memory order."""
         self.decode_into(buffer, spec, other, target)

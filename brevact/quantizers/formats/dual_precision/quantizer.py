@@ -124,14 +124,7 @@ class DualPrecisionQuantizer(Quantizer):
             return map_blocks.__wrapped__(layout, self.block)
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Write block means, and codes of the residual; memory for that is taken for a moment, 4 bytes an element.
-
-        Args:
-            dense: Tensor, dense in memory order.
-            spec: Its spec.
-            seed: Key of the random bits, None for nearest.
-            buffer: Receives the bytes.
-        """
+        """Write block means, and codes of the residual; memory for that is taken for a moment, 4 bytes an element."""
         layout, blocks = spec.layout, self.blocks(spec.layout)
         flat = _map_order(layout, passes.flat_memory(dense.detach(), layout.numel)).reshape(-1)
         low = flat.new_empty(blocks.blocks, dtype=torch.float16)
@@ -144,14 +137,7 @@ class DualPrecisionQuantizer(Quantizer):
             part.copy_(values)
 
     def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
-            target: Tensor of the layout's dtype, dense in that order; may be `other`.
-        """
+        """Decode, multiply by `other` unless it is None, and write to `target`."""
         layout = spec.layout
         if layout.numel == 0:
             return

@@ -77,12 +77,6 @@ class SizedMix(Quantizer):
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
         """Choose the high buckets, and write those of either kind.
 
-        Args:
-            dense: Tensor of `numel` elements, dense in memory order.
-            spec: Its spec.
-            seed: Key of the random bits.
-            buffer: Receives the bytes.
-
         Raises:
             ValueError: If the tensor has another number of distinct elements.
         """
@@ -105,14 +99,7 @@ class SizedMix(Quantizer):
                 row_dispatch.quantize_rows(flat, rows, self.size, part, own, pack[: part.nbytes])
 
     def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
-            target: Tensor of the layout's dtype, dense in that order; may be `other`.
-        """
+        """Decode, multiply by `other` unless it is None, and write to `target`."""
         *packs, mask = spec.split(buffer)
         rows = self._rows(unpack_mask(mask, Layout((self._buckets,), (1,), torch.bool)))
         factor = None if other is None else flat_memory(other, self.numel)

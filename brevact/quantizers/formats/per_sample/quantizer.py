@@ -119,14 +119,7 @@ class SampleQuantizer(Quantizer):
         return Part("packs", torch.uint8, codes + metadata), Part("bit_widths", torch.uint8, division.parts)
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Choose widths, and write the samples of each of them.
-
-        Args:
-            dense: Tensor, dense in memory order.
-            spec: Its spec.
-            seed: Key of the random bits, None for nearest.
-            buffer: Receives the bytes.
-        """
+        """Choose widths, and write the samples of each of them."""
         refuse_wrapped(dense)
         layout, key = spec.layout, 0 if seed is None else seed
         with torch.no_grad():
@@ -158,14 +151,7 @@ class SampleQuantizer(Quantizer):
         return [(PackedActivation(spec, pack), rows) for spec, rows, pack in found]
 
     def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
-            target: Tensor of the layout's dtype, dense in that order; may be `other`.
-        """
+        """Decode, multiply by `other` unless it is None, and write to `target`."""
         numel = spec.layout.numel
         if not numel:
             return

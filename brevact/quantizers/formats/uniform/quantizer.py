@@ -136,14 +136,7 @@ class UniformQuantizer(Quantizer):
         )
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Write codes and metadata; at 32 bits the elements.
-
-        Args:
-            dense: Tensor, dense in memory order.
-            spec: Its spec.
-            seed: Key of the random bits, None for nearest.
-            buffer: Receives the bytes.
-        """
+        """Write codes and metadata; at 32 bits the elements."""
         if self.is_lossless:
             buffer.view(dense.dtype).copy_(passes.flat_memory(dense.detach(), spec.layout.numel))
         else:
@@ -164,14 +157,7 @@ class UniformQuantizer(Quantizer):
             return _geometry.__wrapped__(self, layout)
 
     def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        """Decode, multiply by `other` unless it is None, and write to `target`.
-
-        Args:
-            buffer: Stored bytes.
-            spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
-            target: Tensor of the layout's dtype, dense in that order; may be `other`.
-        """
+        """Decode, multiply by `other` unless it is None, and write to `target`."""
         if not self.is_lossless:
             passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
             return
