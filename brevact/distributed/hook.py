@@ -22,7 +22,7 @@ from brevact.distributed.packing import (
 from brevact.distributed.parameter_states import ParameterState, ParameterStates, check_state
 from brevact.injectors import backward_settings_from
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
-from brevact.injectors.settings import BackwardQuantizer
+from brevact.injectors.resolve import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer, PackedActivation
 from brevact.quantizers.brief import brief
 

@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 from brevact.distributed.message import Agreement, check_marks, marks_of, message_of, packs_of
 from brevact.distributed.packing import DTYPES, check_count, check_quantizer, check_seed, is_unbiased, pack
 from brevact.injectors import backward_settings_from
-from brevact.injectors.settings import BackwardQuantizer
+from brevact.injectors.resolve import BackwardQuantizer
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
 

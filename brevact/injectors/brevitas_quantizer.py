@@ -9,10 +9,10 @@ import torch
 from brevitas.config import JIT_ENABLED
 from torch import Tensor, nn
 
+from brevact.injectors.brevitas_formats import Format, is_kind
 from brevact.injectors.brevitas_source import build_tensor_quant, group_dim_of, with_group_dim
-from brevact.injectors.formats import Format, is_kind
 from brevact.injectors.observed import ObservedQuantizer, as_it_is, without_missing
-from brevact.injectors.rounding import SeededStochasticRound
+from brevact.injectors.seeded_rounding import SeededStochasticRound
 from brevact.injectors.tensor_statistics import State, TensorStatistics
 from brevact.private_names.of_brevitas import StochasticRoundSte
 from brevact.quantizers import PackedActivation, UniformQuantizer

@@ -2,7 +2,7 @@
 
 import sys
 
-from brevact.injectors import fragments
+from brevact.injectors import brevitas_formats, fragments, number_codes, resolve, seeded_rounding
 from brevact.quantizers.formats.dual_precision import injectors as dual_precision
 from brevact.quantizers.formats.lossless import injectors as lossless
 from brevact.quantizers.formats.mixed import injectors as mixed
@@ -13,11 +13,15 @@ from brevact.quantizers.formats.uniform import injectors as uniform
 from brevact.quantizers.formats.weibull import injectors as weibull
 
 _MODULES = {
+    "codes": number_codes,
     "dual_precision": dual_precision,
+    "formats": brevitas_formats,
     "lossless": lossless,
     "mixed": mixed,
     "normalized": normalized,
+    "rounding": seeded_rounding,
     "sample": per_sample,
+    "settings": resolve,
     "sign_magnitude": sign_magnitude,
     "uniform": uniform,
     "weibull": weibull,

@@ -24,7 +24,7 @@ from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.brevitas_source import is_act_quantizer
 from brevact.injectors.class_protocol import InjectorClass, added_values
 from brevact.injectors.injector_type import FORWARD_PREFIX, BackwardInjectorType
-from brevact.injectors.settings import BackwardQuantizer, backward_settings_from
+from brevact.injectors.resolve import BackwardQuantizer, backward_settings_from
 from brevact.quantizers.brief import brief
 
 #: Prefix of the names of Brevitas' quantizers.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
-from brevact.injectors.codes import IntegerCodes, MinifloatCodes
+from brevact.injectors.number_codes import IntegerCodes, MinifloatCodes
 from brevact.injectors.stored_scales import Floats
 from brevact.quantizers import Layout, PackedActivation, PackedSpec, Part, pack_codes, unpack_codes
 

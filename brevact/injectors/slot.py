@@ -14,7 +14,7 @@ from brevact.autograd import BackwardSettings, attach_region
 from brevact.injectors.class_protocol import written_values
 from brevact.injectors.forward_side import forward_injector_of
 from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType
-from brevact.injectors.settings import described, resolve
+from brevact.injectors.resolve import described, resolve
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import LAYERS, QuantRecurrentLayerMixin
 

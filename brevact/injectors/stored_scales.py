@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.injectors.codes import IntegerCodes
+from brevact.injectors.number_codes import IntegerCodes
 
 _POWER_BIAS = 127
 _SMALLEST_HALF = 2.0**-24  # that float16 holds, where a bound below it is zero

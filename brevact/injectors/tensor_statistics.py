@@ -10,8 +10,8 @@ from typing import Any
 from brevitas.config import JIT_ENABLED
 from torch import Tensor, nn
 
-from brevact.injectors.formats import format_of
-from brevact.injectors.rounding import SeededStochasticRound
+from brevact.injectors.brevitas_formats import format_of
+from brevact.injectors.seeded_rounding import SeededStochasticRound
 from brevact.private_names.of_torch import current_graph_task
 
 #: Parameters and buffers by name, and steps counted in Python.

@@ -11,7 +11,7 @@ from torch import nn
 
 from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver, backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
-from brevact.injectors.settings import BackwardQuantizer
+from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_brevitas import ActQuantSolver
 from brevact.quantizers.brief import brief
 

@@ -14,7 +14,7 @@ from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.compiled.mode import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
-from brevact.injectors.settings import BackwardQuantizer
+from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.notes import add_note, remove_note
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (

@@ -10,7 +10,7 @@ from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors.proxies import is_quant_proxy
-from brevact.injectors.settings import described
+from brevact.injectors.resolve import described
 from brevact.injectors.slot import BackwardQuantProxy
 from brevact.policy.rules import POLICY, Assignment, source_text
 from brevact.tables import text_table

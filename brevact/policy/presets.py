@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.settings import bits_of
 from brevact.injectors import StochBackward2bit, StochBackward3bit, StochBackward4bit, StochBackward6bit
-from brevact.injectors.settings import BackwardQuantizer
+from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.description import quantizer_text
 from brevact.policy.fit_report import FitReport

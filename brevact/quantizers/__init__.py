@@ -2,7 +2,7 @@
 
 from brevact.quantizers import moved as moved  # lets pickles of earlier versions load
 from brevact.quantizers import ops as ops
-from brevact.quantizers.codes import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
+from brevact.quantizers.bits import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
 from brevact.quantizers.formats.lossless.quantizer import ExactQuantizer
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer

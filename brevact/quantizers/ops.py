@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
-from brevact.quantizers import codes, normalizing
+from brevact.quantizers import bits, normalizing
 from brevact.quantizers.layout import Layout, layout_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.spelling import read
@@ -138,8 +138,8 @@ def denormalize(
     fake=lambda mask, stride: mask.new_empty(packed_bytes(Layout.of(mask).numel, 1, DEFAULT_BLOCK), dtype=torch.uint8),
 )
 def pack_mask(mask: Tensor, stride: Sequence[int]) -> Tensor:
-    """See `codes.pack_mask`."""
-    return codes.pack_mask(_as_traced(mask, stride))
+    """See `bits.pack_mask`."""
+    return bits.pack_mask(_as_traced(mask, stride))
 
 
 @_op(
@@ -147,8 +147,8 @@ def pack_mask(mask: Tensor, stride: Sequence[int]) -> Tensor:
     fake=lambda packed, size, stride: _like(Layout.of_sizes(size, stride, torch.bool), packed),
 )
 def unpack_mask(packed: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """See `codes.unpack_mask`."""
-    return codes.unpack_mask(packed, layout_of(tuple(size), tuple(stride), torch.bool))
+    """See `bits.unpack_mask`."""
+    return bits.unpack_mask(packed, layout_of(tuple(size), tuple(stride), torch.bool))
 
 
 @_op(
@@ -158,9 +158,9 @@ def unpack_mask(packed: Tensor, size: Sequence[int], stride: Sequence[int]) -> T
 def mask_multiply(
     packed: Tensor, grad: Tensor, size: Sequence[int], stride: Sequence[int], negative_slope: float
 ) -> Tensor:
-    """See `codes.mask_multiply`; ``grad`` lies densely in the memory order of the mask."""
+    """See `bits.mask_multiply`; ``grad`` lies densely in the memory order of the mask."""
     layout = layout_of(tuple(size), tuple(stride), torch.bool)
-    return codes.mask_multiply(packed, layout, grad, negative_slope=negative_slope)
+    return bits.mask_multiply(packed, layout, grad, negative_slope=negative_slope)
 
 
 @_op(
@@ -170,8 +170,8 @@ def mask_multiply(
     ),
 )
 def pack_codes(x: Tensor, bit_width: int, block_size: int) -> Tensor:
-    """See `codes.pack_codes`."""
-    return codes.pack_codes(x, bit_width, block_size)
+    """See `bits.pack_codes`."""
+    return bits.pack_codes(x, bit_width, block_size)
 
 
 @_op(
@@ -181,5 +181,5 @@ def pack_codes(x: Tensor, bit_width: int, block_size: int) -> Tensor:
     ),
 )
 def unpack_codes(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tensor:
-    """See `codes.unpack_codes`."""
-    return codes.unpack_codes(packed, bit_width, numel, block_size)
+    """See `bits.unpack_codes`."""
+    return bits.unpack_codes(packed, bit_width, numel, block_size)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import brevact
 import brevact.nn as bnn
 from brevact.injectors import BrevitasQuantizer
-from brevact.injectors.codes import MinifloatCodes
+from brevact.injectors.number_codes import MinifloatCodes
 from brevact.injectors.scaled_codes import grouped as grouped_elements
 from brevact.injectors.scaled_codes import ungrouped
 from brevact.quantizers import Layout

@@ -11,11 +11,14 @@ import brevact
 
 #: Modules that there were, and what pickles of models, of policies and of packed activations know in them by name.
 PLACES = {
+    "brevact.injectors.codes": ("IntegerCodes", "MinifloatCodes"),
     "brevact.injectors.dual_precision": ("DualPrecisionBackward2bit", "DualPrecisionMaps"),
+    "brevact.injectors.formats": ("IntegerFormat", "MinifloatFormat"),
     "brevact.injectors.fragments": ("Buckets", "MixedBuckets", "SaveQuantized", "UniformBuckets"),
     "brevact.injectors.lossless": ("ExactValues", "LosslessBackward"),
     "brevact.injectors.mixed": ("StochBackward2bit4bitMix",),
     "brevact.injectors.normalized": ("L4Backward", "NormalizedLevels"),
+    "brevact.injectors.rounding": ("SeededStochasticRound",),
     "brevact.injectors.sample": ("SampleBuckets", "StochBackward2bitPerSample"),
     "brevact.injectors.sign_magnitude": ("SignMagnitudeBackward", "SignMagnitudeBuckets"),
     "brevact.injectors.uniform": ("NearestBackward8bit", "StochBackward2bit"),

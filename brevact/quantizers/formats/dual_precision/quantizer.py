@@ -12,8 +12,8 @@ from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, MapBlocks, packed_bytes
 from brevact.quantizers import passes
+from brevact.quantizers.bits import pack_codes, unpack_codes
 from brevact.quantizers.checks import check_int
-from brevact.quantizers.codes import pack_codes, unpack_codes
 from brevact.quantizers.formats.uniform.quantizer import (
     BIT_WIDTHS,
     Granularity,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from brevact.geometry import DEFAULT_BLOCK, Geometry, packed_bytes
 from brevact.quantizers import row_dispatch
-from brevact.quantizers.codes import pack_mask, unpack_mask
+from brevact.quantizers.bits import pack_mask, unpack_mask
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedSpec, Part
 from brevact.quantizers.passes import flat_memory, random_words

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from brevact.injectors.codes import IntegerCodes, MinifloatCodes
+from brevact.injectors.number_codes import IntegerCodes, MinifloatCodes
 from brevact.injectors.stored_scales import Bytes, Floats, PowersOfTwo
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import (
