@@ -23,8 +23,9 @@ from brevact.quantizers.normalizing import (
     normalize,
     quantize_normalized,
 )
-from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part, quantize
+from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import draw_seed
+from brevact.quantizers.quantizer import quantize
 from brevact.quantizers.rounding import Rounding
 from brevact.quantizers.spelling import read, spell
 from brevact.quantizers.tracing import is_traced

@@ -62,7 +62,7 @@ class GridQuantizer(Quantizer):
                 part.copy_(values.reshape(-1))
             passes.quantize_grid(flat, geometry, self.grid(geometry, metadata, flat.device), seed, codes)
 
-    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode through the levels, multiply by `other` unless it is None, and write to `target`."""
         if not spec.layout.numel:
             return

@@ -17,8 +17,9 @@ from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import passes
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import PackedActivation, PackedSpec, quantize
+from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.philox import seed_value
+from brevact.quantizers.quantizer import quantize
 from brevact.quantizers.spelling import spell
 from brevact.quantizers.tracing import is_traced
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -141,33 +141,6 @@ class PackedSpec(Generic[D]):
 @functools.lru_cache(maxsize=4096)
 def _spec_of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
     return PackedSpec(quantizer, layout)
-
-
-def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | None) -> PackedActivation:
-    """Quantize a tensor, or let a traced graph do it.
-
-    Args:
-        quantizer: Any activation quantizer.
-        x: Floating-point tensor.
-        seed: Seed, None where the quantizer takes none or draws one; a tensor while a graph is traced.
-
-    Returns:
-        The packed activation.
-
-    Raises:
-        TypeError: If the quantizer returns something else.
-    """
-    if type(x) is not Tensor and is_traced(x):
-        key = seed if isinstance(seed, Tensor) else None
-        buffer = torch.ops.brevact.quantize(x, key, spell(quantizer), x.stride())
-        return PackedActivation(PackedSpec.of(cast(Decoder, quantizer), Layout.of(x)), buffer)
-    packed = quantizer.quantize(x, seed)
-    if not isinstance(packed, PackedActivation):
-        raise TypeError(
-            f"quantizer: {type(quantizer).__name__}.quantize returned a {type(packed).__name__}; accepted is a "
-            "brevact.quantizers.PackedActivation; return PackedActivation(PackedSpec.of(self, Layout.of(x)), buffer)"
-        )
-    return packed
 
 
 class PackedActivation:

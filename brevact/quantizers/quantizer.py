@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from brevact.quantizers.checks import check_input
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import PackedActivation, PackedSpec, Part
+from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.rounding import Rounding
+from brevact.quantizers.spelling import spell
+from brevact.quantizers.tracing import is_traced
 
 
 class Quantizer(ABC):
     """Quantizer that writes the bytes of a tensor, the number of which follows from the tensor's layout.
 
     A format is a frozen dataclass with a field `rounding`, or an `is_stochastic` of its own. It says which arrays it
-    stores (`parts`), writes them (`encode`) and reads them (`decode_into`).
+    stores (`parts`), writes them (`encode`) and reads them (`decode`).
     """
 
     __slots__ = ()
@@ -46,19 +49,15 @@ class Quantizer(ABC):
         """
 
     @abstractmethod
-    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
-        """Decode and multiply, for both ways of decoding.
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
+        """Decode, and multiply where there is a factor.
 
         Args:
             buffer: Stored bytes.
             spec: Their spec.
-            other: Factor of the layout's dtype, dense in the layout's memory order, or None.
-            target: Tensor of the layout's dtype, dense in that order, written; may be `other`.
+            target: Tensor of the layout's dtype whose memory holds the layout's elements in memory order, written.
+            other: Factor of the layout's dtype, dense in the layout's memory order, or None; may be `target`.
         """
-
-    def check(self, x: Tensor) -> None:
-        """Raise a TypeError for what cannot be quantized."""
-        check_input(x)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
         """Quantize and pack a tensor.
@@ -75,7 +74,7 @@ class Quantizer(ABC):
         Raises:
             TypeError: If `x` is not a dense floating-point tensor of these types, or `seed` is of another type.
         """
-        self.check(x)
+        check_input(x)
         layout = Layout.of(x)
         spec = PackedSpec.of(self, layout)
         buffer = spec.empty(x)
@@ -85,10 +84,33 @@ class Quantizer(ABC):
             self.encode(dense, spec, key, buffer)
         return PackedActivation(spec, buffer)
 
-    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor) -> None:
-        """Decode into memory that is dense in the layout's memory order."""
-        self.decode_into(buffer, spec, None, target)
-
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor, target: Tensor) -> None:
         """Decode, multiply and write to memory that is dense in the layout's memory order."""
-        self.decode_into(buffer, spec, other, target)
+        self.decode(buffer, spec, target, other)
+
+
+def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | None) -> PackedActivation:
+    """Quantize a tensor, or let a traced graph do it.
+
+    Args:
+        quantizer: Any activation quantizer.
+        x: Floating-point tensor.
+        seed: Seed, None where the quantizer takes none or draws one; a tensor while a graph is traced.
+
+    Returns:
+        The packed activation.
+
+    Raises:
+        TypeError: If the quantizer returns something else.
+    """
+    if type(x) is not Tensor and is_traced(x):
+        key = seed if isinstance(seed, Tensor) else None
+        buffer = torch.ops.brevact.quantize(x, key, spell(quantizer), x.stride())
+        return PackedActivation(PackedSpec.of(cast(Decoder, quantizer), Layout.of(x)), buffer)
+    packed = quantizer.quantize(x, seed)
+    if not isinstance(packed, PackedActivation):
+        raise TypeError(
+            f"quantizer: {type(quantizer).__name__}.quantize returned a {type(packed).__name__}; accepted is a "
+            "brevact.quantizers.PackedActivation; return PackedActivation(PackedSpec.of(self, Layout.of(x)), buffer)"
+        )
+    return packed

@@ -136,7 +136,7 @@ class DualPrecisionQuantizer(Quantizer):
         for part, values in zip(spec.split(buffer), (codes, minimum, low, scale_bits), strict=True):
             part.copy_(values)
 
-    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode, multiply by `other` unless it is None, and write to `target`."""
         layout = spec.layout
         if layout.numel == 0:

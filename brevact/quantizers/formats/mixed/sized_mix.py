@@ -98,7 +98,7 @@ class SizedMix(Quantizer):
             for part, rows, own, pack in zip(specs, self._rows(is_high), seeds, packs, strict=True):
                 row_dispatch.quantize_rows(flat, rows, self.size, part, own, pack[: part.nbytes])
 
-    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode, multiply by `other` unless it is None, and write to `target`."""
         *packs, mask = spec.split(buffer)
         rows = self._rows(unpack_mask(mask, Layout((self._buckets,), (1,), torch.bool)))

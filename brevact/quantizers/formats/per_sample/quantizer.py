@@ -150,7 +150,7 @@ class SampleQuantizer(Quantizer):
         found = self._packs(packed.layout, widths.cpu(), packs)
         return [(PackedActivation(spec, pack), rows) for spec, rows, pack in found]
 
-    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode, multiply by `other` unless it is None, and write to `target`."""
         numel = spec.layout.numel
         if not numel:

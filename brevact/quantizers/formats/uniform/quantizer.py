@@ -156,7 +156,7 @@ class UniformQuantizer(Quantizer):
         except TypeError:  # symbols have no hash
             return _geometry.__wrapped__(self, layout)
 
-    def decode_into(self, buffer: Tensor, spec: PackedSpec[Any], other: Tensor | None, target: Tensor) -> None:
+    def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode, multiply by `other` unless it is None, and write to `target`."""
         if not self.is_lossless:
             passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
