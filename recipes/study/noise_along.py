@@ -123,9 +123,10 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     epochs = sorted({int(row["epoch"]) for row in rows})
     for panel, column, words in zip(figure.subplots(1, 2), ("noise", "bias2"), ("noise", "bias²"), strict=True):
         for policy in dict.fromkeys(row["policy"] for row in rows):
-            means = mean_by_epoch(rows, policy, column)
+            means, errors = (mean_by_epoch(rows, policy, name) for name in (column, f"{column}_error"))
             places = [epochs.index(epoch) for epoch in means]
-            panel.plot(places, list(means.values()), "o-", markersize=4, label=policy)
+            bars = list(errors.values())  # those of one seed: what seeds differ by is not in them
+            panel.errorbar(places, list(means.values()), bars, fmt="o-", markersize=4, capsize=2, label=policy)
         panel.set(xlabel="epoch", ylabel=f"{words}, in minibatch noise")
         panel.set_xticks(range(len(epochs)), [str(epoch) for epoch in epochs])
         panel.set_yscale("log" if column == "noise" else "linear")

@@ -53,11 +53,8 @@ def test_main_stops_where_there_are_no_images(tmp_path, capsys):
     assert capsys.readouterr().err.count("CIFAR-10 was not found") == 1
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("study", ["long-efficientnetv2-s", "long-resnet50"])
-def test_main_goes_on_with_long_runs_slice_by_slice(tmp_path, study):
-    arguments = [study, "--dataset", "digits", "--epochs", "2", "--train-size", "16", "--seeds", "0"]
-    arguments += ["--out-dir", str(tmp_path), "--csv", str(tmp_path / "runs.csv"), "--stop-after", "3"]
-    statuses = [main(arguments) for _ in range(12)]
-    assert statuses[0] == 1 and statuses[-1] == 0
-    assert len(read(tmp_path / "runs.csv")) == 3
+def test_main_ends_when_time_is_up(tmp_path, capsys):
+    arguments = ["qat", "--dataset", "digits", "--epochs", "2", "--train-size", "16", "--seeds", "0", "--device", "cpu"]
+    arguments += ["--csv", str(tmp_path / "runs.csv"), "--out-dir", str(tmp_path), "--stop-after", "0"]
+    assert main(arguments) == 1
+    assert "3 of 3 runs are missing" in capsys.readouterr().out and read(tmp_path / "runs.csv") == {}

@@ -10,6 +10,7 @@ from PIL import Image
 
 from recipes.models import EfficientNetV2
 from recipes.study import records
+from recipes.study.definitions import STUDIES
 from recipes.study.run import Run, Size
 from recipes.study.running import Place, train_all
 from recipes.study.training import train_run
@@ -122,11 +123,21 @@ def test_train_run_writes_nan_where_the_loss_is_not_finite():
     assert row["train_loss"] == "nan" and row["train_losses"].endswith("nan")
 
 
-def test_train_all_in_slices_gives_the_same_row(place):
-    mixture = FULL.with_policy("StochBackward2bit4bitMix@linear:0.8:0.2")
-    expected = figures(train_run(mixture, "data", "cpu"))
-    slices = [train_all([mixture], replace(place, stop_at=time.time() + 0.05), 1) for _ in range(3)]
+def assert_same_in_slices(run, place):
+    expected = figures(train_run(run, "data", "cpu"))
+    slices = [train_all([run], replace(place, stop_at=time.time() + 0.05), 1) for _ in range(3)]
     assert [len(problems) for problems in slices] == [1, 1, 0] and "the same command goes on" in slices[0][0]
     (row,) = records.read(place.csv).values()
     assert figures(row) == expected
-    assert list(tmp for tmp in place.csv.with_suffix(".checkpoints").iterdir()) == []
+    assert list(place.csv.with_suffix(".checkpoints").iterdir()) == []
+
+
+def test_train_all_in_slices_gives_the_same_row(place):
+    assert_same_in_slices(FULL.with_policy("StochBackward2bit4bitMix@linear:0.8:0.2"), place)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("study", ["long-efficientnetv2-s", "long-resnet50"])
+def test_train_all_in_slices_gives_the_same_row_of_a_long_run(place, study):
+    run = STUDIES[study].case("DEFAULT").run(FULL.size, 0)
+    assert_same_in_slices(replace(run, changes=tuple({**dict(run.changes), **dict(FULL.changes)}.items())), place)
