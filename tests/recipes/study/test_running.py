@@ -12,7 +12,7 @@ from recipes.models import EfficientNetV2
 from recipes.study import records
 from recipes.study.definitions import STUDIES
 from recipes.study.run import Run, Size
-from recipes.study.running import Place, train_all
+from recipes.study.running import Place, train_all, train_one
 from recipes.study.training import train_run
 from tests.recipes.running import interrupted_at_forward
 
@@ -74,6 +74,14 @@ def test_train_all_leaves_a_run_to_the_process_that_trains_it(place):
     with records.claimed(place.csv, FULL):
         (problem,) = train_all([FULL], place, 1)
     assert "another process trains it now" in problem and not place.csv.exists()
+
+
+def test_train_one_leaves_a_run_that_another_command_has_ended(place):
+    assert train_one(FULL, place) == ""
+    content = place.csv.read_bytes()
+    with interrupted_at_forward(EfficientNetV2, 1):  # nothing runs
+        assert train_one(FULL, place) == ""
+    assert place.csv.read_bytes() == content
 
 
 @pytest.mark.exhaustive
