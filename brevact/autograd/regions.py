@@ -456,10 +456,11 @@ def _follow(
         follow_exactly(func, args, kwargs, result)
     if type(result) is not Tensor or not region.settings.derives or region.find_known(result) is not None:
         return
-    if kind is Kind.AVERAGE and result.numel() * MOST_DECODED < args[0].numel():
+    tensors = tensors_in((args, kwargs))
+    if kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
         return
     if func not in _OVERWRITES:
-        operands = operands_of(region, tensors_in((args, kwargs)))
+        operands = operands_of(region, tensors)
     if operands is not None:
         follow(region, out_of_place(func), args, kwargs, result, operands, kind)
 

@@ -56,7 +56,9 @@ def _activation(function: Callable[..., Tensor]) -> ShortWay:
         if len(args) != 1 or kwargs.get("inplace") or len(kwargs) > 1 or "input" in kwargs:
             return None
         (input,) = args
-        if not is_known_activation(input) or input.numel() > MOST_HELD or region.find_known(input) is None:
+        if not is_known_activation(input) or not region.settings.min_numel <= input.numel() <= MOST_HELD:
+            return None
+        if region.find_known(input) is None:
             return None
         source = keep_source(region, input)
         if source is None:
@@ -73,7 +75,9 @@ def _sum(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any
     if len(args) != 2 or kwargs:
         return None
     x, y = args
-    if not (is_known_activation(x) and is_known_activation(y) and x.shape == y.shape and x.device == y.device):
+    if not (is_known_activation(x) and is_known_activation(y)) or x.is_nested or y.is_nested:
+        return None
+    if not (x.layout is y.layout is torch.strided and x.shape == y.shape and x.device == y.device):
         return None
     out: Tensor = func(x, y)
     ModelState.mark_activation(out)

@@ -228,6 +228,8 @@ def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
 
     It may be packed for other settings, if that is as good for a reader with these.
     """
+    if x.layout is not torch.strided or x.is_nested:
+        return None
     slot = slot_of(x, settings, False)
     if slot is None or slot.found is not None:
         return None if slot is None else slot.found

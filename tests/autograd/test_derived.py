@@ -260,6 +260,8 @@ def test_dropout_is_followed(drop):
         lambda x: x.chunk(2, 1)[1],
         lambda x: F.pixel_shuffle(x, 2),
         lambda x: F.avg_pool2d(x, 2),
+        lambda x: F.avg_pool2d(input=x, kernel_size=2),
+        lambda x: torch.mean(input=x.unflatten(3, (8, 2)), dim=4),
         lambda x: torch.cat((-x[..., 8:], x[..., :8]), -1),
         lambda x: x * x.sigmoid() + x,
         lambda x: (x * torch.ones(16)) + torch.cat((-x[..., 8:], x[..., :8]), -1) * torch.full((16,), 0.5),  # rotary

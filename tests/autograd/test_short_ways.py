@@ -77,22 +77,31 @@ def test_short_ways_store_and_compute_the_same(dims, activation, options, quanti
     assert short[1] == long[1]
 
 
+def _nested(x):
+    return torch.nested.as_nested_tensor(list(x.flatten(2)))
+
+
 @pytest.mark.parametrize(
     "call",
     [
         lambda x: F.silu(input=x),
         lambda x: F.silu(x, inplace=True),
+        lambda x: F.hardswish(F.avg_pool2d(F.batch_norm(x, None, None, training=True), 2)),  # known, and small
         lambda x: torch.add(x, x, alpha=2),
         lambda x: torch.add(x, 1.0),
         lambda x: x + x[:, :1],
+        lambda x: (x.to_sparse() + x.to_sparse()).to_dense(),
+        lambda x: (x.to_mkldnn() + x.to_mkldnn()).to_dense(),
+        lambda x: (_nested(x) + _nested(x)).to_padded_tensor(0.0),
         lambda x: torch.conv2d(x, x[:2, :, :3, :3]),
+        lambda x: F.adaptive_avg_pool2d(x, torch.tensor([1, 1])),
         lambda x: F.batch_norm(x, None, None, training=True),
         lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4)),
         lambda x: F.batch_norm(x, None, None, torch.ones(4), torch.zeros(4), True, 0.1, 1e-5),
     ],
 )
 def test_calls_without_a_short_way_go_to_the_handlers(call, monkeypatch):
-    conv, x, found = nn.Conv2d(4, 4, 1), torch.randn(4, 4, 8, 8), []
+    conv, x, found = nn.Conv2d(4, 4, 1), torch.randn(4, 4, 20, 20), []
     for ways in (dict(regions.SHORT_WAYS), {}):
         monkeypatch.setattr(regions, "SHORT_WAYS", ways)
         torch.manual_seed(1)

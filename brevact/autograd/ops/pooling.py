@@ -274,7 +274,8 @@ def _adaptive_avg_pool_handler(dims: int) -> Callable:
     def handle(region: Keeper, func: Callable, input: Tensor, output_size: Any) -> Any:
         if not _can_pool(region, input, dims):
             return NotImplemented
-        if output_size in _ONE:  # torch's own takes the mean, for which nothing is saved
+        is_one = isinstance(output_size, int | tuple) and output_size in _ONE
+        if is_one:  # torch's own takes the mean, for which nothing is saved
             runner = region.torch_runner(input)
             if runner is not None:
                 return runner.run_torch_function(lambda x: func(x, output_size), input, None)
