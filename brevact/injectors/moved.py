@@ -26,5 +26,7 @@ _MODULES = {
     "uniform": uniform,
     "weibull": weibull,
 }
-sys.modules.update({f"brevact.injectors.{name}": module for name, module in _MODULES.items()})
+_PACKAGE = __name__.rpartition(".")[0]
+sys.modules.update({f"{_PACKAGE}.{name}": module for name, module in _MODULES.items()})
+vars(sys.modules[_PACKAGE]).update(_MODULES)  # `import` of what is loaded does not set it
 vars(fragments).update(Buckets=uniform.Buckets, UniformBuckets=uniform.UniformBuckets, MixedBuckets=mixed.MixedBuckets)

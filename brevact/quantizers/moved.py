@@ -2,22 +2,26 @@
 
 import sys
 
+from brevact.quantizers import bits
 from brevact.quantizers.formats.dual_precision import quantizer as dual_precision
 from brevact.quantizers.formats.lossless import quantizer as lossless
 from brevact.quantizers.formats.mixed import quantizer as mixed
-from brevact.quantizers.formats.mixed import sized_mix
+from brevact.quantizers.formats.mixed import mixing_quantizer, sized_mix
 from brevact.quantizers.formats.normalized import quantizer as normalized
 from brevact.quantizers.formats.per_sample import quantizer as per_sample
 from brevact.quantizers.formats.per_sample import widths
 from brevact.quantizers.formats.residual import quantizer as residual
 from brevact.quantizers.formats.sign_magnitude import quantizer as sign_magnitude
 from brevact.quantizers.formats.uniform import quantizer as uniform
+from brevact.quantizers.formats.weibull import fit, levels
 from brevact.quantizers.formats.weibull import quantizer as weibull
 
 _MODULES = {
+    "codes": bits,
     "dual_precision": dual_precision,
     "exact": lossless,
     "mixed": mixed,
+    "mixing_quantizer": mixing_quantizer,
     "normalized": normalized,
     "residuals": residual,
     "sample": per_sample,
@@ -26,5 +30,9 @@ _MODULES = {
     "sized_mix": sized_mix,
     "uniform": uniform,
     "weibull": weibull,
+    "weibull_fit": fit,
+    "weibull_levels": levels,
 }
-sys.modules.update({f"brevact.quantizers.{name}": module for name, module in _MODULES.items()})
+_PACKAGE = __name__.rpartition(".")[0]
+sys.modules.update({f"{_PACKAGE}.{name}": module for name, module in _MODULES.items()})
+vars(sys.modules[_PACKAGE]).update(_MODULES)  # `import` of what is loaded does not set it

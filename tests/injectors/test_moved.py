@@ -23,9 +23,11 @@ PLACES = {
     "brevact.injectors.sign_magnitude": ("SignMagnitudeBackward", "SignMagnitudeBuckets"),
     "brevact.injectors.uniform": ("NearestBackward8bit", "StochBackward2bit"),
     "brevact.injectors.weibull": ("WeibullBackward3bit", "WeibullLevels"),
+    "brevact.quantizers.codes": ("pack_codes", "unpack_mask"),
     "brevact.quantizers.dual_precision": ("DualPrecisionQuantizer",),
     "brevact.quantizers.exact": ("ExactQuantizer",),
     "brevact.quantizers.mixed": ("MixedQuantizer",),
+    "brevact.quantizers.mixing_quantizer": ("MixingQuantizer",),
     "brevact.quantizers.normalized": ("NormalizedCodes", "NormalizedFormat", "NormalizedQuantizer"),
     "brevact.quantizers.residuals": ("ResidualQuantizer",),
     "brevact.quantizers.sample": ("SampleQuantizer",),
@@ -34,12 +36,15 @@ PLACES = {
     "brevact.quantizers.sized_mix": ("SizedMix",),
     "brevact.quantizers.uniform": ("Granularity", "Rounding", "UniformQuantizer"),
     "brevact.quantizers.weibull": ("WeibullQuantizer",),
+    "brevact.quantizers.weibull_fit": ("SideFits",),
 }
 LOAD = """
 import pickle, sys
 for place in sys.argv[1:]:
     module, _, name = place.partition(":")
     assert pickle.loads(f"c{module}\\n{name}\\n.".encode()).__name__ == name, place
+    exec(f"import {module}")
+    eval(f"{module}.{name}")  # an import binds the module in its package
 """
 
 
