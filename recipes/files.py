@@ -47,11 +47,12 @@ def write_path_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, option: str = "--out-dir") -> None:
     """Finds out whether files can be written to a folder, which need not exist yet, and leaves nothing there.
 
     Args:
         folder: made for the moment if it is missing.
+        option: of the command line, which names it.
 
     Raises:
         RecipeError: it is a file, or nothing can be written to it.
@@ -63,7 +64,7 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise RecipeError(
-            f"cannot write to {folder} ({error.strerror or error}); name another folder with --out-dir"
+            f"cannot write to {folder} ({error.strerror or error}); name another folder with {option}"
         ) from error
     finally:
         for path in missing:

@@ -2,11 +2,11 @@
 
 import sys
 
-from brevact.quantizers import bits
+from brevact.quantizers import bits, packed
 from brevact.quantizers.formats.dual_precision import quantizer as dual_precision
 from brevact.quantizers.formats.lossless import quantizer as lossless
-from brevact.quantizers.formats.mixed import quantizer as mixed
 from brevact.quantizers.formats.mixed import mixing_quantizer, sized_mix
+from brevact.quantizers.formats.mixed import quantizer as mixed
 from brevact.quantizers.formats.normalized import quantizer as normalized
 from brevact.quantizers.formats.per_sample import quantizer as per_sample
 from brevact.quantizers.formats.per_sample import widths
@@ -15,6 +15,7 @@ from brevact.quantizers.formats.sign_magnitude import quantizer as sign_magnitud
 from brevact.quantizers.formats.uniform import quantizer as uniform
 from brevact.quantizers.formats.weibull import fit, levels
 from brevact.quantizers.formats.weibull import quantizer as weibull
+from brevact.quantizers.quantizer import quantize
 
 _MODULES = {
     "codes": bits,
@@ -36,3 +37,4 @@ _MODULES = {
 _PACKAGE = __name__.rpartition(".")[0]
 sys.modules.update({f"{_PACKAGE}.{name}": module for name, module in _MODULES.items()})
 vars(sys.modules[_PACKAGE]).update(_MODULES)  # `import` of what is loaded does not set it
+vars(packed).update(quantize=quantize)

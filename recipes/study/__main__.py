@@ -62,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         RecipeError: something that the user can put right.
     """
+    check(options)
     if options.study == LIST:
         print(tables.catalogue(STUDIES.values(), records.read(options.csv)))
         print(f"{noise_along.NAME}\n    {noise_along.QUESTION}\n    this project. Half an hour of a CPU core a seed.")
@@ -85,6 +86,27 @@ def run(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def check(options: argparse.Namespace) -> None:
+    """Finds out before any training whether what the command line names can be used.
+
+    Args:
+        options: of the command line.
+
+    Raises:
+        RecipeError: something that the user can put right.
+    """
+    if options.jobs < 1:
+        raise RecipeError(f"--jobs {options.jobs} is not possible: use at least 1")
+    if options.epochs == 1 and options.study not in (LIST, retrofit_study.NAME):
+        raise RecipeError("--epochs 1 is not possible: the first epoch is the warm-up; use at least 2")
+    if options.page and not options.page.is_file():
+        raise RecipeError(f"--page {options.page} is not there; name a Markdown page that has the part of the study")
+    if options.study != LIST:
+        files.check_writable(options.out_dir)
+        if not options.summary:
+            files.check_writable(options.csv.parent, "--csv")
+
+
 def along_training(options: argparse.Namespace) -> int:
     """Measures noise along a run for each seed that has no rows yet, and reports on all; returns the exit status."""
     size, effort = size_of(STUDIES["main"], options), noise_along.Effort()
@@ -94,7 +116,7 @@ def along_training(options: argparse.Namespace) -> int:
             run = Run(FULL_PRECISION, seed, size)
             return list(noise_along.measure(run, options.data_dir, options.device, effort, bar.update))
 
-    rows = by_seed(options, "noise", noise_along.COLUMNS, options.seeds or [0], measured)
+    rows = by_seed(options, "noise", noise_along.COLUMNS, size, options.seeds or [0], measured)
     if not rows:
         return 1
     text, picture = noise_along.table(rows), options.out_dir / f"{noise_along.NAME}.png"
@@ -114,7 +136,7 @@ def retrofitted(options: argparse.Namespace) -> int:
     def measured(seed: int) -> list[dict[str, Any]]:
         return retrofit_study.measure(size, seed, options.data_dir, options.device)
 
-    rows = by_seed(options, "retrofit", retrofit_study.COLUMNS, options.seeds or range(3), measured)
+    rows = by_seed(options, "retrofit", retrofit_study.COLUMNS, size, options.seeds or range(3), measured)
     if not rows:
         return 1
     text = retrofit_study.table(rows)
@@ -128,6 +150,7 @@ def by_seed(
     options: argparse.Namespace,
     name: str,
     columns: Sequence[str],
+    size: Size,
     seeds: Iterable[int],
     measured: Callable[[int], list[dict[str, Any]]],
 ) -> list[dict[str, Any]]:
@@ -137,21 +160,37 @@ def by_seed(
         options: of the command line.
         name: at the end of the file's name.
         columns: of the rows.
+        size: of the runs; rows of other sizes stay in the file.
         seeds: that are to be there.
         measured: the rows of a seed.
 
     Returns:
-        All rows of the file.
+        All rows of that size.
+
+    Raises:
+        RecipeError: the file has other columns.
     """
     path = options.csv.with_name(f"{options.csv.stem}-{name}.csv")
-    rows = files.read_rows(path) if path.exists() else []
-    missing = sorted(set(seeds) - {int(row["seed"]) for row in rows})
+    facts = {"dataset": size.dataset, "train_size": str(size.train_size or "all"), "epochs": str(size.epochs)}
+
+    def is_mine(row: Mapping[str, Any]) -> bool:
+        return all(str(row[column]) == value for column, value in facts.items())
+
+    def seeds_in(rows: Iterable[Mapping[str, Any]]) -> set[int]:
+        return {int(row["seed"]) for row in rows if is_mine(row)}
+
+    rows: list[dict[str, Any]] = [*records.read_of(path, columns)]
     if not options.summary:
         torch.set_num_threads(1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        for seed in missing:
-            rows += measured(seed)
-            files.write_rows(path, columns, rows)
+        for seed in sorted(set(seeds) - seeds_in(rows)):
+            found = measured(seed)
+            with records.locked(path, "rows"):  # another command may have added seeds
+                rows = [*records.read_of(path, columns)]
+                if seed not in seeds_in(rows):
+                    rows += found
+                    files.write_rows(path, columns, rows)
+    rows = [row for row in rows if is_mine(row)]
     if not rows:
         print(f"{path} has no rows: run without --summary")
     return rows

@@ -1,8 +1,9 @@
 """The rows of finished runs: a CSV that several processes, and several commands, may add to at the same time."""
 
+import csv
 import hashlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from filelock import FileLock, Timeout
 from recipes import files
 from recipes.errors import RecipeError
 from recipes.study.run import KEY, Key, Run
-from recipes.study.training import COLUMNS, Row
+from recipes.study.training import COLUMNS, LISTS, NUMBERS, Row
 
 
 def read(path: Path) -> dict[Key, Row]:
@@ -21,16 +22,51 @@ def read(path: Path) -> dict[Key, Row]:
         path: of the CSV.
 
     Raises:
-        RecipeError: it has other columns.
+        RecipeError: it cannot be read, has other columns, or a row is damaged.
+    """
+    rows = read_of(path, COLUMNS)
+    for number, row in enumerate(rows, start=1):
+        if not _is_whole(row):
+            raise RecipeError(f"--csv {path}: row {number} is damaged; delete that line, and its run is trained again")
+    return {tuple(row[name] for name in KEY): row for row in rows}
+
+
+def read_of(path: Path, columns: Sequence[str]) -> list[Row]:
+    """The rows of a file of any study; none where there is no such file.
+
+    Args:
+        path: of the CSV.
+        columns: that it is to have.
+
+    Raises:
+        RecipeError: it cannot be read, or has other columns.
     """
     if not path.exists():
-        return {}
-    rows = files.read_rows(path)
-    if rows and tuple(rows[0]) != COLUMNS:
+        return []
+    try:
+        rows = files.read_rows(path)
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise RecipeError(f"--csv {path} is not readable ({error}); name another file") from error
+    if rows and tuple(name for name in rows[0] if name is not None) != tuple(columns):
         raise RecipeError(
-            f"--csv {path} has the columns {', '.join(rows[0])}; studies write {', '.join(COLUMNS)}; name another file"
+            f"--csv {path} has the columns {', '.join(map(str, rows[0]))}; studies write {', '.join(columns)}; name "
+            "another file"
         )
-    return {tuple(row[name] for name in KEY): row for row in rows}
+    return rows
+
+
+def _is_whole(row: Row) -> bool:
+    """Whether a row has every column, with numbers in those of numbers."""
+    if set(row) != set(COLUMNS) or None in row.values() or not row[COLUMNS[-1]]:
+        return False
+    try:
+        for name in NUMBERS:
+            float(row[name])
+        for name in LISTS:
+            list(map(float, row[name].split()))
+    except ValueError:
+        return False
+    return True
 
 
 def add(path: Path, row: Row) -> None:
@@ -41,7 +77,7 @@ def add(path: Path, row: Row) -> None:
         row: with the keys `COLUMNS`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(path, "rows"):
+    with locked(path, "rows"):
         rows = read(path)
         rows.setdefault(tuple(row[name] for name in KEY), row)
         files.write_rows(path, COLUMNS, list(rows.values()))
@@ -55,7 +91,7 @@ def claimed(path: Path, run: Run) -> Iterator[bool]:
         path: of the CSV.
         run: to be trained.
     """
-    lock = _lock(path, " ".join(run.key))
+    lock = locked(path, " ".join(run.key))
     try:
         lock.acquire(blocking=False)
     except Timeout:
@@ -67,7 +103,7 @@ def claimed(path: Path, run: Run) -> Iterator[bool]:
         lock.release()
 
 
-def _lock(path: Path, words: str) -> FileLock:
+def locked(path: Path, words: str) -> FileLock:
     """A lock that ends with its process. Its file is not beside the CSV, which may be under version control."""
     digest = hashlib.sha256(f"{path.resolve()} {words}".encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / "brevact-studies"

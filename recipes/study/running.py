@@ -110,7 +110,10 @@ def _train(run: Run, place: Place) -> Row | None:
         return None
     training, path = Training(run, place.data_dir, place.device), place.checkpoint(run)
     if path.exists():
-        training.load_state_dict(files.read_checkpoint(path))
+        try:
+            training.load_state_dict(files.read_checkpoint(path))
+        except Exception as error:  # what a damaged file holds can raise nearly anything
+            raise RecipeError(f"{path} cannot be gone on from ({error}); delete it, and the run begins anew") from error
     while not training.is_done:
         start = time.time()
         training.train_epoch()

@@ -21,10 +21,9 @@ from recipes.study.run import FULL_PRECISION, KEY, RECIPES, Run
 from recipes.training import Trainer
 
 #: Of a run, behind those of `KEY`. Lists of an epoch each have spaces between them.
-FIGURES = (
-    *("train_loss", "test_loss", "test_accuracy", "test_images", "spikes", "saved_bytes", "plain_bytes"),
-    *("train_losses", "accuracies"),
-)
+NUMBERS = ("train_loss", "test_loss", "test_accuracy", "test_images", "spikes", "saved_bytes", "plain_bytes")
+LISTS = ("train_losses", "accuracies")
+FIGURES = (*NUMBERS, *LISTS)
 COLUMNS = (*KEY, *FIGURES, "seconds", "device", "torch", "brevact", "time")
 #: Images that are tested after every epoch; the whole test set is after the last one.
 PROBED = 1_000

@@ -29,6 +29,7 @@ PLACES = {
     "brevact.quantizers.mixed": ("MixedQuantizer",),
     "brevact.quantizers.mixing_quantizer": ("MixingQuantizer",),
     "brevact.quantizers.normalized": ("NormalizedCodes", "NormalizedFormat", "NormalizedQuantizer"),
+    "brevact.quantizers.packed": ("PackedActivation", "quantize"),
     "brevact.quantizers.residuals": ("ResidualQuantizer",),
     "brevact.quantizers.sample": ("SampleQuantizer",),
     "brevact.quantizers.sample_widths": ("SampleWeights",),

@@ -1,11 +1,15 @@
 """`python -m recipes.study`."""
 
+import argparse
+
 import pytest
 
+from recipes.files import read_rows, write_rows
 from recipes.fitted_policies import policy_or_fit
-from recipes.study.__main__ import main
+from recipes.study.__main__ import by_seed, main
 from recipes.study.definitions import STUDIES
 from recipes.study.records import read
+from recipes.study.run import Size
 from tests.recipes.running import PNG
 
 
@@ -46,6 +50,43 @@ def test_main_trains_then_tells_from_the_rows_alone(tmp_path, capsys):
 def test_main_says_what_to_do_and_exits_with_2(tmp_path, capsys):
     assert main(["main", "--csv", str(tmp_path / "runs.csv"), "--epochs", "0", "--dataset", "digits"]) == 2
     assert capsys.readouterr().err.startswith("error: --epochs 0 is not possible: use at least 1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--epochs", "1"], "--epochs 1 is not possible: the first epoch is the warm-up; use at least 2"),
+        (["--jobs", "0"], "--jobs 0 is not possible: use at least 1"),
+        (["--page", "none.md"], "--page none.md is not there"),
+        (["--csv", "{file}/runs.csv"], "cannot write to {file} ("),
+        (["--out-dir", "{file}"], "cannot write to {file} ("),
+        (["--csv", "{folder}"], "--csv {folder} is not readable"),
+    ],
+)
+def test_main_refuses_before_it_trains(tmp_path, capsys, arguments, said):
+    names = {"file": tmp_path / "file", "folder": tmp_path}
+    names["file"].touch()
+    common = ["main", "--dataset", "digits", "--csv", str(tmp_path / "runs.csv"), "--out-dir", str(tmp_path)]
+    assert main([*common, *(word.format(**names) for word in arguments)]) == 2
+    assert said.format(**names) in capsys.readouterr().err
+
+
+def test_by_seed_keeps_rows_of_other_sizes_and_of_other_commands(tmp_path):
+    columns = ("dataset", "train_size", "epochs", "seed", "value")
+    options = argparse.Namespace(csv=tmp_path / "runs.csv", summary=False)
+    path, size = tmp_path / "runs-x.csv", Size("digits", 2, None)
+
+    def row(seed, value, epochs="2"):
+        return dict(zip(columns, ("digits", "all", epochs, str(seed), value), strict=True))
+
+    def measured(seed):
+        write_rows(path, columns, [row(0, "other size", "9"), row(1, "other command")])  # meanwhile
+        return [row(seed, "mine")]
+
+    write_rows(path, columns, [row(0, "other size", "9")])
+    found = by_seed(options, "x", columns, size, [0], measured)
+    assert [each["value"] for each in found] == ["other command", "mine"]
+    assert [each["value"] for each in read_rows(path)] == ["other size", "other command", "mine"]
 
 
 def test_main_stops_where_there_are_no_images(tmp_path, capsys):

@@ -50,6 +50,24 @@ def test_read_refuses_a_file_of_other_columns(tmp_path):
         records.read(path)
 
 
+@pytest.mark.parametrize("kept", [0.6, 0.99])
+def test_read_refuses_a_row_that_is_cut(tmp_path, kept):
+    path = tmp_path / "runs.csv"
+    records.add(path, row_of(RUN, time="2026-01-01 00:00"))
+    whole = path.read_text()
+    header = whole.index("\n") + 1
+    path.write_text(whole[: header + int(kept * (len(whole) - header))].rpartition(",")[0])
+    with pytest.raises(RecipeError, match="row 1 is damaged; delete that line, and its run is trained again"):
+        records.read(path)
+
+
+def test_read_refuses_a_row_with_words_for_numbers(tmp_path):
+    path = tmp_path / "runs.csv"
+    records.add(path, row_of(RUN, train_loss="1.2.3"))
+    with pytest.raises(RecipeError, match="row 1 is damaged"):
+        records.read(path)
+
+
 def test_claimed_is_of_one_at_a_time(tmp_path):
     path = tmp_path / "runs.csv"
     with records.claimed(path, RUN) as first, records.claimed(path, RUN) as second:

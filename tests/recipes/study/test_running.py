@@ -76,6 +76,15 @@ def test_train_all_leaves_a_run_to_the_process_that_trains_it(place):
     assert "another process trains it now" in problem and not place.csv.exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"damaged"])
+def test_train_all_says_which_checkpoint_is_damaged(place, content):
+    path = place.checkpoint(FULL)
+    path.parent.mkdir()
+    path.write_bytes(content)
+    (problem,) = train_all([FULL], place, 1)
+    assert f"{path} cannot be gone on from" in problem and "delete it, and the run begins anew" in problem
+
+
 def test_train_one_leaves_a_run_that_another_command_has_ended(place):
     assert train_one(FULL, place) == ""
     content = place.csv.read_bytes()
@@ -149,3 +158,11 @@ def test_train_all_in_slices_gives_the_same_row(place):
 def test_train_all_in_slices_gives_the_same_row_of_a_long_run(place, study):
     run = STUDIES[study].case("DEFAULT").run(FULL.size, 0)
     assert_same_in_slices(replace(run, changes=tuple({**dict(run.changes), **dict(FULL.changes)}.items())), place)
+
+
+def test_train_all_says_that_a_checkpoint_holds_something_else(place):
+    path = place.checkpoint(FULL)
+    path.parent.mkdir()
+    torch.save({"trainer": {}}, path)
+    (problem,) = train_all([FULL], place, 1)
+    assert "delete it, and the run begins anew" in problem
