@@ -51,7 +51,7 @@ class Interval:
 
     Attributes:
         mean: of the differences.
-        half_width: of its interval; nan for fewer than two pairs.
+        half_width: of its interval; nan for fewer than two pairs, and where a run did not converge.
         pairs: their number.
     """
 
@@ -98,7 +98,7 @@ def interval(differences: Sequence[float]) -> Interval:
     """
     count = len(differences)
     mean = statistics.fmean(differences)
-    if count < 2:
+    if count < 2 or not math.isfinite(mean):
         return Interval(mean, math.nan, count)
     quantile = float(student.ppf((1 + CONFIDENCE) / 2, count - 1))
     return Interval(mean, quantile * statistics.stdev(differences) / math.sqrt(count), count)

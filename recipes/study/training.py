@@ -164,4 +164,4 @@ def count_spikes(accuracies: list[float]) -> int:
     >>> count_spikes([0.5, 0.6, 0.52, 0.58, 0.55])
     1
     """
-    return sum(before - after > SPIKE for before, after in itertools.pairwise(accuracies))
+    return sum(round(before - after, 6) > SPIKE for before, after in itertools.pairwise(accuracies))

@@ -74,6 +74,12 @@ def test_summary_says_which_runs_are_missing():
     assert "not run" in summary(STUDY, {}, SIZE, [0])
 
 
+def test_runs_that_did_not_converge_are_told_of(tmp_path):
+    rows = rows_of({0: (1.0, float("nan")), 1: (1.0, 1.5), 2: (1.0, 1.5)})
+    assert "training loss: did not converge" in summary(STUDY, rows, SIZE, range(3))
+    assert draw(tmp_path / "one.png", STUDY, rows, SIZE, range(3))
+
+
 def test_draw_needs_a_run(tmp_path):
     assert not draw(tmp_path / "none.png", STUDY, {}, SIZE, [0])
     assert draw(tmp_path / "one.png", STUDY, rows_of({0: (1.0, None)}), SIZE, [0])

@@ -13,7 +13,7 @@ from recipes.study import records
 from recipes.study.definitions import STUDIES
 from recipes.study.run import Run, Size
 from recipes.study.running import Place, train_all, train_one
-from recipes.study.training import train_run
+from recipes.study.training import count_spikes, train_run
 from tests.recipes.running import interrupted_at_forward
 
 #: Two steps an epoch.
@@ -132,6 +132,11 @@ def test_train_run_takes_other_data_sets(tmp_path, dataset, write):
     row = train_run(run, str(tmp_path), "cpu")
     assert (row["dataset"], row["test_images"]) == (dataset, "8")
     assert 0 < float(row["train_loss"]) < 10 and int(row["saved_bytes"]) < int(row["plain_bytes"]) / 12
+
+
+def test_count_spikes_leaves_out_a_loss_of_five_points():
+    assert [count_spikes([before, before - 0.05, before]) for before in (0.65, 0.3, 0.9)] == [0, 0, 0]
+    assert count_spikes([0.65, 0.599, 0.65, 0.5]) == 2
 
 
 def test_train_run_writes_nan_where_the_loss_is_not_finite():
