@@ -120,6 +120,8 @@ def test_calls_without_a_short_way_go_to_the_handlers(call, monkeypatch):
         lambda x, w: F.batch_norm(x, None, None, nn.Parameter(torch.ones(3)), None, True, 0.1, 1e-5),
         lambda x, w: F.batch_norm(x[:1, :, :1, :1] * 1, None, None, None, None, True, 0.1, 1e-5),
         lambda x, w: F.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, 7),
+        lambda x, w: F.batch_norm(x, torch.zeros(4).requires_grad_(), torch.ones(4), None, None, True, 0.1, 1e-5),
+        lambda x, w: F.batch_norm(x, None, None, None, None, 1, 0.1, 1e-5),
         lambda x, w: F.silu(x, False, 1),
         lambda x, w: x + torch.ones(3),
     ],
@@ -133,3 +135,14 @@ def test_wrong_arguments_get_the_errors_of_torch(call):
         with pytest.raises(plain.type) as found:
             call(y, w)
     assert str(found.value) == str(plain.value)
+
+
+def test_batch_norm_takes_the_eps_that_torch_takes():
+    x, found = torch.randn(2, 4, 32, 32, requires_grad=True), []
+    for settings in (None, brevact.StochBackward4bit):
+        with brevact.backward_quant(settings):
+            try:
+                found.append(F.batch_norm(x * 1, None, None, None, None, True, 0.1, 0.0).tolist())
+            except ValueError as error:  # of recent versions
+                found.append(str(error))
+    assert found[0] == found[1]

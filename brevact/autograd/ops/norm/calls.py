@@ -48,6 +48,11 @@ def _torch_batch_norm(
         return NotImplemented
     if not (training or (running_mean is not None and running_var is not None)):
         return NotImplemented  # torch explains what is missing
+    are_constants = all(
+        x is None or (isinstance(x, Tensor) and not x.requires_grad) for x in (running_mean, running_var)
+    )
+    if not (are_constants and isinstance(training, bool)):
+        return NotImplemented  # and what it does not take
     if not reacts(region, input, weight, bias):
         return NotImplemented
     running = running_mean, running_var
@@ -76,6 +81,8 @@ def _batch_norm(
 ) -> Any:
     if training and isinstance(input, Tensor) and input.dim() >= 2:
         verify_batch_size(input.size())
+    if not isinstance(eps, float | int) or eps <= 0:
+        return NotImplemented
     cudnn = torch.backends.cudnn.enabled
     return _torch_batch_norm(
         region, func, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn

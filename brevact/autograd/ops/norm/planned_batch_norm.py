@@ -143,7 +143,11 @@ def run(
         The output; None where more is to be done than to pack the input and to derive the output from it: something is
         known of the input, or an argument is of another kind than in most nets.
     """
-    if not training or not input.is_cpu or input._is_view() or input.is_neg() or known_values.is_marked(input):
+    if training is not True or type(eps) is not float or eps <= 0.0:
+        return None
+    if not (_is_constant(running_mean) and _is_constant(running_var)):
+        return None
+    if not input.is_cpu or input._is_view() or input.is_neg() or known_values.is_marked(input):
         return None
     if not (_is_plain(weight) and _is_plain(bias)):
         return None
@@ -158,6 +162,11 @@ def run(
     out: Tensor = region.apply(_PlannedBatchNorm, plan, norm, slot, input, weight, bias)
     ModelState.mark_activation(out)
     return out
+
+
+def _is_constant(statistic: Tensor | None) -> bool:
+    """Whether a running statistic is a tensor without gradient, as layers have it, or there is none."""
+    return statistic is None or (type(statistic) is Tensor and not statistic.requires_grad)
 
 
 def _is_plain(weight: Tensor | None) -> bool:
