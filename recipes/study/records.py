@@ -25,9 +25,9 @@ def read(path: Path) -> dict[Key, Row]:
         RecipeError: it cannot be read, has other columns, or a row is damaged.
     """
     rows = read_of(path, COLUMNS)
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(rows, start=2):
         if not _is_whole(row):
-            raise RecipeError(f"--csv {path}: row {number} is damaged; delete that line, and its run is trained again")
+            raise RecipeError(f"--csv {path}: line {number} is damaged; delete it, and its run is trained again")
     return {tuple(row[name] for name in KEY): row for row in rows}
 
 

@@ -57,14 +57,14 @@ def test_read_refuses_a_row_that_is_cut(tmp_path, kept):
     whole = path.read_text()
     header = whole.index("\n") + 1
     path.write_text(whole[: header + int(kept * (len(whole) - header))].rpartition(",")[0])
-    with pytest.raises(RecipeError, match="row 1 is damaged; delete that line, and its run is trained again"):
+    with pytest.raises(RecipeError, match="line 2 is damaged; delete it, and its run is trained again"):
         records.read(path)
 
 
 def test_read_refuses_a_row_with_words_for_numbers(tmp_path):
     path = tmp_path / "runs.csv"
     records.add(path, row_of(RUN, train_loss="1.2.3"))
-    with pytest.raises(RecipeError, match="row 1 is damaged"):
+    with pytest.raises(RecipeError, match="line 2 is damaged"):
         records.read(path)
 
 
