@@ -73,7 +73,7 @@ def gradient_report(
     >>> report.noise > 0, report.passes
     (True, 50)
     >>> [(row.layer, row.readers, row.bit_widths, row.saved_bytes) for row in report.rows]
-    [('0', (), (4,), 2096), ('1', ('2',), (6,), 3120)]
+    [('0', (), (4,), 2096), ('1', ('2',), (4,), 2096)]
 
     Args:
         model: module, with or without backward quantization.
