@@ -155,7 +155,8 @@ class QuantizedHook:
             message = message_of(packs, step)
         self.sent_bytes += message.numel()
         self.plain_bytes += buffer.numel() * buffer.element_size()
-        messages = message.new_empty(group.size(), message.numel())
+        # The callback holds no group: if a thread of the group let it go last, that thread would have to join itself.
+        rank, messages = group.rank(), message.new_empty(group.size(), message.numel())
         gathered = distributed.all_gather_single(messages.view(-1), message, group=group, async_op=True)
         specs = [pack.spec for pack in packs]
 
@@ -166,7 +167,7 @@ class QuantizedHook:
                 self._check(messages, step)
                 ranks = zip(*(packs_of(row, specs) for row in messages), strict=True)
                 for entry, gradient, x, received in zip(entries, gradients, sent, ranks, strict=True):
-                    self._receive(entry, gradient, x, received, group.rank())
+                    self._receive(entry, gradient, x, received, rank)
             return buffer
 
         return gathered.get_future().then(average)

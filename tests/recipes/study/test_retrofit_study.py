@@ -30,5 +30,6 @@ def test_main_retrofits_seeds_that_have_no_rows(tmp_path, capsys):
     rows = measure(size, 0, "data", "cpu", ("L4",))
     assert [(row["norms"], row["scope"]) for row in rows][1:] == [("L4", "all"), ("L4", "all-but-first")]
     files.write_rows(tmp_path / "a-retrofit.csv", COLUMNS, rows)
-    common = ["retrofit", "--csv", str(tmp_path / "a.csv"), "--seeds", "0"]
+    size_of_rows = ["--dataset", "digits", "--epochs", "1", "--train-size", "64"]
+    common = ["retrofit", "--csv", str(tmp_path / "a.csv"), "--seeds", "0", *size_of_rows]
     assert main(common) == 0 and "| L4 | all | 1 |" in capsys.readouterr().out
