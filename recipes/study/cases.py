@@ -6,7 +6,8 @@ from typing import Any
 
 from recipes.study.run import FULL_PRECISION, Run, Size
 
-NANO = Size()
+#: Of studies that rank what differs much: differences show early, while those that chance makes grow with the steps.
+SHORT = Size(epochs=4)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Study:
     cases: tuple[Case, ...]
     contrasts: tuple[tuple[str, str], ...] = ()
     seeds: int = 3
-    size: Size = NANO
+    size: Size = SHORT
     is_long: bool = False
     note: str = ""
 

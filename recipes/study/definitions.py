@@ -95,6 +95,7 @@ _ALL = (
         "this project",
         (REFERENCE, _STOCH_2, DEFAULT),
         seeds=5,
+        size=Size(),
     ),
     Study(
         "rounding",
@@ -102,6 +103,18 @@ _ALL = (
         f"{THESIS}, figure 5.2",
         (REFERENCE, _NEAREST_2, _STOCH_2, _NEAREST_4, _STOCH_4),
         ((_STOCH_2.label, _NEAREST_2.label), (_STOCH_4.label, _NEAREST_4.label)),
+    ),
+    Study(
+        "derived",
+        "Does it cost accuracy that tensors derive from one packed tensor a chain?",
+        "this project",
+        (
+            REFERENCE,
+            _STOCH_4,
+            Case("4 bits, nothing derives", f"{_STOCH_4.policy}:derive_min_bits=0"),
+            uniform("Stoch", 8),
+        ),
+        ((_STOCH_4.label, "4 bits, nothing derives"),),
     ),
     Study(
         "bit-widths-stochastic",
@@ -122,6 +135,7 @@ _ALL = (
         (REFERENCE, DEFAULT, _FIT, _ADAPTIVE),
         ((_FIT.label, DEFAULT.label), (_ADAPTIVE.label, DEFAULT.label)),
         seeds=5,
+        size=Size(),
     ),
     _formats(
         "formats", "Which formats of batch norms, read by the forward pass too, train as well?", "ForwardBackward", LPBN
