@@ -25,6 +25,7 @@ ROLES = {
     "autograd/regions.py": "a region sees every torch function",
     "autograd/short_ways.py": "knows frequent calls; ops/ has all others",
     "autograd/saved_tensor_hooks.py": "takes what torch's own layer saves",
+    "autograd/decoders.py": "each way of keeping knows its way back",
     "autograd/store.py": "known already? shared? else packed",
     "quantizers/packed.py": "bytes with their format and layout",
     "quantizers/quantizer.py": "checks, seed and memory, of all formats",

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import Call, Derived, Restrided
 from brevact.autograd.known_values import View
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Saved
-from brevact.autograd.store import AS_IT_IS
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout, is_traced
 

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of, quality_of
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import Normalizer, output_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
-from brevact.autograd.store import AS_IT_IS, reported
+from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import is_traced
 

@@ -136,6 +136,10 @@ class View(NamedTuple):
     def lasts(self) -> bool:
         return bool(getattr(self.decoder, "lasts", False))
 
+    @property
+    def is_whole(self) -> bool:
+        return bool(getattr(self.decoder, "is_whole", False))
+
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
 

@@ -16,6 +16,12 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NO_DOUBLE_BACKWARD = (
+    "double backward (create_graph=True) through an op with backward-quantized activations is not supported: the "
+    "stored codes have no derivative. Run the part of the model that needs second derivatives at full precision (a "
+    "policy rule with None, brevact.restore_backward(model), or outside brevact.backward_quant)"
+)
+
 
 class Decoder(Protocol):
     """Turns the kept tensors back into the activation, or into its product with a gradient."""

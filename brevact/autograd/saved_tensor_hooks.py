@@ -19,58 +19,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from brevact.autograd import storage_report
+from brevact.autograd.decoders import AS_IT_IS, SavedByHook, unpack
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import NormInput, Zeros, is_centred
-from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, is_activation, is_plain
+from brevact.autograd.ops.base import is_activation, is_plain
 from brevact.autograd.saved import Saved
-from brevact.autograd.storages import storage_address, versions_of
-from brevact.autograd.store import AS_IT_IS, keep_as_it_is, keep_mask, keep_small, reported
+from brevact.autograd.storages import storage_address
+from brevact.autograd.store import keep_as_it_is, keep_mask, keep_small, reported
 from brevact.autograd.transforms import NO_TRANSFORMS
-from brevact.autograd.weights_again import Recipe, remember
-from brevact.private_names.of_torch import current_graph_task, pop_hooks, push_hooks, top_hooks
+from brevact.autograd.weights_again import remember
+from brevact.private_names.of_torch import pop_hooks, push_hooks, top_hooks
 
-_is_grad_enabled = torch.is_grad_enabled
-_is_compiling = torch.compiler.is_dynamo_compiling
 #: Classes of torch.utils.checkpoint whose hooks stand around a forward pass and around its recomputation.
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
-
-
-class _SavedByHook:
-    """What a pack hook returns: handles of the kept tensors, and how to get the tensor back.
-
-    In its place, for a tensor that is kept as it is where no hooks are around the region: the tensor and its version.
-    """
-
-    __slots__ = ("decoder", "handles", "unpack", "versions")
-
-    def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
-        """Store what keeps the tensor, or hand it to hooks around the region."""
-        tensors, self.decoder = kept
-        if outer is None:
-            self.handles, self.unpack = tensors, None
-            self.versions = versions_of(tensors)
-        else:
-            pack, self.unpack = outer
-            self.handles = tuple(pack(x) for x in tensors)
-
-    def tensor(self) -> Tensor:
-        if self.unpack is not None:
-            return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
-        for x, version in zip(self.handles, self.versions, strict=True):
-            if version >= 0 and x._version != version:
-                _refuse(x, version)
-        return self.decoder.decode(self.handles)
-
-
-def _refuse(x: Tensor, version: int) -> None:
-    """Raise for a tensor that was at this version, unless compiled autograd traces it, where versions are others."""
-    if not _is_compiling():
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the "
-            "in-place operation out-of-place, or copy the tensor first"
-        )
 
 
 class _Suspended:
@@ -102,7 +63,7 @@ class SavedTensorHooks:
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
         self._region = region
         self._around = around
-        self.pair = (self._pack, _unpack)
+        self.pair = (self._pack, unpack)
         #: The innermost hooks, as long as nobody else enters some inside the region.
         self.innermost: tuple[Callable, Callable] | None = self.pair
         self._replaced: SavedTensorHooks | None = None
@@ -118,8 +79,8 @@ class SavedTensorHooks:
         # Running statistics of torch's own norm that runs.
         self.buffers: tuple[Tensor | None, Tensor | None] = None, None
         # The input of torch's own norm, kept once its statistics are there.
-        self.waiting: list[tuple[_SavedByHook, Tensor]] | None = None
-        self._of_weights: list[tuple[_SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
+        self.waiting: list[tuple[SavedByHook, Tensor]] | None = None
+        self._of_weights: list[tuple[SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
 
     def __enter__(self) -> None:
         around = self._around
@@ -205,9 +166,9 @@ class SavedTensorHooks:
             stored.fill(kept, self._outer)
         return result
 
-    def _pack(self, x: Tensor) -> _SavedByHook | tuple[Tensor, int]:
+    def _pack(self, x: Tensor) -> SavedByHook | tuple[Tensor, int]:
         if self._of_weights is not None:
-            stored = _SavedByHook()
+            stored = SavedByHook()
             self._of_weights.append((stored, x))
             return stored
         layer = self.layer
@@ -221,7 +182,7 @@ class SavedTensorHooks:
             if x is self.buffers[0] or x is self.buffers[1]:
                 kept = keep_as_it_is(x)
             else:
-                stored = _SavedByHook()
+                stored = SavedByHook()
                 self.waiting.append((stored, x.detach()))
                 return stored
         elif layer is not None and x.shape != layer[0].shape:
@@ -241,7 +202,7 @@ class SavedTensorHooks:
             if self._outer is None:
                 return x, x._version
             kept = (x,), AS_IT_IS
-        stored = _SavedByHook()
+        stored = SavedByHook()
         stored.fill(kept, self._outer)
         return stored
 
@@ -277,24 +238,6 @@ class SavedTensorHooks:
         return keep_as_it_is(x, storage_report.SMALL if x.is_floating_point() else storage_report.NO_FLOATS)
 
 
-def _is_whole(decoder: Any) -> bool:
-    """Whether a decoded tensor is the one that was stored, so that autograd may differentiate through it."""
-    while isinstance(decoder, View):
-        decoder = decoder.decoder
-    return decoder is AS_IT_IS or isinstance(decoder, Recipe)
-
-
 def sizes_of(x: Tensor) -> tuple[int, ...]:
     """Sizes other than one, in order of size: the same for a transposed or unsqueezed copy."""
     return tuple(sorted(size for size in x.shape if size != 1))
-
-
-def _unpack(stored: _SavedByHook | tuple[Tensor, int]) -> Tensor:
-    if isinstance(stored, tuple):
-        x, version = stored
-        if x._version != version:
-            _refuse(x, version)
-        return x
-    if _is_grad_enabled() and not _is_whole(stored.decoder) and current_graph_task() != -1:
-        raise RuntimeError(NO_DOUBLE_BACKWARD)
-    return stored.tensor()

@@ -2,116 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
+from brevact.autograd.decoders import AS_IT_IS, PackedOnBackward, decoder_of_mask, decoder_of_packed, without_gaps
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.quality import EXACT, Quality
-from brevact.autograd.saved import Saved, one_object_each
+from brevact.autograd.quality import EXACT
+from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
-from brevact.quantizers import (
-    Layout,
-    PackedActivation,
-    PackedSpec,
-    PointFunction,
-    decode_through,
-    is_traced,
-    mask_multiply,
-    pack_mask,
-    quantize,
-    unpack_mask,
-)
+from brevact.quantizers import Layout, is_traced, pack_mask, quantize
 
-
-class _AsItIs:
-    lasts = True
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return tensors[0]
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return grad * tensors[0]
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].nbytes
-
-
-class _Packed:
-    __slots__ = ("_spec", "quality")
-    lasts = True
-
-    def __init__(self, spec: PackedSpec) -> None:
-        self._spec, self.quality = spec, Quality(spec.quantizer)
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return PackedActivation(self._spec, tensors[0]).dequantize()
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
-
-    def decode_through(
-        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
-    ) -> Tensor:
-        layout = self._spec.layout
-        if layout.numel <= _FEW_ELEMENTS:
-            values = function(self.decode(tensors))
-            return values if grad is None else grad * values
-        packed = PackedActivation(self._spec, tensors[0])
-        return decode_through(packed, function, None, None, layout.dtype, grad)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.PACKED, _bytes_of(self._spec.layout)
-
-
-class _PackedOnBackward(NamedTuple):
-    quantizer: Any
-    seed: int | None
-
-    @property
-    def quality(self) -> Quality:
-        return Quality(self.quantizer)
-
-    def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
-        seed = tensors[1] if self.seed is None else self.seed
-        return quantize(self.quantizer, _without_gaps(tensors[0]), seed)
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self._pack(tensors).dequantize()
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return self._pack(tensors).dequantize_multiply(grad)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].nbytes
-
-
-class _Mask(NamedTuple):
-    layout: Layout
-    negative_slope: float
-    lasts = True
-
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return unpack_mask(tensors[0], self.layout)
-
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.MASKED, _bytes_of(self.layout)
-
-
-#: Elements of a packed tensor for which the calls that look a function up take longer than the function.
-_FEW_ELEMENTS = 1 << 15
-_packed, _mask = one_object_each(_Packed), one_object_each(_Mask)
 _is_grad_enabled = torch.is_grad_enabled
-AS_IT_IS = _AsItIs()
 _shared = SharedPacks()
 
 
@@ -130,7 +37,7 @@ def keep_small(x: Tensor) -> Saved:
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
     """Keep a boolean tensor in one bit an element; its product with g is g where it is set, else g times the slope."""
-    return reported(((pack_mask(mask),), _mask(Layout.of(mask), negative_slope)))
+    return reported(((pack_mask(mask),), decoder_of_mask(Layout.of(mask), negative_slope)))
 
 
 def reported(kept: Saved, why: str = "") -> Saved:
@@ -254,34 +161,8 @@ def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, nor
     if norm is not None:
         return (norm.pack if save_mode is SaveMode.SAVE_QUANTIZED else norm.pack_later)(x, quantizer, seed)
     if save_mode is SaveMode.SAVE_QUANTIZED:
-        packed = quantize(quantizer, x if x.is_contiguous() else _without_gaps(x), seed)
-        return (packed.buffer,), _packed(packed.spec)
+        packed = quantize(quantizer, x if x.is_contiguous() else without_gaps(x), seed)
+        return (packed.buffer,), decoder_of_packed(packed.spec)
     if isinstance(seed, int):
-        return (x,), _PackedOnBackward(quantizer, seed)
-    return (x, seed), _PackedOnBackward(quantizer, None)
-
-
-def _without_gaps(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy where its strides leave gaps, so that decoding allocates no more than its elements.
-
-    Expanded dimensions stay expanded: what is stored of ``x`` are its distinct elements.
-    """
-    if x.is_contiguous():
-        return x
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != 0:
-            if stride != expected:
-                break
-            expected *= size
-    else:
-        return x
-    distinct = x
-    for dim, stride in enumerate(x.stride()):
-        if stride == 0:
-            distinct = distinct.narrow(dim, 0, 1)
-    return distinct.contiguous().expand(x.shape)
-
-
-def _bytes_of(layout: Layout) -> int:
-    return math.prod(layout.shape) * layout.dtype.itemsize
+        return (x,), PackedOnBackward(quantizer, seed)
+    return (x, seed), PackedOnBackward(quantizer, None)

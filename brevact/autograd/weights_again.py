@@ -127,6 +127,7 @@ class Recipe(NamedTuple):
     step: _Step
     steps: int
     nbytes: int
+    is_whole = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the weight."""

@@ -13,18 +13,12 @@ from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.normalizing import WithStatistics
-from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Saved
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import is_traced
 
 _is_grad_enabled = torch.is_grad_enabled
-
-NO_DOUBLE_BACKWARD = (
-    "double backward (create_graph=True) through an op with backward-quantized activations is not supported: the "
-    "stored codes have no derivative. Run the part of the model that needs second derivatives at full precision (a "
-    "policy rule with None, brevact.restore_backward(model), or outside brevact.backward_quant)"
-)
 
 
 class SavedValue(NamedTuple):

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from brevact.autograd import known_values
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.normalizing import OutputDecoder, PackedDecoder, as_now, output_decoder, packed_decoder
-from brevact.autograd.ops.base import NO_DOUBLE_BACKWARD, Saving
+from brevact.autograd.ops.base import Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
 from brevact.autograd.ops.norm.formulas import BatchNorm, batch_norm_backward
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import Slot
 from brevact.autograd.store import slot_of

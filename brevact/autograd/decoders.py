@@ -1,0 +1,190 @@
+"""The way back: what gives a tensor that autograd stored back when the backward pass asks for it.
+
+A decoder for each way of keeping a tensor (as it is, packed, as a mask, in full precision until backward starts), and
+what saved-tensor hooks return to autograd, which holds the kept tensors and their decoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.quality import Quality
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Saved, one_object_each
+from brevact.autograd.storages import versions_of
+from brevact.private_names.of_torch import current_graph_task
+from brevact.quantizers import (
+    Layout,
+    PackedActivation,
+    PackedSpec,
+    PointFunction,
+    decode_through,
+    mask_multiply,
+    quantize,
+    unpack_mask,
+)
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_dynamo_compiling
+#: Elements of a packed tensor for which the calls that look a function up take longer than the function.
+_FEW_ELEMENTS = 1 << 15
+
+
+class _AsItIs:
+    is_whole = lasts = True
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return tensors[0]
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return grad * tensors[0]
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.FULL_PRECISION, tensors[0].nbytes
+
+
+class _Packed:
+    __slots__ = ("_spec", "quality")
+    lasts = True
+
+    def __init__(self, spec: PackedSpec) -> None:
+        self._spec, self.quality = spec, Quality(spec.quantizer)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return PackedActivation(self._spec, tensors[0]).dequantize()
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
+
+    def decode_through(
+        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
+    ) -> Tensor:
+        layout = self._spec.layout
+        if layout.numel <= _FEW_ELEMENTS:
+            values = function(self.decode(tensors))
+            return values if grad is None else grad * values
+        packed = PackedActivation(self._spec, tensors[0])
+        return decode_through(packed, function, None, None, layout.dtype, grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.PACKED, _bytes_of(self._spec.layout)
+
+
+class PackedOnBackward(NamedTuple):
+    quantizer: Any
+    seed: int | None
+
+    @property
+    def quality(self) -> Quality:
+        return Quality(self.quantizer)
+
+    def _pack(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        seed = tensors[1] if self.seed is None else self.seed
+        return quantize(self.quantizer, without_gaps(tensors[0]), seed)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self._pack(tensors).dequantize()
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return self._pack(tensors).dequantize_multiply(grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.FULL_PRECISION, tensors[0].nbytes
+
+
+class _Mask(NamedTuple):
+    layout: Layout
+    negative_slope: float
+    lasts = True
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return unpack_mask(tensors[0], self.layout)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.MASKED, _bytes_of(self.layout)
+
+
+def _bytes_of(layout: Layout) -> int:
+    return math.prod(layout.shape) * layout.dtype.itemsize
+
+
+def without_gaps(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy where its strides leave gaps, so that decoding allocates no more than its elements.
+
+    Expanded dimensions stay expanded: what is stored of ``x`` are its distinct elements.
+    """
+    if x.is_contiguous():
+        return x
+    expected = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != 0:
+            if stride != expected:
+                break
+            expected *= size
+    else:
+        return x
+    distinct = x
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0:
+            distinct = distinct.narrow(dim, 0, 1)
+    return distinct.contiguous().expand(x.shape)
+
+
+AS_IT_IS = _AsItIs()
+decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
+
+
+class SavedByHook:
+    """What a pack hook returns: handles of the kept tensors, and how to get the tensor back.
+
+    In its place, for a tensor that is kept as it is where no hooks are around the region: the tensor and its version.
+    """
+
+    __slots__ = ("decoder", "handles", "unpack", "versions")
+
+    def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
+        """Store what keeps the tensor, or hand it to hooks around the region."""
+        tensors, self.decoder = kept
+        if outer is None:
+            self.handles, self.unpack = tensors, None
+            self.versions = versions_of(tensors)
+        else:
+            pack, self.unpack = outer
+            self.handles = tuple(pack(x) for x in tensors)
+
+    def tensor(self) -> Tensor:
+        if self.unpack is not None:
+            return self.decoder.decode(tuple(self.unpack(handle) for handle in self.handles))
+        for x, version in zip(self.handles, self.versions, strict=True):
+            if version >= 0 and x._version != version:
+                _refuse(x, version)
+        return self.decoder.decode(self.handles)
+
+
+def _refuse(x: Tensor, version: int) -> None:
+    """Raise for a tensor that was at this version, unless compiled autograd traces it, where versions are others."""
+    if not _is_compiling():
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tuple(x.shape)} tensor is at version {x._version}; expected version {version} instead. Make the "
+            "in-place operation out-of-place, or copy the tensor first"
+        )
+
+
+def unpack(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
+    if isinstance(stored, tuple):
+        x, version = stored
+        if x._version != version:
+            _refuse(x, version)
+        return x
+    if _is_grad_enabled() and not getattr(stored.decoder, "is_whole", False) and current_graph_task() != -1:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+    return stored.tensor()
