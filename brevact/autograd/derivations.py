@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.decoders import AS_IT_IS
-from brevact.autograd.expressions import Call, Derived, Restrided
+from brevact.autograd.expressions import ByMask, Call, Derived, Restrided
 from brevact.autograd.known_values import View
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Saved
@@ -120,7 +120,7 @@ class Way(NamedTuple):
         most_packed: packed tensors of several operands that the result may depend on.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor] | ByMask
     is_curved: bool = False
     is_pointwise: bool = True
     most_packed: int = MOST_COMBINED

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of, quality_of
+from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import Normalizer, output_of
 from brevact.autograd.saved import Saved
@@ -59,7 +60,7 @@ def derive_output(
 def derive(
     region: Keeper,
     out: Tensor,
-    function: Callable[..., Tensor],
+    function: Callable[..., Tensor] | ByMask,
     operands: Sequence[tuple[Tensor, Saved | None]],
     *,
     is_curved: bool = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Call(NamedTuple):
         only: the one source of an expression that is pointwise from there on; -1 for others.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor] | ByMask
     operands: tuple[Call | int, ...]
     only: int
 
@@ -62,9 +62,6 @@ class ByMask(NamedTuple):
     """
 
     factor: float = 1.0
-
-    def __call__(self, *operands: Any) -> Tensor:
-        raise NotImplementedError("the decoder of a mask computes its products")
 
     def product(self, values: Tensor, mask: Saved) -> Tensor:
         """Return the product of values and a kept mask."""
@@ -120,11 +117,8 @@ class Derived:
         return parts
 
     def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self._computed(tensors, grad)
-        if is_any_autocast_enabled():
-            with torch.autocast(tensors[0].device.type, enabled=False):
+        if torch.is_grad_enabled() or is_any_autocast_enabled():
+            with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
                 return self._computed_plainly(tensors, grad)
         return self._computed_plainly(tensors, grad)
 

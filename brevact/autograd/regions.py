@@ -389,19 +389,16 @@ class _EagerMode(compiled_mode.RegionMode):
                 check_rounding()
             with region.hooks.suspended:
                 return func(*args, **kwargs)
-        short = SHORT_WAYS.get(func)
+        short, handler = SHORT_WAYS.get(func), HANDLERS.get(func)
+        if (short or handler) and running.forwards and not is_alive(sys._getframe(1)):
+            return func(*args, **kwargs)
         if short is not None and not region.is_watched() and not is_any_autocast_enabled():
-            if running.forwards and not is_alive(sys._getframe(1)):
-                return func(*args, **kwargs)
             result = short(region, func, args, kwargs)
             if result is not None:
                 return result
         is_inside = _is_in_algorithm(sys._getframe(1))
-        handler = None if is_inside else HANDLERS.get(func)
         operands = operands_of(region, tensors_in((args, kwargs))) if func in _OVERWRITES else None
-        if handler is not None and not (func in NORMS and region.makes_weight(func, args, kwargs)):
-            if running.forwards and not is_alive(sys._getframe(1)):
-                return func(*args, **kwargs)
+        if handler and not is_inside and not (func in NORMS and region.makes_weight(func, args, kwargs)):
             result = run_counterpart(handler, region, func, args, kwargs)
             if result is not NotImplemented:
                 if func in _FOLLOWED:

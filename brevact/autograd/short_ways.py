@@ -16,10 +16,11 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from brevact.autograd.decoded_last import MOST_HELD
-from brevact.autograd.derived import derive, keep_source
+from brevact.autograd.derived import derive
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Value
 from brevact.autograd.ops.norm import planned_batch_norm
+from brevact.autograd.ops.smooth import run_torch
 from brevact.autograd.weights import ModelState, is_known_activation
 
 
@@ -56,16 +57,9 @@ def _activation(function: Callable[..., Tensor]) -> ShortWay:
         if len(args) != 1 or kwargs.get("inplace") or len(kwargs) > 1 or "input" in kwargs:
             return None
         (input,) = args
-        if not is_known_activation(input) or not region.settings.min_numel <= input.numel() <= MOST_HELD:
+        if not region.packs_input(input) or not input.requires_grad or input.numel() > MOST_HELD:
             return None
-        if region.find_known(input) is None:
-            return None
-        source = keep_source(region, input)
-        if source is None:
-            return None
-        out = region.run_torch_function(value, input, source)
-        derive(region, out, value, ((input, source),), is_curved=True)
-        return out
+        return run_torch(region, value, input)
 
     return run
 

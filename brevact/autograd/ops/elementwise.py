@@ -19,7 +19,7 @@ from torch import Tensor
 
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, is_activation, load, save
+from brevact.autograd.ops.base import Saving, is_activation, is_inplace, load, save
 from brevact.autograd.ops.norm.written_out import (
     dims_of_inverses,
     dims_of_rows,
@@ -94,25 +94,23 @@ def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
     return kept.multiply(grad) if shape == grad.shape else grad * kept.decode()
 
 
-def _multiply_handler(inplace: bool) -> Callable:
-    def handle(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
-        if kwargs or not (
-            region.is_activation(input) and region.is_activation(other) and (input.requires_grad or other.requires_grad)
-        ):
-            return NotImplemented  # a number has no gradient and nothing is stored
-        if max(input.numel(), other.numel()) < region.settings.min_numel:
-            return NotImplemented  # there is nothing to pack
-        if input.device != other.device:
-            return NotImplemented
-        if not is_known_activation(input) and region.are_weights((input, other)):
-            return NotImplemented
-        if input is other and not inplace:
-            square = keep_square(region, lambda x: func(x, x), input)
-            if square is not NotImplemented:
-                return square
-        return region.apply(_Multiply, func, input, other, inplace)
-
-    return handle
+def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
+    inplace = is_inplace(func, (), {})
+    if kwargs or not (
+        region.is_activation(input) and region.is_activation(other) and (input.requires_grad or other.requires_grad)
+    ):
+        return NotImplemented  # a number has no gradient and nothing is stored
+    if max(input.numel(), other.numel()) < region.settings.min_numel:
+        return NotImplemented  # there is nothing to pack
+    if input.device != other.device:
+        return NotImplemented
+    if not is_known_activation(input) and region.are_weights((input, other)):
+        return NotImplemented
+    if input is other and not inplace:
+        square = keep_square(region, lambda x: func(x, x), input)
+        if square is not NotImplemented:
+            return square
+    return region.apply(_Multiply, func, input, other, inplace)
 
 
 class _Divide(Saving):
@@ -163,12 +161,7 @@ OPS = (
         _divide,
         WRITTEN_OUT,
     ),
-    Op(
-        (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
-        _multiply_handler(False),
-        _STORED,
-    ),
-    Op((Tensor.mul_, Tensor.multiply_, Tensor.__imul__), _multiply_handler(True), _STORED),
+    Op(everywhere("mul", "multiply"), _multiply, _STORED),
     Op(everywhere("mul", "multiply", "addcmul", "lerp", "ldexp"), saves=Saves.FACTORS),
     Op(
         tuple(func for func in _DIVISIONS if func not in _INVERSIONS),

@@ -17,7 +17,7 @@ from brevact.autograd.derived import derive
 from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, as_number, expanded_one, load, save
-from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored
+from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored, everywhere
 from brevact.autograd.ops.torch_rules import clamp_passes_bounds
 from brevact.autograd.store import keep_mask
 
@@ -32,7 +32,7 @@ class _Pieces(NamedTuple):
     inside: float = 1.0
     outside: float = 0.0
     #: The function again, of its input, a derived one perhaps that is beyond a corner, and the mask; None: of no use.
-    value: Callable[..., Tensor] | None = ByMask()
+    value: Callable[..., Tensor] | ByMask | None = ByMask()
 
 
 class _PiecewiseLinear(Saving):
@@ -159,7 +159,7 @@ def _nan_to_num(
     return _Pieces(torch.isfinite, value=None)
 
 
-def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Callable:
+def _handler(rule: Callable[..., _Pieces]) -> Callable:
     """Make the handler of a function whose parameters ``rule`` has, too."""
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Call
         input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
-        if always_inplace and not pieces.inplace:
+        if func.__name__.endswith("_"):
             pieces = pieces._replace(inplace=True)
         return region.apply(_PiecewiseLinear, lambda x: func(x, *rest, **kwargs), pieces, input)
 
@@ -178,33 +178,20 @@ def _handler(rule: Callable[..., _Pieces], always_inplace: bool = False) -> Call
 
 
 #: Randomized ReLU outside of training: a leaky ReLU with the mean slope. The rest is in ``rectifiers``.
-frozen_rrelu, frozen_rrelu_ = _handler(_frozen_rrelu), _handler(_frozen_rrelu, always_inplace=True)
+frozen_rrelu = _handler(_frozen_rrelu)
 _RULES = {
-    _relu: (F.relu, torch.relu, Tensor.relu),
-    _hardtanh: (F.hardtanh,),
+    _relu: everywhere("relu"),
+    _hardtanh: (F.hardtanh, F.hardtanh_),
     _relu6: (F.relu6,),
     _hardsigmoid: (F.hardsigmoid,),
-    _leaky_relu: (F.leaky_relu,),
-    _threshold: (F.threshold, torch.threshold),
+    _leaky_relu: (F.leaky_relu, F.leaky_relu_),
+    _threshold: (F.threshold, torch.threshold, F.threshold_, torch.threshold_),
     _softshrink: (F.softshrink,),
     _hardshrink: (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
-    _clamp: (torch.clamp, torch.clip, Tensor.clamp, Tensor.clip),
-    _nan_to_num: (torch.nan_to_num, Tensor.nan_to_num),
-    _clamp_min: (torch.clamp_min, Tensor.clamp_min),
-    _clamp_max: (torch.clamp_max, Tensor.clamp_max),
-}
-_INPLACE_RULES = {
-    _relu: (F.relu_, torch.relu_, Tensor.relu_),
-    _hardtanh: (F.hardtanh_,),
-    _leaky_relu: (F.leaky_relu_,),
-    _threshold: (F.threshold_, torch.threshold_),
-    _clamp: (torch.clamp_, torch.clip_, Tensor.clamp_, Tensor.clip_),
-    _nan_to_num: (torch.nan_to_num_, Tensor.nan_to_num_),
-    _clamp_min: (torch.clamp_min_, Tensor.clamp_min_),
-    _clamp_max: (torch.clamp_max_, Tensor.clamp_max_),
+    _clamp: everywhere("clamp", "clip"),
+    _nan_to_num: everywhere("nan_to_num"),
+    _clamp_min: everywhere("clamp_min"),
+    _clamp_max: everywhere("clamp_max"),
 }
 _STORED = Stored("ReLU, ReLU6, LeakyReLU, Hardtanh, Hardshrink, clamp", MASKS, EXACT)
-OPS = (
-    *(Op(funcs, _handler(rule), _STORED) for rule, funcs in _RULES.items()),
-    *(Op(funcs, _handler(rule, always_inplace=True), _STORED) for rule, funcs in _INPLACE_RULES.items()),
-)
+OPS = (*(Op(funcs, _handler(rule), _STORED) for rule, funcs in _RULES.items()),)

@@ -91,18 +91,8 @@ WRITTEN_OUT = Stored(
     "bias Var/N of one packed copy",
 )
 OPS = (
-    Op(
-        (torch.pow, Tensor.pow, Tensor.__pow__),
-        _pow,
-        SMOOTH._replace(op="x^p with p > 2"),
-        is_bit_exact=False,
-    ),
-    Op(
-        (torch.square, Tensor.square),
-        keep_square,
-        WRITTEN_OUT,
-        is_bit_exact=False,
-    ),
+    Op((torch.pow, Tensor.pow, Tensor.__pow__), _pow, SMOOTH._replace(op="x^p with p > 2"), is_bit_exact=False),
+    Op((torch.square, Tensor.square), keep_square, WRITTEN_OUT, is_bit_exact=False),
     Op(everywhere("square"), saves=Saves.FACTORS),
     Op((*everywhere("pow"), Tensor.__pow__, Tensor.__ipow__, Tensor.__rpow__), must_not_round=_is_steep),
 )

@@ -19,9 +19,9 @@ from brevact.autograd.derivations import function_of
 from brevact.autograd.derived import derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops import piecewise_linear
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, is_inplace, load, requires_grad, save
 from brevact.autograd.ops.convolution import to_autocast
-from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored
+from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.store import keep_mask, reported
 from brevact.private_names.of_torch import has_kernel_for_key
 
@@ -111,8 +111,7 @@ def _rrelu(
 ) -> Any:
     inplace = inplace or func is torch.rrelu_
     if not training:
-        frozen = piecewise_linear.frozen_rrelu_ if inplace else piecewise_linear.frozen_rrelu
-        return frozen(region, torch.rrelu_ if inplace else torch.rrelu, input, lower, upper)
+        return piecewise_linear.frozen_rrelu(region, torch.rrelu_ if inplace else torch.rrelu, input, lower, upper)
     if not (region.packs_input(input) and input.requires_grad and 0 <= lower <= upper):
         return NotImplemented
     return region.apply(_RReLU, input, lower, upper, inplace)
@@ -137,16 +136,12 @@ class _Absolute(Saving):
         return None, None, None, sign.mul_(grad)
 
 
-def _absolute(inplace: bool) -> Callable:
-    def handle(region: Keeper, func: Callable, input: Tensor) -> Any:
-        if not region.packs_input(input) or not input.requires_grad:
-            return NotImplemented
-        return region.apply(_Absolute, func, inplace, input)
-
-    return handle
+def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
+    if not region.packs_input(input) or not input.requires_grad:
+        return NotImplemented
+    return region.apply(_Absolute, func, is_inplace(func, (input,), {}), input)
 
 
-_ABSOLUTE = Stored("abs", MASKS, EXACT)
 OPS = (
     Op(
         (torch.prelu, Tensor.prelu),
@@ -154,6 +149,5 @@ OPS = (
         Stored("PReLU", "a mask; what lies below zero, packed, where the weight trains", UNBIASED),
     ),
     Op((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu, Stored("randomized ReLU", "the slopes, packed", UNBIASED)),
-    Op((torch.abs, torch.absolute, Tensor.abs, Tensor.absolute, Tensor.__abs__), _absolute(False), _ABSOLUTE),
-    Op((torch.abs_, Tensor.abs_, Tensor.absolute_), _absolute(True), _ABSOLUTE),
+    Op(everywhere("abs", "absolute"), _absolute, Stored("abs", MASKS, EXACT)),
 )

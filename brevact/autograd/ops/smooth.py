@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derivations import function_of
 from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, load, save
+from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_small, reported
 
@@ -73,20 +72,8 @@ class _Smooth(Saving):
         return None, None, None, None, kept.multiply(grad), None
 
 
-def _silu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
-    return aten.silu_backward.default, inplace
-
-
-def _hardswish(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
-    return aten.hardswish_backward.default, inplace
-
-
-def _mish(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
-    return aten.mish_backward.default, inplace
-
-
-def _gelu(input: Tensor, *, approximate: str = "none") -> tuple[Derivative, bool]:
-    return _gelu_slope(approximate), False
+def _gelu(input: Tensor, *, approximate: str = "none") -> Derivative:
+    return _gelu_slope(approximate)
 
 
 @functools.lru_cache  # one object for each setting, by which derivations are found again
@@ -94,8 +81,8 @@ def _gelu_slope(approximate: str) -> Derivative:
     return lambda one, x: aten.gelu_backward(one, x, approximate=approximate)
 
 
-def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> tuple[Derivative, bool]:
-    return _softplus_slope(as_number(beta), as_number(threshold)), False
+def _softplus(input: Tensor, beta: float = 1, threshold: float = 20) -> Derivative:
+    return _softplus_slope(as_number(beta), as_number(threshold))
 
 
 @functools.lru_cache
@@ -103,77 +90,21 @@ def _softplus_slope(beta: float, threshold: float) -> Derivative:
     return lambda one, x: aten.softplus_backward(one, x, beta, threshold)
 
 
-def _log_sigmoid(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: torch.sigmoid(-x), False
+def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Derivative:
+    return _elu_slope(as_number(alpha), 1.0, 1.0)
 
 
-def _sigmoid(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
-    return lambda one, x: aten.sigmoid_backward(one, torch.sigmoid(x)), inplace
+def _celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Derivative:
+    return _elu_slope(as_number(alpha), 1.0, 1.0 / as_number(alpha))
 
 
-def _tanh(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
-    return lambda one, x: aten.tanh_backward(one, torch.tanh(x)), inplace
-
-
-def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
-    return _elu_slope(as_number(alpha), 1.0, 1.0), inplace
+def _selu(input: Tensor, inplace: bool = False) -> Derivative:
+    return _elu_slope(_SELU_ALPHA, _SELU_SCALE, 1.0)
 
 
 @functools.lru_cache
 def _elu_slope(alpha: float, scale: float, input_scale: float) -> Derivative:
     return lambda one, x: aten.elu_backward(one, alpha, scale, input_scale, False, x)
-
-
-def _celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> tuple[Derivative, bool]:
-    return _elu_slope(as_number(alpha), 1.0, 1.0 / as_number(alpha)), inplace
-
-
-def _selu(input: Tensor, inplace: bool = False) -> tuple[Derivative, bool]:
-    return _elu_slope(_SELU_ALPHA, _SELU_SCALE, 1.0), inplace
-
-
-def _softsign(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: (x.abs() + 1).square().reciprocal(), False
-
-
-def _tanhshrink(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: x.tanh().square(), False
-
-
-def _sin(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: x.cos(), False
-
-
-def _cos(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: -x.sin(), False
-
-
-def _atan(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: (x.square() + 1).reciprocal(), False
-
-
-def _erf(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)), False
-
-
-def _erfc(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)), False
-
-
-def _ndtr(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi), False
-
-
-def _asinh(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: (x.square() + 1).rsqrt(), False
-
-
-def _sinh(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: x.cosh(), False
-
-
-def _cosh(input: Tensor) -> tuple[Derivative, bool]:
-    return lambda one, x: x.sinh(), False
 
 
 class _GLUSlope(NamedTuple):
@@ -214,28 +145,24 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     return region.apply(_GLU, Value.of(func, (dim,), {}), dim, input)
 
 
-#: Derivatives without settings, by which derivations are found again.
-_slopes: dict[CodeType, Derivative] = {}
-#: Functions without a bounded slope, or of many turns: a rounding error of their input is no small one of theirs.
-_STEEP = frozenset((_sin, _cos, _sinh, _cosh))
+def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -> Callable:
+    """Make the handler of a function.
 
-
-def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool = False) -> Callable:
-    """Make the handler of a function whose parameters ``rule`` has, too."""
-    is_gentle = rule not in _STEEP
+    Args:
+        rule: gives the derivative; it has the function's parameters.
+        is_gentle: whether a rounding error of the input is a small one of the function, of bounded slope and few turns.
+    """
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
         try:
-            derivative, inplace = rule(*args, **kwargs)
+            derivative = rule(*args, **kwargs)
         except TypeError:
             return NotImplemented  # torch explains what is wrong
-        if isinstance(derivative, FunctionType) and derivative.__closure__ is None:  # of a line that ran before
-            derivative = _slopes.setdefault(derivative.__code__, derivative)
+        inplace = is_inplace(func, args, kwargs)
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented
         value = Value.of(func, rest, kwargs) if is_gentle else None
-        inplace = bool(inplace) or always_inplace
         if value is not None and not inplace and input.numel() <= MOST_HELD:
             run = _RUNNERS.get(func)
             out = None if run is None else run(region, value, input)
@@ -246,7 +173,12 @@ def _handler(rule: Callable[..., tuple[Derivative, bool]], always_inplace: bool 
     return handle
 
 
-def _run_torch(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
+def _fixed(derivative: Derivative) -> Callable[..., Derivative]:
+    """Make the rule of functions without settings."""
+    return lambda input, inplace=False: derivative
+
+
+def run_torch(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls.
 
     None where a Function must run.
@@ -281,51 +213,50 @@ def _run_torch_by_output(region: Keeper, function: Value, input: Tensor) -> Tens
 
 #: Functions of which torch saves the input, or the output, and nothing else.
 _RUNNERS = {
-    **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu), _run_torch),
+    **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu), run_torch),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh), _run_torch_by_output),
 }
-_RULES = {
-    _silu: (F.silu,),
-    _hardswish: (F.hardswish,),
-    _mish: (F.mish,),
+#: Derivatives that have settings, by the functions that have the parameters of these.
+_RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
     _gelu: (F.gelu,),
     _softplus: (F.softplus,),
-    _log_sigmoid: (F.logsigmoid,),
-    _sigmoid: (F.sigmoid, torch.sigmoid, torch.special.expit, Tensor.sigmoid),
-    _tanh: (F.tanh, torch.tanh, Tensor.tanh),
-    _elu: (F.elu,),
-    _celu: (F.celu, torch.celu),
-    _selu: (F.selu, torch.selu),
-    _softsign: (F.softsign,),
-    _tanhshrink: (F.tanhshrink,),
-    _sin: (torch.sin, Tensor.sin),
-    _cos: (torch.cos, Tensor.cos),
-    _atan: (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
-    _erf: (torch.erf, torch.special.erf, Tensor.erf),
-    _erfc: (torch.erfc, torch.special.erfc, Tensor.erfc),
-    _ndtr: (torch.special.ndtr,),
-    _asinh: (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
-    _sinh: (torch.sinh, Tensor.sinh),
-    _cosh: (torch.cosh, Tensor.cosh),
+    _elu: (F.elu, F.elu_),
+    _celu: (F.celu, torch.celu, F.celu_),
+    _selu: (F.selu, torch.selu, F.selu_),
 }
-_INPLACE_RULES = {
-    _sigmoid: (torch.sigmoid_, Tensor.sigmoid_),
-    _tanh: (torch.tanh_, Tensor.tanh_),
-    _elu: (F.elu_,),
-    _celu: (F.celu_,),
-    _selu: (F.selu_,),
+#: Derivatives of functions without settings: (ones, x) -> f'(x).
+_DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
+    aten.silu_backward.default: (F.silu,),
+    aten.hardswish_backward.default: (F.hardswish,),
+    aten.mish_backward.default: (F.mish,),
+    lambda one, x: torch.sigmoid(-x): (F.logsigmoid,),
+    lambda one, x: aten.sigmoid_backward(one, torch.sigmoid(x)): everywhere("sigmoid", "expit"),
+    lambda one, x: aten.tanh_backward(one, torch.tanh(x)): everywhere("tanh"),
+    lambda one, x: (x.abs() + 1).square().reciprocal(): (F.softsign,),
+    lambda one, x: x.tanh().square(): (F.tanhshrink,),
+    lambda one, x: (x.square() + 1).reciprocal(): (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
+    lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
+    lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
+    lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
+    lambda one, x: (x.square() + 1).rsqrt(): (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
+}
+#: As well, of functions without a bounded slope, or of many turns.
+_STEEP: dict[Derivative, tuple[Callable, ...]] = {
+    lambda one, x: x.cos(): (torch.sin, Tensor.sin),
+    lambda one, x: -x.sin(): (torch.cos, Tensor.cos),
+    lambda one, x: x.cosh(): (torch.sinh, Tensor.sinh),
+    lambda one, x: x.sinh(): (torch.cosh, Tensor.cosh),
 }
 STORED = Stored(
     "SiLU, GELU, Hardswish, Sigmoid, Tanh, Mish, ELU, GLU, Softplus, sin, sinh, erf and the like",
     "the derivative, packed; from 4 bits on, the input in its place, from which derivative and output derive",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
+_op = functools.partial(Op, stored=STORED, is_bit_exact=False)
 OPS = (
-    *(Op(funcs, _handler(rule), STORED, is_bit_exact=False) for rule, funcs in _RULES.items()),
-    *(
-        Op(funcs, _handler(rule, always_inplace=True), STORED, is_bit_exact=False)
-        for rule, funcs in _INPLACE_RULES.items()
-    ),
-    Op((F.glu,), _glu, STORED, is_bit_exact=False),
+    *(_op(funcs, _handler(rule)) for rule, funcs in _RULES.items()),
+    *(_op(funcs, _handler(_fixed(slope))) for slope, funcs in _DERIVATIVES.items()),
+    *(_op(funcs, _handler(_fixed(slope), is_gentle=False)) for slope, funcs in _STEEP.items()),
+    _op((F.glu,), _glu),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
 )

@@ -54,12 +54,13 @@ def _plan_of(settings: BackwardSettings, input: Tensor, weight: Tensor | None, b
         input.dtype,
         *(None if x is None else x.shape for x in (weight, bias)),
     )
-    plan = _plans.get(key, _UNKNOWN)
-    if isinstance(plan, _Unknown):  # another thread may clear the table
+    try:
+        return _plans[key]
+    except KeyError:  # of this call, or since another thread has cleared the table
         plan = _make_plan(settings, Layout.of(input), weight, bias)
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
     return plan
 
 
@@ -77,11 +78,6 @@ def _make_plan(settings: BackwardSettings, layout: Layout, weight: Tensor | None
     return _Plan(packing, source, output_decoder(_OVER_CHANNELS, source, 1, has, shape, layout.dtype))
 
 
-class _Unknown:
-    """What stands for a plan that nobody has made yet."""
-
-
-_UNKNOWN = _Unknown()
 #: By the key of settings, and sizes.
 _plans: dict[Hashable, _Plan | None] = {}
 _MOST_PLANS = 4096
