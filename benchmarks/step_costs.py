@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.records import append_rows, print_table
 from benchmarks.training_case import TrainingCase, workload
-from brevact.autograd import regions
+from brevact.autograd import eager_mode
 from brevact.cpu_kernels import launch
 from recipes.models import resnet50
 from recipes.policy_names import named_policy
@@ -75,7 +75,7 @@ class _Timing(TorchFunctionMode):
 @contextmanager
 def timed_calls(seconds: Counter[str]) -> Iterator[None]:
     """While it is active, calls in a region are timed, by torch function: with all that the region does for them."""
-    mode = regions._EagerMode
+    mode = eager_mode.EagerMode
     original = mode.__torch_function__
 
     def timed(

@@ -348,7 +348,7 @@ FAULTS = (
     ),
     Fault(
         "views of parameters are packed",
-        "autograd/regions.py",
+        "autograd/store.py",
         "if x._is_view() and is_parameter(x._base):",
         "if False:",
         WEIGHTS,

@@ -22,7 +22,7 @@ PACKAGE = Path(brevact.__file__).parent
 PICTURE = PACKAGE.parent / "docs" / "way.svg"
 #: What each file on the way does, in a few words.
 ROLES = {
-    "autograd/regions.py": "a region sees every torch function",
+    "autograd/eager_mode.py": "a region sees every torch function",
     "autograd/short_ways.py": "knows frequent calls; ops/ has all others",
     "autograd/saved_tensor_hooks.py": "takes what torch's own layer saves",
     "autograd/decoders.py": "each way of keeping knows its way back",

@@ -1,8 +1,10 @@
-"""Forward hooks that let a module's forward run in a region."""
+"""How code enters a region: forward hooks let that of a module run in one, ``region`` a block of code."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from torch import nn
 
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_forward, running
-from brevact.autograd.regions import Region, active
+from brevact.autograd.eager_mode import active
+from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_forward, leave_last, running
+from brevact.autograd.regions import Region
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.transforms import NO_ROUNDED_NORMS, is_tracing
 from brevact.private_names.of_torch import top_hooks
@@ -147,3 +150,45 @@ def regions_of(module: nn.Module) -> list[Any]:
 def has_region(module: nn.Module, origin: str = "layer") -> bool:
     """Return whether :func:`attach_region` gave ``module`` a region (which may be one of full precision)."""
     return any(hook.origin == origin for hook in regions_of(module))
+
+
+class region(ContextDecorator):
+    """Context manager and decorator: a block of code runs in a region.
+
+    Args:
+        settings: what the ops inside store for backward; None keeps full precision, also inside another region.
+    """
+
+    def __init__(self, settings: BackwardSettings | None) -> None:
+        self.settings = settings
+        self._entered: list[Region | None] = []
+
+    @compiled_mode.skipped_by_dynamo
+    def __enter__(self) -> None:
+        if _is_compiling() or compiled_mode.is_exporting():
+            compiled_mode.TracingMode(compiled_mode.text_of(self.settings)).__enter__()
+            return
+        leave_abandoned(sys._getframe(1))
+        entered = None if active.disabled or is_tracing() else Region(self.settings).__enter__()
+        self._entered.append(entered)
+
+    @compiled_mode.skipped_by_dynamo
+    def __exit__(self, *exc_info: object) -> None:
+        if _is_compiling() or compiled_mode.is_exporting():
+            compiled_mode.leave(None)
+            return
+        entered = self._entered.pop()
+        if entered is not None:
+            while running.forwards and active.regions[-1] is not entered:  # forwards that an interrupt ended
+                leave_last()
+            entered.__exit__(*exc_info)
+
+
+@contextmanager
+def regions_disabled() -> Iterator[None]:
+    """Run a block in which entering a region does nothing (to measure a model as it is without brevact)."""
+    active.disabled += 1
+    try:
+        yield
+    finally:
+        active.disabled -= 1

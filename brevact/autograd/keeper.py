@@ -16,7 +16,14 @@ from brevact.autograd.seeds import SeedStream
 
 
 class TorchRunner(Protocol):
-    """Runs torch's own layers, whose gradients are those of Functions of ours, while hooks keep what they save."""
+    """Hooks that run torch's own layers, whose gradients are those of Functions of ours, and keep what these save."""
+
+    scope: Any
+    """The checkpoint in which the region runs; None: in none."""
+
+    def are_in_checkpoint(self) -> bool:
+        """Return whether a non-reentrant checkpoint is around the region, in forward or again."""
+        ...
 
     def run_torch(self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
         """Run a layer that saves its input, its weight and statistics, and keep its input as a Function would."""
@@ -107,11 +114,12 @@ class Keeper(Protocol):
         ...
 
 
-class EagerKeeper(Keeper, TorchRunner, Protocol):
+class EagerKeeper(Keeper, Protocol):
     """A region that runs without a compiler, as saved-tensor hooks and fake quantization see it."""
 
     seeds: SeedStream
     packs: bool
+    hooks: TorchRunner
 
     def is_watched(self) -> bool:
         """Return whether somebody around the region sees each tensor that it keeps: hooks, or a report."""

@@ -1,6 +1,6 @@
 """Saved-tensor hooks of a region: what reaches autograd by no Function of ours.
 
-Torch's own convolution or batch norm, which a region runs in place of a Function (``Region.run_torch``): its input is
+Torch's own convolution or batch norm, which a region runs in place of a Function (``run_torch``): its input is
 kept as a Function would keep it, its weight and statistics as they are. Of other ops, floating-point activations are
 packed, boolean tensors take one bit an element, everything else (weights, indices, small tensors) passes through; of
 ops that make weights of weights nothing is stored that can be computed again.
@@ -20,40 +20,20 @@ from torch.nn import Parameter
 
 from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, unpack
+from brevact.autograd.derived import derive_output
+from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.normalizing import NormInput, Zeros, is_centred
 from brevact.autograd.ops.base import is_activation, is_plain
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_small, reported
-from brevact.autograd.transforms import NO_TRANSFORMS
+from brevact.autograd.weights import ModelState
 from brevact.autograd.weights_again import remember
-from brevact.private_names.of_torch import pop_hooks, push_hooks, top_hooks
-
-#: Classes of torch.utils.checkpoint whose hooks stand around a forward pass and around its recomputation.
-_CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
-class _Suspended:
-    """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
-
-    For what a Function of ours saves, and for ops whose gradient is singular in what they save.
-    """
-
-    def __init__(self, hooks: SavedTensorHooks) -> None:
-        self._hooks = hooks
-
-    def __enter__(self) -> None:
-        self._hooks.pop()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._hooks.push()
-
-
-class SavedTensorHooks:
-    """The saved-tensor hooks of one region; entered inside another region's, they take their place.
-
-    A region of full precision has none.
+class SavedTensorHooks(HookStack):
+    """The saved-tensor hooks of one region, which keep what torch's own ops save.
 
     Args:
         region: the region.
@@ -61,16 +41,8 @@ class SavedTensorHooks:
     """
 
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
+        super().__init__((self._pack, unpack), around, is_empty=region.settings is None)
         self._region = region
-        self._around = around
-        self.pair = (self._pack, unpack)
-        #: The innermost hooks, as long as nobody else enters some inside the region.
-        self.innermost: tuple[Callable, Callable] | None = self.pair
-        self._replaced: SavedTensorHooks | None = None
-        self._outer: tuple[Callable, Callable] | None = None
-        #: What tells the checkpoint in which the hooks are from others, and from its recomputation; None: in none.
-        self.scope: Any = None
-        self.suspended = _Suspended(self)
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
         # Input and weight of torch's own layer that runs in place of a Function.
         self.layer: tuple[Tensor, Tensor | None] | None = None
@@ -82,54 +54,45 @@ class SavedTensorHooks:
         self.waiting: list[tuple[SavedByHook, Tensor]] | None = None
         self._of_weights: list[tuple[SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
 
-    def __enter__(self) -> None:
-        around = self._around
-        if around is not None and around.are_innermost():
-            self._replaced = around
-            around.pop()
-        self._outer = top_hooks(True)
-        self.scope = self._outer[0] if self._outer is not None and self.are_in_checkpoint() else None
-        if self._region.settings is None:
-            self.innermost = self._outer
-            return
+    def run_torch(self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
+        """Run torch's own layer, whose gradient is that of a Function of ours, and keep its input as that would.
+
+        It saves its input, its weight and statistics, whoever needs a gradient. The two calls of hooks for each cost
+        less than a Function.
+        """
         try:
-            self.push()
-        except RuntimeError as error:
-            if self._replaced is not None:
-                self._replaced.push()
-            raise NotImplementedError(NO_TRANSFORMS) from error
+            self.layer = input, weight
+            out = layer(input, weight, *args)
+        finally:
+            self.layer = None
+        ModelState.mark_activation(out)
+        return out
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._region.settings is not None:
-            self.pop()
-        if self._replaced is not None:
-            self._replaced.push()
+    def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved | None) -> Tensor:
+        """Run a function of torch's that saves one tensor, in the place of which is kept what keeps it."""
+        try:
+            self.layer, self.kept = (input, None), kept
+            out = function(input)
+        finally:
+            self.layer = self.kept = None
+        ModelState.mark_activation(out)
+        return out
 
-    def are_alone(self) -> bool:
-        """Return whether no hooks are around the region, which would see what is kept."""
-        return self._outer is None
+    def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Run torch's own norm as :meth:`run_torch` does; of its input the normalized values are kept."""
+        try:
+            self.layer, self.waiting = (input, weight), []
+            self.buffers = norm.running_mean, norm.running_var
+            out, mean, spread = norm.forward(input, weight, bias)
+            kept = self._keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True))
+            derive_output(self._region, norm, kept, out, weight, bias)
+            ModelState.mark_activation(out)
+            return out
+        finally:
+            self.layer = self.waiting = None
+            self.buffers = None, None
 
-    def are_in_recomputation(self) -> bool:
-        """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
-        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])
-
-    def push(self) -> None:
-        """Activate the hooks."""
-        push_hooks(*self.pair)
-
-    def pop(self) -> None:
-        """Deactivate the hooks, which must be the innermost ones."""
-        pop_hooks()
-
-    def are_innermost(self) -> bool:
-        """Return whether no other saved-tensor hooks were entered inside the region."""
-        return top_hooks(True) == self.pair
-
-    def are_in_checkpoint(self) -> bool:
-        """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
-        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
-
-    def keep_waiting(self, norm: NormInput) -> Saved | None:
+    def _keep_waiting(self, norm: NormInput) -> Saved | None:
         """Keep what torch's own norm, which has run, wants to save, and return what keeps its input.
 
         The packed input comes back less its means: those are 0 then, and are not kept.

@@ -39,7 +39,7 @@ def _convolution(dims: int) -> ShortWay:
             return None
         if input.dim() != dims + 2 or not weight.requires_grad or not region.packs_layer_input(input):
             return None
-        return region.run_torch(func, input, weight, bias, stride, padding, dilation, groups)
+        return region.hooks.run_torch(func, input, weight, bias, stride, padding, dilation, groups)
 
     return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.decoders import AS_IT_IS, PackedOnBackward, decoder_of_mask, decoder_of_packed, without_gaps
+from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.quality import EXACT
 from brevact.autograd.saved import Saved
-from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
+from brevact.autograd.weights import is_parameter
 from brevact.quantizers import Layout, is_traced, pack_mask, quantize
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -47,60 +48,94 @@ def reported(kept: Saved, why: str = "") -> Saved:
     return kept
 
 
-def keep_packed(
-    x: Tensor,
-    settings: BackwardSettings,
-    seeds: SeedStream,
-    share: bool = True,
-    repeats: bool = False,
-    place: int = 0,
-    norm: NormInput | None = None,
-    scope: Any = None,
-) -> Saved:
-    """Keep ``x`` as the region's settings say.
+class Store(EagerKeeper):
+    """How a region keeps tensors: as what is known to give them back, packed once for all ops, or as they are."""
 
-    Args:
-        x: floating-point tensor of any shape and strides.
-        settings: the region's settings.
-        seeds: the region's ``SeedStream``.
-        share: whether ``x`` outlives this op as a tensor that other ops may save too; it is then packed once.
-        repeats: whether a checkpoint wants tensors of the same sizes again when it recomputes them: random sizes then
-            follow from the number of elements alone.
-        place: how many tensors the region has kept before, for quantizers that collect statistics of each.
-        norm: where ``x`` is the input of a norm: its normalized values are packed, and its statistics kept beside.
-        scope: the checkpoint in which the region runs (``known_values.find``).
+    places: Iterator[int]
+    """Numbers of the tensors that a quantizer with statistics keeps."""
 
-    Returns:
-        What is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x`` derives from;
-        otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or the
-        settings are exact.
-    """
-    known = _keep_unpacked(x, settings, share, norm is None, scope)
-    if known is not None:
-        return known if norm is None else _with_statistics(known, norm)
-    if norm is not None and settings.is_lossless:
-        return _with_statistics(keep_packed(x, settings, seeds, share, repeats, place, scope=scope), norm)
-    slot = slot_of(x, settings, repeats, *(() if norm is None else (norm.key,))) if share else None
-    found = None if slot is None else slot.found
-    if found is None:
-        quantizer = settings.quantizer
-        if settings.draws_size:
-            numel = Layout.of(x).numel
-            quantizer = quantizer.sized(numel, numel if repeats else seeds.next_on_host())
-        if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
-            x = x.detach()
-        if settings.observes:
-            quantizer = quantizer.observed(x if norm is None else norm.normalize(x), place)
-        seed = seeds.next(x.device) if quantizer.is_stochastic else 0
-        found = pack(x, quantizer, settings.save_mode, seed, norm)
-        if slot is not None:
-            slot.fill(*found)
-    if storage_report.recorders:
-        storage_report.report_saved(
-            found, storage_report.ON_BACKWARD if settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD else ""
-        )
-        _report_statistics(found)
-    return found
+    def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
+        """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.
+
+        A view of a parameter, learned queries that several samples share, is none.
+
+        Args:
+            x: floating-point tensor of any shape and strides.
+            share: whether ``x`` outlives this op as a tensor that other ops may save too; it is then packed once.
+            norm: where ``x`` is the input of a norm: its normalized values are packed, and its statistics kept beside.
+
+        Returns:
+            What is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x`` derives
+            from; otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or
+            the settings are exact.
+        """
+        if x._is_view() and is_parameter(x._base):
+            kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
+            return kept if norm is None else norm.unpacked(kept)
+        return self._keep(x, self.settings, share, norm)
+
+    def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
+        """Keep the input of a norm by a quantizer that has a form for normalized values."""
+        return self._keep(x, self.settings.of_normalized, True, norm)
+
+    def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
+        # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.
+        repeats = settings.draws_size and self.hooks.are_in_checkpoint()
+        place = next(self.places) if settings.observes else 0
+        normalizes = norm is not None and not settings.is_lossless
+        known = _keep_unpacked(x, settings, share, not normalizes, self.hooks.scope)
+        if known is not None:
+            return known if norm is None else _with_statistics(known, norm)
+        norm_key = (norm.key,) if norm is not None and normalizes else ()
+        slot = slot_of(x, settings, repeats, *norm_key) if share else None
+        found = None if slot is None else slot.found
+        if found is None:
+            quantizer = settings.quantizer
+            if settings.draws_size:
+                numel = Layout.of(x).numel
+                quantizer = quantizer.sized(numel, numel if repeats else self.seeds.next_on_host())
+            if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
+                x = x.detach()
+            if settings.observes:
+                quantizer = quantizer.observed(norm.normalize(x) if normalizes else x, place)
+            seed = self.seeds.next(x.device) if quantizer.is_stochastic else 0
+            found = pack(x, quantizer, settings.save_mode, seed, norm if normalizes else None)
+            if slot is not None:
+                slot.fill(*found)
+        if storage_report.recorders:
+            on_backward = settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD
+            storage_report.report_saved(found, storage_report.ON_BACKWARD if on_backward else "")
+            _report_statistics(found)
+        return found if norm is None or normalizes else _with_statistics(found, norm)
+
+    def keep_activation(self, x: Tensor) -> Saved:
+        """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
+
+        A leaf that requires a gradient is somebody's variable and stays in memory anyway.
+        """
+        if x.is_leaf and x.requires_grad:
+            return keep_as_it_is(x, storage_report.VARIABLE)
+        return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
+
+    def keep_weight(self, x: Tensor) -> Saved:
+        """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
+        known = known_values.find(x)
+        return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
+
+    def find_known(self, x: Tensor) -> Saved | None:
+        """Return what ``x`` is known by, if that is as good as what the region would keep."""
+        return known_values.find(x, self.settings, self.hooks.scope)
+
+    def find_kept(self, x: Tensor) -> Saved | None:
+        """Return what ``x`` is known by, or what keeps it for an op that has run."""
+        known = self.find_known(x)
+        if known is None and self.settings.derives and self.hooks.scope is None:  # where it lives until backward
+            known = find_packed(x, self.settings)
+        return known
+
+    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False) -> None:
+        """Remember what a tensor is known by; ``is_dirty`` says that a Function is about to mark it as changed."""
+        known_values.register(out, *kept, is_dirty=is_dirty, scope=self.hooks.scope)
 
 
 def _with_statistics(kept: Saved, norm: NormInput) -> Saved:
@@ -150,7 +185,7 @@ def slot_of(x: Tensor, settings: BackwardSettings, repeats: bool, *norm: Hashabl
     Args:
         x: the tensor.
         settings: the region's settings.
-        repeats: see :func:`keep_packed`.
+        repeats: whether a checkpoint asks for tensors of the same sizes again.
         norm: where normalized values of ``x`` are kept, their key; None for those that nobody shares.
     """
     return None if norm == (None,) else _shared.slot(x, (settings.key, repeats, *norm))

@@ -21,9 +21,9 @@ import torch
 from brevitas.config import JIT_ENABLED
 from torch import Tensor, UntypedStorage, nn
 
+from brevact.autograd.eager_mode import packing_region
 from brevact.autograd.ops.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
 from brevact.autograd.ops.forward_statistics import absolute_percentile, weight_statistics
-from brevact.autograd.regions import packing_region
 from brevact.injectors.minifloats import float_quant
 from brevact.private_names.lookup import is_whole
 from brevact.private_names.of_brevitas import (

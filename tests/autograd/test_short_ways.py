@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import SaveMode, regions
+from brevact.autograd import SaveMode, eager_mode
 from brevact.quantizers import PackedSpec
 
 _KINDS = {1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)}
@@ -33,7 +33,7 @@ class Block(nn.Module):
 def _step(model, x, quantizer, ways, monkeypatch):
     """Outputs, gradients and buffers, and the bytes of all that is packed, by some short ways."""
     model, packed, empty = brevact.quantize_backward(copy.deepcopy(model), quantizer), [], PackedSpec.empty
-    monkeypatch.setattr(regions, "SHORT_WAYS", ways)
+    monkeypatch.setattr(eager_mode, "SHORT_WAYS", ways)
     monkeypatch.setattr(PackedSpec, "empty", lambda spec, like: packed.append(spec.nbytes) or empty(spec, like))
     torch.manual_seed(1)
     out = model(x)
@@ -59,7 +59,7 @@ def _step(model, x, quantizer, ways, monkeypatch):
 def test_short_ways_store_and_compute_the_same(dims, activation, options, quantizer, monkeypatch):
     torch.manual_seed(0)
     model, x = Block(dims, activation, **options), torch.randn(4, 3, *[9] * dims)
-    ways = dict(regions.SHORT_WAYS)
+    ways = dict(eager_mode.SHORT_WAYS)
     taken = []
 
     def watched(way):
@@ -102,8 +102,8 @@ def _nested(x):
 )
 def test_calls_without_a_short_way_go_to_the_handlers(call, monkeypatch):
     conv, x, found = nn.Conv2d(4, 4, 1), torch.randn(4, 4, 20, 20), []
-    for ways in (dict(regions.SHORT_WAYS), {}):
-        monkeypatch.setattr(regions, "SHORT_WAYS", ways)
+    for ways in (dict(eager_mode.SHORT_WAYS), {}):
+        monkeypatch.setattr(eager_mode, "SHORT_WAYS", ways)
         torch.manual_seed(1)
         with brevact.backward_quant(brevact.StochBackward4bit):
             y = conv(x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from brevact.autograd import BackwardSettings, SaveMode, region, regions
+from brevact.autograd import BackwardSettings, SaveMode, eager_mode, region
 from brevact.autograd.regions import Region
 from brevact.quantizers import Rounding, denormalize, normalize
 from brevact.quantizers.normalizing_plans import NormalizedPlan
@@ -78,7 +78,7 @@ def test_what_is_packed_and_the_gradients_are_those_of_a_function(name, memory_f
     (layer, shape), found = LAYERS[name], []
     x = torch.randn(shape, requires_grad=True)
     for runs_torch in (True, False):
-        monkeypatch.setattr(Region, "torch_runner", lambda region, *_, runs=runs_torch: region if runs else None)
+        monkeypatch.setattr(Region, "torch_runner", lambda region, *_, runs=runs_torch: region.hooks if runs else None)
         torch.manual_seed(0)
         with watch_saved() as saved, region(settings(save_mode=mode)):
             out = layer((x * 1).contiguous(memory_format=memory_format))
@@ -184,7 +184,7 @@ def test_an_input_that_is_its_own_weight_is_kept_for_both():
 @pytest.fixture
 def unplanned(monkeypatch):
     """Batch norms run as they do where a plan does not fit."""
-    return lambda: monkeypatch.setattr(regions, "SHORT_WAYS", {})
+    return lambda: monkeypatch.setattr(eager_mode, "SHORT_WAYS", {})
 
 
 class Branches(nn.Module):

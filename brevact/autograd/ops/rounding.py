@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 
 #: Modules of torch whose functions are one op to their caller and many to a region: what they save is like what the
 #: decompositions save that they end in.
-ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
+_ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
 
 
 def must_not_round(region: Keeper, func: Callable, args: tuple) -> bool:
@@ -47,3 +48,8 @@ def is_of_torch(func: Callable) -> bool:
     """Return whether a function is one of torch's: the methods that are compiled say no module."""
     module = getattr(func, "__module__", None)
     return not isinstance(module, str) or module.partition(".")[0] == "torch"
+
+
+def is_in_algorithm(caller: FrameType | None) -> bool:
+    """Return whether a frame runs one of the functions that torch composes of matrix products and decompositions."""
+    return caller is not None and caller.f_globals.get("__name__") in _ALGORITHMS

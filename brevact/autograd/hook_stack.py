@@ -1,0 +1,95 @@
+"""Which saved-tensor hooks are in force: those of a region, of the region around it, of a checkpoint around both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from brevact.autograd.transforms import NO_TRANSFORMS
+from brevact.private_names.of_torch import pop_hooks, push_hooks, top_hooks
+
+#: Classes of torch.utils.checkpoint whose hooks stand around a forward pass and around its recomputation.
+_CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
+
+
+class _Suspended:
+    """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
+
+    For what a Function of ours saves, and for ops whose gradient is singular in what they save.
+    """
+
+    def __init__(self, hooks: HookStack) -> None:
+        self._hooks = hooks
+
+    def __enter__(self) -> None:
+        self._hooks.pop()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._hooks.push()
+
+
+class HookStack:
+    """The place of a region's hooks; entered inside another region's, they take their place.
+
+    Args:
+        pair: hooks that pack and unpack.
+        around: those of the region around it, if there is one.
+        is_empty: whether there are none: in a region of full precision.
+    """
+
+    def __init__(self, pair: tuple[Callable, Callable], around: HookStack | None, *, is_empty: bool) -> None:
+        self.pair, self._around, self._is_empty = pair, around, is_empty
+        #: The innermost hooks, as long as nobody else enters some inside the region.
+        self.innermost: tuple[Callable, Callable] | None = pair
+        self._replaced: HookStack | None = None
+        self._outer: tuple[Callable, Callable] | None = None
+        #: What tells the checkpoint in which the hooks are from others, and from its recomputation; None: in none.
+        self.scope: Any = None
+        self.suspended = _Suspended(self)
+
+    def __enter__(self) -> None:
+        around = self._around
+        if around is not None and around.are_innermost():
+            self._replaced = around
+            around.pop()
+        self._outer = top_hooks(True)
+        self.scope = self._outer[0] if self._outer is not None and self.are_in_checkpoint() else None
+        if self._is_empty:
+            self.innermost = self._outer
+            return
+        try:
+            self.push()
+        except RuntimeError as error:
+            if self._replaced is not None:
+                self._replaced.push()
+            raise NotImplementedError(NO_TRANSFORMS) from error
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._is_empty:
+            self.pop()
+        if self._replaced is not None:
+            self._replaced.push()
+
+    def are_alone(self) -> bool:
+        """Return whether no hooks are around the region, which would see what is kept."""
+        return self._outer is None
+
+    def are_in_recomputation(self) -> bool:
+        """Return whether the hooks were entered inside those of a non-reentrant checkpoint that recomputes."""
+        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS[1])
+
+    def push(self) -> None:
+        """Activate the hooks."""
+        push_hooks(*self.pair)
+
+    def pop(self) -> None:
+        """Deactivate the hooks, which must be the innermost ones."""
+        pop_hooks()
+
+    def are_innermost(self) -> bool:
+        """Return whether no other saved-tensor hooks were entered inside the region."""
+        return top_hooks(True) == self.pair
+
+    def are_in_checkpoint(self) -> bool:
+        """Return whether the hooks were entered inside those of a non-reentrant checkpoint, in forward or again."""
+        return self._outer is not None and self._outer[0].__qualname__.startswith(_CHECKPOINT_HOOKS)
