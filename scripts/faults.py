@@ -412,8 +412,8 @@ FAULTS = (
     Fault(
         "the slope of erf lacks a factor",
         "autograd/ops/smooth.py",
-        "(2 / math.sqrt(math.pi)), False",
-        "(1 / math.sqrt(math.pi)), False",
+        "exp() * (2 / math.sqrt(math.pi))",
+        "exp() * (1 / math.sqrt(math.pi))",
         OPS,
     ),
     Fault(
