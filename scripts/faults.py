@@ -214,6 +214,13 @@ FAULTS = (
         INTERPRETED,
     ),
     Fault(
+        "the levels of a Weibull bucket do not reach its maximum",
+        "quantizers/formats/weibull/quantizer.py",
+        "return low, high, offset, _with_mark(",
+        "return low, high * 0.5, offset, _with_mark(",
+        ("quantizers/test_contract.py",),
+    ),
+    Fault(
         "low and high buckets of a mixture share their noise",
         "quantizers/formats/mixed/sized_mix.py",
         "seeds = seed, moved_seed(seed, _HIGH_KEY)",

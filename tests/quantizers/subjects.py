@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,8 +117,12 @@ def sample_step(packed: PackedActivation, x: Tensor) -> Tensor:
     return packed.layout.restore(flat)
 
 
-def grid_step(packed: PackedActivation, x: Tensor) -> Tensor:
-    """How far the farther of the two levels around each element is; for elements beyond the grid, its end."""
+def grid_step(packed: PackedActivation, x: Tensor, *, clips: bool = False) -> Tensor:
+    """How far the farther of the two levels around each element is.
+
+    Of elements beyond the levels of their group 0, as they are not to be: a scale that is too small cuts them off. Of
+    formats that state that they clip, how far the end of the levels is.
+    """
     geometry, layout = packed.quantizer.geometry(packed.layout), packed.layout
     grid = packed.quantizer.grid(geometry, packed.tensors[1:], x.device)
     group = torch.arange(geometry.numel) // geometry.inner % max(geometry.groups, 1)
@@ -134,7 +139,7 @@ def grid_step(packed: PackedActivation, x: Tensor) -> Tensor:
     neighbours = torch.cat((levels.gather(1, above - 1), levels.gather(1, above)), 1) if z.numel() else levels
     far = (neighbours - z[:, None]).abs().amax(1) if z.numel() else z
     outside = (z - z.clamp(levels[:, 0], levels[:, -1])).abs() if z.numel() else z
-    step = torch.where(outside > 0, outside, far)
+    step = torch.where(outside > 0, outside if clips else 0.0, far)
     step = step if scale is None else step * scale
     step = step if offset is None else step + 0.0 * offset  # NaN for broken groups
     return layout.restore((step + 0.0 * levels[:, 0] if z.numel() else step).float())
@@ -182,7 +187,9 @@ def _mixed(**settings: object) -> Subject:
 
 def _normalized(**settings: object) -> Subject:
     # The formats round by formulas of their own, not always to the closer level: within the farther one's distance.
-    return Subject(NormalizedQuantizer(**settings), grid_step, largest_error=1.0, keeps_zeros=False)
+    # Their levels end at a number of deviations.
+    step = partial(grid_step, clips=True)
+    return Subject(NormalizedQuantizer(**settings), step, largest_error=1.0, keeps_zeros=False)
 
 
 def _sample(**settings: object) -> Subject:
