@@ -96,15 +96,12 @@ class Derived:
     lasts: bool
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the tensor."""
         return self._computed(tensors, None)
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        """Return its product with ``grad``."""
         return self._computed(tensors, grad)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return how it is kept, for a report, and its bytes."""
         how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
         return how, math.prod(self.shape) * self.dtype.itemsize
 

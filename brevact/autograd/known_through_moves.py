@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
+from brevact.autograd.saved import decoded_times
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 
@@ -37,7 +38,6 @@ class _Moved(NamedTuple):
     nbytes: int
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the tensor."""
         decoded, start = [], 0
         for stop, decoder in self.sources:
             decoded.append(decoder.decode(tensors[start:stop]))
@@ -51,12 +51,9 @@ class _Moved(NamedTuple):
         with torch.no_grad():
             return self.func(*args, **kwargs)
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        """Return its product with ``grad``."""
-        return grad * self.decode(tensors)
+    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return how it is kept, for a report, and its bytes."""
         return storage_report.EXACT, self.nbytes
 
 

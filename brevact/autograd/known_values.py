@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage
 
 from brevact.autograd import storage_report
 from brevact.autograd.quality import EXACT, Quality
-from brevact.autograd.saved import one_object_each
+from brevact.autograd.saved import decoded_times, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import storage_address, versions_of
 from brevact.quantizers import Layout, pack_codes, unpack_codes
@@ -87,15 +87,11 @@ class IntegerCodes(NamedTuple):
         return self.layout.restore(q) - zero_point
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the tensor."""
         return self.integers(tensors) * tensors[2]
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        """Return its product with ``grad``."""
-        return grad * self.decode(tensors)
+    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return how it is kept, for a report, and its bytes."""
         return storage_report.EXACT, self.nbytes
 
 
@@ -106,16 +102,12 @@ class Recomputed(NamedTuple):
     nbytes: int
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the tensor."""
         with torch.no_grad():
             return self.compute(*tensors)
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        """Return its product with ``grad``."""
-        return grad * self.decode(tensors)
+    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return how it is kept, for a report, and its bytes."""
         return storage_report.EXACT, self.nbytes
 
 
@@ -143,8 +135,7 @@ class View(NamedTuple):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return grad * self.decode(tensors)
+    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)

@@ -34,6 +34,11 @@ class Decoder(Protocol):
         """Return how the activation is kept, for a report, and the bytes it has when decoded."""
 
 
+def decoded_times(decoder: Decoder, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+    """``Decoder.multiply`` of those that first decode, and then multiply."""
+    return grad * decoder.decode(tensors)
+
+
 #: Tensors for autograd to save, and the decoder that reads them.
 Saved = tuple[tuple[Tensor, ...], Decoder]
 

@@ -23,7 +23,8 @@ from brevact.autograd.decoders import AS_IT_IS, SavedByHook, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.normalizing import NormInput, Zeros, is_centred
+from brevact.autograd.norm_decoders import Centred, Zeros
+from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import is_activation, is_plain
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
@@ -107,7 +108,7 @@ class SavedTensorHooks(HookStack):
             for stored, x in waiting:
                 if layer is None or x.shape != layer[0].shape:
                     is_mean = norm.mean is not None and storage_address(x) == storage_address(norm.mean)
-                    is_zero = is_mean and kept is not None and is_centred(kept[1])
+                    is_zero = is_mean and kept is not None and isinstance(kept[1], Centred)
                     stored.fill(((), Zeros.like(x)) if is_zero else keep_as_it_is(x), self._outer)
         return kept
 

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import is_plain
+from brevact.autograd.saved import decoded_times
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
     DisableAutocast,
@@ -130,16 +131,12 @@ class Recipe(NamedTuple):
     is_whole = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the weight."""
         with torch.no_grad(), DisableTorchFunction():
             return self.step.run(dict(zip(self.places, tensors, strict=True)))
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        """Return its product with ``grad``."""
-        return grad * self.decode(tensors)
+    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return how it is kept, for a report, and its bytes."""
         return storage_report.EXACT, self.nbytes
 
 

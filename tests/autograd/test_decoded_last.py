@@ -123,7 +123,7 @@ def test_chain_decodes_its_norm_once_for_function_and_layer(monkeypatch: pytest.
     def counted(decoder, tensors, decode):  # type: ignore[no-untyped-def]
         return original(decoder, tensors, lambda kept: calls.append(1) or decode(kept))
 
-    monkeypatch.setattr("brevact.autograd.normalizing.decoded", counted)
+    monkeypatch.setattr("brevact.autograd.norm_decoders.decoded", counted)
     torch.manual_seed(0)
     model = brevact.quantize_backward(_chain())
     model(torch.randn(8, 16, 8, 8)).square().mean().backward()

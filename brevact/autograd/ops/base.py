@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import storage_report
-from brevact.autograd.normalizing import WithStatistics
+from brevact.autograd.norm_decoders import WithStatistics
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Saved
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names.of_torch import is_functorch_tensor

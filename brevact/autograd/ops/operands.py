@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.saved import Decoder, Saved, decoded_times
 from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import is_traced
 
@@ -24,8 +24,7 @@ class _Viewed(NamedTuple):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).permute(self.order).expand(self.shape)
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return grad * self.decode(tensors)
+    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)

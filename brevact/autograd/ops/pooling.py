@@ -21,6 +21,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_through_moves import follow_indices
 from brevact.autograd.ops.base import OfSizes, Saving, blank, load, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
+from brevact.autograd.saved import decoded_times
 from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
 from brevact.quantizers import pack_codes, unpack_codes
 
@@ -86,8 +87,7 @@ class _Positions(NamedTuple):
         codes = unpack_codes(tensors[0], self.windows.bit_width, math.prod(self.shape))
         return self.windows.index(codes.to(torch.int64).view(self.shape))
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-        return grad * self.decode(tensors)
+    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, 8 * math.prod(self.shape)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from brevact.autograd.normalizing import Alignment
+from brevact.autograd.norm_decoders import Alignment
 from brevact.autograd.ops.norm.alignments import OverChannels, OverGroups, OverLastDims
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,

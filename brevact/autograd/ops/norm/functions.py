@@ -22,7 +22,8 @@ from torch import Tensor
 
 from brevact.autograd.derived import derive_output
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.normalizing import NormInput, normalized_early
+from brevact.autograd.norm_decoders import normalized_early
+from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.norm.alignments import along_channels
 from brevact.autograd.ops.norm.formulas import Frozen, Norm, sum_of_channels

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from brevact.autograd import known_values
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.normalizing import OutputDecoder, PackedDecoder, as_now, output_decoder, packed_decoder
+from brevact.autograd.norm_decoders import OutputDecoder, PackedDecoder, output_decoder, packed_decoder
+from brevact.autograd.normalizing import as_now
 from brevact.autograd.ops.base import Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
 from brevact.autograd.ops.norm.formulas import BatchNorm, batch_norm_backward

@@ -1,0 +1,251 @@
+"""Decoders of what norms read and return: of packed normalized values, and of affine functions of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.decoded_last import decoded, is_held
+from brevact.autograd.quality import EXACT, Quality
+from brevact.autograd.saved import Saved, decoded_times, one_object_each
+from brevact.quantizers import (
+    Layout,
+    PackedActivation,
+    PackedSpec,
+    PointFunction,
+    decode_affine,
+    decode_through,
+    denormalize,
+    is_traced,
+    quantize_normalized,
+)
+
+#: Input of a norm, or the input less its means, and the means and statistics that belong to it.
+WithStatistics = tuple[Tensor, Tensor | None, Tensor]
+
+
+class Alignment(Hashable, Protocol):
+    """How the statistics and the weights of a norm belong to the elements of its input."""
+
+    def align(self, statistic: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape one number a group so that it broadcasts over a tensor of this shape."""
+
+    def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Shape a weight or a bias so that it broadcasts over a tensor of this shape, with as many dimensions."""
+
+    def inverse(self, spread: Tensor) -> Tensor:
+        """Return the inverse deviations, in float32 or more, of the numbers that the norm keeps for them."""
+
+
+def aligned(
+    alignment: Alignment, mean: Tensor | None, spread: Tensor, shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor]:
+    """Return the mean and the inverse deviations of a norm, shaped to broadcast over its input."""
+    mean = None if mean is None else alignment.align(mean, shape)
+    return mean, alignment.align(alignment.inverse(spread), shape)
+
+
+class Unpacked:
+    """Of an input that is kept without a loss; the tensors are what keeps it, and so many statistics."""
+
+    __slots__ = ("_decoder", "statistics")
+
+    def __init__(self, decoder: Any, statistics: int) -> None:
+        self._decoder, self.statistics = decoder, statistics
+
+    @property
+    def quality(self) -> Quality:
+        return getattr(self._decoder, "quality", EXACT)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self._decoder.decode(tensors[: -self.statistics])
+
+    multiply = decoded_times
+
+    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+        mean = tensors[-2] if self.statistics == 2 else None
+        return self.decode(tensors), mean, tensors[-1]
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self._decoder.described(tensors[: -self.statistics])
+
+
+class Centred:
+    """Of normalized values that are packed, or are to be: it gives the input less its means.
+
+    The last of its tensors are statistics, so many.
+    """
+
+    __slots__ = ("_alignment", "_dtype", "statistics")
+    statistics: int
+    _alignment: Alignment
+    _dtype: torch.dtype
+
+    def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        """Return the normalized values, packed."""
+        raise NotImplementedError
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        packed, alignment = self.packed(tensors), self._alignment
+        invstd = alignment.align(alignment.inverse(tensors[-1]), packed.layout.shape)
+        return denormalize(packed, None, invstd, self._dtype)
+
+    multiply = decoded_times
+
+    def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
+        return self.decode(tensors), torch.zeros_like(tensors[-1]), tensors[-1]
+
+    def normalized(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the normalized values."""
+        return self.packed(tensors).dequantize()
+
+
+class PackedDecoder(Centred):
+    """Of packed normalized values; the tensors are codes and the spread."""
+
+    __slots__ = ("_spec", "quality")
+    lasts = True
+
+    def __init__(self, alignment: Alignment, spec: PackedSpec[Any], dtype: torch.dtype) -> None:
+        self._alignment, self._spec, self._dtype, self.statistics = alignment, spec, dtype, 1
+        self.quality = Quality(spec.quantizer)
+
+    def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+        """Return the strides of the decoded normalized values."""
+        return self._spec.layout.result_stride
+
+    def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the normalized values."""
+        return tensors[:1]
+
+    def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        return PackedActivation(self._spec, tensors[0])
+
+    def normalized_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return them by one more dimension: a compiler that saw the same op in backward would keep its result."""
+        layout = self._spec.layout
+        longer = Layout.of_sizes((*layout.shape, 1), (*layout.stride, 1), layout.dtype)
+        return PackedActivation(PackedSpec.of(self._spec.quantizer, longer), tensors[0]).dequantize().squeeze(-1)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.PACKED, self._spec.layout.numel * self._dtype.itemsize
+
+
+class PackedOnBackward(Centred):
+    """Of an input at full precision; the tensors are the input, the seed if it is one, and the statistics."""
+
+    __slots__ = ("_quantizer", "_seed")
+    lasts = False
+
+    def __init__(self, alignment: Alignment, quantizer: Any, seed: Any, dtype: torch.dtype, statistics: int) -> None:
+        self._alignment, self._quantizer, self._seed = alignment, quantizer, seed
+        self._dtype, self.statistics = dtype, statistics
+
+    @property
+    def quality(self) -> Quality:
+        return Quality(self._quantizer)
+
+    def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+        """Return the strides of the decoded normalized values."""
+        return Layout.of(tensors[0]).result_stride
+
+    def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the normalized values."""
+        return tensors
+
+    def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
+        seed = tensors[1] if self._seed is None else self._seed
+        mean = tensors[-2] if self.statistics == 2 else None
+        statistics = aligned(self._alignment, mean, tensors[-1], tensors[0].shape)
+        return quantize_normalized(self._quantizer, tensors[0], *statistics, seed)
+
+    normalized_in_graph = Centred.normalized
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.FULL_PRECISION, tensors[0].nbytes
+
+
+class OutputDecoder(NamedTuple):
+    """Decoder of the output of a norm, x^ * weight + bias; its tensors are what keeps x^, the weight and the bias."""
+
+    alignment: Alignment
+    source: PackedDecoder | PackedOnBackward
+    count: int
+    has: tuple[bool, bool]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def quality(self) -> Quality:
+        return self.source.quality
+
+    @property
+    def lasts(self) -> bool:
+        return self.source.lasts
+
+    def _read(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
+        packed = self.source.packed(tensors[: self.count])
+        affine = list(tensors[self.count :])
+        scale, shift = (
+            self.alignment.align_weight(affine.pop(0), packed.layout.shape) if there else None for there in self.has
+        )
+        return packed, scale, shift
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return decoded(self, tensors, self._decode) if self._is_held(tensors) else self._decode(tensors)
+
+    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return decode_affine(*self._read(tensors), self.dtype)
+
+    def _is_held(self, tensors: tuple[Tensor, ...]) -> bool:
+        return is_held(self.shape.numel(), tensors[0])
+
+    def decode_through(
+        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
+    ) -> Tensor:
+        if self._is_held(tensors):
+            values = function(self.decode(tensors))
+            return values if grad is None else grad * values
+        packed, scale, shift = self._read(tensors)
+        return decode_through(packed, function, scale, shift, self.dtype, grad)
+
+    multiply = decoded_times
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.DERIVED, self.shape.numel() * self.dtype.itemsize
+
+
+class Zeros(NamedTuple):
+    """Decoder of zeros, for which nothing is kept."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def like(x: Tensor) -> Zeros:
+        """Return the decoder of zeros of the sizes of ``x``."""
+        return Zeros(x.shape, x.dtype, x.device)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.EXACT, self.size.numel() * self.dtype.itemsize
+
+
+packed_decoder = one_object_each(PackedDecoder)
+output_decoder = one_object_each(OutputDecoder)
+
+
+def normalized_early(kept: Saved) -> Tensor:
+    """Decode in the forward pass the normalized values that are kept for backward, for the caller to overwrite."""
+    tensors, decoder = kept
+    return (decoder.normalized_in_graph if is_traced(tensors[0]) else decoder.normalized)(tensors)
