@@ -678,7 +678,7 @@ FAULTS = (
     Fault(
         "graphs forget the rules of the module around them",
         "autograd/compiled/mode.py",
-        "elif around.spelled == spelled and not",
+        "elif around.text == text and not",
         "elif not",
         COMPILED,
     ),

@@ -96,7 +96,7 @@ class Region(Store):
 
     def _describe(self) -> None:
         """Tell Dynamo about the region, which asks its mode."""
-        self.mode.spelled, self.mode.norms_only = compiled_mode.text_of(self.given), self.norms_only
+        self.mode.text, self.mode.norms_only = compiled_mode.text_of(self.given), self.norms_only
 
     def of_op(self, name: str) -> Region:
         """Return the region, not entered yet, of an op that has settings of its own (``by_op``).

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from brevact.quantizers import read, spell
+from brevact.quantizers import from_text, to_text
 from brevact.quantizers.brief import brief
 
 
@@ -64,9 +64,9 @@ def bits_of(quantizer: Any) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _has_text(quantizer: Any) -> bool:
-    """Whether a quantizer can be spelled, and is read again as what it was."""
+    """Whether a quantizer has a text form, which gives it back as it was."""
     try:
-        return bool(read(spell(quantizer)) == quantizer)
+        return bool(from_text(to_text(quantizer)) == quantizer)
     except TypeError:
         return False
 
@@ -109,7 +109,7 @@ class BackwardSettings:
     key: int = field(init=False, repr=False, compare=False)
     """Number that settings share in this process which store a tensor alike, whatever ``of_functions``: quick to
     hash."""
-    spelled: str | None = field(init=False, repr=False, compare=False)
+    text: str | None = field(init=False, repr=False, compare=False)
     """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
 
     draws_size: bool = field(init=False, repr=False, compare=False)
@@ -181,8 +181,8 @@ class BackwardSettings:
             keys, has_text = _keys, _has_text(self.quantizer)
             fields = self._fields[:-1]
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
-        has_text = has_text and all(each is None or each.spelled is not None for _, each in self.of_functions)
-        object.__setattr__(self, "spelled", spell(self) if has_text else None)
+        has_text = has_text and all(each is None or each.text is not None for _, each in self.of_functions)
+        object.__setattr__(self, "text", to_text(self) if has_text else None)
 
     def _quantizes(self) -> bool:
         return callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")

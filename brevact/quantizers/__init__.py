@@ -27,7 +27,7 @@ from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActiva
 from brevact.quantizers.philox import draw_seed
 from brevact.quantizers.quantizer import quantize
 from brevact.quantizers.rounding import Rounding
-from brevact.quantizers.spelling import read, spell
+from brevact.quantizers.text_form import from_text, to_text
 from brevact.quantizers.tracing import is_traced
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "decode_through",
     "denormalize",
     "draw_seed",
+    "from_text",
     "is_traced",
     "mask_multiply",
     "normalize",
@@ -63,8 +64,7 @@ __all__ = [
     "pack_mask",
     "quantize",
     "quantize_normalized",
-    "read",
-    "spell",
+    "to_text",
     "unpack_codes",
     "unpack_mask",
     "widths_of_least_noise",

@@ -2,7 +2,7 @@
 
 import sys
 
-from brevact.quantizers import bits, packed
+from brevact.quantizers import bits, packed, text_form
 from brevact.quantizers.formats.dual_precision import quantizer as dual_precision
 from brevact.quantizers.formats.lossless import quantizer as lossless
 from brevact.quantizers.formats.mixed import mixing_quantizer, sized_mix
@@ -29,6 +29,7 @@ _MODULES = {
     "sample_widths": widths,
     "sign_magnitude": sign_magnitude,
     "sized_mix": sized_mix,
+    "spelling": text_form,
     "uniform": uniform,
     "weibull": weibull,
     "weibull_fit": fit,
@@ -38,3 +39,6 @@ _PACKAGE = __name__.rpartition(".")[0]
 sys.modules.update({f"{_PACKAGE}.{name}": module for name, module in _MODULES.items()})
 vars(sys.modules[_PACKAGE]).update(_MODULES)  # `import` of what is loaded does not set it
 vars(packed).update(quantize=quantize)
+_TEXT_NAMES = {"spell": text_form.to_text, "read": text_form.from_text}
+vars(text_form).update(_TEXT_NAMES)
+vars(sys.modules[_PACKAGE]).update(_TEXT_NAMES)

@@ -15,12 +15,12 @@ from torch import Tensor
 from brevact.geometry import Geometry, Place, Segments
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import passes
-from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.quantizer import quantize
-from brevact.quantizers.spelling import spell
+from brevact.quantizers.text_form import to_text
 from brevact.quantizers.tracing import is_traced
 
 
@@ -66,13 +66,12 @@ def quantize_normalized(
         The packed normalized values.
     """
     layout = Layout.of(x)
-    is_uniform = type(quantizer) is UniformQuantizer and not quantizer.is_lossless
-    if not is_uniform or x.dtype not in _FUSED or not layout.is_dense or x.is_neg():
+    if not getattr(quantizer, "packs_by_plan", False) or x.dtype not in _FUSED or not layout.is_dense or x.is_neg():
         return quantize(quantizer, normalize(x, mean, invstd), seed)
     values = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
     if is_traced(x):
         key = seed if isinstance(seed, Tensor) else None
-        buffer = torch.ops.brevact.quantize_normalized(x, mean, invstd, key, spell(quantizer), x.stride())
+        buffer = torch.ops.brevact.quantize_normalized(x, mean, invstd, key, to_text(quantizer), x.stride())
         return PackedActivation(values, buffer)
     if type(x) is Tensor:
         norm = _groups(layout, mean, invstd)
@@ -102,7 +101,7 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
     """
     layout, buffer = packed.layout, packed.buffer
     if is_traced(buffer) and _is_fused(packed, dtype):
-        return torch.ops.brevact.denormalize(buffer, mean, invstd, *packed.spec.spelled[:3], dtype)
+        return torch.ops.brevact.denormalize(buffer, mean, invstd, *packed.spec.op_arguments[:3], dtype)
     return decode_affine(packed, reciprocal_of(invstd.to(layout.dtype)), mean, dtype)
 
 
@@ -272,9 +271,8 @@ def _is_readable(grad: Tensor, layout: Layout) -> bool:
 
 def _is_uniform(packed: PackedActivation, dtype: torch.dtype) -> bool:
     """Whether kernels of the uniform format decode the tensor."""
-    quantizer = packed.quantizer
-    is_uniform = type(quantizer) is UniformQuantizer and not quantizer.is_lossless
-    return is_uniform and packed.layout.dtype in _FUSED and dtype in _FUSED
+    packs_by_plan = getattr(packed.quantizer, "packs_by_plan", False)
+    return packs_by_plan and packed.layout.dtype in _FUSED and dtype in _FUSED
 
 
 def _is_fused(packed: PackedActivation, dtype: torch.dtype) -> bool:

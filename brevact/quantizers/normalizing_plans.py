@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class NormalizedPlan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of_channels(quantizer: object, layout: Layout) -> NormalizedPlan | None:
+def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
     """Plan of tensors whose second dimension is that of channels.
 
     Args:
@@ -79,7 +79,7 @@ def plan_of_channels(quantizer: object, layout: Layout) -> NormalizedPlan | None
         The plan; None for other formats than the uniform one, for other types than float32, for tensors with gaps or
         without elements, and where channels lie in an order that kernels do not know.
     """
-    if type(quantizer) is not UniformQuantizer or quantizer.is_lossless or layout.dtype is not torch.float32:
+    if not getattr(quantizer, "packs_by_plan", False) or layout.dtype is not torch.float32:
         return None
     if not layout.is_dense or layout.numel == 0 or len(layout.shape) < 2:
         return None

@@ -1,7 +1,7 @@
 """The kernels as operators of PyTorch's dispatcher, so that traced graphs can hold them.
 
 Each is called by the function of its name for tensors without values (`is_traced`), and calls that function again with
-real ones when the graph runs. Quantizers travel as text (`spelling`), layouts as sizes and strides.
+real ones when the graph runs. Quantizers travel as text (`text_form`), layouts as sizes and strides.
 
 Codes follow the memory order, in which they are decoded: that of the graph. A tensor that comes with other strides than
 it was traced with is copied: PyTorch foretells those of some ops wrongly (bfloat16 `silu_backward` in channels_last).
@@ -19,7 +19,7 @@ from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.quantizers import bits, normalizing
 from brevact.quantizers.layout import Layout, layout_of
 from brevact.quantizers.packed import PackedActivation, PackedSpec
-from brevact.quantizers.spelling import read
+from brevact.quantizers.text_form import from_text
 
 _library = torch.library.Library("brevact", "DEF")  # ends with the last reference to it
 
@@ -38,7 +38,7 @@ def _op(schema: str, *, fake: Callable[..., Tensor]) -> Callable[[Callable[..., 
 
 
 def _spec(quantizer: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> PackedSpec[Any]:
-    return PackedSpec.of(read(quantizer), layout_of(tuple(size), tuple(stride), dtype))
+    return PackedSpec.of(from_text(quantizer), layout_of(tuple(size), tuple(stride), dtype))
 
 
 def _as_traced(x: Tensor, stride: Sequence[int]) -> Tensor:
@@ -52,7 +52,7 @@ def _as_traced(x: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def _fake_quantize(x: Tensor, seed: Tensor | None, quantizer: str, stride: Sequence[int]) -> Tensor:
-    return x.new_empty(PackedSpec.of(read(quantizer), Layout.of(x)).nbytes, dtype=torch.uint8)
+    return x.new_empty(PackedSpec.of(from_text(quantizer), Layout.of(x)).nbytes, dtype=torch.uint8)
 
 
 def _fake_dequantize(
@@ -74,7 +74,7 @@ def _like(layout: Layout, x: Tensor, dtype: torch.dtype | None = None) -> Tensor
 @_op("quantize(Tensor x, Tensor? seed, str quantizer, SymInt[] stride) -> Tensor", fake=_fake_quantize)
 def quantize(x: Tensor, seed: Tensor | None, quantizer: str, stride: Sequence[int]) -> Tensor:
     """The buffer of a `PackedActivation`; ``seed`` is a 0-d int64 tensor, None for quantizers that take none."""
-    return read(quantizer).quantize(_as_traced(x, stride), seed).buffer
+    return from_text(quantizer).quantize(_as_traced(x, stride), seed).buffer
 
 
 @_op(
@@ -109,7 +109,7 @@ def quantize_normalized(
     x: Tensor, mean: Tensor | None, invstd: Tensor, seed: Tensor | None, quantizer: str, stride: Sequence[int]
 ) -> Tensor:
     """The buffer of `normalizing.quantize_normalized`."""
-    return normalizing.quantize_normalized(read(quantizer), _as_traced(x, stride), mean, invstd, seed).buffer
+    return normalizing.quantize_normalized(from_text(quantizer), _as_traced(x, stride), mean, invstd, seed).buffer
 
 
 @_op(

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from brevact.quantizers.brief import brief
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.spelling import spell
+from brevact.quantizers.text_form import to_text
 from brevact.quantizers.tracing import is_traced
 
 
@@ -119,9 +119,9 @@ class PackedSpec(Generic[D]):
         )
 
     @property
-    def spelled(self) -> tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    def op_arguments(self) -> tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype]:
         """Quantizer, sizes, strides and dtype as the ops of a traced graph take them."""
-        return spell(self.quantizer), self.layout.shape, self.layout.stride, self.layout.dtype
+        return to_text(self.quantizer), self.layout.shape, self.layout.stride, self.layout.dtype
 
     def __eq__(self, other: object) -> bool:
         """Whether the fields are equal."""
@@ -260,7 +260,7 @@ class PackedActivation:
         layout = spec.layout
         if out is None:
             if type(buffer) is not Tensor and is_traced(buffer):
-                return torch.ops.brevact.dequantize(buffer, *spec.spelled)
+                return torch.ops.brevact.dequantize(buffer, *spec.op_arguments)
             if layout.is_result_dense:
                 out = layout.empty(buffer.device)
                 spec.quantizer.decode(buffer, spec, out)
@@ -297,7 +297,7 @@ class PackedActivation:
             return product if out is None else out.copy_(product)
         if out is None:
             if is_traced(other):
-                return torch.ops.brevact.dequantize_multiply(self.buffer, other, *spec.spelled)
+                return torch.ops.brevact.dequantize_multiply(self.buffer, other, *spec.op_arguments)
             out = Layout.of(other).empty(other.device)
             spec.quantizer.decode_multiply(self.buffer, spec, other, out)
             return out

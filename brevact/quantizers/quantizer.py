@@ -13,7 +13,7 @@ from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import seed_value
 from brevact.quantizers.rounding import Rounding
-from brevact.quantizers.spelling import spell
+from brevact.quantizers.text_form import to_text
 from brevact.quantizers.tracing import is_traced
 
 
@@ -105,7 +105,7 @@ def quantize(quantizer: ActivationQuantizer, x: Tensor, seed: int | Tensor | Non
     """
     if type(x) is not Tensor and is_traced(x):
         key = seed if isinstance(seed, Tensor) else None
-        buffer = torch.ops.brevact.quantize(x, key, spell(quantizer), x.stride())
+        buffer = torch.ops.brevact.quantize(x, key, to_text(quantizer), x.stride())
         return PackedActivation(PackedSpec.of(cast(Decoder, quantizer), Layout.of(x)), buffer)
     packed = quantizer.quantize(x, seed)
     if not isinstance(packed, PackedActivation):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from brevact.geometry import packed_bytes
 from brevact.quantizers.backends import kernels_for
-from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
+from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 
@@ -79,7 +79,7 @@ def dequantize_rows(
 
 def _row_kernels(spec: PackedSpec[Any], *tensors: Tensor | None) -> ModuleType | None:
     """Launchers of kernels that find rows by themselves, if there are any: those of uniform quantizers on the CPU."""
-    if type(spec.quantizer) is UniformQuantizer and tensors[0].is_cpu:  # type: ignore[union-attr]
+    if getattr(spec.quantizer, "packs_by_plan", False) and tensors[0].is_cpu:  # type: ignore[union-attr]
         return kernels_for(tensors)
     return None
 

@@ -28,8 +28,8 @@ from brevact.quantizers import (
     Part,
     Rounding,
     UniformQuantizer,
-    read,
-    spell,
+    from_text,
+    to_text,
 )
 from tests.autograd import ops
 from tests.autograd.measuring import settings, watch_saved
@@ -643,7 +643,7 @@ class FixedPoint:
         target.as_strided(*flat).copy_((buffer.float() - 128) / 16 * other.as_strided(*flat))
 
 
-def test_other_peoples_quantizers_compile_if_they_can_be_spelled():
+def test_other_peoples_quantizers_compile_if_they_have_a_text_form():
     model, reference = quantized(FixedPoint()), quantized(FixedPoint())
     packed, eager = step(compiled(model)), step(reference)
     assert_close(gradients(model), gradients(reference))
@@ -705,8 +705,8 @@ class Levelled(FixedPoint):
 
 
 @pytest.mark.parametrize("quantizer", [Levelled(), MixedQuantizer(), UniformQuantizer(scale_dtype=torch.float32)])
-def test_quantizers_are_read_as_they_were_spelled(quantizer):
-    assert read(spell(quantizer)) == quantizer
+def test_from_text_gives_back_what_to_text_took(quantizer):
+    assert from_text(to_text(quantizer)) == quantizer
 
 
 def test_keywords_reach_counterparts():

@@ -35,6 +35,7 @@ PLACES = {
     "brevact.quantizers.sample_widths": ("SampleWeights",),
     "brevact.quantizers.sign_magnitude": ("SignMagnitudeLevels", "SignMagnitudeQuantizer"),
     "brevact.quantizers.sized_mix": ("SizedMix",),
+    "brevact.quantizers.spelling": ("to_text",),
     "brevact.quantizers.uniform": ("Granularity", "Rounding", "UniformQuantizer"),
     "brevact.quantizers.weibull": ("WeibullQuantizer",),
     "brevact.quantizers.weibull_fit": ("SideFits",),
@@ -59,3 +60,10 @@ def test_classes_are_found_where_they_were_in_a_process_that_imports_nothing():
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_functions_are_found_by_the_names_that_they_had():
+    from brevact.quantizers import spelling
+
+    assert brevact.quantizers.spell is spelling.spell is brevact.quantizers.to_text
+    assert brevact.quantizers.read is spelling.read is brevact.quantizers.from_text

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact import NearestBackward4bit, NearestBackward8bit
-from brevact.quantizers import pack_mask, spell
+from brevact.quantizers import pack_mask, to_text
 from tests.autograd.measuring import watch_saved
 from tests.integration.models import Attention, grads, images_net, twins
 
@@ -92,8 +92,8 @@ def test_ops_pack_in_the_order_that_they_were_traced_with(shape):
         expected = quantizer.quantize(traced).buffer
         mask = pack_mask(traced > 0)
         for run in forms:
-            assert torch.equal(torch.ops.brevact.quantize(run, None, spell(quantizer), traced.stride()), expected)
+            assert torch.equal(torch.ops.brevact.quantize(run, None, to_text(quantizer), traced.stride()), expected)
             assert torch.equal(torch.ops.brevact.pack_mask(run > 0, traced.stride()), mask)
     rows, spread = torch.randn(3, 1, 5), (5, 0, 1)  # traced as expanded, run as a copy
-    found = torch.ops.brevact.quantize(rows.expand(3, 4, 5).contiguous(), None, spell(quantizer), spread)
+    found = torch.ops.brevact.quantize(rows.expand(3, 4, 5).contiguous(), None, to_text(quantizer), spread)
     assert torch.equal(found, quantizer.quantize(rows).buffer)

@@ -15,10 +15,10 @@ from brevact.quantizers import (
     DualPrecisionQuantizer,
     Layout,
     UniformQuantizer,
+    from_text,
     passes,
     quantize,
-    read,
-    spell,
+    to_text,
 )
 from brevact.quantizers.formats.dual_precision.quantizer import map_blocks
 from tests.quantizers.subjects import DTYPES, TENSORS, dual_step
@@ -219,9 +219,9 @@ def test_finite_values_beyond_float16_decode_to_finite_values(scale: float):
         assert ((y - x).abs() <= dual_step(packed, x) + 7 * 2**-24 * 2 * x.abs().max()).all()
 
 
-def test_quantizer_is_spelled_and_replaced():
+def test_quantizer_has_a_text_form_and_is_replaced():
     quantizer = DualPrecisionQuantizer(bit_width=4, block=4, rounding="nearest")
-    assert read(spell(quantizer)) == quantizer and not quantizer.is_stochastic
+    assert from_text(to_text(quantizer)) == quantizer and not quantizer.is_stochastic
     assert dataclasses.replace(quantizer, bit_width=2).quantize(torch.randn(9), seed=0).nbytes < 30
 
 

@@ -14,10 +14,10 @@ import brevact
 from brevact.quantizers import (
     SampleQuantizer,
     SampleWeights,
+    from_text,
     passes,
-    read,
     row_dispatch,
-    spell,
+    to_text,
     widths_of_least_noise,
 )
 from brevact.quantizers.formats.per_sample.widths import NARROWEST, WIDEST
@@ -134,9 +134,9 @@ def test_kernels_and_laws_give_the_same_bytes(monkeypatch):
 
 def test_sample_quantizer_is_text_without_weights():
     quantizer = SampleQuantizer(bit_width=2.5, bucket_size=64)
-    assert read(spell(quantizer)) == quantizer
+    assert from_text(to_text(quantizer)) == quantizer
     with pytest.raises(TypeError, match="SampleWeights"):
-        spell(SampleQuantizer(weights=SampleWeights()))
+        to_text(SampleQuantizer(weights=SampleWeights()))
 
 
 def test_sample_weights_are_shared_by_copies_and_have_no_values_in_a_file():

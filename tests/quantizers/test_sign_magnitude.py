@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brevact.quantizers import Rounding, SignMagnitudeQuantizer, read, spell
+from brevact.quantizers import Rounding, SignMagnitudeQuantizer, from_text, to_text
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -142,12 +142,12 @@ def test_l2_norms_do_not_depend_on_the_order():
     assert len(scales) == 1
 
 
-def test_settings_survive_spelling_and_strings():
+def test_settings_survive_their_text_form_and_strings():
     quantizer = SignMagnitudeQuantizer(bucket=None, rounding="nearest", use_max=False, scale_dtype=torch.bfloat16)
     assert quantizer.rounding is Rounding.NEAREST
-    assert read(spell(quantizer)) == quantizer
+    assert from_text(to_text(quantizer)) == quantizer
     sized = quantizer.with_probability(0.5).sized(1000, 3)
-    assert read(spell(sized)) == sized
+    assert from_text(to_text(sized)) == sized
 
 
 @pytest.mark.parametrize(

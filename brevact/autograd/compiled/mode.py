@@ -70,7 +70,7 @@ get_overridable_functions().update(HANDLERS)
 class RegionMode(TorchFunctionMode):
     """A mode with the settings of the innermost region that it stands for, as text (:func:`text_of`)."""
 
-    spelled: str | None
+    text: str | None
     norms_only: bool = False
 
 
@@ -78,15 +78,15 @@ class TracingMode(RegionMode):
     """The region of a module that Dynamo inlines, or of a ``with`` block in traced code.
 
     Args:
-        spelled: what ops inside store.
+        text: what ops inside store.
         owner: the module whose forward runs in the region; None for a ``with`` block.
         norms_only: whether nothing is packed, and norms alone go on with rounded values: for a module in eval mode.
     """
 
-    def __init__(self, spelled: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
+    def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
         super().__init__()
         refuse_without(COMPILING)
-        self.spelled = spelled
+        self.text = text
         self.owner = owner
         self.norms_only = norms_only
 
@@ -98,12 +98,12 @@ class TracingMode(RegionMode):
 
 def text_of(settings: BackwardSettings | None) -> str | None:
     """The settings of a region as text: empty for full precision, None if there is no text for the quantizer."""
-    return FULL_PRECISION if settings is None else settings.spelled
+    return FULL_PRECISION if settings is None else settings.text
 
 
-def _changes_forward(spelled: str | None) -> bool:
+def _changes_forward(text: str | None) -> bool:
     """Whether norms go on with rounded values, in eval mode and without gradients too, by the text of the settings."""
-    return spelled is not None and '"quantize_forward": true' in spelled
+    return text is not None and '"quantize_forward": true' in text
 
 
 def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -124,9 +124,9 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
     if name is None:
         return func(*args, **kwargs)
     if mode.norms_only or not torch.is_grad_enabled() or is_exporting():  # rounded norms alone have something to do
-        if func not in ROUNDS_FORWARD or not _changes_forward(mode.spelled) or not rounds_norm(name, mode.spelled):
+        if func not in ROUNDS_FORWARD or not _changes_forward(mode.text) or not rounds_norm(name, mode.text):
             return func(*args, **kwargs)
-    if mode.spelled is None:
+    if mode.text is None:
         raise TypeError(
             "the backward quantizer of this region cannot be compiled: it has no text form. Make it a dataclass at the "
             "top level of a module, with fields that are numbers, strings, None, enums or dtypes; or, for one that "
@@ -138,7 +138,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args:
         args, kwargs = (kwargs["input"],), {key: value for key, value in kwargs.items() if key != "input"}
     named = tuple(key for key, value in kwargs.items() if isinstance(value, nn.Parameter))
     parameters = (*(i for i, arg in enumerate(args) if isinstance(arg, nn.Parameter)), *named)
-    return call_in_graph(name, mode.spelled, parameters, args, kwargs)
+    return call_in_graph(name, mode.text, parameters, args, kwargs)
 
 
 def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -159,8 +159,8 @@ _inside = _Inside()
 def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
     refuse_without(COMPILING)
-    around, spelled = _innermost(), text_of(settings)
-    rounds = _changes_forward(spelled)
+    around, text = _innermost(), text_of(settings)
+    rounds = _changes_forward(text)
     if _inside.higher_order:
         if rounds:
             raise NotImplementedError(
@@ -169,14 +169,14 @@ def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
             )
         return
     if not torch.is_grad_enabled() or is_exporting():
-        if not rounds and (around is None or not _changes_forward(around.spelled)):
+        if not rounds and (around is None or not _changes_forward(around.text)):
             return
     if around is None:
-        if spelled == FULL_PRECISION or not (module.training or rounds):
+        if text == FULL_PRECISION or not (module.training or rounds):
             return
-    elif around.spelled == spelled and not _belongs_to(around, module) and not (around.norms_only and module.training):
+    elif around.text == text and not _belongs_to(around, module) and not (around.norms_only and module.training):
         return
-    TracingMode(spelled, module, not module.training and (around is None or around.norms_only)).__enter__()
+    TracingMode(text, module, not module.training and (around is None or around.norms_only)).__enter__()
 
 
 def leave(module: nn.Module | None) -> None:

@@ -41,7 +41,7 @@ from brevact.private_names.of_torch import (
     WeakTensorKeyDictionary,
     tracing_context,
 )
-from brevact.quantizers import Layout, is_traced, read
+from brevact.quantizers import Layout, from_text, is_traced
 
 #: The text of a region without a quantizer.
 FULL_PRECISION = ""
@@ -53,28 +53,26 @@ _FUNCTIONS: dict[str, Callable] = {name: func for func, name in NAMES.items()}
 
 
 @torch.compiler.assume_constant_result
-def rounds_norm(name: str, spelled: str) -> bool:
+def rounds_norm(name: str, text: str) -> bool:
     """Return whether a norm goes on with rounded values, in eval mode and without gradients too."""
-    settings = read(spelled)
+    settings = from_text(text)
     settings = settings.by_op.get(OP_NAMES.get(_FUNCTIONS[name], ""), settings)
     return settings is not None and settings.quantizes_forward
 
 
 @torch.compiler.allow_in_graph
-def call_in_graph(
-    name: str, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]
-) -> Any:
+def call_in_graph(name: str, text: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Record the counterpart of a torch function; the settings travel as text, parameters as positions or names."""
     refuse_without(COMPILING)
     func = _FUNCTIONS[name]
     with DisableTorchFunction():  # the mode that Dynamo followed may be active for real
-        return _call(func, spelled, parameters, args, kwargs)
+        return _call(func, text, parameters, args, kwargs)
 
 
-def _call(func: Callable, spelled: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call(func: Callable, text: str, parameters: tuple[int | str, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     found = [kwargs[i] if isinstance(i, str) else args[i] for i in parameters]
-    if spelled != FULL_PRECISION:
-        return _call_in(_TracedRegion(read(spelled), found), func, args, kwargs)
+    if text != FULL_PRECISION:
+        return _call_in(_TracedRegion(from_text(text), found), func, args, kwargs)
     return _call_in_full_precision(found, func, args, kwargs)
 
 

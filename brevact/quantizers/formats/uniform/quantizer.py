@@ -117,6 +117,14 @@ class UniformQuantizer(Quantizer):
         """Whether decoding gives back what was quantized."""
         return self.bit_width == 32
 
+    @functools.cached_property
+    def packs_by_plan(self) -> bool:
+        """Whether the passes of `plan_of` write and read its bytes, so that others may call them on the way.
+
+        Not those of a subclass, which may quantize in another way.
+        """
+        return type(self) is UniformQuantizer and not self.is_lossless
+
     def parts(self, layout: Layout) -> tuple[Part, ...]:
         """What is stored for a tensor, known before quantizing.
 

@@ -19,12 +19,11 @@ from brevact.quantizers.brief import brief
 _CLASS, _DTYPE, _ENUM, _TUPLE = "class", "dtype", "enum", "tuple"
 
 
-def spell(value: Any) -> str:
-    """Spell a dataclass whose fields are numbers, strings, None, enums, dtypes,
-    tuples or such dataclasses.
+def to_text(value: Any) -> str:
+    """Return a dataclass whose fields are numbers, strings, None, enums, dtypes, tuples or such dataclasses as text.
 
     >>> from brevact.quantizers import UniformQuantizer
-    >>> read(spell(UniformQuantizer(bit_width=3))).bit_width
+    >>> from_text(to_text(UniformQuantizer(bit_width=3))).bit_width
     3
 
     Args:
@@ -40,11 +39,11 @@ def spell(value: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def read(text: str) -> Any:
-    """The inverse of `spell`; equal texts give one shared object.
+def from_text(text: str) -> Any:
+    """Return what a text stands for, the inverse of `to_text`; equal texts give one shared object.
 
     Args:
-        text: What `spell` returned.
+        text: What `to_text` returned.
 
     Returns:
         The dataclass.
