@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -25,3 +26,11 @@ def check_model(model: object, call: str = "", behind: object = None) -> None:
     elif inspect.isclass(model) and issubclass(model, nn.Module):
         fix = f"; make one of this class first: {model.__name__}(...)"
     raise TypeError(f"model: got {brief(model)} of type {type(model).__name__}; accepted is a torch.nn.Module{fix}")
+
+
+def check_state(state: object, keys: Collection[str]) -> None:
+    """Raise a TypeError or a ValueError for what no ``state_dict()`` with these keys has returned."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
+    if set(state) != set(keys):
+        raise ValueError(f"state: got the keys {sorted(map(str, state))}; accepted are {sorted(keys)}")

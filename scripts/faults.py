@@ -586,7 +586,7 @@ FAULTS = (
     ),
     Fault(
         "a fit stores a fifth more than its budget",
-        "bit_widths/fit_budget.py",
+        "bit_widths/budgets.py",
         "return plain_bytes / self.ratio * (1 + ROUNDING)",
         "return plain_bytes / self.ratio * 1.2",
         BIT_WIDTHS,

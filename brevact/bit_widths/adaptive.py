@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from brevact.arguments import check_model
+from brevact.arguments import check_model, check_state
 from brevact.autograd import has_region
 from brevact.bit_widths.allocation import Option, allocate
-from brevact.bit_widths.budget import budget_of, check_numbers
+from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
 from brevact.bit_widths.sample_norms import SampleNorms
 from brevact.policy.attach import quantize_backward
@@ -125,7 +125,7 @@ class Adaptive:
             )
         plain = 0 if ratio is None else self._plain_bytes(batch)
         #: Bytes that a training step may store, of a batch like the one that was measured.
-        self.budget_bytes = budget_of(self._plan, plain, ratio, bit_width)
+        self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, bit_width)
         self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
         self._widths = self._allocate()
         self._sensitivities = self._measured(batch)
@@ -216,10 +216,7 @@ class Adaptive:
             ValueError: it is of a model with other layers, or of another number of samples.
         """
         own = self.state_dict()
-        if not isinstance(state, Mapping):
-            raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
-        if set(state) != set(own):
-            raise ValueError(f"state: got the keys {sorted(map(str, state))}; accepted are {sorted(own)}")
+        check_state(state, own)
         if state["layers"] != own["layers"]:
             raise ValueError(
                 f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "

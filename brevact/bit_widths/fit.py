@@ -11,7 +11,7 @@ from torch import nn
 
 from brevact.arguments import check_model
 from brevact.autograd import has_region
-from brevact.bit_widths.fit_budget import Budget, budget_of
+from brevact.bit_widths.budgets import Budget, budget_of
 from brevact.bit_widths.fit_groups import (
     BIT_WIDTHS,
     FULL_PRECISION,

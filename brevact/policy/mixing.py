@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from brevact.arguments import check_model
+from brevact.arguments import check_model, check_state
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
@@ -106,13 +105,7 @@ class MixSchedule:
             ValueError: ``state`` is not what :meth:`state_dict` returned.
             TypeError: ``state`` is no mapping.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"state: got {brief(state)} of type {type(state).__name__}; accepted is what state_dict() gave"
-            )
-        if set(state) != {*self._plan, "done"}:
-            expected = ", ".join(sorted({*self._plan, "done"}))
-            raise ValueError(f"state: got the keys {brief(sorted(map(str, state)))}; accepted are {expected}")
+        check_state(state, (*self._plan, "done"))
         plan, done = _checked({name: state[name] for name in self._plan}), state["done"]
         if isinstance(done, bool) or not isinstance(done, int) or done < 0:
             raise ValueError(f"done={brief(done)}; accepted is an integer of at least 0")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed, nn
 
+from brevact.arguments import check_state
 from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.words import settings_of
@@ -33,17 +34,14 @@ def check_run(batches: Any, loss: Any) -> None:
         check_loss(loss)
 
 
-def check_state(state: Any, own: Mapping[str, Any]) -> None:
+def check_values(state: Any, own: Mapping[str, Any]) -> None:
     """Raise a TypeError or a ValueError for what is not the state of a training policy, in its own values.
 
     Args:
         state: what is loaded.
         own: a state, for its keys.
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state: got {brief(state)} of type {type(state).__name__}; accepted is a state_dict()")
-    if set(state) != set(own):
-        raise ValueError(f"state: got the keys {sorted(map(str, state))}; accepted are {sorted(own)}")
+    check_state(state, own)
     if type(state["steps"]) is not int or state["steps"] < 0:
         raise ValueError(f"state: steps={brief(state['steps'])}; accepted is an integer of at least 0")
     for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -134,13 +135,9 @@ def _in_region(step: Callable[..., Any]) -> Callable[..., Any]:
     return training_step
 
 
-def _takes(step: Callable[..., Any], name: str, **how: Any) -> bool:
-    return is_param_in_hook_signature(step, name, **how)
-
-
 def _prepare_of(trainer: Any, module: Any) -> Callable[[Any], Any] | None:
     """What a trainer does with a batch before `training_step` gets it; None for one that takes iterators."""
-    if _takes(module.training_step, "dataloader_iter", explicit=True):
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         return None
     data = trainer.datamodule
     holder = data if data is not None and is_overridden("on_before_batch_transfer", data) else module
@@ -153,15 +150,9 @@ def _prepare_of(trainer: Any, module: Any) -> Callable[[Any], Any] | None:
     return prepare
 
 
-class _NoRegion:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-
 def _region_of(module: nn.Module) -> Any:
     found = regions_of(module)
-    return region(found[-1].settings) if found else _NoRegion()
+    return region(found[-1].settings) if found else contextlib.nullcontext()
 
 
 def _loss_of(trainer: Any) -> Loss:
@@ -171,8 +162,8 @@ def _loss_of(trainer: Any) -> Loss:
         if not module.automatic_optimization:
             raise ValueError(_NO_LOSS)
         step = type(module).training_step  # type: ignore[attr-defined]
-        args: tuple[Any, ...] = (batch, 0) if _takes(step, "batch_idx", min_args=2) else (batch,)
-        if _takes(step, "dataloader_iter", explicit=True):
+        args: tuple[Any, ...] = (batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
+        if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             args = (iter([(batch, 0, 0)]),)
         with trainer.precision_plugin.train_step_context(), _region_of(module), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*self.log.*")

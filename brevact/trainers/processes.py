@@ -20,20 +20,16 @@ def in_one_process(make: Callable[[], str], device: torch.device) -> str:
     """
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return make()
-    text, error = "", None
+    found: list[str | None] = [None]
+    error = None
     if distributed.get_rank() == 0:
         try:
-            text = make()
+            found = [make()]
         except Exception as failure:  # told to the others before it goes on, which would wait for ever
             error = failure
-    content = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8).to(device)
-    size = torch.tensor([-1 if error is not None else len(text.encode())], device=device)
-    distributed.broadcast(size, src=0)
+    distributed.broadcast_object_list(found, src=0, device=device)
     if error is not None:
         raise error
-    if size.item() < 0:
+    if found[0] is None:
         raise RuntimeError("the policy could not be fitted in the process of rank 0; its error says why")
-    if distributed.get_rank() != 0:
-        content = torch.empty(max(int(size.item()), 1), dtype=torch.uint8, device=device)
-    distributed.broadcast(content, src=0)
-    return bytes(content[: int(size.item())].cpu().tolist()).decode()
+    return found[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,22 +11,14 @@ from torch import nn
 from brevact.arguments import check_model
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
-from brevact.policy.mixing import MixSchedule
 from brevact.policy.presets import Policy
 from brevact.reports.gradient_passes import Loss
-from brevact.reports.gradients import gradient_report
-from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
-from brevact.trainers.arguments import check_run, check_state, check_steps, mix_of, spec_of
+from brevact.trainers.arguments import check_run, check_steps, check_values, mix_of, spec_of
 from brevact.trainers.attached import AttachedPolicy
 from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
-
-_log = logging.getLogger(__name__)
-#: Batches on which a policy is fitted, and on which noise and sensitivities are measured.
-_BATCHES = 8
-#: Seeds a batch of a measurement of noise.
-_DRAWS = 2
+from brevact.trainers.run import BATCHES, FIRST_STATE, Run
 
 
 class TrainingPolicy:
@@ -83,16 +74,7 @@ class TrainingPolicy:
         self.memory: MemoryReport | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._ended: dict[str, Any] | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._model: nn.Module | None = None
-        self._loss: Loss | None = None
-        self._steps = 0
-        self._noise: float | None = None
-        self._batches: list[Any] = []
-        self._adaptive: Adaptive | None = None
-        self._schedule: MixSchedule | None = None
+        self._run: Run | None = None
 
     @property
     def spec(self) -> PolicySpec | None:
@@ -107,7 +89,7 @@ class TrainingPolicy:
     @property
     def adaptive(self) -> Adaptive | None:
         """What moves bits between layers in this run."""
-        return self._adaptive
+        return None if self._run is None else self._run.adaptive
 
     def begin(
         self,
@@ -139,44 +121,40 @@ class TrainingPolicy:
         check_run(batches, loss)
         self.end()  # of a run that was interrupted
         self._policy.take(model)
-        self._model, self._ended = model, None
+        self._run, self._ended = Run(model, [], loss), None
         try:
             with kept_random_state():
-                self._start(model, batches, loss, steps, prepare or (lambda batch: moved(batch, device_of(model))))
+                self._start(self._run, batches, steps, prepare or (lambda batch: moved(batch, device_of(model))))
         except BaseException:
             self.end()
             raise
 
-    def _start(
-        self,
-        model: nn.Module,
-        batches: Iterable[Any],
-        loss: Loss | None,
-        steps: int | None,
-        prepare: Callable[[Any], Any],
-    ) -> None:
+    def _start(self, run: Run, batches: Iterable[Any], steps: int | None, prepare: Callable[[Any], Any]) -> None:
         state, self._resumed = self._resumed, None
-        self._loss = loss
         needed = self._needs_batches(state)
-        if loss is not None and (needed or self._measures_memory):
-            found = first_batches(batches, _BATCHES if needed else 1)
-            self._batches = [prepare(batch) for batch in found]
-        if needed and (loss is None or not self._batches):
+        if run.loss is not None and (needed or self._measures_memory):
+            found = first_batches(batches, BATCHES if needed else 1)
+            run.batches = [prepare(batch) for batch in found]
+        if needed and (run.loss is None or not run.batches):
             raise ValueError(
                 f"{' and '.join(needed)}: measured on batches with a loss, of which there are none; pass both: "
                 "begin(model, batches, loss)"
             )
-        self._policy.attach(self._batches, loss, None if state is None else state["rules"])
-        self._measure()
-        if self._adapt_every is not None:
-            self._adapt(model, self._adapt_every)
+        self._attach(run, None if state is None else state["rules"])
         if self._mix is not None:
-            kind, settings = self._mix
-            if kind != "constant" and "steps" not in settings and steps is None:
-                raise ValueError(f'mix_schedule={kind!r}: the run has no known length; add it: "{kind}:steps=1000"')
-            self._schedule = MixSchedule(model, kind, **{"steps": max(1, steps or 1), **settings})
+            run.mix(*self._mix, steps)
         if state is not None:
-            self._load(state)
+            run.load_state_dict(state)
+
+    def _attach(self, run: Run, rules: str | None) -> None:
+        """Give the model its policy; measure bytes, if asked for, or if widths that move are to keep them."""
+        self._policy.attach(run.batches, run.loss, rules)
+        run.memory = None
+        if self._measures_memory or self._adapt_every:
+            run.measure()
+        self.memory = run.memory
+        if self._adapt_every is not None:
+            run.adapt(self._adapt_every)
 
     def _needs_batches(self, state: Mapping[str, Any] | None) -> list[str]:
         found = []
@@ -185,47 +163,16 @@ class TrainingPolicy:
         given = {"adapt_every": self._adapt_every, "noise_every": self._noise_every}
         return found + [name for name, value in given.items() if value is not None]
 
-    def _measure(self) -> None:
-        """Measure bytes, if asked for, or if widths that move are to keep them."""
-        self.memory = None
-        loss, model = self._loss, self._model
-        if self._batches and loss is not None and model is not None and (self._measures_memory or self._adapt_every):
-            batch = self._batches[0]
-            self.memory = memory_of(model, lambda copied: loss(copied, batch), batch)
-            _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
-
-    def _adapt(self, model: nn.Module, every: int) -> None:
-        assert self.memory is not None and self._loss is not None
-        if not self.memory.saved_bytes:
-            raise ValueError(f"adapt_every={every}: the model stores nothing for backward: {self.memory.note}")
-        ratio = max(1.0, self.memory.ratio)
-        try:
-            self._adaptive = Adaptive(model, self._batches[0], self._loss, ratio=ratio, every=every)
-        except ValueError as error:
-            raise ValueError(
-                f"adapt_every={every}, at the bytes that the policy stores: {error}; or pass a policy of more bits"
-            ) from error
-
     def step(self) -> None:
         """Go on by one training step; call it beside ``optimizer.step()``, in all processes of a distributed run.
 
         Raises:
             ValueError: the run has not begun.
         """
-        if self._model is None:
+        if self._run is None:
             raise ValueError("step(): the run has not begun; call begin(model, batches, loss) first")
-        self._steps += 1
         with kept_random_state():
-            if self._adaptive is not None:
-                self._adaptive.step(self._batches[self._steps % len(self._batches)])
-            if self._schedule is not None:
-                self._schedule.step()
-            if self._noise_every is not None and self._steps % self._noise_every == 0:
-                assert self._loss is not None
-                report = gradient_report(
-                    self._model, self._batches[: _BATCHES // 2], self._loss, None, _DRAWS, layers=None, progress=False
-                )
-                self._noise = report.noise
+            self._run.step(self._noise_every)
 
     def figures(self) -> dict[str, float]:
         """Return what a logger shows: MiB stored, and at full precision; noise; mean bit width; mixing probability.
@@ -235,38 +182,28 @@ class TrainingPolicy:
         """
         found: dict[str, float] = {}
         if self.memory is not None:
-            saved = self.memory.saved_bytes if self._adaptive is None else self._adaptive.saved_bytes
-            found |= {"brevact/saved_mib": saved / MIB, "brevact/plain_mib": self.memory.plain_bytes / MIB}
-        of_fit = None if self.fitted is None or self.fitted.report is None else self.fitted.report.noise
-        noise = of_fit if self._noise is None else self._noise
-        if noise is not None:
-            found["brevact/noise"] = noise
-        if self._adaptive is not None:
-            widths = self._adaptive.bit_widths.values()
-            found["brevact/bit_width"] = sum(widths) / len(widths)
-        if self._schedule is not None:
-            found["brevact/mix_prob"] = self._schedule.mix_prob
-        return found
+            found["brevact/saved_mib"] = self.memory.saved_bytes / MIB
+            found["brevact/plain_mib"] = self.memory.plain_bytes / MIB
+        if self.fitted is not None and self.fitted.report is not None:
+            found["brevact/noise"] = self.fitted.report.noise
+        return found if self._run is None else found | self._run.figures()
 
     def end(self) -> None:
         """Take the policy off the model again, if this object gave it one; figures and a fitted policy stay."""
-        if self._model is None:
+        if self._run is None:
             return
         self._policy.release()
         self._ended = self.state_dict()  # a trainer may save its last checkpoint now
-        self._forget()
+        self._run = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next steps depend on, as plain values that JSON holds; that of a run that has ended stays."""
-        if self._model is None and self._ended is not None:
+        if self._run is None and self._ended is not None:
             return self._ended
         return {
             "policy": None if self.spec is None else self.spec.text,
             "rules": None if self.fitted is None else self.fitted.to_json(),
-            "steps": self._steps,
-            "noise": self._noise,
-            "adaptive": None if self._adaptive is None else self._adaptive.state_dict(),
-            "mix_schedule": None if self._schedule is None else self._schedule.state_dict(),
+            **(FIRST_STATE if self._run is None else self._run.state_dict()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,7 +219,7 @@ class TrainingPolicy:
             ValueError: it is of another version, or does not fit the model; a run that has begun ends then.
         """
         own = self.state_dict()
-        check_state(state, own)
+        check_values(state, own)
         if state["policy"] != own["policy"]:
             warnings.warn(
                 f"the checkpoint's policy is {state['policy']!r}, that of this run {own['policy']!r}; the latter "
@@ -290,23 +227,14 @@ class TrainingPolicy:
                 stacklevel=2,
             )
             return
-        if self._model is None:
+        if self._run is None:
             self._resumed = state
             return
         try:
             if state["rules"] is not None and state["rules"] != own["rules"]:
                 with kept_random_state():
-                    self._policy.attach(self._batches, self._loss, state["rules"])
-                    self._measure()
-                    if self._adapt_every is not None:
-                        self._adapt(self._model, self._adapt_every)
-            self._load(state)
+                    self._attach(self._run, state["rules"])
+            self._run.load_state_dict(state)
         except BaseException:  # a part may be loaded
             self.end()
             raise
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self._steps, self._noise = state["steps"], state["noise"]
-        for name, part in (("adaptive", self._adaptive), ("mix_schedule", self._schedule)):
-            if part is not None and state[name] is not None:
-                part.load_state_dict(state[name])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import brevact
 from brevact import FitReport, Policy, StochBackward3bit
 from brevact.bit_widths.allocation import Option
-from brevact.bit_widths.fit_budget import budget_of
+from brevact.bit_widths.budgets import budget_of
 from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, quantizer_of, with_quantizers
 from brevact.bit_widths.fit_noise import Sensitivities
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
