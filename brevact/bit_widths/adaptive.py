@@ -9,20 +9,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import distributed, nn
+from torch import nn
 
-from brevact.arguments import check_model, check_state
+from brevact.arguments import check_model
 from brevact.autograd import has_region
 from brevact.bit_widths.allocation import Option, allocate
 from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
+from brevact.bit_widths.redraws import check_groups, expected_noise, is_distributed, sensitivities
 from brevact.bit_widths.sample_norms import SampleNorms
 from brevact.policy.attach import quantize_backward
 from brevact.policy.rules import POLICY
 from brevact.quantizers import SampleWeights
-from brevact.quantizers.brief import brief
-from brevact.reports.gradient_passes import Gradients, Loss, as_it_was, check_loss, gradients, squared_distance
+from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.memory import memory_of
 from brevact.tables import text_table
 
@@ -117,13 +116,17 @@ class Adaptive:
                 "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit: "
                 "brevact.quantize_backward(model, brevact.StochBackward2bit)"
             )
-        self._plan = plan_of(self._layers, lambda copied: self._loss(copied, batch))
+
+        def run(copied: nn.Module) -> Any:
+            return self._loss(copied, batch)
+
+        self._plan = plan_of(self._layers, run)
         if not self._plan.groups:
             raise ValueError(
                 "batch: no layer packs a tensor of it; accepted is a batch of the size that trains, since small "
                 "tensors are kept as they are (min_numel=)"
             )
-        plain = 0 if ratio is None else self._plain_bytes(batch)
+        plain = 0 if ratio is None else memory_of(self._model, run, batch).plain_bytes
         #: Bytes that a training step may store, of a batch like the one that was measured.
         self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, bit_width)
         self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
@@ -162,8 +165,8 @@ class Adaptive:
                 _OLD_SHARE * a + (1 - _OLD_SHARE) * b if math.isfinite(b) else a
                 for a, b in zip(self._sensitivities, new, strict=True)
             ]
-            if self._norms is not None and _is_distributed():
-                self._norms.reduce(self._device)
+            if self._norms is not None and is_distributed():
+                self._norms.reduce(next(self._model.parameters()).device)
             self._widths = self._allocate()
 
     @contextmanager
@@ -215,24 +218,12 @@ class Adaptive:
             TypeError: ``state`` is no mapping.
             ValueError: it is of a model with other layers, or of another number of samples.
         """
-        own = self.state_dict()
-        check_state(state, own)
-        if state["layers"] != own["layers"]:
-            raise ValueError(
-                f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
-                "object with the model, the policy and a batch of the size of the checkpoint's run"
-            )
-        for name in ("bit_widths", "sensitivities"):
-            if len(state[name]) != len(own[name]):
-                raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
-        counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
-        if counts[0] != counts[1]:
-            raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
+        check_groups(state, self.state_dict())
         self._steps = int(state["steps"])
         self._sensitivities = [float(each) for each in state["sensitivities"]]
         self._widths = [int(each) for each in state["bit_widths"]]
         if self._norms is not None:
-            self._norms.values = state["samples"].to("cpu", torch.float32, copy=True)
+            self._norms.values = state["samples"].to("cpu", copy=True).float()
         costs = [group.costs for group in self._plan.groups]
         if all(map(operator.contains, costs, self._widths)) and self.saved_bytes <= self.budget_bytes:
             self._layers.set(self.bit_widths)
@@ -242,24 +233,16 @@ class Adaptive:
     def __str__(self) -> str:
         """Return a table of the groups of layers: widths, bytes, and the noise that is expected of each."""
         rows = [
-            (" ".join(group.sources), str(width), str(group.costs[width]), f"{_noise(sensitivity, width):.3g}")
+            (" ".join(group.sources), str(width), str(group.costs[width]), f"{expected_noise(sensitivity, width):.3g}")
             for group, width, sensitivity in zip(self._plan.groups, self._widths, self._sensitivities, strict=True)
         ]
         total = ("total", "", str(self.saved_bytes), f"{sum(float(row[-1]) for row in rows):.3g}")
         return text_table(("layers", "bit_width", "bytes", "noise"), rows, total, numbers=3)
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
-
-    def _plain_bytes(self, batch: Any) -> int:
-        """Measure what a training step stores at full precision."""
-        return memory_of(self._model, lambda copied: self._loss(copied, batch), batch).plain_bytes
-
     def _allocate(self) -> list[int]:
         """Choose the widths of groups, and set those of the layers."""
         items = [
-            [Option(cost, _noise(sensitivity, width), width) for width, cost in group.costs.items()]
+            [Option(cost, expected_noise(sensitivity, width), width) for width, cost in group.costs.items()]
             for group, sensitivity in zip(self._plan.groups, self._sensitivities, strict=True)
         ]
         widths = [option.bit_width for option in allocate(items, self.budget_bytes - self._plan.fixed_bytes)]
@@ -268,30 +251,4 @@ class Adaptive:
         return widths
 
     def _measured(self, batch: Any) -> list[float]:
-        """Measure the sensitivity of each group, on all ranks alike."""
-        widths, found = self.bit_widths, []
-        try:
-            with as_it_was(self._model):
-                first = self._gradients(batch)
-                for group, width in zip(self._plan.groups, self._widths, strict=True):
-                    self._layers.set(widths, redrawn=group.sources)
-                    variance = squared_distance(self._gradients(batch), first) / 2
-                    found.append(variance / _noise(1.0, width))
-        finally:
-            self._layers.set(widths)
-        if _is_distributed():
-            shared = torch.tensor(found, dtype=torch.float32, device=self._device)
-            distributed.all_reduce(shared)
-            found = (shared / distributed.get_world_size()).tolist()
-        return found
-
-    def _gradients(self, batch: Any) -> Gradients:
-        return gradients(self._model, batch, self._loss, self._steps, self._steps)
-
-
-def _noise(sensitivity: float, bit_width: int) -> float:
-    return sensitivity / (2**bit_width - 1) ** 2
-
-
-def _is_distributed() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+        return sensitivities(self._model, self._layers, self._plan, self._widths, batch, self._loss, self._steps)

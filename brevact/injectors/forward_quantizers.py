@@ -22,8 +22,9 @@ from brevitas.config import JIT_ENABLED
 from torch import Tensor, UntypedStorage, nn
 
 from brevact.autograd.eager_mode import packing_region
-from brevact.autograd.ops.fake_quantization import Integers, Signs, fake_quantize, quantize_signs
+from brevact.autograd.ops.fake_quantization import Integers, fake_quantize
 from brevact.autograd.ops.forward_statistics import absolute_percentile, weight_statistics
+from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
 from brevact.injectors.minifloats import float_quant
 from brevact.private_names.lookup import is_whole
 from brevact.private_names.of_brevitas import (

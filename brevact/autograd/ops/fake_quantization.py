@@ -223,95 +223,6 @@ class _WeightFakeQuantization(Saving):
         return None, *_gradients(needs, shapes, grad, q - zero_point, through, clipped, x / pre_scale, pre_scale)
 
 
-@dataclass(frozen=True, eq=False)
-class Signs:
-    """How a binary or ternary forward quantizer gets from x to the integers that the scale multiplies.
-
-    Args:
-        of: returns the integers of x under a scale, and the mask of what is not clipped, or None.
-        bit_width: bits a code.
-        step: distance of neighbouring integers; the smallest is -1.
-        has_zero: whether there is a zero, which stops the gradient.
-    """
-
-    of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    bit_width: int
-    step: int
-    has_zero: bool
-
-    def quantized(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return the fake-quantized tensor."""
-        return self.of(x, scale)[0] * scale
-
-
-class _SignQuantization(Saving):
-    """Of an activation. The scale that bounds x from above, and its negative below, get gradients of their own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor, upper: Tensor, lower: Tensor
-    ) -> Tensor:
-        q, passes = signs.of(x, scale)
-        out = q * scale
-        needs_scale = ctx.needs_input_grad[3]
-        decoder = known_values.IntegerCodes(
-            Layout.of(q), signs.bit_width, -1, signs.step, out.nbytes, has_spare=signs.has_zero
-        )
-        tensors = decoder.encode(q, torch.zeros((), dtype=q.dtype, device=q.device), scale)
-        known_values.register(out, tensors, decoder)
-        codes = reported((tensors, decoder)) if needs_scale or signs.has_zero else None
-        save(ctx, codes, None if passes is None else keep_mask(passes), exact=(scale,))
-        ctx.has_zero, ctx.dtype = signs.has_zero, q.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        codes, mask, scale = load(ctx)
-        q = None if codes is None else codes.decoder.integers(codes.tensors)
-        passes = None if mask is None else mask.decode()
-        return None, None, *_sign_gradients(ctx.needs_input_grad[2:], ctx.has_zero, grad, q, passes, scale)
-
-
-def _sign_gradients(
-    needs: tuple[bool, ...], has_zero: bool, grad: Tensor, q: Tensor | None, passes: Tensor | None, scale: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, scale, upper and lower, each by the formula and order of stock ops."""
-    needs_x, needs_scale, needs_upper, needs_lower = needs
-    through = grad * scale
-    clipped = through if passes is None else torch.where(passes, through, 0.0)
-    of_upper = of_lower = None
-    if needs_upper and passes is not None:
-        of_upper = torch.where(passes | (q < 0), 0.0, through).sum_to_size(scale.shape)
-    if needs_lower and passes is not None:
-        of_lower = torch.where(passes | (q > 0), 0.0, through).sum_to_size(scale.shape).neg()
-    return (
-        (clipped * q.abs() if has_zero else clipped) if needs_x else None,
-        (grad * q).sum_to_size(scale.shape) if needs_scale else None,
-        of_upper,
-        of_lower,
-    )
-
-
-class _WeightSignQuantization(Saving):
-    """Of a weight: all is computed again in the backward pass."""
-
-    is_brevact = False  # what it returns is a weight
-
-    @staticmethod
-    def forward(ctx: Any, signs: Signs, x: Tensor, scale: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
-        out = signs.quantized(x, scale)
-        save(ctx, exact=(x, scale))
-        ctx.signs = signs
-        known_values.register(out, (x.detach(), scale.detach()), known_values.Recomputed(signs.quantized, out.nbytes))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale = load(ctx)
-        q, passes = ctx.signs.of(x, scale)
-        return None, *_sign_gradients(ctx.needs_input_grad[1:], ctx.signs.has_zero, grad, q, passes, scale)
-
-
 def fake_quantize(
     region: EagerKeeper,
     integers: Integers,
@@ -353,29 +264,6 @@ def fake_quantize(
         if before_relu is None:
             return region.apply(_FakeQuantization, integers, None, x, *given)
         return region.apply(_FakeQuantization, integers, (x,), before_relu, *given)
-
-
-def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor, *, clipped: bool) -> Any:
-    """Fake-quantize to -1 and 1, or -1, 0 and 1, times a scale.
-
-    Args:
-        region: the region that stores what backward needs.
-        signs: how the quantizer finds the integers.
-        x: activation or weight.
-        scale: of a shape that broadcasts to that of ``x``.
-        clipped: whether ``x`` is clipped to minus and plus the scale first, through which the scale gets gradients.
-
-    Returns:
-        The fake-quantized tensor; ``NotImplemented`` where stock ops must run.
-    """
-    if not is_quantizable(region, x, (scale,)):
-        return NotImplemented
-    storage_report.report_op(quantize_signs)
-    bound = scale if clipped else scale.detach()
-    with DisableTorchFunction():
-        if region.is_weight(x):
-            return region.apply_to_weight(_WeightSignQuantization, signs, x, scale, bound, bound)
-        return region.apply(_SignQuantization, signs, x, scale, bound, bound)
 
 
 def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:

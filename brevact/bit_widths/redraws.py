@@ -1,0 +1,74 @@
+"""Sensitivities of groups of layers: how far two gradients are apart that differ in the random bits of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from brevact.arguments import check_state
+from brevact.bit_widths.layers import LayerWidths, Plan
+from brevact.quantizers.brief import brief
+from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_distance
+
+
+def sensitivities(
+    model: nn.Module, layers: LayerWidths, plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int
+) -> list[float]:
+    """Measure the sensitivity of each group, on all ranks alike: half a squared distance, times (2^b - 1)^2.
+
+    Args:
+        model: its gradients are measured; it stays as it is.
+        layers: its layers, whose widths are those of the plan again afterwards.
+        plan: the groups.
+        widths: of the groups.
+        batch: what ``loss`` takes.
+        loss: takes the model and a batch.
+        step: number of the training step, from which seeds follow.
+
+    Returns:
+        A number a group, in squared units of the gradient.
+    """
+    of_layers, found = plan.of_layers(widths), []
+    try:
+        with as_it_was(model):
+            first = gradients(model, batch, loss, step, step)
+            for group, width in zip(plan.groups, widths, strict=True):
+                layers.set(of_layers, redrawn=group.sources)
+                variance = squared_distance(gradients(model, batch, loss, step, step), first) / 2
+                found.append(variance / expected_noise(1.0, width))
+    finally:
+        layers.set(of_layers)
+    if is_distributed():
+        shared = torch.tensor(found, dtype=torch.float32, device=next(model.parameters()).device)
+        distributed.all_reduce(shared)
+        found = (shared / distributed.get_world_size()).tolist()
+    return found
+
+
+def expected_noise(sensitivity: float, bit_width: int) -> float:
+    """Return the noise of a group at a width."""
+    return sensitivity / (2**bit_width - 1) ** 2
+
+
+def is_distributed() -> bool:
+    """Return whether there are other processes to agree with."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def check_groups(state: Any, own: Mapping[str, Any]) -> None:
+    """Raise a TypeError or a ValueError for a state of other groups, or of other numbers of samples."""
+    check_state(state, own)
+    if state["layers"] != own["layers"]:
+        raise ValueError(
+            f"state: its layers are {brief(state['layers'])}, those of this model {brief(own['layers'])}; make the "
+            "object with the model, the policy and a batch of the size of the checkpoint's run"
+        )
+    for name in ("bit_widths", "sensitivities"):
+        if len(state[name]) != len(own[name]):
+            raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
+    counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
+    if counts[0] != counts[1]:
+        raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")
