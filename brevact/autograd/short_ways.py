@@ -57,7 +57,7 @@ def _activation(function: Callable[..., Tensor]) -> ShortWay:
         if len(args) != 1 or kwargs.get("inplace") or len(kwargs) > 1 or "input" in kwargs:
             return None
         (input,) = args
-        if not region.packs_input(input) or not input.requires_grad or input.numel() > MOST_HELD:
+        if not is_known_activation(input) or not region.packs_layer_input(input) or input.numel() > MOST_HELD:
             return None
         return run_torch(region, value, input)
 
