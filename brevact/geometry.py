@@ -176,6 +176,7 @@ class UniformPlan:
         minimum_dtype: bfloat16 or float32.
         minimum_at: First byte of the minima; codes come first.
         scale_at: First byte of the scales.
+        dithered: Whether stored minima are shifted by a random part of a step, and codes rounded to nearest.
     """
 
     geometry: Geometry
@@ -183,6 +184,7 @@ class UniformPlan:
     minimum_dtype: torch.dtype
     minimum_at: int
     scale_at: int
+    dithered: bool = False
 
     def split(self, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of the codes, the (G,) minima and the (G,) scales.

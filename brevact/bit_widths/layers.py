@@ -47,11 +47,11 @@ class _RedrawnSample(_Redrawn, SampleQuantizer):
 
 
 def has_width(settings: BackwardSettings | None) -> bool:
-    """Whether the bit width of settings may change: they round stochastically to evenly spaced levels."""
+    """Whether the bit width of settings may change: they round without bias to evenly spaced levels."""
     if settings is None or type(settings.quantizer) not in (UniformQuantizer, SampleQuantizer):
         return False
     quantizer = settings.quantizer
-    return quantizer.rounding is Rounding.STOCHASTIC and quantizer.bit_width <= BIT_WIDTHS[-1]
+    return quantizer.rounding is not Rounding.NEAREST and quantizer.bit_width <= BIT_WIDTHS[-1]
 
 
 class LayerWidths:

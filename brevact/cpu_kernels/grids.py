@@ -13,6 +13,7 @@ from brevact.cpu_kernels.groups import (
     INNER,
     KIND,
     NUMEL,
+    ROUNDING,
     STOCHASTIC,
     count_missing,
     is_finite,
@@ -126,7 +127,7 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
     """
     table = i64_at(table_at)
     numel, bit_width, block = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK)
-    stochastic = load(table, STOCHASTIC) != 0
+    stochastic = load(table, ROUNDING) == STOCHASTIC
     k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
     top = (np.int64(1) << bit_width) - 1
     t, fractions, scratch, values = f32_scratch(block), f32_scratch(block), f32_scratch(block), f32_scratch(block)

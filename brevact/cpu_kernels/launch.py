@@ -111,13 +111,13 @@ def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | 
 
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     """See the law."""
-    keys = _range_keys(flat.data_ptr(), grid_table(geometry, flat.dtype, False), torch.get_num_threads())
+    keys = _range_keys(flat.data_ptr(), grid_table(geometry, flat.dtype, groups.NEAREST), torch.get_num_threads())
     return ranges_of_keys(torch.from_numpy(keys))
 
 
 def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
     """Parts of the tensor have sums of their own, which are then joined."""
-    table, threads = grid_table(geometry, flat.dtype, False), torch.get_num_threads()
+    table, threads = grid_table(geometry, flat.dtype, groups.NEAREST), torch.get_num_threads()
     sums = np.zeros((_parts(geometry, threads), COLUMNS, geometry.groups), dtype=np.int64)
     offset, inverse = offset.contiguous(), inverse.contiguous()  # in names, so that their memory lives on
     pointers = flat.data_ptr(), offset.data_ptr(), inverse.data_ptr(), sums.ctypes.data
@@ -137,7 +137,7 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tens
     levels, steps = grid.levels.contiguous(), grid.steps(stochastic=stochastic).contiguous()
     offset, inverse = _affine(grid.offset, grid.inverse)  # in names, so that their memory lives on
     affine = (0, 0) if offset is None else (offset.data_ptr(), inverse.data_ptr())
-    table = grid_table(geometry, flat.dtype, stochastic)
+    table = grid_table(geometry, flat.dtype, groups.STOCHASTIC if stochastic else groups.NEAREST)
     rows = levels.data_ptr(), steps.data_ptr(), levels.shape[1], levels.shape[0]
     key = int(seed) if stochastic else 0
     arguments = (flat.data_ptr(), codes.data_ptr(), *affine, *rows, grid.marks, key, table.address)
@@ -149,7 +149,7 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
     levels = grid.levels.contiguous()
     offset, scale = _affine(grid.offset, grid.scale)
     affine = (0, 0) if offset is None else (offset.data_ptr(), scale.data_ptr())
-    table, factor = grid_table(geometry, target.dtype, False), 0 if other is None else other.data_ptr()
+    table, factor = grid_table(geometry, target.dtype, groups.NEAREST), 0 if other is None else other.data_ptr()
     flagged = grid.scale is not None and bool(torch.signbit(grid.scale).any())
     rows = levels.data_ptr(), levels.shape[1], levels.shape[0]
     arguments = (codes.data_ptr(), *affine, *rows, flagged, factor, target.data_ptr(), table.address)
@@ -158,7 +158,7 @@ def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """One read of the elements where groups lie in blocks, else two."""
-    _quantize(x, _uniform_table(plan, x.dtype, seed is not None), plan, seed, buffer)
+    _quantize(x, _uniform_table(plan, x.dtype, _rounding(plan, seed)), plan, seed, buffer)
 
 
 def quantize_normalized(
@@ -171,7 +171,7 @@ def quantize_normalized(
     buffer: Tensor,
 ) -> None:
     """Where groups lie in blocks."""
-    table = _uniform_table(plan, x.dtype, seed is not None)
+    table = _uniform_table(plan, x.dtype, _rounding(plan, seed))
     if not table.fused:
         return NotImplemented
     words = _words_of(mean, factor, place)
@@ -180,7 +180,7 @@ def quantize_normalized(
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
     """See the law."""
-    _dequantize(buffer, _uniform_table(plan, target.dtype, False), plan, other, target)
+    _dequantize(buffer, _uniform_table(plan, target.dtype, groups.NEAREST), plan, other, target)
 
 
 def denormalize(
@@ -188,7 +188,7 @@ def denormalize(
 ) -> None:
     """See the law."""
     words = _words_of(mean, factor, place)
-    _dequantize(buffer, _uniform_table(plan, target.dtype, False), plan, None, target, ctypes.addressof(words))
+    _dequantize(buffer, _uniform_table(plan, target.dtype, groups.NEAREST), plan, None, target, ctypes.addressof(words))
 
 
 def map_levels(
@@ -204,7 +204,7 @@ def map_levels(
     """The kernel's registers are limited."""
     if plan.geometry.bit_width > 4:
         return NotImplemented
-    own, words = _uniform_table(plan, dtype, False), _words_of_segments(segments)
+    own, words = _uniform_table(plan, dtype, groups.NEAREST), _words_of_segments(segments)
     norm = None if factor is None or place is None else _words_of(mean, factor, place)
     codes = buffer.data_ptr()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
@@ -220,7 +220,7 @@ def look_up(
     """The kernel's registers are limited."""
     if plan.geometry.bit_width > 4:
         return NotImplemented
-    own, words = _uniform_table(plan, target.dtype, False), _words_of_segments(segments)
+    own, words = _uniform_table(plan, target.dtype, groups.NEAREST), _words_of_segments(segments)
     factor, kind = (0, 0) if other is None else (other.data_ptr(), KINDS[other.dtype])
     pointers = buffer.data_ptr(), ctypes.addressof(words), table.data_ptr(), factor, kind, target.data_ptr()
     share(look_up_blocks, (*pointers, own.address), own.blocks, plan.geometry.block_size, torch.get_num_threads())
@@ -237,7 +237,7 @@ def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Ten
         buffer: Receives the bytes of the plan, zero where it has padding.
     """
     rows = rows.contiguous()  # in a name, so that its memory lives on
-    _quantize(flat, _table_of(plan, flat.dtype, seed is not None, rows.data_ptr()), plan, seed, buffer)
+    _quantize(flat, _table_of(plan, flat.dtype, _rounding(plan, seed), rows.data_ptr()), plan, seed, buffer)
 
 
 def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tensor | None, target: Tensor) -> None:
@@ -251,7 +251,7 @@ def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tens
         target: (n,) contiguous result; may be `other`.
     """
     rows = rows.contiguous()
-    _dequantize(buffer, _table_of(plan, target.dtype, False, rows.data_ptr()), plan, other, target)
+    _dequantize(buffer, _table_of(plan, target.dtype, groups.NEAREST, rows.data_ptr()), plan, other, target)
 
 
 def random_words(seed: int | Tensor, words: Tensor) -> None:
@@ -266,11 +266,11 @@ def _quantize(
 ) -> None:
     """Quantize, and normalize on the way by the words at an address."""
     source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
-    metadata = codes + plan.scale_at, codes + plan.minimum_at
+    metadata, key = (codes + plan.scale_at, codes + plan.minimum_at), 0 if seed is None else int(seed)
     if not table.fused:
         keys = _range_keys(source, table, threads)
-        groups.calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address)
-    arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address, norm)
+        groups.calibrate_groups(keys.ctypes.data, len(keys), *metadata, key, table.address)
+    arguments = (source, codes, *metadata, key, table.address, norm)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)
 
 
@@ -284,8 +284,14 @@ def _dequantize(
     share(dequantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())
 
 
-def _table_of(plan: UniformPlan, dtype: torch.dtype, stochastic: bool, rows: int = 0) -> GroupTable:
-    return GroupTable(plan.geometry, dtype, stochastic, plan.scale_dtype, plan.minimum_dtype, rows)
+def _rounding(plan: UniformPlan, seed: int | Tensor | None) -> int:
+    if plan.dithered:
+        return groups.DITHERED
+    return groups.NEAREST if seed is None else groups.STOCHASTIC
+
+
+def _table_of(plan: UniformPlan, dtype: torch.dtype, rounding: int, rows: int = 0) -> GroupTable:
+    return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, rows)
 
 
 _uniform_table = functools.lru_cache(maxsize=4096)(_table_of)

@@ -8,6 +8,7 @@ from brevact.cpu_kernels.memory import inlined, store
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_ROUNDS = 7
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -21,6 +22,23 @@ def _round(c0, c1, c2, c3, k0, k1):
 @inlined
 def _bump(key, step):
     return (key + step) & _LOW
+
+
+@inlined
+def halves_of(seed):
+    """The low and the high half of a seed, each in a uint64."""
+    return np.uint64(seed) & _LOW, np.uint64(seed) >> _32
+
+
+@inlined
+def word_of_group(group, k0, k1):
+    """Word 0 of counter (group lo, group hi, 1, 0), as a uint32."""
+    counter = np.uint64(group)
+    c0, c1, c2, c3 = counter & _LOW, counter >> _32, np.uint64(1), np.uint64(0)
+    for _ in range(_ROUNDS):
+        c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
+        k0, k1 = _bump(k0, _W0), _bump(k1, _W1)
+    return np.uint32(c0)
 
 
 @inlined

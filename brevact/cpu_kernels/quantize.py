@@ -14,6 +14,7 @@ from brevact.cpu_kernels.groups import (
     LOWEST_KEY,
     MINIMUM_KIND,
     NUMEL,
+    ROUNDING,
     SCALE_KIND,
     STOCHASTIC,
     any_flagged,
@@ -41,7 +42,7 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.normalize import SCRATCH, normalize
-from brevact.cpu_kernels.philox import column_words
+from brevact.cpu_kernels.philox import column_words, halves_of
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
 
 
@@ -210,8 +211,8 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     """
     table = i64_at(table_at)
     numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)
-    fused, stochastic = load(table, FUSED) != 0, load(table, STOCHASTIC) != 0
-    k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
+    fused, stochastic = load(table, FUSED) != 0, load(table, ROUNDING) == STOCHASTIC
+    k0, k1 = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
     mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
@@ -235,7 +236,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                 flagged = not is_finite_range(low_key, high_key)
                 if flagged:
                     low_key, high_key = extend_finite(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
-                m, s = calibrate(low_key, high_key, flagged, (first + e) // inner, scale, minimum, table)
+                m, s = calibrate(low_key, high_key, flagged, (first + e) // inner, scale, minimum, table, k0, k1)
                 _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), advance(steps, e))
                 e += run
         else:

@@ -31,7 +31,7 @@ class GroupTable:
     Args:
         geometry: Blocks of at most `memory.LARGEST_BLOCK` elements, and groups.
         dtype: Type of the elements.
-        stochastic: Rounding.
+        rounding: `groups.NEAREST`, `STOCHASTIC` or `DITHERED`.
         scale_dtype: Type of the scales.
         minimum_dtype: Type of the minima.
         rows: Address of int64 indices, where the tensor is made of some groups of another one, at whose address its
@@ -42,7 +42,7 @@ class GroupTable:
         self,
         geometry: Geometry,
         dtype: torch.dtype,
-        stochastic: bool,
+        rounding: int,
         scale_dtype: torch.dtype = torch.float32,
         minimum_dtype: torch.dtype = torch.float32,
         rows: int = 0,
@@ -57,7 +57,7 @@ class GroupTable:
         table[groups.INNER] = geometry.inner
         table[groups.GROUPS] = geometry.groups
         table[groups.FUSED] = self.fused
-        table[groups.STOCHASTIC] = stochastic
+        table[groups.ROUNDING] = rounding
         table[groups.SCALE_KIND] = KINDS[scale_dtype]
         table[groups.MINIMUM_KIND] = KINDS[minimum_dtype]
         table[groups.KIND] = KINDS[dtype]
@@ -67,11 +67,11 @@ class GroupTable:
 
 
 @functools.lru_cache(maxsize=4096)
-def grid_table(geometry: Geometry, dtype: torch.dtype, stochastic: bool) -> GroupTable:
+def grid_table(geometry: Geometry, dtype: torch.dtype, rounding: int) -> GroupTable:
     """Table of a tensor that is quantized to levels, of which a single group is one run."""
     if geometry.groups == 1:
         geometry = dataclasses.replace(geometry, inner=max(geometry.numel, 1))
-    return GroupTable(geometry, dtype, stochastic)
+    return GroupTable(geometry, dtype, rounding)
 
 
 class MapTable:

@@ -17,6 +17,7 @@ from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQu
 from brevact.injectors.fragments import BackwardQuantSolver as BackwardQuantSolver
 from brevact.injectors.fragments import NearestRounding as NearestRounding
 from brevact.injectors.fragments import SaveQuantized as SaveQuantized
+from brevact.injectors.fragments import DitheredRounding as DitheredRounding
 from brevact.injectors.fragments import StochasticRounding as StochasticRounding
 from brevact.injectors.leaves import *
 from brevact.injectors.resolve import backward_settings_from as backward_settings_from

@@ -38,6 +38,12 @@ class StochasticRounding(Fragment):
     rounding = Rounding.STOCHASTIC
 
 
+class DitheredRounding(Fragment):
+    """Round to the nearest code of a grid that is shifted at random: unbiased, with half of stochastic's variance."""
+
+    rounding = Rounding.DITHERED
+
+
 class SaveQuantized(Fragment):
     """Store packed codes from the forward pass on; tensors below ``min_numel`` elements stay as they are.
 

@@ -11,7 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from brevact.autograd.settings import bits_of
-from brevact.injectors import StochBackward2bit, StochBackward3bit, StochBackward4bit, StochBackward6bit
+from brevact.injectors import (
+    DitherBackward3bit,
+    DitherBackward4bit,
+    DitherBackward6bit,
+    StochBackward2bit,
+    StochBackward3bit,
+    StochBackward4bit,
+)
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.description import quantizer_text
@@ -150,9 +157,9 @@ def _kind_of(key: Any) -> str:
 #: exponentiated, have 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md.
 DEFAULT = Policy(
     {
-        F.cross_entropy: StochBackward6bit,
-        is_rectified: StochBackward3bit,
-        "": StochBackward4bit.let(score_bit_width=5),
+        F.cross_entropy: DitherBackward6bit,
+        is_rectified: DitherBackward3bit,
+        "": DitherBackward4bit.let(score_bit_width=5),
     }
 )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.quantizers.brief import brief
+from brevact.quantizers.rounding import Rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types of the tensors that are quantized."""
@@ -67,3 +68,14 @@ def member_of(name: str, enum: type[E], value: object) -> E:
     except ValueError:
         accepted = ", ".join(f"{enum.__name__}.{member.name}" for member in enum)
         raise ValueError(f"{name}: got {brief(value)}; accepted are {accepted}") from None
+
+
+def between_levels(rounding: object) -> Rounding:
+    """The rounding with this value, to levels that are not spaced evenly, as a shift would not leave them."""
+    found = member_of("rounding", Rounding, rounding)
+    if found is Rounding.DITHERED:
+        raise ValueError(
+            f"rounding: got {found}, which shifts a grid of evenly spaced levels; accepted here are Rounding.NEAREST, "
+            "Rounding.STOCHASTIC; DitherBackward4bit and its like have such a grid"
+        )
+    return found

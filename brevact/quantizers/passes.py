@@ -23,6 +23,7 @@ from brevact.quantizers.reference import (
     group_ranges,
     pack_chunk,
     round_codes,
+    shifted,
     unpack_chunk,
 )
 
@@ -110,14 +111,16 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
 
     Args:
         x: Floating-point tensor, dense in memory order.
-        plan: Its plan.
-        seed: Signed 64-bit int or 0-d int64 tensor for stochastic rounding, None for nearest.
+        plan: Its plan; if it is dithered, m is `reference.shifted`, and rounding is to nearest.
+        seed: Signed 64-bit int or 0-d int64 tensor for stochastic and dithered rounding, None for nearest.
         buffer: uint8 tensor, zero where it has padding; codes, minima and scales are written.
     """
     refuse_wrapped(x)
     geometry, flat = plan.geometry, flat_memory(x.detach(), plan.geometry.numel)
     key = None if seed is None else torch.as_tensor(seed, device=x.device)
     minimum, scale = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
+    if plan.dithered:
+        minimum, key = shifted(minimum, scale, key), None
     for start, values in ((plan.minimum_at, minimum), (plan.scale_at, scale)):
         raw = values.contiguous().view(torch.uint8)
         buffer[start : start + raw.numel()] = raw
@@ -186,7 +189,7 @@ def quantize_normalized(
     Args:
         x: float32, bfloat16 or float16 tensor of at least one element, dense in memory order.
         plan: Its plan.
-        seed: Signed 64-bit int or 0-d int64 tensor for stochastic rounding, None for nearest.
+        seed: Signed 64-bit int or 0-d int64 tensor for stochastic and dithered rounding, None for nearest.
         mean: (M,) float32 means, in the memory order of the tensor; None for 0.
         factor: (M,) float32 factors.
         place: Which is whose.

@@ -31,7 +31,7 @@ class Quantizer(ABC):
     @property
     def is_stochastic(self) -> bool:
         """Whether the codes depend on the seed."""
-        return self.rounding is Rounding.STOCHASTIC
+        return self.rounding is not Rounding.NEAREST
 
     @abstractmethod
     def parts(self, layout: Layout) -> tuple[Part, ...]:

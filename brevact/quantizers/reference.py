@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Geometry, packed_bytes
-from brevact.quantizers.philox import column_bits
+from brevact.quantizers.philox import ROUNDS, column_bits, philox4x32
 
 SMALLEST_SCALE = 2.0**-126
 """Smallest normal float32: the inverse of a scale stays finite."""
@@ -103,6 +103,26 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
         minimum.to(minimum_dtype).masked_fill(empty, float("nan")),  # after the cast, which has NaNs of its own
         scale.to(scale_dtype).masked_fill(empty, float("nan")),
     )
+
+
+def shifted(minimum: Tensor, scale: Tensor, seed: Tensor) -> Tensor:
+    """Minima of dithered rounding, m - u * s with u = (w >> 8) / 2^24 - 1/2, and the lowest float32 at least.
+
+    Groups that are flagged keep theirs: at 1 bit they have one level, and it is the middle of what is finite. w is word 0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
+
+    Args:
+        minimum: (G,) float32 minima; NaN stays.
+        scale: (G,) scales, with the sign bit set where they are flagged.
+        seed: 0-d int64 tensor.
+
+    Returns:
+        (G,) float32 minima.
+    """
+    group = torch.arange(minimum.numel(), device=minimum.device)
+    counter = (group & 0xFFFFFFFF, group >> 32, torch.ones_like(group), torch.zeros_like(group))
+    part = (philox4x32(counter, seed, ROUNDS)[0] >> 8).float() * 2.0**-24 - 0.5
+    moved = (minimum - part * scale.float()).clamp(min=torch.finfo(torch.float32).min)
+    return torch.where(torch.signbit(scale), minimum, moved)
 
 
 def bounded(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

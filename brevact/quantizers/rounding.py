@@ -14,3 +14,5 @@ class Rounding(str, Enum):
     """The closer level, half to even: smallest error, biased."""
     STOCHASTIC = "stochastic"
     """Up with probability equal to the fraction: unbiased."""
+    DITHERED = "dithered"
+    """The closer level of a grid that is shifted by a random part of a step: unbiased, with half the variance."""

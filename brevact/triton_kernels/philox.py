@@ -16,8 +16,21 @@ def column_words(columns, seed):
 
     `tl.philox` gives the same words; here one 64-bit product replaces its high and its low multiplication.
     """
-    c0, c1 = columns.to(tl.uint32), (columns >> 32).to(tl.uint32)
-    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    zero = tl.zeros_like(columns.to(tl.uint32))
+    return _philox(columns, zero, seed)
+
+
+@triton.jit
+def word_of_groups(groups, seed):
+    """Word 0 of philox4x32((g lo, g hi, 1, 0), seed, ROUNDS) for int64 groups g, a uint32 tensor."""
+    return _philox(groups, tl.zeros_like(groups.to(tl.uint32)) + 1, seed)[0]
+
+
+@triton.jit
+def _philox(index, c2, seed):
+    """The four words of counter (index lo, index hi, c2, 0)."""
+    c0, c1 = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+    c3 = tl.zeros_like(c0)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         product0, product1 = c0.to(tl.uint64) * _MULTIPLIER_0, c2.to(tl.uint64) * _MULTIPLIER_1

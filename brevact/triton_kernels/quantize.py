@@ -78,7 +78,7 @@ def _finite_range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GRO
 @triton.jit
 def quantize_whole_blocks(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, rows,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
     """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
@@ -99,6 +99,7 @@ def quantize_whole_blocks(
         rows: Blocks of the tile that exist; where groups are longer than blocks, whole groups.
         BIT_WIDTH: Bits a code.
         STOCHASTIC: Rounding.
+        DITHERED: Whether it is to nearest on shifted grids.
         INNER: Elements of a group, at most ROWS * BLOCK.
         BLOCK: Elements of a block.
         ROWS: Blocks of a tile.
@@ -127,10 +128,11 @@ def quantize_whole_blocks(
         missing_Q = has_missing(low_Q, high_Q)
         if tl.max(missing_Q.to(tl.int32), axis=0) > 0:
             low_Q, high_Q = _finite_range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
-        base_Q, scale_Q, inverse_Q = calibrate(
-            low_Q, high_Q, missing_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
-        )
         group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
+        base_Q, scale_Q, inverse_Q = calibrate(
+            low_Q, high_Q, missing_Q, group, seed_ptr,
+            BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty, DITHERED,
+        )  # fmt: skip
         store_metadata(scale_ptr + group, scale_Q, q_row < rows)
         store_metadata(minimum_ptr + group, base_Q, q_row < rows)
         base = tl.reshape(tl.broadcast_to(base_Q[:, None], (GROUPS, LANES)), (ROWS, W))
@@ -143,7 +145,7 @@ def quantize_whole_blocks(
 @triton.jit
 def quantize_ragged_block(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, count,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Range, round and pack one block of whole groups, of any size. The second read of x comes from the cache.
@@ -164,6 +166,7 @@ def quantize_ragged_block(
         count: Elements of the block (int32), at most BLOCK.
         BIT_WIDTH: Bits a code.
         STOCHASTIC: Rounding.
+        DITHERED: Whether it is to nearest on shifted grids.
         INNER: Elements of a group, a divisor of BLOCK.
         BLOCK: Elements of a block.
         GROUPS_2: BLOCK // INNER rounded up to a power of two.
@@ -179,11 +182,12 @@ def quantize_ragged_block(
         x_GI = normalize_elements(x_GI, mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
     low_GI, high_GI = finite_keys(x_GI, valid)
     missing_GI = valid & ~is_finite(x_GI)
+    group = tl.arange(0, GROUPS_2)
     base_G, scale_G, inverse_G = calibrate(
         tl.min(low_GI, axis=1), tl.max(high_GI, axis=1), tl.max(missing_GI.to(tl.int32), axis=1) > 0,
-        BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
+        first // INNER + group, seed_ptr,
+        BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty, DITHERED,
     )  # fmt: skip
-    group = tl.arange(0, GROUPS_2)
     store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
     store_metadata(minimum_ptr + first // INNER + group, base_G, group * INNER < count)
     row, index = tl.zeros((1, 1), tl.int32), tl.arange(0, COLUMNS_2)
@@ -211,7 +215,7 @@ def quantize_ragged_block(
 )
 def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel, mean_ptr, factor_ptr, outer, places, span, run,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Quantize in one pass: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size.
@@ -223,7 +227,7 @@ def quantize_kernel(
         quantize_whole_blocks(
             x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
             mean_ptr, factor_ptr, outer, places, span, run, first, rows,
-            BIT_WIDTH, STOCHASTIC, INNER, BLOCK, ROWS, PLACE,
+            BIT_WIDTH, STOCHASTIC, DITHERED, INNER, BLOCK, ROWS, PLACE,
         )  # fmt: skip
     if INNER <= BLOCK:  # longer groups come in whole blocks
         first, _, _, _, count = single_block(numel, BLOCK, ROWS, COLUMNS_2)
@@ -231,7 +235,7 @@ def quantize_kernel(
             quantize_ragged_block(
                 x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr,
                 mean_ptr, factor_ptr, outer, places, span, run, first, count,
-                BIT_WIDTH, STOCHASTIC, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, PLACE,
+                BIT_WIDTH, STOCHASTIC, DITHERED, INNER, BLOCK, GROUPS_2, INNER_2, COLUMNS_2, PLACE,
             )  # fmt: skip
 
 

@@ -44,16 +44,17 @@ def rows_in_groups(geometry: Geometry) -> bool:
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """One read of the elements where a program holds whole groups, else two."""
     geometry, x, key = plan.geometry, x.detach(), seed_on(x.device, seed)
-    codes, minimum, scale = plan.split(buffer)
     if one_pass(geometry):
-        _quantize_at_once(x, codes, minimum, scale, key, geometry)
+        _quantize_at_once(x, plan, buffer, key)
         return
+    codes, minimum, scale = plan.split(buffer)
     inverse = x.new_empty(geometry.groups, dtype=torch.float32)
-    _calibrate(x, scale, minimum, inverse, geometry)
+    _calibrate(x, (scale, minimum, inverse, key), plan)
     aligned = rows_in_groups(geometry)
     itemsize = x.itemsize if aligned else max(x.itemsize, 4)  # more elements' groups than 32 would spill
     tiles = tiling(geometry.numel, geometry.block_size, itemsize)
-    constants = {"BLOCK": geometry.block_size, "ROWS": tiles.rows, "ALIGNED": aligned, **_rounding(geometry, key)}
+    constants = {"BLOCK": geometry.block_size, "ROWS": tiles.rows, "ALIGNED": aligned}
+    constants |= {"BIT_WIDTH": geometry.bit_width, "STOCHASTIC": _is_stochastic(plan, key)}
     arguments = (x, codes, minimum, inverse, key, geometry.numel, run_of(geometry), geometry.groups)
     Launch(quantize_calibrated_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
 
@@ -71,23 +72,21 @@ def quantize_normalized(
     geometry = plan.geometry
     if not one_pass(geometry) or not fits(place, geometry.numel):
         return NotImplemented
-    codes, minimum, scale = plan.split(buffer)
     flags = place_flags(place, geometry.numel, geometry.block_size // 8)
-    key = seed_on(x.device, seed)
-    _quantize_at_once(x.detach(), codes, minimum, scale, key, geometry, (mean, factor, *place), flags)
+    _quantize_at_once(x.detach(), plan, buffer, seed_on(x.device, seed), (mean, factor, *place), flags)
 
 
 def _quantize_at_once(
     x: Tensor,
-    codes: Tensor,
-    minimum: Tensor,
-    scale: Tensor,
+    plan: UniformPlan,
+    buffer: Tensor,
     key: Tensor | None,
-    geometry: Geometry,
     statistics: tuple[Tensor | int | None, ...] = NO_STATISTICS,
     flags: int = 0,
 ) -> None:
     """One read of the elements, normalized on the way if there are flags."""
+    geometry = plan.geometry
+    codes, minimum, scale = plan.split(buffer)
     tiles = tiling(geometry.numel, geometry.block_size, x.itemsize, geometry.inner)
     constants = {
         "INNER": geometry.inner,
@@ -97,28 +96,38 @@ def _quantize_at_once(
         "INNER_2": next_power_of_2(geometry.inner),
         "COLUMNS_2": tiles.columns,
         "PLACE": flags,
-        **_rounding(geometry, key),
+        "BIT_WIDTH": geometry.bit_width,
+        "STOCHASTIC": _is_stochastic(plan, key),
+        "DITHERED": plan.dithered,
     }
     arguments = (x, codes, scale, minimum, key, geometry.numel, *statistics)
     Launch(quantize_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
 
 
-def _rounding(geometry: Geometry, key: Tensor | None) -> dict[str, int | bool]:
-    return {"BIT_WIDTH": geometry.bit_width, "STOCHASTIC": key is not None}
+def _is_stochastic(plan: UniformPlan, key: Tensor | None) -> bool:
+    return key is not None and not plan.dithered
 
 
-def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, geometry: Geometry) -> None:
-    """Metadata of all groups, each by one program, or by several and a second launch that joins their ranges."""
+def _calibrate(x: Tensor, metadata: tuple[Tensor | None, ...], plan: UniformPlan) -> None:
+    """Metadata of all groups, each by one program, or by several and a second launch that joins their ranges.
+
+    Args:
+        x: Elements.
+        metadata: Scales, minima and inverse scales, written, and the seed.
+        plan: Plan of the tensor.
+    """
+    geometry = plan.geometry
     tiles, groups = group_tiling(geometry, RANGES_TILE), geometry.groups
-    metadata, sizes = (scale, minimum, inverse), (geometry.numel, geometry.inner, groups, tiles.repeats)
+    sizes, kind = (geometry.numel, geometry.inner, groups, tiles.repeats), {"DITHERED": plan.dithered}
     if tiles.parts == 1:
-        constants = {"BIT_WIDTH": geometry.bit_width, **tiles.shape}
+        constants = {"BIT_WIDTH": geometry.bit_width, **kind, **tiles.shape}
         Launch(calibrate_kernel, (tiles.group_tiles,), (x, *metadata, *sizes), constants).run()
         return
     keys = x.new_empty(3 * tiles.parts * groups, dtype=torch.int32)
     Launch(ranges_kernel, (tiles.group_tiles, tiles.parts), (x, keys, *sizes), tiles.shape).run()
     constants = {
         "BIT_WIDTH": geometry.bit_width,
+        **kind,
         "PARTS_TILE": min(next_power_of_2(tiles.parts), _JOIN_TILE),
         "GROUPS_TILE": min(next_power_of_2(groups), _JOIN_TILE),
     }

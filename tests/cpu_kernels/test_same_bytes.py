@@ -110,6 +110,8 @@ def test_quantize_bytes_of_extreme_values(scale_dtype, minimum_dtype, dtype):
     ]
     x = torch.stack([row.to(dtype) for row in rows])
     for rounding in Rounding:
+        if rounding is Rounding.DITHERED and minimum_dtype is not torch.float32:
+            continue
         for bit_width in (1, 2, 8, 12):
             for bucket_size in (64, None):
                 quantizer = UniformQuantizer(

@@ -10,7 +10,7 @@ from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 
 LEAVES = [
     (getattr(brevact.injectors, f"{stem}Backward{bit_width}bit"), bit_width, rounding)
-    for stem, rounding in (("Nearest", Rounding.NEAREST), ("Stoch", Rounding.STOCHASTIC))
+    for stem, rounding in (("Nearest", Rounding.NEAREST), ("Stoch", Rounding.STOCHASTIC), ("Dither", Rounding.DITHERED))
     for bit_width in range(1, 9)
 ]
 leaves = pytest.mark.parametrize(("leaf", "bit_width", "rounding"), LEAVES, ids=[leaf.__name__ for leaf, *_ in LEAVES])

@@ -66,7 +66,7 @@ class Subject:
         """Whether the expectation of what is decoded is the tensor."""
         if self.unbiased is not None:
             return self.unbiased
-        return self.quantizer.rounding is Rounding.STOCHASTIC
+        return self.quantizer.rounding is not Rounding.NEAREST
 
     def tolerance(self, x: Tensor, packed: PackedActivation) -> Tensor:
         """Largest error of each element: steps, and the rounding of float32 arithmetic and of the result's type.
@@ -185,6 +185,10 @@ def _mixed(**settings: object) -> Subject:
     return Subject(MixedQuantizer(**settings), mixed_step)
 
 
+def _mixed_dithered() -> Subject:
+    return Subject(MixedQuantizer(rounding=Rounding.DITHERED), mixed_step, keeps_zeros=False)
+
+
 def _normalized(**settings: object) -> Subject:
     # The formats round by formulas of their own, not always to the closer level: within the farther one's distance.
     # Their levels end at a number of deviations.
@@ -204,7 +208,14 @@ def _sign_magnitude(**settings: object) -> Subject:
 
 def _uniform(**settings: object) -> Subject:
     quantizer = UniformQuantizer(**settings)
-    return Subject(quantizer, uniform_step, constant_dtype=quantizer.minimum_dtype, is_noisy=quantizer.bucket_size != 1)
+    # A shifted grid does not have the minimum among its levels, so that zeros move.
+    is_shifted = quantizer.rounding is Rounding.DITHERED
+    return Subject(
+        *(quantizer, uniform_step),
+        keeps_zeros=not is_shifted,
+        constant_dtype=quantizer.minimum_dtype,
+        is_noisy=quantizer.bucket_size != 1,
+    )
 
 
 def _weibull(**settings: object) -> Subject:
@@ -224,9 +235,12 @@ SUBJECTS: dict[str, Subject] = {
         for granularity in (Granularity.TENSOR, Granularity.CHANNEL, Granularity.SAMPLE)
     },
     **{f"uniform-bucket-{size}": _uniform(bit_width=2, bucket_size=size) for size in (1, 7, 64, 100, 1000, 5000, None)},
+    "uniform-dithered-channel": _uniform(bit_width=3, rounding=Rounding.DITHERED, granularity=Granularity.CHANNEL),
+    "uniform-dithered-bucket-100": _uniform(bit_width=2, rounding=Rounding.DITHERED, bucket_size=100),
     "uniform-float32-scale": _uniform(bit_width=2, scale_dtype=torch.float32),
     "mixed-2-4": _mixed(),
     "mixed-nearest-3-6": _mixed(bit_width=3, mix_bit_width=6, mix_prob=0.4, rounding=Rounding.NEAREST),
+    "mixed-dithered": _mixed_dithered(),
     "mixed-bucket-100": _mixed(bucket_size=100, mix_prob=0.3),
     "mixed-tensor": _mixed(granularity=Granularity.TENSOR),
     "mixed-never": _mixed(mix_prob=0),
@@ -234,7 +248,7 @@ SUBJECTS: dict[str, Subject] = {
     **{
         f"{format.value}-{rounding.value}": _normalized(format=format, rounding=rounding)
         for format in NormalizedFormat
-        for rounding in Rounding
+        for rounding in (Rounding.NEAREST, Rounding.STOCHASTIC)
         if (format, rounding) != (NormalizedFormat.L2, Rounding.STOCHASTIC)
     },
     "L2-stochastic": replace(_normalized(format="L2", rounding="stochastic"), unbiased=False),  # ends at 1.4 deviations

@@ -41,7 +41,12 @@ def _codes(packed) -> torch.Tensor:
         ({"bit_width": True}, TypeError, "bit_width: got True"),
         ({"bucket_size": 0}, ValueError, "bucket_size: got 0; accepted is a positive int, or None"),
         ({"bucket_size": "512"}, TypeError, "bucket_size: got '512'"),
-        ({"rounding": "up"}, ValueError, "rounding: got 'up'; accepted are Rounding.NEAREST, Rounding.STOCHASTIC"),
+        ({"rounding": "up"}, ValueError, "rounding: got 'up'; accepted are Rounding.NEAREST, Rounding.STOCHASTIC, Rounding.DITHERED"),
+        (
+            {"rounding": "dithered", "minimum_dtype": torch.bfloat16},
+            ValueError,
+            "minimum_dtype: got torch.bfloat16 with rounding='dithered'",
+        ),
         ({"granularity": "row"}, ValueError, "granularity: got 'row'; accepted are Granularity.BUCKET"),
         ({"channel_dim": None}, TypeError, "channel_dim: got None"),
         ({"scale_dtype": torch.float16}, ValueError, "scale_dtype: got torch.float16; accepted are torch.bfloat16"),
@@ -303,7 +308,8 @@ def test_the_largest_values_decode_within_a_step_and_those_beyond_the_bound_to_t
                 y = packed.dequantize()
                 wide = x.max().double() - x.min().double() >= LARGEST_RANGE
                 error = (y.double() - (x.double().clamp(-LARGEST_END, LARGEST_END) if wide else x.double())).abs()
-                assert (error <= packed.scale.double() * 1.01 + largest * torch.finfo(dtype).eps).all()
+                steps = 1.51 if rounding is Rounding.DITHERED else 1.01  # what is clipped gets the end of a shifted grid
+                assert (error <= packed.scale.double() * steps + largest * torch.finfo(dtype).eps).all()
 
 
 def test_codes_of_steps_beside_each_other_are_decoded_with_the_stored_scale():
@@ -323,8 +329,11 @@ def test_granularity_groups_by_channel_sample_and_tensor(memory_format, rounding
     x = (torch.randn(4, 6, 5, 7) * torch.arange(1, 7)[:, None, None]).to(memory_format=memory_format)
     for granularity, dims in (("channel", (0, 2, 3)), ("sample", (1, 2, 3)), ("tensor", (0, 1, 2, 3))):
         packed = UniformQuantizer(bit_width=4, rounding=rounding, granularity=granularity).quantize(x, seed=3)
-        assert torch.equal(packed.minimum, x.amin(dims).view(-1))
-        step = (x.amax(dims) - x.amin(dims)).view(-1) / 15
+        low, step = x.amin(dims).view(-1), (x.amax(dims) - x.amin(dims)).view(-1) / 15
+        if rounding is Rounding.DITHERED:
+            assert ((packed.minimum - low).abs() <= packed.scale.float() * 0.5 * (1 + 2**-20)).all()
+        else:
+            assert torch.equal(packed.minimum, low)
         assert ((packed.scale.float() >= step) & (packed.scale.float() <= step * (1 + 2**-7))).all()
     widest = UniformQuantizer(bit_width=4, granularity="channel", channel_dim=-1).quantize(x, seed=3)
     assert torch.equal(widest.minimum, x.amin((0, 1, 2)))

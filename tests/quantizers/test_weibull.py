@@ -226,9 +226,9 @@ def test_first_use_under_a_mode_leaves_no_trace():
 def test_nearest_is_closer_than_stochastic():
     torch.manual_seed(0)
     x = torch.randn(4 * BUCKET)
-    nearest, stochastic = (WeibullQuantizer(bit_width=3, rounding=rounding) for rounding in reversed(Rounding))
-    assert not stochastic.is_stochastic and nearest.is_stochastic
-    errors = [(q.quantize(x, seed=0).dequantize() - x).abs() for q in (stochastic, nearest)]
+    nearest, stochastic = (WeibullQuantizer(bit_width=3, rounding=rounding) for rounding in (Rounding.NEAREST, Rounding.STOCHASTIC))
+    assert stochastic.is_stochastic and not nearest.is_stochastic
+    errors = [(q.quantize(x, seed=0).dequantize() - x).abs() for q in (nearest, stochastic)]
     assert (errors[0] <= errors[1] + 1e-6).all()
 
 

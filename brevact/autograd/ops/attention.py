@@ -104,17 +104,22 @@ def _with_finer_scores(region: Keeper) -> Keeper:
         return region
     finer = copy.copy(region)
     finer.settings = _score_settings(
-        bool(quantizer.is_stochastic),
+        _rounding_of(quantizer),
         *(settings.save_mode, settings.min_numel, settings.derive_min_bits, settings.score_bit_width),
     )
     return finer
 
 
+def _rounding_of(quantizer: Any) -> Rounding:
+    if isinstance(quantizer, UniformQuantizer):
+        return quantizer.rounding
+    return Rounding.STOCHASTIC if quantizer.is_stochastic else Rounding.NEAREST
+
+
 @functools.lru_cache(maxsize=64)
 def _score_settings(
-    is_stochastic: bool, save_mode: SaveMode, min_numel: int, derive_min_bits: int, bit_width: int
+    rounding: Rounding, save_mode: SaveMode, min_numel: int, derive_min_bits: int, bit_width: int
 ) -> BackwardSettings:
-    rounding = Rounding.STOCHASTIC if is_stochastic else Rounding.NEAREST
     quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding)
     return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits)
 

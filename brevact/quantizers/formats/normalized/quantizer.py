@@ -13,7 +13,7 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid
 from brevact.private_names.of_torch import len_dispatch_stack
 from brevact.quantizers import passes
-from brevact.quantizers.checks import check_bool, check_int, member_of
+from brevact.quantizers.checks import between_levels, check_bool, check_int, member_of
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
@@ -163,7 +163,7 @@ class NormalizedQuantizer(GridQuantizer):
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
         object.__setattr__(self, "format", member_of("format", NormalizedFormat, self.format))
-        object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
+        object.__setattr__(self, "rounding", between_levels(self.rounding))
         check_int("channel_dim", self.channel_dim)
         check_bool("quantize_forward", self.quantize_forward)
         if self.quantize_forward and self.is_stochastic:

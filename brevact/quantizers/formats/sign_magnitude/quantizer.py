@@ -11,7 +11,7 @@ from torch import Tensor
 from brevact.geometry import SMALLEST_GAP, Geometry, Grid
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_bucket_size, check_int, member_of
+from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
@@ -52,7 +52,7 @@ class SignMagnitudeLevels(GridQuantizer):
         check_bucket_size("bucket", self.bucket)
         if not isinstance(self.use_max, bool):
             raise TypeError(f"use_max: got {brief(self.use_max)}; accepted are True (maximum) and False (L2 norm)")
-        object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
+        object.__setattr__(self, "rounding", between_levels(self.rounding))
         if self.scale_dtype not in _SCALE_DTYPES:
             accepted = " and ".join(map(str, _SCALE_DTYPES))
             raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers import passes
-from brevact.quantizers.checks import check_bool, check_bucket_size, check_int, member_of
+from brevact.quantizers.checks import between_levels, check_bool, check_bucket_size, check_int
 from brevact.quantizers.formats.weibull.fit import UNITS, SideFits
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
@@ -78,7 +78,7 @@ class WeibullQuantizer(GridQuantizer):
                 "UniformQuantizer"
             )
         check_bucket_size("bucket_size", self.bucket_size)
-        object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
+        object.__setattr__(self, "rounding", between_levels(self.rounding))
         check_bool("keep_zeros", self.keep_zeros)
 
     def geometry(self, layout: Layout) -> Geometry:
