@@ -27,8 +27,9 @@ from brevact.cpu_kernels.memory import (
 from brevact.cpu_kernels.philox import halves_of, word_of_group
 
 NUMEL, BIT_WIDTH, BLOCK, INNER, GROUPS, FUSED, ROUNDING, SCALE_KIND, MINIMUM_KIND, KIND, ROWS = range(11)
-"""Fields of the table. FUSED: every group is one run inside one block. ROUNDING: see below. ROWS: address of int64 indices, or 0 for a whole
-tensor: the elements are some groups of a tensor, its rows, group g being row ROWS[g] of INNER elements there."""
+"""Fields of the table. FUSED: every group is one run inside one block. ROUNDING: see below. ROWS: address of int64
+indices, or 0 for a whole tensor: the elements are some groups of a tensor, its rows, group g being row ROWS[g] of INNER
+elements there."""
 
 NEAREST, STOCHASTIC, DITHERED = range(3)
 """Kinds of rounding."""

@@ -15,9 +15,9 @@ from brevact.injectors import moved as moved  # lets pickles of earlier versions
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQuantizer
 from brevact.injectors.fragments import BackwardQuantSolver as BackwardQuantSolver
+from brevact.injectors.fragments import DitheredRounding as DitheredRounding
 from brevact.injectors.fragments import NearestRounding as NearestRounding
 from brevact.injectors.fragments import SaveQuantized as SaveQuantized
-from brevact.injectors.fragments import DitheredRounding as DitheredRounding
 from brevact.injectors.fragments import StochasticRounding as StochasticRounding
 from brevact.injectors.leaves import *
 from brevact.injectors.resolve import backward_settings_from as backward_settings_from

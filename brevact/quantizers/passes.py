@@ -120,7 +120,7 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
     key = None if seed is None else torch.as_tensor(seed, device=x.device)
     minimum, scale = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
     if plan.dithered:
-        minimum, key = shifted(minimum, scale, key), None
+        minimum, key = shifted(minimum, scale, torch.as_tensor(seed, device=x.device)), None
     for start, values in ((plan.minimum_at, minimum), (plan.scale_at, scale)):
         raw = values.contiguous().view(torch.uint8)
         buffer[start : start + raw.numel()] = raw

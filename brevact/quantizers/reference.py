@@ -108,7 +108,8 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
 def shifted(minimum: Tensor, scale: Tensor, seed: Tensor) -> Tensor:
     """Minima of dithered rounding, m - u * s with u = (w >> 8) / 2^24 - 1/2, and the lowest float32 at least.
 
-    Groups that are flagged keep theirs: at 1 bit they have one level, and it is the middle of what is finite. w is word 0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
+    Groups that are flagged keep theirs: at 1 bit they have one level, and it is the middle of what is finite. w is word
+    0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
 
     Args:
         minimum: (G,) float32 minima; NaN stays.

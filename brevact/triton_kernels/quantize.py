@@ -78,7 +78,8 @@ def _finite_range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GRO
 @triton.jit
 def quantize_whole_blocks(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, mean_ptr, factor_ptr, outer, places, span, run, first, rows,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PLACE: tl.constexpr,
 ):  # fmt: skip
     """Range, round and pack whole blocks, reading x once. INNER and BLOCK are powers of two.
@@ -215,7 +216,8 @@ def quantize_ragged_block(
 )
 def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, numel, mean_ptr, factor_ptr, outer, places, span, run,
-    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr, DITHERED: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     GROUPS_2: tl.constexpr, INNER_2: tl.constexpr, COLUMNS_2: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Quantize in one pass: tiles of ROWS whole blocks and a last ragged one, or, ROWS = 0, one block of any size.

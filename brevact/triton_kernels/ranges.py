@@ -101,9 +101,7 @@ def calibrate_kernel(
         x_ptr, first_group, 0, numel, inner, groups, repeats, 1, REPEATS_TILE, GROUPS_TILE, INNER_TILE
     )
     group = first_group + tl.arange(0, GROUPS_TILE)
-    _finish(
-        low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr, BIT_WIDTH, DITHERED
-    )
+    _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr, BIT_WIDTH, DITHERED)
 
 
 @triton.jit(do_not_specialize=["repeats"])
@@ -147,6 +145,4 @@ def join_ranges_kernel(
         high = tl.maximum(high, tl.load(keys_ptr + offset + groups, mask=valid, other=LOWEST_KEY))
         missing += tl.load(keys_ptr + offset + 2 * groups, mask=valid, other=0)
     low_G, high_G, missing_G = tl.min(low, axis=0), tl.max(high, axis=0), tl.sum(missing, axis=0)
-    _finish(
-        low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr, BIT_WIDTH, DITHERED
-    )
+    _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr, BIT_WIDTH, DITHERED)

@@ -41,7 +41,7 @@ def _codes(packed) -> torch.Tensor:
         ({"bit_width": True}, TypeError, "bit_width: got True"),
         ({"bucket_size": 0}, ValueError, "bucket_size: got 0; accepted is a positive int, or None"),
         ({"bucket_size": "512"}, TypeError, "bucket_size: got '512'"),
-        ({"rounding": "up"}, ValueError, "rounding: got 'up'; accepted are Rounding.NEAREST, Rounding.STOCHASTIC, Rounding.DITHERED"),
+        ({"rounding": "up"}, ValueError, "rounding: got 'up'; accepted are Rounding.NEAREST, Rounding.STOCHASTIC, Ro"),
         (
             {"rounding": "dithered", "minimum_dtype": torch.bfloat16},
             ValueError,
@@ -308,7 +308,7 @@ def test_the_largest_values_decode_within_a_step_and_those_beyond_the_bound_to_t
                 y = packed.dequantize()
                 wide = x.max().double() - x.min().double() >= LARGEST_RANGE
                 error = (y.double() - (x.double().clamp(-LARGEST_END, LARGEST_END) if wide else x.double())).abs()
-                steps = 1.51 if rounding is Rounding.DITHERED else 1.01  # what is clipped gets the end of a shifted grid
+                steps = 1.51 if rounding is Rounding.DITHERED else 1.01  # the end of a shifted grid
                 assert (error <= packed.scale.double() * steps + largest * torch.finfo(dtype).eps).all()
 
 

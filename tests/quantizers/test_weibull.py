@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brevact.geometry import SMALLEST_GAP
-from brevact.quantizers import PackedActivation, Rounding, UniformQuantizer, WeibullQuantizer, passes
+from brevact.quantizers import PackedActivation, UniformQuantizer, WeibullQuantizer, passes
 from brevact.quantizers.formats.weibull.fit import UNITS, SideFits
 from brevact.quantizers.formats.weibull.levels import level_table
 from brevact.quantizers.reference import LARGEST_RANGE
@@ -226,7 +226,7 @@ def test_first_use_under_a_mode_leaves_no_trace():
 def test_nearest_is_closer_than_stochastic():
     torch.manual_seed(0)
     x = torch.randn(4 * BUCKET)
-    nearest, stochastic = (WeibullQuantizer(bit_width=3, rounding=rounding) for rounding in (Rounding.NEAREST, Rounding.STOCHASTIC))
+    nearest, stochastic = (WeibullQuantizer(bit_width=3, rounding=rounding) for rounding in ("nearest", "stochastic"))
     assert stochastic.is_stochastic and not nearest.is_stochastic
     errors = [(q.quantize(x, seed=0).dequantize() - x).abs() for q in (nearest, stochastic)]
     assert (errors[0] <= errors[1] + 1e-6).all()

@@ -1,10 +1,10 @@
 """Uniform backward quantizers: evenly spaced codes in buckets of 512 elements, 1 to 8 bits wide.
 
 ``NearestBackward<N>bit`` rounds to the nearest code, half to even. ``StochBackward<N>bit`` rounds up with the
-probability of the remainder, which makes the decoded activation, and every gradient that is linear in it, unbiased. ``DitherBackward<N>bit`` rounds
-to the nearest code of a grid that each bucket shifts by a random part of a step: as unbiased, at half the variance. A
-bucket stores a bfloat16 scale and a float32 minimum beside its codes: N + 0.094 bits an element. Decoding is off by at
-most half a step for nearest rounding, by less than a step for stochastic.
+probability of the remainder, which makes the decoded activation, and every gradient that is linear in it, unbiased.
+``DitherBackward<N>bit`` rounds to the nearest code of a grid that each bucket shifts by a random part of a step: as
+unbiased, at half the variance. A bucket stores a bfloat16 scale and a float32 minimum beside its codes: N + 0.094 bits
+an element. Decoding is off by at most half a step for nearest and dithered rounding, by less than one for stochastic.
 
 >>> StochBackward2bit.quantizer.quantize(torch.rand(4096)).nbytes  # 16384 bytes in float32
 1072

@@ -103,8 +103,8 @@ class UniformQuantizer(Quantizer):
                 )
         if self.rounding is Rounding.DITHERED and self.minimum_dtype is not torch.float32:
             raise ValueError(
-                f"minimum_dtype: got {self.minimum_dtype} with rounding='dithered', whose minima are shifted by parts of "
-                "a step that bfloat16 does not hold; accepted is torch.float32; or use rounding='stochastic'"
+                f"minimum_dtype: got {self.minimum_dtype} with rounding='dithered', which shifts minima by parts of a "
+                "step that bfloat16 does not hold; accepted is torch.float32; or use rounding='stochastic'"
             )
 
     def __hash__(self) -> int:
@@ -213,5 +213,7 @@ def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:
     if plan is None:
         quantizer = spec.quantizer
         geometry, dtypes = quantizer.geometry(spec.layout), (quantizer.scale_dtype, quantizer.minimum_dtype)
-        plan = spec.plan = UniformPlan(geometry, *dtypes, *spec.offsets[1:], quantizer.rounding is Rounding.DITHERED)
+        _, minimum_at, scale_at = spec.offsets
+        is_dithered = quantizer.rounding is Rounding.DITHERED
+        plan = spec.plan = UniformPlan(geometry, *dtypes, minimum_at, scale_at, is_dithered)
     return plan
