@@ -176,7 +176,7 @@ class UniformPlan:
         minimum_dtype: bfloat16 or float32.
         minimum_at: First byte of the minima; codes come first.
         scale_at: First byte of the scales.
-        dithered: Whether stored minima are shifted by a random part of a step, and codes rounded to nearest.
+        dithered: Whether groups, which then lie in blocks, may shift their levels; see `passes.quantize_uniform`.
     """
 
     geometry: Geometry

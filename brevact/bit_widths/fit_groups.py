@@ -165,7 +165,7 @@ def quantizer_of(bit_width: int, *, attends: bool) -> Any:
     if bit_width == FULL_PRECISION:
         return None
     settings = {"score_bit_width": max(_LEAST_SCORE_BITS, min(_MOST, bit_width + _MORE_SCORE_BITS))} if attends else {}
-    return getattr(injectors, f"StochBackward{bit_width}bit").let(derive_min_bits=1, **settings)
+    return getattr(injectors, f"DitherBackward{bit_width}bit").let(derive_min_bits=1, **settings)
 
 
 @contextmanager

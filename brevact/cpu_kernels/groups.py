@@ -24,7 +24,6 @@ from brevact.cpu_kernels.memory import (
     store,
     u16_at,
 )
-from brevact.cpu_kernels.philox import halves_of, word_of_group
 
 NUMEL, BIT_WIDTH, BLOCK, INNER, GROUPS, FUSED, ROUNDING, SCALE_KIND, MINIMUM_KIND, KIND, ROWS = range(11)
 """Fields of the table. FUSED: every group is one run inside one block. ROUNDING: see below. ROWS: address of int64
@@ -32,7 +31,7 @@ indices, or 0 for a whole tensor: the elements are some groups of a tensor, its 
 elements there."""
 
 NEAREST, STOCHASTIC, DITHERED = range(3)
-"""Kinds of rounding."""
+"""Kinds of rounding; groups of tensors that are dithered lie in blocks."""
 
 LOWEST_KEY, HIGHEST_KEY = np.int32(-(2**31)), np.int32(2**31 - 1)
 _MINUS_INFINITY_KEY, _INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
@@ -107,15 +106,7 @@ def _write(address, kind, index, value):
 
 
 @inlined
-def _shifted(m, s, group, k0, k1):
-    """The minimum of dithered rounding; see `reference.shifted`."""
-    word = np.uint32(word_of_group(group, k0, k1) >> np.uint32(8))
-    part = np.float32(word) * np.float32(2.0**-24) - np.float32(0.5)
-    return max(m - part * s, _LOWEST)
-
-
-@inlined
-def calibrate(low, high, flagged, group, scale, minimum, table, k0, k1):
+def calibrate(low, high, flagged, group, scale, minimum, table):
     """Store minimum and scale of a group whose finite elements have this range of keys; see `reference.calibrate`.
 
     Args:
@@ -126,8 +117,6 @@ def calibrate(low, high, flagged, group, scale, minimum, table, k0, k1):
         scale: Address of the scales.
         minimum: Address of the minima.
         table: The tensor's table.
-        k0: Low half of the seed, in a uint64.
-        k1: High half of the seed, in a uint64.
 
     Returns:
         (minimum, scale).
@@ -148,12 +137,16 @@ def calibrate(low, high, flagged, group, scale, minimum, table, k0, k1):
         if load(table, SCALE_KIND) != FLOAT32:
             step = float_of(np.int32(np.int32(bits_of(step) + np.int32(0xFFFF)) & np.int32(-65536)))
         step = max(step, _SMALLEST_SCALE) if width > np.float32(0.0) else np.float32(0.0)
-        if load(table, ROUNDING) == DITHERED and not flagged:
-            bottom = _shifted(bottom, step, group, k0, k1)
         m, s = bottom, -step if flagged else step
     _write(minimum, load(table, MINIMUM_KIND), group, m)
     _write(scale, load(table, SCALE_KIND), group, s)
     return m, s
+
+
+@inlined
+def store_shifted(m, s, shift, group, minimum, table):
+    """Store the minimum of a group whose levels are shifted by a part of a step; see `passes.quantize_uniform`."""
+    _write(minimum, load(table, MINIMUM_KIND), group, max(m - shift * s, _LOWEST))
 
 
 @inlined
@@ -321,7 +314,7 @@ def extend_finite_ranges(source, keys_at, table_at, blocks, parts, start, stop):
 
 
 @kernel
-def calibrate_groups(keys_at, parts, scale, minimum, seed, table_at):
+def calibrate_groups(keys_at, parts, scale, minimum, table_at):
     """Join the key ranges that parts of the tensor gave, and store minimum and scale of every group.
 
     Args:
@@ -329,12 +322,10 @@ def calibrate_groups(keys_at, parts, scale, minimum, seed, table_at):
         parts: Number of parts.
         scale: Address of the scales.
         minimum: Address of the minima.
-        seed: Key of the random bits.
         table_at: Address of the table.
     """
     table = i64_at(table_at)
     groups = load(table, GROUPS)
-    k0, k1 = halves_of(seed)
     keys = i32_at(keys_at)
     for group in range(groups):
         low, high, missing = HIGHEST_KEY, LOWEST_KEY, np.int32(0)
@@ -342,4 +333,4 @@ def calibrate_groups(keys_at, parts, scale, minimum, seed, table_at):
             low = min(low, load(keys, 3 * part * groups + group))
             high = max(high, load(keys, (3 * part + 1) * groups + group))
             missing = np.int32(missing | load(keys, (3 * part + 2) * groups + group))
-        calibrate(low, high, missing != np.int32(0), group, scale, minimum, table, k0, k1)
+        calibrate(low, high, missing != np.int32(0), group, scale, minimum, table)

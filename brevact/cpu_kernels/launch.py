@@ -266,11 +266,11 @@ def _quantize(
 ) -> None:
     """Quantize, and normalize on the way by the words at an address."""
     source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
-    metadata, key = (codes + plan.scale_at, codes + plan.minimum_at), 0 if seed is None else int(seed)
+    metadata = codes + plan.scale_at, codes + plan.minimum_at
     if not table.fused:
         keys = _range_keys(source, table, threads)
-        groups.calibrate_groups(keys.ctypes.data, len(keys), *metadata, key, table.address)
-    arguments = (source, codes, *metadata, key, table.address, norm)
+        groups.calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address)
+    arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address, norm)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)
 
 
@@ -285,9 +285,9 @@ def _dequantize(
 
 
 def _rounding(plan: UniformPlan, seed: int | Tensor | None) -> int:
-    if plan.dithered:
-        return groups.DITHERED
-    return groups.NEAREST if seed is None else groups.STOCHASTIC
+    if seed is None:
+        return groups.NEAREST
+    return groups.DITHERED if plan.dithered else groups.STOCHASTIC
 
 
 def _table_of(plan: UniformPlan, dtype: torch.dtype, rounding: int, rows: int = 0) -> GroupTable:

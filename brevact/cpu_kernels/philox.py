@@ -31,14 +31,14 @@ def halves_of(seed):
 
 
 @inlined
-def word_of_group(group, k0, k1):
-    """Word 0 of counter (group lo, group hi, 1, 0), as a uint32."""
+def shift_of(group, k0, k1):
+    """The shift of a group's levels; see `reference.shifts`."""
     counter = np.uint64(group)
     c0, c1, c2, c3 = counter & _LOW, counter >> _32, np.uint64(1), np.uint64(0)
     for _ in range(_ROUNDS):
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
         k0, k1 = _bump(k0, _W0), _bump(k1, _W1)
-    return np.uint32(c0)
+    return np.float32(c0 >> np.uint64(8)) * np.float32(2.0**-24) - np.float32(0.5)
 
 
 @inlined

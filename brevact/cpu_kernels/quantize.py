@@ -7,6 +7,7 @@ import numpy as np
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
+    DITHERED,
     FUSED,
     GROUPS,
     HIGHEST_KEY,
@@ -27,6 +28,7 @@ from brevact.cpu_kernels.groups import (
     is_flagged,
     read_metadata,
     stage_rows,
+    store_shifted,
 )
 from brevact.cpu_kernels.memory import (
     advance,
@@ -42,8 +44,10 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.normalize import SCRATCH, normalize
-from brevact.cpu_kernels.philox import column_words, halves_of
+from brevact.cpu_kernels.philox import column_words, halves_of, shift_of
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
+
+_LEAST_SPREAD = np.int64(8192)
 
 
 @inlined
@@ -112,6 +116,25 @@ def _steps_of_segments(x, first, count, scale, minimum, table, steps):
             s, m = read_metadata(scale, scale_kind, group), read_metadata(minimum, minimum_kind, group)
             _to_steps_of_group(advance(x, e), run, m, s, levels, advance(steps, e))
         e += run
+
+
+@inlined
+def _is_spread(steps, count):
+    """Whether the levels of a group are shifted: positions lie between levels, not beside them."""
+    spread = np.int32(0)
+    for e in range(count):
+        t = load(steps, e)
+        part = np.int32(rint((t - np.float32(np.floor(t))) * np.float32(256.0)))
+        spread = np.int32(spread + np.int32(part * np.int32(np.int32(256) - part)))
+    return np.int64(spread) >= np.int64(count) * _LEAST_SPREAD
+
+
+@inlined
+def _shift(steps, count, shift, top):
+    """The closest of shifted levels, for each position."""
+    for e in range(count):
+        t = max(load(steps, e) + shift, np.float32(0.0))
+        store(steps, e, rint(t if t < top else top))
 
 
 @inlined
@@ -211,7 +234,8 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
     """
     table = i64_at(table_at)
     numel, bit_width, block, inner = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, INNER)
-    fused, stochastic = load(table, FUSED) != 0, load(table, ROUNDING) == STOCHASTIC
+    fused, dithered = load(table, FUSED) != 0, load(table, ROUNDING) == DITHERED
+    stochastic = load(table, ROUNDING) == STOCHASTIC
     k0, k1 = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     steps, scratch = f32_scratch(block), f32_scratch(block)
@@ -228,6 +252,8 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         if norm_at:  # from one memory to another, or LLVM would not vectorize it
             normalize(x, first, count, norm_at, mean_of, scale_of, scratch)
             x = scratch
+        if dithered:
+            stochastic = False  # unless there are groups that do not shift their levels
         if fused:
             e = 0
             while e < count:
@@ -236,8 +262,17 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                 flagged = not is_finite_range(low_key, high_key)
                 if flagged:
                     low_key, high_key = extend_finite(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
-                m, s = calibrate(low_key, high_key, flagged, (first + e) // inner, scale, minimum, table, k0, k1)
-                _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), advance(steps, e))
+                m, s = calibrate(low_key, high_key, flagged, (first + e) // inner, scale, minimum, table)
+                at = advance(steps, e)
+                _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), at)
+                if dithered:
+                    if not flagged and _is_spread(at, run):
+                        group = (first + e) // inner
+                        shift = shift_of(group, k0, k1)
+                        _shift(at, run, shift, np.float32(top))
+                        store_shifted(m, s, shift, group, minimum, table)
+                    else:
+                        stochastic = True
                 e += run
         else:
             _steps_of_segments(x, first, count, scale, minimum, table, steps)

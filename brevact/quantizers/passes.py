@@ -16,6 +16,8 @@ from brevact.quantizers import reference
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.philox import ROUNDS, philox4x32
 from brevact.quantizers.reference import (
+    LEAST_SPREAD,
+    between_levels,
     calibrate,
     chunks,
     element_bits,
@@ -23,7 +25,7 @@ from brevact.quantizers.reference import (
     group_ranges,
     pack_chunk,
     round_codes,
-    shifted,
+    shifts,
     unpack_chunk,
 )
 
@@ -109,9 +111,14 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
 
     In a flagged group code 2^b - 1 stands for what is not finite, and finite elements take the codes below it.
 
+    If the plan is dithered, a group that is not flagged, and in which the mean of `reference.between_levels` is
+    `LEAST_SPREAD` or more, takes q = round(clip(t + u, 0, 2^b - 1)), to nearest, for positions t and its shift u, and
+    stores m - u s, the lowest float32 at least. Others, whose elements lie on levels or beside them, round
+    stochastically: with less variance, and without errors that they share.
+
     Args:
         x: Floating-point tensor, dense in memory order.
-        plan: Its plan; if it is dithered, m is `reference.shifted`, and rounding is to nearest.
+        plan: Its plan.
         seed: Signed 64-bit int or 0-d int64 tensor for stochastic and dithered rounding, None for nearest.
         buffer: uint8 tensor, zero where it has padding; codes, minima and scales are written.
     """
@@ -119,24 +126,52 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
     geometry, flat = plan.geometry, flat_memory(x.detach(), plan.geometry.numel)
     key = None if seed is None else torch.as_tensor(seed, device=x.device)
     minimum, scale = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
-    if plan.dithered:
-        minimum, key = shifted(minimum, scale, torch.as_tensor(seed, device=x.device)), None
-    for start, values in ((plan.minimum_at, minimum), (plan.scale_at, scale)):
+    shift = None
+    if plan.dithered and key is not None:
+        shift = _shifts(flat, geometry, minimum, scale, key)
+    for start, values in ((plan.minimum_at, _shifted(minimum, scale, shift)), (plan.scale_at, scale)):
         raw = values.contiguous().view(torch.uint8)
         buffer[start : start + raw.numel()] = raw
-    base, step, flagged = minimum.float(), scale.float().abs(), torch.signbit(scale)
-    inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)  # 0 for constant and for empty groups
     top = (1 << geometry.bit_width) - 1
-    levels = torch.where(flagged, top - 1, top).float()
     for start, stop, columns in chunks(geometry.numel, geometry.block_size):
         group = group_index(start, stop, geometry, flat.device)
-        z = flat[start:stop].float()
-        steps = ((z - base[group]) * inverse[group]).clamp(min=0.0).minimum(levels[group])
-        steps = steps.masked_fill(inverse[group] == 0, 0.0)
-        steps = steps.masked_fill(flagged[group] & ~z.isfinite(), float(top))
+        steps = _positions(flat[start:stop].float(), group, minimum, scale, top)
+        if shift is not None:
+            u = shift[group]
+            steps = torch.where(u.isnan(), steps, (steps + u).clamp(0.0, float(top)).round())
         bits = None if key is None else element_bits(start, stop, columns, key)
         chunk = round_codes(steps, bits).clamp(max=top)
         pack_chunk(chunk, start, geometry.bit_width, geometry.block_size, buffer)
+
+
+def _positions(z: Tensor, group: Tensor, minimum: Tensor, scale: Tensor, top: int) -> Tensor:
+    """Positions of elements on the grids of their groups, in [0, top]; 0 in constant and empty groups."""
+    base, step, flagged = minimum.float()[group], scale.float().abs()[group], torch.signbit(scale)[group]
+    inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
+    steps = ((z - base) * inverse).clamp(min=0.0).minimum(torch.where(flagged, top - 1, top).float())
+    return steps.masked_fill(inverse == 0, 0.0).masked_fill(flagged & ~z.isfinite(), float(top))
+
+
+def _shifts(flat: Tensor, geometry: Geometry, minimum: Tensor, scale: Tensor, key: Tensor) -> Tensor:
+    """(G,) float32 shifts of groups, NaN of those that round stochastically."""
+    spread = torch.zeros(geometry.groups, dtype=torch.int64, device=flat.device)
+    sizes = torch.zeros_like(spread)
+    top = (1 << geometry.bit_width) - 1
+    for start, stop, _ in chunks(geometry.numel, geometry.block_size):
+        group = group_index(start, stop, geometry, flat.device)
+        steps = _positions(flat[start:stop].float(), group, minimum, scale, top)
+        spread.index_add_(0, group, between_levels(steps))
+        sizes.index_add_(0, group, torch.ones_like(group))
+    is_shifted = (spread >= sizes * LEAST_SPREAD) & ~torch.signbit(scale)
+    return shifts(key, geometry.groups).masked_fill(~is_shifted, float("nan"))
+
+
+def _shifted(minimum: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """Minima as they are stored."""
+    if shift is None:
+        return minimum
+    moved = (minimum - shift * scale.float()).clamp(min=torch.finfo(torch.float32).min)
+    return torch.where(shift.isnan(), minimum, moved)
 
 
 @run_by_kernels

@@ -19,6 +19,9 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_RANGE, LARGEST_END = 2.0**128 - 2.0**122, 2.0**125
 """A range as large as the first, for which float32 has no grid whose scale is rounded up, gets ends of the second."""
 
+LEAST_SPREAD = 8192
+"""Mean of `between_levels` from which on a group shifts its levels: 65536 / 8, three quarters of the even spread's."""
+
 _CHUNK = 1 << 18  # elements in flight, so that temporaries stay small beside the tensor
 
 
@@ -105,25 +108,32 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
     )
 
 
-def shifted(minimum: Tensor, scale: Tensor, seed: Tensor) -> Tensor:
-    """Minima of dithered rounding, m - u * s with u = (w >> 8) / 2^24 - 1/2, and the lowest float32 at least.
-
-    Groups that are flagged keep theirs: at 1 bit they have one level, and it is the middle of what is finite. w is word
-    0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
+def shifts(seed: Tensor, groups: int) -> Tensor:
+    """By how many steps the levels of groups are shifted where they are: u = (w >> 8) / 2^24 - 1/2 in [-1/2, 1/2).
 
     Args:
-        minimum: (G,) float32 minima; NaN stays.
-        scale: (G,) scales, with the sign bit set where they are flagged.
         seed: 0-d int64 tensor.
+        groups: Number of groups.
 
     Returns:
-        (G,) float32 minima.
+        (G,) float32; w is word 0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
     """
-    group = torch.arange(minimum.numel(), device=minimum.device)
+    group = torch.arange(groups, device=seed.device)
     counter = (group & 0xFFFFFFFF, group >> 32, torch.ones_like(group), torch.zeros_like(group))
-    part = (philox4x32(counter, seed, ROUNDS)[0] >> 8).float() * 2.0**-24 - 0.5
-    moved = (minimum - part * scale.float()).clamp(min=torch.finfo(torch.float32).min)
-    return torch.where(torch.signbit(scale), minimum, moved)
+    return (philox4x32(counter, seed, ROUNDS)[0] >> 8).float() * 2.0**-24 - 0.5
+
+
+def between_levels(steps: Tensor) -> Tensor:
+    """What an element at a position adds to the variance of stochastic rounding, d (256 - d) with d = rint(256 frac t).
+
+    Args:
+        steps: float32 positions t on the grid.
+
+    Returns:
+        int64, 65536 t' (1 - t') for the nearest 256th t' of the fraction: 65536 / 6 on average over a step.
+    """
+    part = ((steps - steps.floor()) * 256.0).round().to(torch.int64)
+    return part * (256 - part)
 
 
 def bounded(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from brevact.triton_kernels.floats import (
     round_down_bfloat16,
     round_up_bfloat16,
 )
-from brevact.triton_kernels.philox import word_of_groups
 
 LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 """Keys of an empty range; see `floats.key_of`."""
@@ -54,18 +53,9 @@ def finite_keys(x, valid):
 
 
 @triton.jit
-def _shifted(low, scale, group, seed_ptr):
-    """Minima of dithered rounding; see `reference.shifted`."""
-    seed = tl.load(seed_ptr + group * 0)  # as a tensor; see `quantize.seed_words`
-    part = (word_of_groups(group, seed) >> 8).to(tl.int32).to(tl.float32) * (2.0**-24) - 0.5
-    return tl.maximum(low - part * scale, _LOWEST)
-
-
-@triton.jit
 def calibrate(
-    low_key, high_key, flagged, group, seed_ptr,
-    BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr, DITHERED: tl.constexpr,
-):  # fmt: skip
+    low_key, high_key, flagged, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr
+):
     """Minimum, scale and inverse scale of groups from the ranges of their finite elements' keys.
 
     See `reference.calibrate`. Minimum and scale are float32 values that their types hold exactly. The inverse has the
@@ -75,12 +65,9 @@ def calibrate(
         low_key: Lowest keys, above `high_key` where no element is finite.
         high_key: Highest keys.
         flagged: Whether groups hold elements that are not finite.
-        group: Which groups (int64); read if they are dithered.
-        seed_ptr: Seed, int64; read as well.
         BIT_WIDTH: Bits a code.
         scale_dtype: Stored type of the scale.
         minimum_dtype: Stored type of the minimum.
-        DITHERED: Whether minima are those of dithered rounding.
     """
     some = low_key <= high_key
     low = tl.where(some, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
@@ -99,10 +86,14 @@ def calibrate(
     scale = tl.where(width > 0.0, tl.maximum(scale, _SMALLEST_SCALE), 0.0)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0.0, scale, 1.0))
     inverse = tl.where(some & (scale > 0.0), inverse, 0.0)
-    if DITHERED:
-        low = tl.where(flagged, low, _shifted(low, scale, group, seed_ptr))
     low, scale = tl.where(some, low, float("nan")), tl.where(some, scale, float("nan"))
     return low, _with_sign(scale, flagged & some), _with_sign(inverse, flagged & some)
+
+
+@triton.jit
+def shifted_minimum(low, scale, shift):
+    """Minima of groups whose levels are shifted by a part of a step; NaN leaves them as they are."""
+    return tl.where(shift == shift, tl.maximum(low - shift * scale, _LOWEST), low)
 
 
 @triton.jit

@@ -16,14 +16,14 @@ def column_words(columns, seed):
 
     `tl.philox` gives the same words; here one 64-bit product replaces its high and its low multiplication.
     """
-    zero = tl.zeros_like(columns.to(tl.uint32))
-    return _philox(columns, zero, seed)
+    return _philox(columns, tl.zeros_like(columns.to(tl.uint32)), seed)
 
 
 @triton.jit
-def word_of_groups(groups, seed):
-    """Word 0 of philox4x32((g lo, g hi, 1, 0), seed, ROUNDS) for int64 groups g, a uint32 tensor."""
-    return _philox(groups, tl.zeros_like(groups.to(tl.uint32)) + 1, seed)[0]
+def shifts(groups, seed):
+    """By how many steps the levels of groups are shifted where they are; see `reference.shifts`."""
+    word = _philox(groups, tl.zeros_like(groups.to(tl.uint32)) + 1, seed)[0]
+    return (word >> 8).to(tl.int32).to(tl.float32) * (2.0**-24) - 0.5
 
 
 @triton.jit

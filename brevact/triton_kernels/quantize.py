@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from brevact.triton_kernels.floats import key_of, maximum, minimum, round_nearest, round_stochastic, widen
+from brevact.triton_kernels.floats import key_of, maximum, minimum, nearest_int, round_nearest, round_stochastic, widen
 from brevact.triton_kernels.groups import (
     calibrate,
     finite_keys,
@@ -11,11 +11,15 @@ from brevact.triton_kernels.groups import (
     has_missing,
     is_finite,
     is_flagged,
+    shifted_minimum,
     store_metadata,
 )
 from brevact.triton_kernels.normalize import normalize_elements, normalize_planes
-from brevact.triton_kernels.philox import column_words, element_bits
+from brevact.triton_kernels.philox import column_words, element_bits, shifts
 from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
+
+_LEAST_SPREAD = tl.constexpr(8192)
+"""See `reference.LEAST_SPREAD`."""
 
 
 @triton.jit
@@ -34,17 +38,43 @@ def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl
 
 
 @triton.jit
-def _codes_of_plane(x, base, inverse, words, i: tl.constexpr, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes (int32) of plane i: round(clip((x - m) / s)), 0 for constant and empty groups and where not valid.
+def _positions(x, base, inverse, valid, BIT_WIDTH: tl.constexpr):
+    """Positions on the grid, clip((x - m) / s): 0 in constant and empty groups and where not valid.
 
-    In groups whose inverse has its sign bit set the last code stands for what is not finite.
+    In groups whose inverse has its sign bit set the last level stands for what is not finite.
     """
     TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
     x, flagged = widen(x), is_flagged(inverse)
     base = tl.where(inverse != 0.0, base, 0.0)  # NaN in empty groups
     t = tl.maximum((x - base) * tl.abs(inverse), 0.0)
     t = tl.minimum(t, tl.where(flagged, TOP - 1.0, TOP))
-    t = tl.where(valid & is_finite(x), t, tl.where(valid & flagged, TOP, 0.0))
+    return tl.where(valid & is_finite(x), t, tl.where(valid & flagged, TOP, 0.0))
+
+
+@triton.jit
+def _between_levels(t):
+    """See `reference.between_levels`; int32."""
+    part = nearest_int((t - tl.floor(t)) * 256.0)
+    return part * (256 - part)
+
+
+@triton.jit
+def _is_spread(between, count, inverse):
+    """Whether groups shift their levels, from their sums of `_between_levels` and their numbers of elements."""
+    return (between >= count * _LEAST_SPREAD) & ~is_flagged(inverse)
+
+
+@triton.jit
+def _closest_shifted(t, shift, BIT_WIDTH: tl.constexpr):
+    """The closest of shifted levels, for each position; a shift of NaN leaves positions as they are."""
+    TOP: tl.constexpr = (1 << BIT_WIDTH) - 1.0
+    moved = tl.minimum(tl.maximum(t + shift, 0.0), TOP)
+    return tl.where(shift == shift, round_nearest(moved, BIT_WIDTH).to(tl.float32), t)
+
+
+@triton.jit
+def _codes(t, words, i: tl.constexpr, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes (int32) of the positions of plane i."""
     if STOCHASTIC:
         q = round_stochastic(t, element_bits(words, i), BIT_WIDTH)
     else:
@@ -100,7 +130,7 @@ def quantize_whole_blocks(
         rows: Blocks of the tile that exist; where groups are longer than blocks, whole groups.
         BIT_WIDTH: Bits a code.
         STOCHASTIC: Rounding.
-        DITHERED: Whether it is to nearest on shifted grids.
+        DITHERED: Whether groups may shift their levels; then STOCHASTIC as well.
         INNER: Elements of a group, at most ROWS * BLOCK.
         BLOCK: Elements of a block.
         ROWS: Blocks of a tile.
@@ -129,17 +159,29 @@ def quantize_whole_blocks(
         missing_Q = has_missing(low_Q, high_Q)
         if tl.max(missing_Q.to(tl.int32), axis=0) > 0:
             low_Q, high_Q = _finite_range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
-        group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
         base_Q, scale_Q, inverse_Q = calibrate(
-            low_Q, high_Q, missing_Q, group, seed_ptr,
-            BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty, DITHERED,
-        )  # fmt: skip
-        store_metadata(scale_ptr + group, scale_Q, q_row < rows)
-        store_metadata(minimum_ptr + group, base_Q, q_row < rows)
+            low_Q, high_Q, missing_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+        )
+        group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
         base = tl.reshape(tl.broadcast_to(base_Q[:, None], (GROUPS, LANES)), (ROWS, W))
         inverse = tl.reshape(tl.broadcast_to(inverse_Q[:, None], (GROUPS, LANES)), (ROWS, W))
+        shift = 0.0
+        if DITHERED:
+            between_Q = tl.zeros((GROUPS,), tl.int32)
+            for i in tl.static_range(start, start + PLANES):
+                between = _between_levels(_positions(planes[i], base, inverse, True, BIT_WIDTH))
+                between_Q += tl.sum(tl.reshape(between, (GROUPS, LANES)), axis=1)
+            shift_Q = shifts(group, tl.load(seed_ptr + group * 0))
+            shift_Q = tl.where(_is_spread(between_Q, INNER, inverse_Q), shift_Q, float("nan"))
+            base_Q = shifted_minimum(base_Q, scale_Q, shift_Q)
+            shift = tl.reshape(tl.broadcast_to(shift_Q[:, None], (GROUPS, LANES)), (ROWS, W))
+        store_metadata(scale_ptr + group, scale_Q, q_row < rows)
+        store_metadata(minimum_ptr + group, base_Q, q_row < rows)
         for i in tl.static_range(start, start + PLANES):
-            codes += (_codes_of_plane(planes[i], base, inverse, words, i, True, BIT_WIDTH, STOCHASTIC),)
+            t = _positions(planes[i], base, inverse, True, BIT_WIDTH)
+            if DITHERED:
+                t = _closest_shifted(t, shift, BIT_WIDTH)
+            codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
     store_codes(codes_ptr + first // 8 * BIT_WIDTH, codes, row, column, W, rows, BLOCK, BIT_WIDTH, RAGGED=False)
 
 
@@ -167,7 +209,7 @@ def quantize_ragged_block(
         count: Elements of the block (int32), at most BLOCK.
         BIT_WIDTH: Bits a code.
         STOCHASTIC: Rounding.
-        DITHERED: Whether it is to nearest on shifted grids.
+        DITHERED: Whether groups may shift their levels; then STOCHASTIC as well.
         INNER: Elements of a group, a divisor of BLOCK.
         BLOCK: Elements of a block.
         GROUPS_2: BLOCK // INNER rounded up to a power of two.
@@ -183,14 +225,21 @@ def quantize_ragged_block(
         x_GI = normalize_elements(x_GI, mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
     low_GI, high_GI = finite_keys(x_GI, valid)
     missing_GI = valid & ~is_finite(x_GI)
-    group = tl.arange(0, GROUPS_2)
     base_G, scale_G, inverse_G = calibrate(
         tl.min(low_GI, axis=1), tl.max(high_GI, axis=1), tl.max(missing_GI.to(tl.int32), axis=1) > 0,
-        first // INNER + group, seed_ptr,
-        BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty, DITHERED,
+        BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
     )  # fmt: skip
+    group = tl.arange(0, GROUPS_2)
+    stored_G, shift_G = base_G, scale_G
+    if DITHERED:
+        between = _between_levels(_positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH))
+        size_G = tl.minimum(tl.maximum(count - group * INNER, 0), INNER)
+        shift_G = shifts(first // INNER + group, tl.load(seed_ptr + group * 0))
+        is_spread_G = _is_spread(tl.sum(tl.where(valid, between, 0), axis=1), size_G, inverse_G)
+        shift_G = tl.where(is_spread_G, shift_G, float("nan"))
+        stored_G = shifted_minimum(base_G, scale_G, shift_G)
     store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
-    store_metadata(minimum_ptr + first // INNER + group, base_G, group * INNER < count)
+    store_metadata(minimum_ptr + first // INNER + group, stored_G, group * INNER < count)
     row, index = tl.zeros((1, 1), tl.int32), tl.arange(0, COLUMNS_2)
     column, columns = index[None, :], (count + 7) // 8
     planes = load_planes(x_ptr + first, row, column, columns, count, BLOCK, RAGGED=True)
@@ -205,7 +254,10 @@ def quantize_ragged_block(
         group = tl.minimum((i * columns + index) // INNER, GROUPS_2 - 1)
         base, inverse = tl.gather(base_G, group, 0)[None, :], tl.gather(inverse_G, group, 0)[None, :]
         valid = element_mask(i, row, column, columns, count, RAGGED=True)
-        codes += (_codes_of_plane(planes[i], base, inverse, words, i, valid, BIT_WIDTH, STOCHASTIC),)
+        t = _positions(planes[i], base, inverse, valid, BIT_WIDTH)
+        if DITHERED:
+            t = _closest_shifted(t, tl.gather(shift_G, group, 0)[None, :], BIT_WIDTH)
+        codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
     out_ptr = codes_ptr + first // 8 * BIT_WIDTH
     store_codes(out_ptr, codes, row, column, columns, count, BLOCK, BIT_WIDTH, RAGGED=True)
 
@@ -258,7 +310,8 @@ def quantize_calibrated_tile(
         group = group_of(first, offset, inner, groups, INNER=0)
         base = widen(tl.load(minimum_ptr + group, mask=valid))
         inverse = tl.load(inverse_ptr + group, mask=valid, other=0.0)
-        codes += (_codes_of_plane(planes[i], base, inverse, words, i, valid, BIT_WIDTH, STOCHASTIC),)
+        t = _positions(planes[i], base, inverse, valid, BIT_WIDTH)
+        codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
     out_ptr = codes_ptr + first // 8 * BIT_WIDTH
     store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
 

@@ -13,15 +13,11 @@ from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, is
 
 
 @triton.jit
-def _finish(
-    low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr,
-    BIT_WIDTH: tl.constexpr, DITHERED: tl.constexpr,
-):  # fmt: skip
+def _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr):
     """Store what groups with these ranges of keys need."""
     base_G, scale_G, inverse_G = calibrate(
-        low_G, high_G, missing_G > 0, group, seed_ptr,
-        BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty, DITHERED,
-    )  # fmt: skip
+        low_G, high_G, missing_G > 0, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+    )
     store_metadata(scale_ptr + group, scale_G, group < groups)
     store_metadata(minimum_ptr + group, base_G, group < groups)
     tl.store(inverse_ptr + group, inverse_G, mask=group < groups)
@@ -89,10 +85,10 @@ def range_of_part(
     return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1), tl.sum(missing_GE, axis=1)
 
 
-@triton.jit(do_not_specialize=["repeats"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr"])
+@triton.jit(do_not_specialize=["repeats"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
 def calibrate_kernel(
-    x_ptr, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr, numel, inner, groups, repeats,
-    BIT_WIDTH: tl.constexpr, DITHERED: tl.constexpr,
+    x_ptr, scale_ptr, minimum_ptr, inverse_ptr, numel, inner, groups, repeats,
+    BIT_WIDTH: tl.constexpr,
     REPEATS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, INNER_TILE: tl.constexpr,
 ):  # fmt: skip
     """Minimum, scale and inverse scale of groups, each read by one program."""
@@ -101,7 +97,7 @@ def calibrate_kernel(
         x_ptr, first_group, 0, numel, inner, groups, repeats, 1, REPEATS_TILE, GROUPS_TILE, INNER_TILE
     )
     group = first_group + tl.arange(0, GROUPS_TILE)
-    _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr, BIT_WIDTH, DITHERED)
+    _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
 
 
 @triton.jit(do_not_specialize=["repeats"])
@@ -125,12 +121,10 @@ def ranges_kernel(
     tl.store(row_ptr + 2 * groups + group, missing_G, mask=group < groups)
 
 
-@triton.jit(
-    do_not_specialize=["parts", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr"]
-)
+@triton.jit(do_not_specialize=["parts", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
 def join_ranges_kernel(
-    keys_ptr, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr, parts, groups,
-    BIT_WIDTH: tl.constexpr, DITHERED: tl.constexpr, PARTS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
+    keys_ptr, scale_ptr, minimum_ptr, inverse_ptr, parts, groups,
+    BIT_WIDTH: tl.constexpr, PARTS_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr,
 ):  # fmt: skip
     """Minimum, scale and inverse scale of groups from the keys of `ranges_kernel`."""
     group = tl.program_id(0).to(tl.int64) * GROUPS_TILE + tl.arange(0, GROUPS_TILE)
@@ -145,4 +139,4 @@ def join_ranges_kernel(
         high = tl.maximum(high, tl.load(keys_ptr + offset + groups, mask=valid, other=LOWEST_KEY))
         missing += tl.load(keys_ptr + offset + 2 * groups, mask=valid, other=0)
     low_G, high_G, missing_G = tl.min(low, axis=0), tl.max(high, axis=0), tl.sum(missing, axis=0)
-    _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, seed_ptr, BIT_WIDTH, DITHERED)
+    _finish(low_G, high_G, missing_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)

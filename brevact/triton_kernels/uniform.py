@@ -49,12 +49,11 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
         return
     codes, minimum, scale = plan.split(buffer)
     inverse = x.new_empty(geometry.groups, dtype=torch.float32)
-    _calibrate(x, (scale, minimum, inverse, key), plan)
+    _calibrate(x, scale, minimum, inverse, geometry)
     aligned = rows_in_groups(geometry)
     itemsize = x.itemsize if aligned else max(x.itemsize, 4)  # more elements' groups than 32 would spill
     tiles = tiling(geometry.numel, geometry.block_size, itemsize)
-    constants = {"BLOCK": geometry.block_size, "ROWS": tiles.rows, "ALIGNED": aligned}
-    constants |= {"BIT_WIDTH": geometry.bit_width, "STOCHASTIC": _is_stochastic(plan, key)}
+    constants = {"BLOCK": geometry.block_size, "ROWS": tiles.rows, "ALIGNED": aligned, **_rounding(geometry, key)}
     arguments = (x, codes, minimum, inverse, key, geometry.numel, run_of(geometry), geometry.groups)
     Launch(quantize_calibrated_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
 
@@ -96,38 +95,29 @@ def _quantize_at_once(
         "INNER_2": next_power_of_2(geometry.inner),
         "COLUMNS_2": tiles.columns,
         "PLACE": flags,
-        "BIT_WIDTH": geometry.bit_width,
-        "STOCHASTIC": _is_stochastic(plan, key),
         "DITHERED": plan.dithered,
+        **_rounding(geometry, key),
     }
     arguments = (x, codes, scale, minimum, key, geometry.numel, *statistics)
     Launch(quantize_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
 
 
-def _is_stochastic(plan: UniformPlan, key: Tensor | None) -> bool:
-    return key is not None and not plan.dithered
+def _rounding(geometry: Geometry, key: Tensor | None) -> dict[str, int | bool]:
+    return {"BIT_WIDTH": geometry.bit_width, "STOCHASTIC": key is not None}
 
 
-def _calibrate(x: Tensor, metadata: tuple[Tensor | None, ...], plan: UniformPlan) -> None:
-    """Metadata of all groups, each by one program, or by several and a second launch that joins their ranges.
-
-    Args:
-        x: Elements.
-        metadata: Scales, minima and inverse scales, written, and the seed.
-        plan: Plan of the tensor.
-    """
-    geometry = plan.geometry
+def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, geometry: Geometry) -> None:
+    """Metadata of all groups, each by one program, or by several and a second launch that joins their ranges."""
     tiles, groups = group_tiling(geometry, RANGES_TILE), geometry.groups
-    sizes, kind = (geometry.numel, geometry.inner, groups, tiles.repeats), {"DITHERED": plan.dithered}
+    metadata, sizes = (scale, minimum, inverse), (geometry.numel, geometry.inner, groups, tiles.repeats)
     if tiles.parts == 1:
-        constants = {"BIT_WIDTH": geometry.bit_width, **kind, **tiles.shape}
+        constants = {"BIT_WIDTH": geometry.bit_width, **tiles.shape}
         Launch(calibrate_kernel, (tiles.group_tiles,), (x, *metadata, *sizes), constants).run()
         return
     keys = x.new_empty(3 * tiles.parts * groups, dtype=torch.int32)
     Launch(ranges_kernel, (tiles.group_tiles, tiles.parts), (x, keys, *sizes), tiles.shape).run()
     constants = {
         "BIT_WIDTH": geometry.bit_width,
-        **kind,
         "PARTS_TILE": min(next_power_of_2(tiles.parts), _JOIN_TILE),
         "GROUPS_TILE": min(next_power_of_2(groups), _JOIN_TILE),
     }

@@ -201,7 +201,7 @@ def test_small_inputs_are_kept_as_they_are():
 
 
 @pytest.mark.parametrize("case", [*CASES, RMS], **by_name)
-@pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("rounding", [Rounding.NEAREST, Rounding.STOCHASTIC])
 def test_quantize_on_backward_gives_the_same_gradients(case, rounding):
     module, x = case.module(), torch.randn(case.shape)
     results = []

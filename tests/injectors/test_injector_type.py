@@ -2,7 +2,7 @@ import pytest
 import torch
 from brevitas.inject import ExtendedInjector, this, value
 from brevitas.quant import Int8ActPerTensorFloat
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from brevact.injectors import (
@@ -16,6 +16,7 @@ from brevact.injectors import (
 from brevact.injectors.class_protocol import written_value, written_values
 from brevact.injectors.injector_type import known_names
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
+from tests.quantizers.subjects import takes_rounding
 
 SETTINGS = {
     "bit_width",
@@ -74,6 +75,7 @@ def test_let_keeps_docstring_and_name():
     )
 )
 def test_let_passes_every_setting_to_the_quantizer(overrides):
+    assume("rounding" not in overrides or takes_rounding(overrides["rounding"], overrides))
     assert StochBackward2bit.let(**overrides).quantizer == UniformQuantizer(**{"bit_width": 2, **overrides})
 
 

@@ -11,7 +11,7 @@ from brevact.injectors.saved_form import LEAVES
 from brevact.quantizers import Rounding
 
 SIZES = re.compile(
-    r"(nearest|stochastic) rounding: ([\d.]+) bits an element(?: \(.*\))?, ([\d.]+)x smaller than float32\."
+    r"(nearest|stochastic|dithered) rounding: ([\d.]+) bits an element(?: \(.*\))?, ([\d.]+)x smaller than float32\."
 )
 VARIANT = re.compile(r"^(?:The levels of )?`(\w+)`")
 DRAWS = 50

@@ -363,7 +363,7 @@ def test_the_default_applies_where_no_quantizer_is_named():
     model, batch = brevact.quantize_backward(Ops()), op_batch()
     explicit = brevact.quantize_backward(Ops(), brevact.DEFAULT)
     assert brevact.backward_policy(model) == brevact.backward_policy(explicit)
-    assert brevact.backward_policy(model).rows[0].source == "StochBackward4bit"
+    assert brevact.backward_policy(model).rows[0].source == "DitherBackward4bit"
     with watch_saved() as saved, brevact.backward_quant():
         brevact.restore_backward(model)(*batch)
     assert saved.nbytes < 2 * brevact.memory_report(explicit, batch).saved_bytes

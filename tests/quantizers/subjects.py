@@ -39,7 +39,7 @@ class Subject:
         step: Of a packed activation and its tensor: the distance of the two levels around each element, or of the
             element to the grid, in the shape of the tensor; NaN for groups that are marked as broken. In groups that
             are flagged, because something in them is not finite, the levels that are left to the other elements count.
-        largest_error: Steps by which an element may change; None for 1 (stochastic) and 0.5 (nearest).
+        largest_error: Steps by which an element may change; None for 0.5 (nearest) and 1 (others).
         unbiased: Whether the expectation of what is decoded is the tensor; None where the rounding says so.
         keeps_zeros: Whether zeros stay zero where no element is negative.
         constant_dtype: What a group of equal elements is stored in exactly; None if it is not.
@@ -74,7 +74,7 @@ class Subject:
         Four float32 roundings (difference, product, product, sum), each of half a unit in the last place of something
         no larger than the largest magnitude involved; computing with float64 inputs rounds them to float32 as well.
         """
-        largest = self.largest_error or (1.0 if self.quantizer.rounding is Rounding.STOCHASTIC else 0.5)
+        largest = self.largest_error or (0.5 if self.quantizer.rounding is Rounding.NEAREST else 1.0)
         reach = x.double().abs().max() * 2 if x.numel() else 0.0
         info = torch.finfo(x.dtype)
         size = torch.maximum(x.double().abs(), packed.dequantize().double().abs().nan_to_num())
@@ -185,10 +185,6 @@ def _mixed(**settings: object) -> Subject:
     return Subject(MixedQuantizer(**settings), mixed_step)
 
 
-def _mixed_dithered() -> Subject:
-    return Subject(MixedQuantizer(rounding=Rounding.DITHERED), mixed_step, keeps_zeros=False)
-
-
 def _normalized(**settings: object) -> Subject:
     # The formats round by formulas of their own, not always to the closer level: within the farther one's distance.
     # Their levels end at a number of deviations.
@@ -208,14 +204,7 @@ def _sign_magnitude(**settings: object) -> Subject:
 
 def _uniform(**settings: object) -> Subject:
     quantizer = UniformQuantizer(**settings)
-    # A shifted grid does not have the minimum among its levels, so that zeros move.
-    is_shifted = quantizer.rounding is Rounding.DITHERED
-    return Subject(
-        *(quantizer, uniform_step),
-        keeps_zeros=not is_shifted,
-        constant_dtype=quantizer.minimum_dtype,
-        is_noisy=quantizer.bucket_size != 1,
-    )
+    return Subject(quantizer, uniform_step, constant_dtype=quantizer.minimum_dtype, is_noisy=quantizer.bucket_size != 1)
 
 
 def _weibull(**settings: object) -> Subject:
@@ -235,12 +224,11 @@ SUBJECTS: dict[str, Subject] = {
         for granularity in (Granularity.TENSOR, Granularity.CHANNEL, Granularity.SAMPLE)
     },
     **{f"uniform-bucket-{size}": _uniform(bit_width=2, bucket_size=size) for size in (1, 7, 64, 100, 1000, 5000, None)},
-    "uniform-dithered-channel": _uniform(bit_width=3, rounding=Rounding.DITHERED, granularity=Granularity.CHANNEL),
     "uniform-dithered-bucket-100": _uniform(bit_width=2, rounding=Rounding.DITHERED, bucket_size=100),
     "uniform-float32-scale": _uniform(bit_width=2, scale_dtype=torch.float32),
     "mixed-2-4": _mixed(),
     "mixed-nearest-3-6": _mixed(bit_width=3, mix_bit_width=6, mix_prob=0.4, rounding=Rounding.NEAREST),
-    "mixed-dithered": _mixed_dithered(),
+    "mixed-dithered": _mixed(rounding=Rounding.DITHERED),
     "mixed-bucket-100": _mixed(bucket_size=100, mix_prob=0.3),
     "mixed-tensor": _mixed(granularity=Granularity.TENSOR),
     "mixed-never": _mixed(mix_prob=0),
@@ -272,6 +260,16 @@ SUBJECTS: dict[str, Subject] = {
     "sign-magnitude-bfloat16-scale": _sign_magnitude(scale_dtype=torch.bfloat16),
     "uniform-bfloat16-minimum": _uniform(bit_width=4, minimum_dtype=torch.bfloat16),
 }
+
+
+def takes_rounding(rounding: Rounding, settings: dict[str, Any]) -> bool:
+    """Whether a uniform quantizer with these settings rounds so: where levels are shifted, buckets lie in blocks."""
+    is_shiftable = settings.get("minimum_dtype", torch.float32) is torch.float32
+    size = settings.get("bucket_size", 512)
+    in_blocks = size is not None and (size <= 512 or (size % 8 == 0 and size <= 4096))
+    in_buckets = settings.get("granularity", Granularity.BUCKET) is Granularity.BUCKET
+    return rounding is not Rounding.DITHERED or (is_shiftable and in_blocks and in_buckets)
+
 
 TENSORS: dict[str, Callable[[], Tensor]] = {
     "vector": lambda: torch.randn(1000),

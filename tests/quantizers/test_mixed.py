@@ -190,6 +190,8 @@ def test_quantize_and_decode_allocate_no_tensor_beside_the_results():
 def test_buckets_that_are_all_alike_are_stored_as_without_mixing(rounding):
     x = torch.randn(70, 33)
     for settings, width in (({"mix_prob": 0}, 2), ({"mix_prob": 1}, 4), ({"granularity": "tensor", "mix_prob": 1}, 4)):
+        if rounding is Rounding.DITHERED and "granularity" in settings:
+            continue  # levels are shifted in buckets alone
         packed = MixedQuantizer(**settings, rounding=rounding).quantize(x, seed=3)
         settings.pop("mix_prob")
         plain = UniformQuantizer(bit_width=width, rounding=rounding, **settings).quantize(x, seed=3)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from brevact.quantizers import Granularity, Rounding, UniformQuantizer
 from tests.crosses import taking_turns
+from tests.quantizers.subjects import takes_rounding
 from tests.triton_kernels.checks import check_quantizer
 
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
@@ -116,14 +117,17 @@ def test_quantize_bytes_of_extreme_values(scale_dtype: torch.dtype, minimum_dtyp
 @given(data=st.data())
 def test_quantize_bytes_of_any_tensor(data: st.DataObject):
     bucket_sizes = st.one_of(st.none(), st.sampled_from([32, 64, 256, 512]), st.integers(1, 1300))
+    chosen = {
+        "bucket_size": data.draw(bucket_sizes),
+        "granularity": data.draw(st.sampled_from(Granularity)),
+        "minimum_dtype": data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    }
     quantizer = UniformQuantizer(
         bit_width=data.draw(st.sampled_from(BIT_WIDTHS)),
-        rounding=data.draw(st.sampled_from(Rounding)),
-        bucket_size=data.draw(bucket_sizes),
-        granularity=data.draw(st.sampled_from(Granularity)),
+        rounding=data.draw(st.sampled_from([each for each in Rounding if takes_rounding(each, chosen)])),
         channel_dim=data.draw(st.integers(-2, 1)),
         scale_dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
-        minimum_dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        **chosen,
     )
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 60))
     torch.manual_seed(data.draw(st.integers(0, 2**32)))

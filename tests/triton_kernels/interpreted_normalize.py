@@ -16,6 +16,8 @@ KNOWN = [name for name in ORDERS if not name.startswith("no order")]
 FORMATS = (
     (torch.float32, 512, Rounding.STOCHASTIC),
     (torch.bfloat16, 64, Rounding.NEAREST),
+    (torch.float32, 64, Rounding.DITHERED),
+    (torch.float16, 100, Rounding.DITHERED),  # blocks that are no power of two
     (torch.float16, 100, Rounding.STOCHASTIC),  # blocks that are no power of two
 )
 

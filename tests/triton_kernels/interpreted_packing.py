@@ -72,7 +72,7 @@ def _block_far_away_kernel(
     scale_ptr, minimum_ptr = scale_ptr - group, minimum_ptr - group
     quantize_whole_blocks(
         x_ptr - first, codes_ptr, scale_ptr, minimum_ptr, seed_ptr, None, None, 1, 1, 1, 1, first, 1, BITS, True,
-        INNER=512, BLOCK=512, ROWS=1, PLACE=0,
+        DITHERED=False, INNER=512, BLOCK=512, ROWS=1, PLACE=0,
     )  # fmt: skip
     row, column = tl.zeros((1, 1), tl.int32), tl.arange(0, 64)[None, :]
     dequantize_tile(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, Geometry, UniformPlan
+from brevact.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, Geometry, UniformPlan, block_size_for
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bucket_size, check_int, member_of
@@ -48,10 +48,13 @@ class UniformQuantizer(Quantizer):
     With B = 2^bit_width - 1 and the stored m = round_down(min), s = round_up((max - m) / B):
     q = clip(round((x - m) / s), 0, B), decoded as m + s * q. All arithmetic is float32.
 
-    Dithered rounding stores m - u * s in place of m, with one random u in [-1/2, 1/2) a group, and rounds to nearest:
-    each error is spread evenly over (-s/2, s/2], whatever the value. It is unbiased like stochastic rounding, at half
-    its mean variance: s^2 / 12 in place of t (1 - t) s^2 at the position t between two levels, s^2 / 6 on average. The
-    errors of a group depend on one number: those of equal values are equal.
+    Dithered rounding shifts the levels of a bucket by u * s, with one random u in [-1/2, 1/2), rounds to nearest, and
+    stores m - u * s in place of m: each error is spread evenly over (-s/2, s/2], whatever the value. It is as unbiased
+    as stochastic rounding, at half its mean variance: s^2 / 12 in place of t (1 - t) s^2 at the position t between two
+    levels, s^2 / 6 on average. The errors of a bucket depend on one number, so that those of equal values are equal. A
+    bucket whose mean t (1 - t) is below 1/8, three quarters of that average, rounds stochastically: many of its values
+    lie on levels, such as zeros behind a ReLU, and stay there. Buckets have at most 512 elements, or a multiple
+    of 8 up to 4096, so that they lie in blocks.
 
     Source: ActNN, arXiv:2104.14129, section 4.1; of dithered rounding, Schuchman, Dither signals and their effect on
     quantization noise, IEEE Transactions on Communication Technology 12, 1964, with a dither that the group shares, so
@@ -101,10 +104,22 @@ class UniformQuantizer(Quantizer):
                     f"{name}: got {brief(getattr(self, name))}; accepted are torch.bfloat16 and torch.float32 "
                     "(torch.float16 overflows at 65504)"
                 )
-        if self.rounding is Rounding.DITHERED and self.minimum_dtype is not torch.float32:
+        if self.rounding is Rounding.DITHERED:
+            self._check_dithered()
+
+    def _check_dithered(self) -> None:
+        """Refuse what has no minimum to shift, or no group whose spread is known when its codes are made."""
+        if self.minimum_dtype is not torch.float32:
             raise ValueError(
                 f"minimum_dtype: got {self.minimum_dtype} with rounding='dithered', which shifts minima by parts of a "
                 "step that bfloat16 does not hold; accepted is torch.float32; or use rounding='stochastic'"
+            )
+        size = self.bucket_size
+        if self.granularity is not Granularity.BUCKET or size is None or block_size_for(size) % size:
+            raise ValueError(
+                f"rounding: got 'dithered' with granularity={self.granularity.value!r} and bucket_size={size}; "
+                f"accepted are buckets of at most 512 elements, or of a multiple of 8 up to {LARGEST_BLOCK}; or use "
+                "rounding='stochastic'"
             )
 
     def __hash__(self) -> int:

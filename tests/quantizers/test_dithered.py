@@ -1,0 +1,98 @@
+"""Laws of dithered rounding. Those of all quantizers, and equal bytes of all implementations, are tested elsewhere."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from brevact.quantizers import Rounding, UniformQuantizer
+from brevact.quantizers.reference import LEAST_SPREAD
+
+DRAWS, BUCKET = 2000, 512
+
+
+def errors(x: Tensor, rounding: Rounding, bit_width: int, draws: int = DRAWS) -> Tensor:
+    """(draws, n) errors in steps, one row a seed."""
+    quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=BUCKET, scale_dtype=torch.float32)
+    packs = [quantizer.quantize(x, seed=seed) for seed in range(draws)]
+    step = packs[0].scale.double().repeat_interleave(BUCKET)[: x.numel()]
+    return torch.stack([(packed.dequantize().double() - x.double()) / step for packed in packs])
+
+
+@pytest.mark.parametrize("bit_width", [1, 2, 4, 8])
+def test_errors_are_spread_evenly_over_a_step_wherever_an_element_lies(bit_width: int):
+    """Mean 0, variance 1/12 and largest error 1/2, each element by itself, within 5 standard errors (and 2^-16 steps of
+    float32 arithmetic)."""
+    torch.manual_seed(bit_width)
+    found = errors(torch.randn(BUCKET + 100), Rounding.DITHERED, bit_width)
+    assert found.abs().max() <= 0.5 + 2**-16 * 2**bit_width
+    assert found.mean(0).abs().max() <= 5 * (1 / 12 / DRAWS) ** 0.5
+    # The fourth moment of even errors is 1/80.
+    deviation = ((1 / 80 - 1 / 144) / DRAWS) ** 0.5
+    assert (found.square().mean(0) - 1 / 12).abs().max() <= 5 * deviation
+
+
+def test_the_variance_is_half_of_that_of_stochastic_rounding():
+    torch.manual_seed(0)
+    x = torch.randn(4 * BUCKET)
+    dithered, stochastic = (
+        errors(x, rounding, 4).square().mean() for rounding in (Rounding.DITHERED, Rounding.STOCHASTIC)
+    )
+    # t (1 - t) is 1/6 on average with a deviation of 0.0745: five standard errors of its mean over the elements.
+    assert abs(stochastic / dithered - 2) <= 12 * 5 * 0.0745 / x.numel() ** 0.5
+
+
+def test_gradients_of_weights_have_half_the_noise():
+    """Errors of different values cancel, though a bucket's depend on one number."""
+    torch.manual_seed(0)
+    rows, draws = 128, 200
+    x, grad = torch.randn(rows, BUCKET), torch.randn(rows, BUCKET)
+    noise = {}
+    for rounding in (Rounding.DITHERED, Rounding.STOCHASTIC):
+        of_seeds = (errors(x.flatten(), rounding, 4, draws).view(draws, rows, BUCKET) * grad).sum(2)
+        noise[rounding] = of_seeds.square().mean()
+    # Between two elements, the errors of a shift have a covariance B2(x - x') / 2, of variance 1 / 720 over the data,
+    # so that a row's squared sum, 512 / 12 on average, deviates by 512 (2 / 720)^(1/2); over draws, by
+    # (2 / draws)^(1/2) of itself at most.
+    share = 5 * (144 * 2 / 720 + 2 / draws) ** 0.5 / rows**0.5
+    ratio = noise[Rounding.DITHERED] / noise[Rounding.STOCHASTIC]
+    assert 0.5 * (1 - share) <= ratio <= 0.5 * (1 + share)
+
+
+@pytest.mark.parametrize("kind", ["zeros behind a ReLU", "one-hot", "probabilities", "constant", "not finite"])
+def test_buckets_of_values_on_levels_round_stochastically(kind: str):
+    torch.manual_seed(0)
+    x = {
+        "zeros behind a ReLU": torch.randn(3 * BUCKET).sub(0.5).relu(),
+        "one-hot": torch.nn.functional.one_hot(torch.randint(64, (24,)), 64).flatten().float(),
+        "probabilities": torch.softmax(8 * torch.randn(24, 64), 1).flatten(),
+        "constant": torch.full((3 * BUCKET,), 2.5),
+        "not finite": torch.randn(3, BUCKET).index_fill(1, torch.tensor([7]), torch.inf).flatten(),
+    }[kind]
+    dithered, stochastic = (
+        UniformQuantizer(bit_width=4, rounding=rounding).quantize(x, seed=5).buffer
+        for rounding in (Rounding.DITHERED, Rounding.STOCHASTIC)
+    )
+    assert torch.equal(dithered, stochastic)
+
+
+def test_a_bucket_shifts_its_levels_from_a_spread_of_three_quarters_on():
+    """Positions between two levels count 16384, those on levels 0; a half of the former is the least spread."""
+    assert LEAST_SPREAD == 16384 // 2
+    quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED, scale_dtype=torch.float32)
+    for between in (BUCKET // 2 - 1, BUCKET // 2):
+        x = torch.full((BUCKET,), 15.0)
+        x[0] = 0.0
+        x[1 : 1 + between] = 7.5
+        moved = quantizer.quantize(x, seed=0).minimum.item() != 0.0
+        assert moved == (between == BUCKET // 2)
+
+
+def test_buckets_are_shifted_by_numbers_of_their_own():
+    torch.manual_seed(0)
+    x = torch.randn(BUCKET).repeat(400)
+    packed = UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED, scale_dtype=torch.float32).quantize(x, seed=1)
+    shift = ((x[:BUCKET].min() - packed.minimum) / packed.scale).double()
+    assert ((shift >= -0.5 - 2**-18) & (shift <= 0.5 + 2**-18)).all()
+    assert len(shift.unique()) > 390
+    assert abs(shift.mean()) <= 5 * (1 / 12 / len(shift)) ** 0.5
+    assert abs((shift[1:] * shift[:-1]).mean()) <= 5 / 12 / len(shift) ** 0.5
