@@ -66,9 +66,9 @@ class Adaptive:
     True
 
     Layers with ``act_quant=`` of their own, quantizers other than ``StochBackward{1..8}bit``,
-    ``DitherBackward{1..8}bit`` and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep what they have. In a distributed run, ranks
-    take the mean of what each of them measures, and so agree. A graph of ``torch.compile`` is made anew where widths
-    change.
+    ``DitherBackward{1..8}bit`` and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep what they
+    have. In a distributed run, ranks take the mean of what each of them measures, and so agree. A graph of
+    ``torch.compile`` is made anew where widths change.
 
     Args:
         model: module with a policy, or without, which then gets :data:`brevact.DEFAULT`; may be wrapped in DDP.
@@ -113,7 +113,8 @@ class Adaptive:
         self._layers = LayerWidths(self._model, self._weights)
         if not self._layers.base:
             raise ValueError(
-                "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit and DitherBackward1bit to 8bit: "
+                "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit and "
+                "DitherBackward1bit to DitherBackward8bit: "
                 "brevact.quantize_backward(model, brevact.StochBackward2bit)"
             )
 
