@@ -46,13 +46,14 @@ from recipes.policy_names import NamedPolicy
 Row = dict[str, Any]
 
 _QUANTIZERS = (
-    *(f"StochBackward{bits}bit" for bits in (2, 3, 4, 5, 6, 8)),
+    *(f"StochBackward{bits}bit" for bits in (2, 3, 4, 8)),
+    *(f"DitherBackward{bits}bit" for bits in (2, 3, 4, 5, 6, 8)),
     "NearestBackward2bit",
     "NearestBackward4bit",
 )
 POLICIES = (*_QUANTIZERS, "StochBackward2bit4bitMix", "L4Backward", "StochL4Backward", "CONV_NET", "TRANSFORMER")
 POLICIES += ("DEFAULT", "fit:bytes=DEFAULT", "adaptive:bytes=DEFAULT", "fit:noise=0.05")
-POLICIES += tuple(f"fit:bytes=StochBackward{bits}bit" for bits in (2, 3, 4, 5, 6))
+POLICIES += tuple(f"fit:bytes=DitherBackward{bits}bit" for bits in (2, 3, 4, 5, 6))
 COLUMNS = (
     *("model", "data", "policy", "noise", "noise_se", "bias2", "bias2_se", "saved_bytes", "plain_bytes", "ratio"),
     *("batch_size", "batches", "draws", "unit_batches", "loss"),
@@ -60,7 +61,8 @@ COLUMNS = (
 
 #: Policies that a line of the picture joins.
 _LINES = (
-    (r"StochBackward\dbit", "best of one width", {"color": "C0", "linestyle": ":"}),
+    (r"StochBackward\dbit", "best of one width, stochastic", {"color": "C0", "linestyle": ":"}),
+    (r"DitherBackward\dbit", "best of one width, dithered", {"color": "C1", "linestyle": ":"}),
     (rf"{FIT}.*", "brevact.fit", {"color": "C2"}),
     (rf"{ADAPTIVE}.*", "brevact.Adaptive", {"color": "C4"}),
 )
@@ -273,7 +275,7 @@ _PAGE = """
     --markdown docs/noise.md --plot docs/noise.png`; models, data and steps are in `benchmarks/trained_models.py`.
 
     With g the exact gradient of a batch, all weights in one vector, h the same under a policy, and E the mean over
-    the seeds of stochastic rounding: *noise* is E |h - E h|² and *bias²* is |E h - g|², means over batches, divided by
+    the seeds of rounding: *noise* is E |h - E h|² and *bias²* is |E h - g|², means over batches, divided by
     the variance of g between batches of that size. Both are estimated without bias, so that a bias of 0 may come out
     negative. Noise 1 doubles the variance of a training step's gradient, as halving the batch does. Figures come with
     their standard errors. *MiB a batch* are the distinct storages that autograd keeps, weights left out, the loss's

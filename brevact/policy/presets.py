@@ -12,12 +12,10 @@ from torch.nn import functional as F
 
 from brevact.autograd.settings import bits_of
 from brevact.injectors import (
+    DitherBackward2bit,
     DitherBackward3bit,
     DitherBackward4bit,
     DitherBackward6bit,
-    StochBackward2bit,
-    StochBackward3bit,
-    StochBackward4bit,
 )
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
@@ -154,7 +152,8 @@ def _kind_of(key: Any) -> str:
 
 #: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need; at 3 bits where the
 #: activation functions are piecewise linear, whose chains are unbiased at any width. Query and key, which are
-#: exponentiated, have 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md.
+#: exponentiated, have 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md. Dithered
+#: rounding has half the noise of stochastic rounding, at the same bytes.
 DEFAULT = Policy(
     {
         F.cross_entropy: DitherBackward6bit,
@@ -164,7 +163,9 @@ DEFAULT = Policy(
 )
 
 #: For convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2.
-CONV_NET = Policy({(*CONVOLUTIONS, nn.Linear): StochBackward3bit, is_norm: StochBackward3bit, "*": StochBackward2bit})
+CONV_NET = Policy(
+    {(*CONVOLUTIONS, nn.Linear): DitherBackward3bit, is_norm: DitherBackward3bit, "*": DitherBackward2bit}
+)
 
 #: For transformers: norms, which read the residual stream with its outliers, and the loss at 4 bits, the rest at 2.
-TRANSFORMER = Policy({is_norm: StochBackward4bit, F.cross_entropy: StochBackward4bit, "*": StochBackward2bit})
+TRANSFORMER = Policy({is_norm: DitherBackward4bit, F.cross_entropy: DitherBackward4bit, "*": DitherBackward2bit})
