@@ -81,12 +81,12 @@ def uniform(rounding: str, bit_width: int, **settings: Any) -> Case:
     'NearestBackward8bit:bit_width=16'
 
     Args:
-        rounding: "Stoch" or "Nearest".
+        rounding: "Stoch", "Dither" or "Nearest".
         bit_width: of all layers.
         **settings: of the quantizer.
     """
     given = {"bit_width": bit_width, **settings} if bit_width > 8 else settings
     words = [f"{rounding}Backward{min(bit_width, 8)}bit", ",".join(f"{name}={value}" for name, value in given.items())]
-    kind = "stochastic" if rounding == "Stoch" else "nearest"
+    kind = {"Stoch": "stochastic", "Dither": "dithered", "Nearest": "nearest"}[rounding]
     label = [f"{bit_width} bit{'s' * (bit_width > 1)}", kind, *(f"{name}={value}" for name, value in settings.items())]
     return Case(", ".join(label), ":".join(filter(None, words)))

@@ -25,7 +25,7 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
 _LONG = (("batch_size", 128), ("clip_grad_norm", 1.0), ("lr", 0.001))
 
 _STOCH_2, _STOCH_4 = uniform("Stoch", 2), uniform("Stoch", 4)
-_NEAREST_2, _NEAREST_4 = uniform("Nearest", 2), uniform("Nearest", 4)
+_NEAREST_4 = uniform("Nearest", 4)
 _FIT = Case("fit, bytes of DEFAULT", "fit:bytes=DEFAULT")
 _ADAPTIVE = Case("Adaptive, bytes of DEFAULT", "DEFAULT@adaptive:100")
 
@@ -99,10 +99,14 @@ _ALL = (
     ),
     Study(
         "rounding",
-        "Is stochastic rounding better than rounding to nearest at 2 and at 4 bits?",
-        f"{THESIS}, figure 5.2",
-        (REFERENCE, _NEAREST_2, _STOCH_2, _NEAREST_4, _STOCH_4),
-        ((_STOCH_2.label, _NEAREST_2.label), (_STOCH_4.label, _NEAREST_4.label)),
+        "Is stochastic rounding better than rounding to nearest at 2 and at 4 bits, and dithered rounding than both?",
+        f"{THESIS}, figure 5.2; of dithered rounding, this project",
+        (REFERENCE, *(uniform(rounding, bits) for bits in (2, 4) for rounding in ("Nearest", "Stoch", "Dither"))),
+        tuple(
+            (uniform(better, bits).label, uniform(worse, bits).label)
+            for bits in (2, 4)
+            for better, worse in (("Stoch", "Nearest"), ("Dither", "Stoch"), ("Dither", "Nearest"))
+        ),
     ),
     Study(
         "derived",
