@@ -59,6 +59,34 @@ COMPILED = ("autograd/test_compile.py",)
 #: Faults of the laws, of kernels, of formats, of seeds and sharing, of regions, of handlers, of reports and policies.
 FAULTS = (
     Fault(
+        "dithered levels are stored unshifted",
+        "cpu_kernels/groups.py",
+        "max(m - shift * s, _LOWEST)",
+        "max(m, _LOWEST)",
+        (*KERNELS, "quantizers/test_dithered.py"),
+    ),
+    Fault(
+        "dithered levels are shifted by half of what they may be",
+        "quantizers/reference.py",
+        "* 2.0**-24 - 0.5",
+        "* 2.0**-25 - 0.25",
+        (*KERNELS, "quantizers/test_dithered.py"),
+    ),
+    Fault(
+        "dithered buckets of values on levels are shifted as well",
+        "cpu_kernels/quantize.py",
+        "if not flagged and _is_spread(at, run):",
+        "if not flagged:",
+        (*KERNELS, "quantizers/test_dithered.py"),
+    ),
+    Fault(
+        "all buckets are shifted alike",
+        "cpu_kernels/philox.py",
+        "counter = np.uint64(group)",
+        "counter = np.uint64(0 * group)",
+        (*KERNELS, "quantizers/test_dithered.py"),
+    ),
+    Fault(
         "nearest rounding truncates",
         "quantizers/reference.py",
         "return steps.round().to(torch.int64)",
