@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from brevact.distributed.collectives import after
 from brevact.distributed.message import Agreement, check_marks, keep_for_this_stream, marks_of, message_of, packs_of
 from brevact.distributed.packing import (
     AS_IT_IS,
@@ -155,22 +156,19 @@ class QuantizedHook:
             message = message_of(packs, step)
         self.sent_bytes += message.numel()
         self.plain_bytes += buffer.numel() * buffer.element_size()
-        # The callback holds no group: if a thread of the group let it go last, that thread would have to join itself.
         rank, messages = group.rank(), message.new_empty(group.size(), message.numel())
         gathered = distributed.all_gather_single(messages.view(-1), message, group=group, async_op=True)
         specs = [pack.spec for pack in packs]
 
-        def average(future: torch.futures.Future[Any]) -> Tensor:
-            future.value()  # raises what the collective raised
+        def average() -> Tensor:
             keep_for_this_stream(messages, *sent)
-            with torch.no_grad():
-                self._check(messages, step)
-                ranks = zip(*(packs_of(row, specs) for row in messages), strict=True)
-                for entry, gradient, x, received in zip(entries, gradients, sent, ranks, strict=True):
-                    self._receive(entry, gradient, x, received, rank)
+            self._check(messages, step)
+            ranks = zip(*(packs_of(row, specs) for row in messages), strict=True)
+            for entry, gradient, x, received in zip(entries, gradients, sent, ranks, strict=True):
+                self._receive(entry, gradient, x, received, rank)
             return buffer
 
-        return gathered.get_future().then(average)
+        return after(gathered, average, buffer.is_cpu)
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """Return what the hook remembers, of this rank: to be saved by each rank for itself.
@@ -246,5 +244,4 @@ class QuantizedHook:
 def _averaged_as_they_are(group: Any, buffer: Tensor) -> torch.futures.Future[Tensor]:
     """What DistributedDataParallel does without a hook."""
     buffer.div_(group.size())
-    reduced = distributed.all_reduce(buffer, group=group, async_op=True).get_future()
-    return reduced.then(lambda future: future.value()[0])
+    return after(distributed.all_reduce(buffer, group=group, async_op=True), lambda: buffer, buffer.is_cpu)

@@ -1,0 +1,58 @@
+"""What follows a collective that another thread waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.futures.Future[Tensor]:
+    """Return the future of what a function returns once a collective is done.
+
+    On a device, the function runs on the stream that waits for the collective. On the CPU, a thread of its own waits
+    and runs it. A callback on a thread of the process group (Gloo) would be a Python object that this thread lets go,
+    for which it waits for the interpreter; a thread that destroys the group at that time holds the interpreter, and
+    waits for the group's threads.
+
+    >>> from torch import distributed
+    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    >>> x = torch.ones(2)
+    >>> after(distributed.all_reduce(x, async_op=True), lambda: x * 2, is_cpu=True).wait()
+    tensor([2., 2.])
+    >>> distributed.destroy_process_group()
+
+    Args:
+        work: what a collective returned with ``async_op=True``.
+        finish: runs without gradients.
+        is_cpu: whether the collective is one of tensors in host memory.
+
+    Returns:
+        The future; it has the error that the collective or the function raised.
+    """
+
+    def finished(done: torch.futures.Future[Any]) -> Tensor:
+        error = done.value()  # on a device, raises what the collective raised
+        if isinstance(error, Exception):
+            raise error
+        with torch.no_grad():
+            return finish()
+
+    if not is_cpu:
+        return work.get_future().then(finished)
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    result = done.then(finished)
+
+    def wait() -> None:
+        error = None
+        try:
+            work.wait()
+        except Exception as raised:
+            error = raised
+        done.set_result(error)
+
+    threading.Thread(target=wait, name="brevact collective", daemon=True).start()
+    return result
