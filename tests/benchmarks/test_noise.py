@@ -65,7 +65,7 @@ def test_plot_joins_widths_and_fitted_policies_by_lines():
     found += [row("fit:24x", "0.2", 2**21), row("fit:noise=0.1", "0.1", 2**22)]
     (panel,) = noise.plot(found).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines if line.get_linestyle() != "None"}
-    assert lines["best of one width"] == [[2, 0.5], [4, 0.25]]
+    assert lines["best of one width, stochastic"] == [[2, 0.5], [4, 0.25]]
     assert lines["brevact.fit"] == [[2, 0.2], [4, 0.1]]
 
 
