@@ -61,22 +61,14 @@ _last = _Last()
 
 
 def is_held(numel: int, codes: Tensor) -> bool:
-    """Return whether a tensor is one that is decoded for several readers; streams of a GPU would have to wait.
-
-    Args:
-        numel: its elements.
-        codes: what it is decoded from.
-    """
+    """Return whether a tensor of so many elements is decoded for several readers; those of a GPU would wait."""
     return numel <= MOST_HELD and type(codes) is Tensor and codes.is_cpu and not is_functorch_tensor(codes)
 
 
 def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
     """Return a decoded tensor, which must not be written to, and hold it for who asks next.
 
-    Args:
-        decoder: tells the decoder of these tensors from others.
-        tensors: what keeps the tensor; the codes come first.
-        decode: decodes it.
+    The decoder tells it from others of these tensors, of which the codes come first.
     """
     found = None if _last.held is None else _last.held.find(decoder, tensors)
     if found is None:

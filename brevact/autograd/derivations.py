@@ -91,12 +91,7 @@ class Derivation(NamedTuple):
     holds: tuple[Any, ...] = ()
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
-        """Return whether sources are no larger than a few results, and what is kept as it is has a bit an element.
-
-        Args:
-            tensors: of the operands.
-            out: the result.
-        """
+        """Return whether sources are no larger than a few results, and what is kept as it is has a bit an element."""
         if is_traced(out):
             return True
         small = sum([tensors[place].nbytes for place in self.small])
@@ -206,17 +201,9 @@ def function_of(
     is_curved: bool = False,
     is_pointwise: bool = True,
 ) -> Saved | None:
-    """Keep a function of tensors that are kept.
+    """Keep a function of tensors that are kept; None where it depends on too much.
 
-    Args:
-        function: takes the tensors, and returns the one that is kept.
-        operands: what keeps the tensors.
-        like: tensor of the sizes, strides and dtype of the result.
-        is_curved: whether the function is not linear in each operand.
-        is_pointwise: whether an element of the result depends on the elements at its place alone.
-
-    Returns:
-        What keeps the result; None where it depends on too much.
+    The result has the sizes, strides and dtype of ``like``. The other arguments are those of :class:`Way`.
     """
     tensors, found = derivation(Way(function, is_curved, is_pointwise), operands, like)
     return None if found.decoder is None else (tuple([tensors[place] for place in found.picks]), found.decoder)

@@ -42,16 +42,7 @@ ELEMENTS_OF_SMALL = 64
 def derive_output(
     region: Keeper, norm: Normalizer, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Remember that the output of a norm derives from what keeps its input, if that is packed.
-
-    Args:
-        region: the region in which it ran.
-        norm: the norm.
-        kept: what keeps its input, if anything does.
-        out: its output.
-        weight: its weight.
-        bias: its bias.
-    """
+    """Remember that the output of a norm derives from what keeps its input, if that is packed."""
     known = None if kept is None or not region.settings.derives else output_of(norm.alignment, kept, out, weight, bias)
     if known is not None:
         region.register(out, known)
@@ -70,15 +61,8 @@ def derive(
 ) -> None:
     """Remember what an op has returned as a function of what keeps its operands, if all of them are kept.
 
-    Args:
-        region: the region in which it ran.
-        out: what it returned.
-        function: computes it again, of the operands.
-        operands: each with what the op keeps for it; None where it keeps nothing.
-        is_curved: see :func:`function_of`.
-        is_pointwise: see :func:`function_of`.
-        most_packed: packed tensors of several operands that the result may depend on.
-        is_dirty: whether a Function is about to mark ``out`` as changed.
+    Operands stand beside what the op itself keeps for them, None for nothing; ``is_dirty`` says that a Function is
+    about to mark ``out`` as changed. The other arguments are those of :class:`Way`.
     """
     if not region.settings.derives:
         return
@@ -110,14 +94,7 @@ def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> 
 def keep_smooth(
     function: Callable[..., Tensor], source: Saved, like: Tensor, *, is_pointwise: bool = True
 ) -> Saved | None:
-    """Keep a smooth function of what :func:`keep_source` keeps, the derivative say, and report it.
-
-    Args:
-        function: takes the source, and returns the tensor that is kept.
-        source: what keeps the source.
-        like: tensor of the sizes, strides and dtype of the result.
-        is_pointwise: whether an element of the result depends on the element at its place alone.
-    """
+    """Keep a smooth function of what :func:`keep_source` keeps, the derivative say, and report it."""
     kept = function_of(function, (source,), like, is_curved=True, is_pointwise=is_pointwise)
     return kept if kept is None else reported(kept)
 
@@ -125,13 +102,7 @@ def keep_smooth(
 def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> Saved | None:
     """Keep the input of a smooth function, if the function and its derivative are to be derived from it.
 
-    Args:
-        region: the region that runs.
-        x: the input.
-        is_overwritten: whether the function works in place.
-
-    Returns:
-        What keeps it; None where a region stores the derivative instead.
+    None where a region stores the derivative instead; ``is_overwritten`` says that the function works in place.
     """
     known, settings = region.find_known(x), region.settings
     if known is not None:
@@ -199,9 +170,7 @@ class Kind(Enum):
 def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
     """Return what keeps the arguments of a call that is to be followed; None where too little is known of them.
 
-    Args:
-        region: the region that runs.
-        tensors: the arguments, before the call.
+    It is asked before the call, which may overwrite them.
     """
     if not tensors or not region.settings.derives:
         return None
@@ -224,16 +193,9 @@ def follow(
     operands: list[tuple[Tensor, Saved | None]],
     kind: Kind,
 ) -> None:
-    """Remember the result of a torch function as a function of what keeps its arguments.
+    """Remember the result of a torch function, not one in place, as a function of what keeps its arguments.
 
-    Args:
-        region: the region that runs.
-        func: the function; not one that works in place.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        out: what it has returned; what is a view of an argument is known as that.
-        operands: what :func:`operands_of` returned.
-        kind: what is known of the function.
+    The operands are those of :func:`operands_of`. A result that is a view of an argument is known as that.
     """
     if type(out) is not Tensor or not out.is_floating_point() or region.find_known(out) is not None:
         return

@@ -168,15 +168,9 @@ def _follow(
     result: Any,
     operands: list[tuple[Tensor, Saved | None]] | None,
 ) -> None:
-    """Remember the result of a call as a function of what keeps its arguments.
+    """Remember the result of a call that moves elements, takes means, or is linear, as a function of its arguments.
 
-    Args:
-        region: the region that runs.
-        func: a function that moves elements, takes means, or is linear.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        result: what it has returned.
-        operands: where it may overwrite an argument, what kept them before the call (``operands_of``).
+    Where it may overwrite an argument, ``operands`` says what kept them before the call.
     """
     kind = _FOLLOWED[func]
     if func in MOVES:

@@ -34,17 +34,7 @@ class TorchRunner(Protocol):
         ...
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run a norm, and keep its normalized input.
-
-        Args:
-            norm: what runs it (``norm.forward``) and knows of its statistics, the running ones too.
-            input: its input.
-            weight: one number a channel, or None.
-            bias: as well.
-
-        Returns:
-            The output.
-        """
+        """Run a norm by ``norm.forward``, and keep its normalized input; return the output."""
         ...
 
 

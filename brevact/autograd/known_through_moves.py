@@ -64,11 +64,7 @@ class _Source(NamedTuple):
 def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
     """Remember what gives the result of one of ops that move elements back, if its arguments are known tensors.
 
-    Args:
-        func: the op.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        result: what it returned; a view of an argument is known already.
+    A result that is a view of an argument is known already.
     """
     if type(result) is not Tensor or known_values.find(result) is not None:
         return

@@ -96,18 +96,7 @@ class NormInput(NamedTuple):
 def output_of(
     alignment: Alignment, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Saved | None:
-    """Keep the output of a norm as an affine function of its normalized input.
-
-    Args:
-        alignment: how its weights belong to its elements.
-        kept: what keeps its input.
-        out: its output.
-        weight: its weight.
-        bias: its bias.
-
-    Returns:
-        What keeps the output; None where the input is not packed.
-    """
+    """Keep the output of a norm as an affine function of its normalized input; None where that is not packed."""
     tensors, decoder = kept
     if not isinstance(decoder, Centred):
         return None

@@ -182,11 +182,8 @@ def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
 def slot_of(x: Tensor, settings: BackwardSettings, repeats: bool, *norm: Hashable | None) -> Slot | None:
     """Return the place of what ops share; None where nothing is shared.
 
-    Args:
-        x: the tensor.
-        settings: the region's settings.
-        repeats: whether a checkpoint asks for tensors of the same sizes again.
-        norm: where normalized values of ``x`` are kept, their key; None for those that nobody shares.
+    ``repeats`` says that a checkpoint asks for tensors of the same sizes again. Where normalized values are kept, their
+    key follows, None for those that nobody shares.
     """
     return None if norm == (None,) else _shared.slot(x, (settings.key, repeats, *norm))
 

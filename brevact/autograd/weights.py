@@ -171,12 +171,7 @@ _watchers = _Watchers()
 
 
 def is_weight(x: Tensor, state: ModelState) -> bool:
-    """Return whether ``x`` is a weight.
-
-    Args:
-        x: any tensor.
-        state: what the region knows of its model.
-    """
+    """Return whether ``x`` is a weight, by what the region knows of its model."""
     if is_parameter(x):
         return True
     node = x.grad_fn

@@ -145,13 +145,7 @@ def remember(
 ):
     """Remember how a function has made a weight of weights, if it can be computed again and that saves memory.
 
-    Args:
-        region: the region that runs.
-        func: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        result: what it returned.
-        saved: tensors that autograd stores for it.
+    ``saved`` are the tensors that autograd stores for it.
     """
     if not (
         region.is_activation(result) and result.numel() >= region.settings.min_numel and _is_pure(func, args, kwargs)

@@ -67,11 +67,7 @@ def allocate(items: Sequence[Sequence[Option]], budget: float) -> list[Option]:
 
 
 def convex_hull(options: Sequence[Option]) -> list[Option]:
-    """The options that are worth their cost, cheapest first: each step lowers the noise by less for its cost.
-
-    Args:
-        options: at least one.
-    """
+    """The options that are worth their cost, cheapest first: each step lowers the noise by less for its cost."""
     hull: list[Option] = []
     for option in sorted(options):
         if hull and option.noise >= hull[-1].noise:

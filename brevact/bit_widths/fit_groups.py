@@ -79,19 +79,11 @@ class Groups:
         return found
 
     def saved_bytes(self, widths: Mapping[str, int]) -> int:
-        """Return the bytes that the groups and all else store, by adding them up.
-
-        Args:
-            widths: bit width of each source.
-        """
+        """Return the bytes that the groups, whose sources have these widths, and all else store, by adding them up."""
         return self.fixed_bytes + sum(group.bytes_of[widths[group.source]] for group in self.groups)
 
     def widths_of_modules(self, widths: Mapping[str, int]) -> dict[str, int]:
-        """Return the bit widths of the modules that differ from what is around them, of attention, and of the model.
-
-        Args:
-            widths: bit width of each source.
-        """
+        """Return the bit widths of the modules that differ from what is around them, of attention, and of the model."""
         lowest = min(widths.values(), default=_MOST)
         found: dict[str, int] = {}
         effective: dict[str, int] = {}
@@ -120,12 +112,7 @@ class Groups:
 
 
 def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
-    """Return what a model stores.
-
-    Args:
-        model: without a policy.
-        reports: what it stores if all of it has a bit width, by that width, 1 to 8.
-    """
+    """Return what a model without a policy stores, from reports of it with a width of 1 to 8 bits everywhere."""
     finest = reports[_MOST]
     chains = chains_of(finest)
     owner = {chain.source: chain.source for chain in chains}
@@ -170,12 +157,7 @@ def quantizer_of(bit_width: int, *, attends: bool) -> Any:
 
 @contextmanager
 def with_quantizers(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator[None]:
-    """Give modules backward quantizers for a block of code.
-
-    Args:
-        model: without a policy.
-        quantizers: by name of module; None for full precision.
-    """
+    """Give modules of a model without a policy backward quantizers, None for full precision, for a block of code."""
     modules = dict(model.named_modules(remove_duplicate=False))
     with without_policy(model):
         for name, source in quantizers.items():

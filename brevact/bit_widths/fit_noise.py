@@ -62,9 +62,6 @@ class Sensitivities:
         """Measure each group beside the others at their widths: what is less with its own at 8 bits.
 
         What is known of the group alone is forgotten.
-
-        Args:
-            widths: bit widths of all groups.
         """
         whole = self._error(widths)
         for source, width in widths.items():

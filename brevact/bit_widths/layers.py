@@ -76,12 +76,9 @@ class LayerWidths:
                 self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
 
     def set(self, widths: Mapping[str, int], redrawn: Collection[str] = (), model: nn.Module | None = None) -> None:
-        """Give layers their widths.
+        """Give layers, by the names of their modules, their widths, in the model or a copy; others keep theirs.
 
-        Args:
-            widths: by the names of the modules; others keep theirs.
-            redrawn: those which round with other random bits.
-            model: a copy of the model; None for the model.
+        Those which are redrawn round with other random bits.
         """
         for name, hook in _regions(self.model if model is None else model).items():
             if name in widths and name in self.base:
@@ -158,12 +155,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
-    """Measure what widths cost, by a forward pass of a copy for each of the eight.
-
-    Args:
-        layers: of the model.
-        run: calls the model on a batch.
-    """
+    """Measure what widths cost, by a forward pass of a copy, which ``run`` calls on a batch, for each of the eight."""
     stored = {width: layers.stored(run, width) for width in BIT_WIDTHS}
     widest = stored[BIT_WIDTHS[-1]]
     group_of, readers = _grouped(widest, layers.base)

@@ -19,14 +19,7 @@ def sensitivities(
 ) -> list[float]:
     """Measure the sensitivity of each group, on all ranks alike: half a squared distance, times (2^b - 1)^2.
 
-    Args:
-        model: its gradients are measured; it stays as it is.
-        layers: its layers, whose widths are those of the plan again afterwards.
-        plan: the groups.
-        widths: of the groups.
-        batch: what ``loss`` takes.
-        loss: takes the model and a batch.
-        step: number of the training step, from which seeds follow.
+    Seeds follow from the training step. The model stays as it is, and the widths of its layers as the plan says.
 
     Returns:
         A number a group, in squared units of the gradient.

@@ -34,16 +34,7 @@ _CLAMPS = (TensorClamp, TensorClampSte)
 
 
 def float_quant(stock: Callable, quant: FloatQuant, x: Tensor) -> Any:
-    """Run a minifloat quantizer; ``NotImplemented`` where its own ops must run.
-
-    Args:
-        stock: Brevitas' forward, unused.
-        quant: the quantizer.
-        x: activation or weight.
-
-    Returns:
-        What Brevitas' forward returns.
-    """
+    """Run a minifloat quantizer as Brevitas' forward does; ``NotImplemented`` where its own ops must run."""
     region = packing_region()
     if region is None or not _is_fixed(quant) or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented

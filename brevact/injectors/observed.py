@@ -106,12 +106,7 @@ def _seeded(roundings: tuple[nn.Module, ...], seed: int | Tensor | None, device:
 
 
 def _any(missing: Tensor, scale: Tensor) -> Tensor:
-    """Which scales have one that is missing among what they scale.
-
-    Args:
-        missing: mask of the grouped activation.
-        scale: of a shape that broadcasts against that of ``missing``.
-    """
+    """Which scales, whose shape broadcasts against that of the mask, have one that is missing among what they scale."""
     lead = missing.dim() - scale.dim()
     dims = [dim for dim in range(missing.dim()) if dim < lead or scale.shape[dim - lead] == 1]
     return (missing.any(dims, keepdim=True) if dims else missing).reshape(scale.shape)

@@ -108,9 +108,7 @@ def explained(batch: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> 
 def without_surroundings(arguments: Any, copies: dict[int, Tensor] | None = None) -> Any:
     """Return arguments in which tensors that lie in a larger storage, as slices do, are copies of their own size.
 
-    Args:
-        arguments: tensors, and tuples, lists and dictionaries of arguments.
-        copies: those made so far, by the identity of their originals.
+    Those made so far are found by the identity of their originals.
     """
     copies = {} if copies is None else copies
     if type(arguments) is Tensor and arguments.layout is torch.strided and not arguments.is_nested:

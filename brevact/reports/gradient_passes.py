@@ -162,12 +162,7 @@ def _check_value(value: Any) -> None:
 
 
 def check_repeats(first: Gradients, second: Gradients) -> None:
-    """Raise for a loss whose exact gradient of a batch differs from one pass to the next.
-
-    Args:
-        first: gradients of the batch.
-        second: those of another pass.
-    """
+    """Raise for a loss whose exact gradient of a batch differs from one pass to the next."""
     norm = math.sqrt(squared_norm(first))
     difference = math.sqrt(squared_distance(first, second))
     if not math.isfinite(norm):
@@ -181,12 +176,7 @@ def check_repeats(first: Gradients, second: Gradients) -> None:
 
 
 def check_batches(batches: Any, call: str) -> None:
-    """Raise for batches that cannot be gone through again, or for none.
-
-    Args:
-        batches: what the user passed.
-        call: how the function is called.
-    """
+    """Raise for batches that cannot be gone through again, or for none; the error says how the function is called."""
     if isinstance(batches, str | bytes | Tensor) or not isinstance(batches, Sequence):
         raise TypeError(
             f"batches: got {brief(batches)} of type {type(batches).__name__}; accepted is a list of batches, each what "
@@ -197,11 +187,7 @@ def check_batches(batches: Any, call: str) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise for a loss that is no function of a model and a batch.
-
-    Args:
-        loss: what the user passed.
-    """
+    """Raise for a loss that is no function of a model and a batch."""
     if not callable(loss) or isinstance(loss, nn.Module | type):
         raise TypeError(
             f"loss: got {brief(loss)} of type {type(loss).__name__}; accepted is a function of the model and a batch: "
@@ -210,12 +196,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_draws(draws: Any, name: str = "draws") -> None:
-    """Raise for a number of draws of which no variance can be estimated.
-
-    Args:
-        draws: what the user passed.
-        name: of the argument.
-    """
+    """Raise for a number of draws of which no variance can be estimated."""
     check_int(name, draws)
     if draws < 2:
         raise ValueError(f"{name}={draws}; accepted is an int of at least 2, of which a variance can be estimated")

@@ -53,11 +53,7 @@ class Isolation:
         return any(each is module for _, each, _, _ in self._regions)
 
     def restrict_to(self, layers: Collection[str]) -> None:
-        """Let these layers store what the policy says, and all others the same at 8 bits.
-
-        Args:
-            layers: qualified names of modules; what is inside them is not meant.
-        """
+        """Let layers of these names, not what is inside, store what the policy says, all others the same at 8 bits."""
         chosen = {self._modules[layer] for layer in layers}
         for hook, module, settings, finer in self._regions:
             hook.settings = settings if module in chosen else finer
@@ -91,12 +87,7 @@ class _MixtureStandIn(StandIn):
     """Stands in for a mixture, which draws a quantizer for each tensor."""
 
     def sized(self, numel: int, host_seed: int) -> StandIn:
-        """Return what stores a tensor, as a mixture does.
-
-        Args:
-            numel: elements of the tensor.
-            host_seed: seed of a draw.
-        """
+        """Return what stores a tensor of so many elements, as a mixture does."""
         return StandIn(bit_width=self.bit_width, rounding=self.rounding, stands_for=_OF_ONE_SIZE)
 
 

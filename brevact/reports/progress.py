@@ -10,10 +10,7 @@ from contextlib import contextmanager
 def progress_bar(name: str, total: int | None, is_shown: bool) -> Iterator[Callable[[], object]]:
     """Yield what is called after each pass; it moves a bar of tqdm's, where that is installed, after some seconds.
 
-    Args:
-        name: in front of the bar.
-        total: number of passes; None if nobody knows.
-        is_shown: whether there is a bar.
+    The number of passes is None if nobody knows.
     """
     try:
         from tqdm import tqdm

@@ -35,12 +35,7 @@ def check_run(batches: Any, loss: Any) -> None:
 
 
 def check_values(state: Any, own: Mapping[str, Any]) -> None:
-    """Raise a TypeError or a ValueError for what is not the state of a training policy, in its own values.
-
-    Args:
-        state: what is loaded.
-        own: a state, for its keys.
-    """
+    """Raise a TypeError or a ValueError for what is not the state of a training policy, in its own values."""
     check_state(state, own)
     if type(state["steps"]) is not int or state["steps"] < 0:
         raise ValueError(f"state: steps={brief(state['steps'])}; accepted is an integer of at least 0")

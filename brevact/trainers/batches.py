@@ -15,11 +15,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def kept_random_state(loader: Any = None) -> Iterator[None]:
-    """Give random generators back the states that they had: those of Python, NumPy and torch, and a loader's own.
-
-    Args:
-        loader: whose samplers may have generators; None for none.
-    """
+    """Give random generators back the states that they had: those of Python, NumPy and torch, and a loader's own."""
     generators = [*_generators_of(loader)]
     states = [generator.get_state() for generator in generators]
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
@@ -49,11 +45,9 @@ def _generators_of(loader: Any) -> Iterator[torch.Generator]:
 
 
 def first_batches(loader: Iterable[Any], count: int) -> list[Any]:
-    """Return batches that a loader begins with; the next pass over it is what it would have been.
+    """Return so many batches, at most, that a loader begins with; the next pass over it is what it would have been.
 
-    Args:
-        loader: a data loader, also one that Accelerate has prepared; or a list of batches.
-        count: how many, at most.
+    The loader may be one that Accelerate has prepared, or a list of batches.
     """
     # A prepared loader counts its passes for gradient accumulation: the one inside does not.
     plain = getattr(loader, "base_dataloader", loader)

@@ -40,13 +40,7 @@ class SavedValue(NamedTuple):
 
 
 def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) -> None:
-    """Hand tensors to autograd, and the decoders of kept items to ``ctx``.
-
-    Args:
-        ctx: context of the Function.
-        *items: what keeps an activation, or None.
-        exact: tensors that are kept as they are.
-    """
+    """Hand tensors to autograd, and the decoders of kept items to ``ctx``; exact ones are kept as they are."""
     tensors: list[Tensor | None] = []
     recipe: list[tuple[int, int, Decoder] | None] = []
     stop = 0

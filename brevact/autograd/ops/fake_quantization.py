@@ -149,15 +149,8 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, scale, zero_point, pre_scale and pre_zero_point, each by the formula and order of stock ops.
 
-    Args:
-        needs: which of them are needed.
-        shapes: of scale, zero_point, pre_scale and pre_zero_point.
-        grad: of the output.
-        q: integers, less the zero point.
-        through: gradient before the clipping.
-        clipped: gradient behind it.
-        shifted: x / pre_scale.
-        pre_scale: as it was.
+    ``q`` are the integers less the zero point, ``through`` and ``clipped`` the gradients before the clipping and behind
+    it, ``shifted`` is x / pre_scale; shapes are those of the last four.
     """
     needs_x, needs_scale, needs_zero_point, needs_pre_scale, needs_pre_zero_point = needs
     of_scale, of_zero_point, of_pre_scale, of_pre_zero_point = shapes
@@ -267,13 +260,7 @@ def fake_quantize(
 
 
 def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
-    """Return whether a Function quantizes a tensor: large enough, and by tensors that broadcast to its shape.
-
-    Args:
-        region: the region that runs.
-        x: activation or weight.
-        given: scales and zero points.
-    """
+    """Return whether a Function quantizes a tensor: large enough, and by tensors that broadcast to its shape."""
     if not (region.is_activation(x) and all(region.is_activation(each) for each in given)):
         return False
     if x.numel() < max(region.settings.min_numel, 1) or any(each.device != x.device for each in given):

@@ -36,13 +36,7 @@ class _AbsolutePercentile(Saving):
 def weight_statistics(region: EagerKeeper, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     """Statistics of a weight; their gradient computes them again.
 
-    Args:
-        region: the region that runs.
-        compute: returns them, without random numbers and without a state of its own.
-        weight: parameter, a view of one, or what is computed from weights alone.
-
-    Returns:
-        What ``compute`` returns.
+    ``compute`` returns them, without random numbers and without a state of its own.
     """
     storage_report.report_op(weight_statistics)
     return compute_from_weight(region, compute, weight)

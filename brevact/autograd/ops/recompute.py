@@ -17,11 +17,7 @@ from brevact.private_names.of_torch import DisableTorchFunction
 
 @contextmanager
 def outside_regions(device: torch.device) -> Iterator[None]:
-    """Record a graph as if no region, no hooks and no autocast were active where the backward pass runs.
-
-    Args:
-        device: of what is recorded.
-    """
+    """Record a graph as if no region, no hooks and no autocast were active where the backward pass runs on a device."""
     with (
         torch.enable_grad(),
         DisableTorchFunction(),
@@ -80,31 +76,18 @@ class _OfQuotient(Saving):
 def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Compute something of a weight; its gradient computes it again.
 
-    Args:
-        region: the region that runs.
-        compute: computes it, without random numbers and without a state of its own.
-        *tensors: the weight (a parameter, a view of one, or what is computed from weights alone), and others.
-
-    Returns:
-        What ``compute`` returns.
+    ``compute`` uses no random numbers and no state of its own. The first tensor is the weight: a parameter, a view of
+    one, or what is computed from weights alone.
     """
     with DisableTorchFunction():
         return region.apply_to_weight(_OfWeight, compute, *tensors)
 
 
 def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
-    """Compute something of x / scale, which alone is kept, at full precision; its gradient computes it again.
+    """Compute something new of x / scale, which alone is kept, at full precision; its gradient computes it again.
 
-    What reads the result keeps the quotient, too.
-
-    Args:
-        region: the region that runs.
-        compute: takes the quotient and the scale; without random numbers and without a state of its own.
-        x: activation.
-        scale: of a shape that broadcasts to that of ``x``.
-
-    Returns:
-        What ``compute`` returns, a new tensor.
+    What reads the result keeps the quotient, too. ``compute`` takes the quotient and the scale, and uses no random
+    numbers and no state of its own; the scale broadcasts to the shape of ``x``.
     """
     with DisableTorchFunction():
         return region.apply(_OfQuotient, compute, x, scale)

@@ -131,18 +131,9 @@ def run(
     momentum: float,
     eps: float,
 ) -> Tensor | None:
-    """Run ``F.batch_norm`` by the statistics of the batch, and pack its input.
+    """Run ``F.batch_norm``, with its arguments, by the statistics of the batch, and pack its input.
 
-    Args:
-        region: the region, around which are no hooks and no report.
-        input: an activation that was computed in the region.
-        running_mean: as for ``F.batch_norm``.
-        running_var: as well.
-        weight: as well.
-        bias: as well.
-        training: as well.
-        momentum: as well.
-        eps: as well.
+    Around the region are no hooks and no report; the input is an activation that was computed in it.
 
     Returns:
         The output; None where more is to be done than to pack the input and to derive the output from it: something is

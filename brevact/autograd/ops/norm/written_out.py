@@ -48,15 +48,9 @@ class RowScale(NamedTuple):
 
 
 def keep_by_rows(region: Keeper, x: Tensor, dims: tuple[int, ...]) -> Saved:
-    """Keep an activation whose rows may differ in scale.
+    """Keep an activation whose rows may differ in scale; with a bfloat16 number a row where it is packed.
 
-    Args:
-        region: the region that runs.
-        x: the activation.
-        dims: dimensions of a row, counted from the last.
-
-    Returns:
-        What keeps it; with a bfloat16 number a row where it is packed.
+    ``dims`` are the dimensions of a row, counted from the last.
     """
     length = math.prod(x.shape[dim] for dim in dims)
     inverse = math.sqrt(length) / _finite_norm(x.detach(), dims).clamp(_SMALLEST_NORM, _LARGEST_NORM)
@@ -79,15 +73,7 @@ def are_rows(x: Tensor, dims: tuple[int, ...]) -> bool:
 
 
 def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
-    """Dimensions of the rows of ``x`` that a factor multiplies, if it is an inverse deviation for each row.
-
-    Args:
-        x: an activation.
-        factor: what it is multiplied by.
-
-    Returns:
-        Dimensions, counted from the last; none for any other factor.
-    """
+    """Dimensions of the rows of ``x``, from the last, of each of which a factor is the inverse deviation; else none."""
     return dims_of_rows(x, factor) if is_inverse(factor) else ()
 
 
@@ -106,15 +92,7 @@ def is_deviation(x: Tensor) -> bool:
 
 
 def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
-    """Dimensions of the rows of ``x`` for each of which a factor has one number.
-
-    Args:
-        x: an activation.
-        factor: what it is multiplied by, or divided by.
-
-    Returns:
-        Dimensions, counted from the last; none for any other factor.
-    """
+    """Dimensions, counted from the last, of the rows of ``x`` for each of which a factor has one number, if it does."""
     if factor.dim() != x.dim():
         return ()
     dims = tuple(dim for dim in range(-x.dim(), 0) if factor.shape[dim] == 1 and x.shape[dim] > 1)
