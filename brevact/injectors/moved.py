@@ -1,7 +1,5 @@
 """The places that injectors had in earlier versions, by which their pickles know classes."""
 
-import sys
-
 from brevact.injectors import brevitas_formats, fragments, number_codes, resolve, seeded_rounding
 from brevact.quantizers.formats.dual_precision import injectors as dual_precision
 from brevact.quantizers.formats.lossless import injectors as lossless
@@ -11,6 +9,7 @@ from brevact.quantizers.formats.per_sample import injectors as per_sample
 from brevact.quantizers.formats.sign_magnitude import injectors as sign_magnitude
 from brevact.quantizers.formats.uniform import injectors as uniform
 from brevact.quantizers.formats.weibull import injectors as weibull
+from brevact.quantizers.moved import let_import_from
 
 _MODULES = {
     "codes": number_codes,
@@ -26,7 +25,5 @@ _MODULES = {
     "uniform": uniform,
     "weibull": weibull,
 }
-_PACKAGE = __name__.rpartition(".")[0]
-sys.modules.update({f"{_PACKAGE}.{name}": module for name, module in _MODULES.items()})
-vars(sys.modules[_PACKAGE]).update(_MODULES)  # `import` of what is loaded does not set it
+let_import_from(__name__.rpartition(".")[0], _MODULES)
 vars(fragments).update(Buckets=uniform.Buckets, UniformBuckets=uniform.UniformBuckets, MixedBuckets=mixed.MixedBuckets)

@@ -1,6 +1,8 @@
 """The places that quantizers had in earlier versions, by which their pickles know classes."""
 
 import sys
+from collections.abc import Mapping
+from types import ModuleType
 
 from brevact.quantizers import bits, packed, text_form
 from brevact.quantizers.formats.dual_precision import quantizer as dual_precision
@@ -35,9 +37,16 @@ _MODULES = {
     "weibull_fit": fit,
     "weibull_levels": levels,
 }
+
+
+def let_import_from(package: str, modules: Mapping[str, ModuleType]) -> None:
+    """Let modules be imported from a package, by the names that they had there, as if they still were there."""
+    sys.modules.update({f"{package}.{name}": module for name, module in modules.items()})
+    vars(sys.modules[package]).update(modules)  # `import` of what is loaded does not set it
+
+
 _PACKAGE = __name__.rpartition(".")[0]
-sys.modules.update({f"{_PACKAGE}.{name}": module for name, module in _MODULES.items()})
-vars(sys.modules[_PACKAGE]).update(_MODULES)  # `import` of what is loaded does not set it
+let_import_from(_PACKAGE, _MODULES)
 vars(packed).update(quantize=quantize)
 _TEXT_NAMES = {"spell": text_form.to_text, "read": text_form.from_text}
 vars(text_form).update(_TEXT_NAMES)

@@ -110,6 +110,8 @@ def _convolve(
     options: tuple[Any, ...],
     geometry: _Geometry,
 ) -> Tensor:
+    if input.dim() < weight.dim():  # one sample
+        return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
     if runner is not None:
         return runner.run_torch(func, input, weight, bias, *options)
@@ -131,18 +133,15 @@ def _convolution_handler(dims: int) -> Callable:
         if not _can_convolve(region, dims, input, weight, bias):
             return NotImplemented
         steps, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
-        unbatched = input.dim() == dims + 1
-        x = input.unsqueeze(0) if unbatched else input
         if padding == "same" and all(s == 1 for s in steps):
-            x, padding = _same_padding(x, weight, dilation)
+            input, padding = _same_padding(input, weight, dilation)
         elif isinstance(padding, str):
             if padding != "valid":
                 return NotImplemented  # torch explains what is wrong
             padding = 0
         pads = as_tuple(padding, dims)
         geometry = steps, pads, dilation, False, [0] * dims, groups
-        out = _convolve(region, func, x, weight, bias, (steps, pads, dilation, groups), geometry)
-        return out.squeeze(0) if unbatched else out
+        return _convolve(region, func, input, weight, bias, (steps, pads, dilation, groups), geometry)
 
     return handle
 
@@ -162,12 +161,9 @@ def _transposed_handler(dims: int) -> Callable:
     ) -> Any:
         if not _can_convolve(region, dims, input, weight, bias):
             return NotImplemented
-        unbatched = input.dim() == dims + 1
-        x = input.unsqueeze(0) if unbatched else input
         steps, pads, more, dilation = (as_tuple(value, dims) for value in (stride, padding, output_padding, dilation))
         geometry = steps, pads, dilation, True, more, groups
-        out = _convolve(region, func, x, weight, bias, (steps, pads, more, groups, dilation), geometry)
-        return out.squeeze(0) if unbatched else out
+        return _convolve(region, func, input, weight, bias, (steps, pads, more, groups, dilation), geometry)
 
     return handle
 
