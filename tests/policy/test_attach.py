@@ -387,13 +387,13 @@ def test_shipped_policies_fit_models_of_their_kind():
     block = nn.TransformerEncoderLayer(64, 4)
     transformer = nn.Sequential(nn.Embedding(10, 64), block, nn.RMSNorm(64), nn.CrossEntropyLoss())
     rows = brevact.backward_policy(brevact.quantize_backward(transformer, brevact.TRANSFORMER)).rows
-    finer = {row.kind for row in rows if row.source == "StochBackward4bit"}
+    finer = {row.kind for row in rows if row.source == "DitherBackward4bit"}
     assert finer == {"LayerNorm", "RMSNorm"}
-    assert {(op.op, op.source) for op in rows[0].ops} == {("cross_entropy", "StochBackward4bit")}
-    assert {row.source for row in rows} == {"StochBackward4bit", "StochBackward2bit"}
+    assert {(op.op, op.source) for op in rows[0].ops} == {("cross_entropy", "DitherBackward4bit")}
+    assert {row.source for row in rows} == {"DitherBackward4bit", "DitherBackward2bit"}
     rows = brevact.backward_policy(brevact.quantize_backward(Net(), brevact.CONV_NET)).rows
-    assert {row.kind for row in rows if row.source == "StochBackward3bit"} == {"Conv2d", "BatchNorm2d", "Linear"}
-    assert {row.kind for row in rows if row.source == "StochBackward2bit"} == {"Net", "Sequential", "SiLU", "ReLU"}
+    assert {row.kind for row in rows if row.source == "DitherBackward3bit"} == {"Conv2d", "BatchNorm2d", "Linear"}
+    assert {row.kind for row in rows if row.source == "DitherBackward2bit"} == {"Net", "Sequential", "SiLU", "ReLU"}
 
 
 def test_rules_know_modules_by_their_kind():
