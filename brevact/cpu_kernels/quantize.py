@@ -47,7 +47,7 @@ from brevact.cpu_kernels.normalize import SCRATCH, normalize
 from brevact.cpu_kernels.philox import column_words, halves_of, shift_of
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
 
-_LEAST_SPREAD = np.int64(8192)
+_LEAST_SPREAD, _MOST_ALIKE = np.int64(8192), np.int64(6)
 
 
 @inlined
@@ -120,13 +120,17 @@ def _steps_of_segments(x, first, count, scale, minimum, table, steps):
 
 @inlined
 def _is_spread(steps, count):
-    """Whether the levels of a group are shifted: positions lie between levels, not beside them."""
-    spread = np.int32(0)
+    """Whether the levels of a group are shifted; see `reference.spreads`."""
+    spread, upper, outer = np.int32(0), np.int32(0), np.int32(0)
     for e in range(count):
         t = load(steps, e)
         part = np.int32(rint((t - np.float32(np.floor(t))) * np.float32(256.0)))
         spread = np.int32(spread + np.int32(part * np.int32(np.int32(256) - part)))
-    return np.int64(spread) >= np.int64(count) * _LEAST_SPREAD
+        upper = np.int32(upper + np.int32(np.int32(part >> np.int32(7)) & np.int32(1)))
+        outer = np.int32(outer + np.int32(np.int32(np.int32(part + np.int32(64)) >> np.int32(7)) & np.int32(1)))
+    n = np.int64(count)
+    a, b = n - 2 * np.int64(upper), n - 2 * np.int64(outer)
+    return np.int64(spread) >= n * _LEAST_SPREAD and a * a + b * b <= n * _MOST_ALIKE
 
 
 @inlined

@@ -16,16 +16,16 @@ from brevact.quantizers import reference
 from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
 from brevact.quantizers.philox import ROUNDS, philox4x32
 from brevact.quantizers.reference import (
-    LEAST_SPREAD,
-    between_levels,
     calibrate,
     chunks,
     element_bits,
     group_index,
     group_ranges,
     pack_chunk,
+    parts_of_steps,
     round_codes,
     shifts,
+    spreads,
     unpack_chunk,
 )
 
@@ -111,10 +111,10 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
 
     In a flagged group code 2^b - 1 stands for what is not finite, and finite elements take the codes below it.
 
-    If the plan is dithered, a group that is not flagged, and in which the mean of `reference.between_levels` is
-    `LEAST_SPREAD` or more, takes q = round(clip(t + u, 0, 2^b - 1)), to nearest, for positions t and its shift u, and
-    stores m - u s, the lowest float32 at least. Others, whose elements lie on levels or beside them, round
-    stochastically: with less variance, and without errors that they share.
+    If the plan is dithered, a group that is not flagged and that `reference.spreads` takes q = round(clip(t + u, 0,
+    2^b - 1)), to nearest, for positions t and its shift u, and stores m - u s, the lowest float32 at least. Others, in
+    which many elements lie on levels or are equal, round stochastically: with less variance, or without errors that
+    elements share.
 
     Args:
         x: Floating-point tensor, dense in memory order.
@@ -154,15 +154,15 @@ def _positions(z: Tensor, group: Tensor, minimum: Tensor, scale: Tensor, top: in
 
 def _shifts(flat: Tensor, geometry: Geometry, minimum: Tensor, scale: Tensor, key: Tensor) -> Tensor:
     """(G,) float32 shifts of groups, NaN of those that round stochastically."""
-    spread = torch.zeros(geometry.groups, dtype=torch.int64, device=flat.device)
-    sizes = torch.zeros_like(spread)
+    sums = torch.zeros(4, geometry.groups, dtype=torch.int64, device=flat.device)
     top = (1 << geometry.bit_width) - 1
     for start, stop, _ in chunks(geometry.numel, geometry.block_size):
         group = group_index(start, stop, geometry, flat.device)
         steps = _positions(flat[start:stop].float(), group, minimum, scale, top)
-        spread.index_add_(0, group, between_levels(steps))
-        sizes.index_add_(0, group, torch.ones_like(group))
-    is_shifted = (spread >= sizes * LEAST_SPREAD) & ~torch.signbit(scale)
+        part = parts_of_steps(steps)
+        counts = part * (256 - part), part >> 7 & 1, part + 64 >> 7 & 1, torch.ones_like(part)
+        sums.index_add_(1, group, torch.stack(counts))
+    is_shifted = spreads(*sums) & ~torch.signbit(scale)
     return shifts(key, geometry.groups).masked_fill(~is_shifted, float("nan"))
 
 

@@ -20,7 +20,9 @@ LARGEST_RANGE, LARGEST_END = 2.0**128 - 2.0**122, 2.0**125
 """A range as large as the first, for which float32 has no grid whose scale is rounded up, gets ends of the second."""
 
 LEAST_SPREAD = 8192
-"""Mean of `between_levels` from which on a group shifts its levels: 65536 / 8, three quarters of the even spread's."""
+"""Mean of d (256 - d) from which on a group shifts its levels: 65536 / 8, three quarters of the even spread's."""
+MOST_ALIKE = 6
+"""See `spreads`: one group of twenty whose elements are spread at random has more."""
 
 _CHUNK = 1 << 18  # elements in flight, so that temporaries stay small beside the tensor
 
@@ -123,17 +125,36 @@ def shifts(seed: Tensor, groups: int) -> Tensor:
     return (philox4x32(counter, seed, ROUNDS)[0] >> 8).float() * 2.0**-24 - 0.5
 
 
-def between_levels(steps: Tensor) -> Tensor:
-    """What an element at a position adds to the variance of stochastic rounding, d (256 - d) with d = rint(256 frac t).
+def parts_of_steps(steps: Tensor) -> Tensor:
+    """Where between two levels positions lie, d = rint(256 (t - floor(t))).
 
     Args:
         steps: float32 positions t on the grid.
 
     Returns:
-        int64, 65536 t' (1 - t') for the nearest 256th t' of the fraction: 65536 / 6 on average over a step.
+        int64, 0 to 256.
     """
-    part = ((steps - steps.floor()) * 256.0).round().to(torch.int64)
-    return part * (256 - part)
+    return ((steps - steps.floor()) * 256.0).round().to(torch.int64)
+
+
+def spreads(spread: Tensor, upper: Tensor, outer: Tensor, sizes: Tensor) -> Tensor:
+    """Whether groups shift their levels: their elements lie between levels, and in all parts of a step alike.
+
+    The sum of d (256 - d) is at least `LEAST_SPREAD` an element: with less, stochastic rounding has less variance. And
+    A^2 + B^2 is at most `MOST_ALIKE` times the number n of elements, with A = n - 2 upper and B = n - 2 outer; it is
+    2 n on average for elements that are spread at random. With more, many elements have errors in common.
+
+    Args:
+        spread: (G,) sums of d (256 - d) over the elements of a group.
+        upper: (G,) numbers of elements with d & 128, in the upper half of a step.
+        outer: (G,) numbers of elements with (d + 64) & 128, in its middle half.
+        sizes: (G,) numbers n.
+
+    Returns:
+        (G,) bool.
+    """
+    alike = (sizes - 2 * upper).square() + (sizes - 2 * outer).square()
+    return (spread >= sizes * LEAST_SPREAD) & (alike <= sizes * MOST_ALIKE)
 
 
 def bounded(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

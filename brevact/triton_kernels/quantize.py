@@ -18,8 +18,8 @@ from brevact.triton_kernels.normalize import normalize_elements, normalize_plane
 from brevact.triton_kernels.philox import column_words, element_bits, shifts
 from brevact.triton_kernels.tiles import element_mask, load_planes, single_block, store_codes, whole_blocks
 
-_LEAST_SPREAD = tl.constexpr(8192)
-"""See `reference.LEAST_SPREAD`."""
+_LEAST_SPREAD, _MOST_ALIKE = tl.constexpr(8192), tl.constexpr(6)
+"""See `reference.spreads`."""
 
 
 @triton.jit
@@ -52,16 +52,22 @@ def _positions(x, base, inverse, valid, BIT_WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _between_levels(t):
-    """See `reference.between_levels`; int32."""
-    part = nearest_int((t - tl.floor(t)) * 256.0)
-    return part * (256 - part)
+def _parts_of_steps(t):
+    """See `reference.parts_of_steps`; int32."""
+    return nearest_int((t - tl.floor(t)) * 256.0)
 
 
 @triton.jit
-def _is_spread(between, count, inverse):
-    """Whether groups shift their levels, from their sums of `_between_levels` and their numbers of elements."""
-    return (between >= count * _LEAST_SPREAD) & ~is_flagged(inverse)
+def _halves(part):
+    """Whether parts of a step are in its upper half, plus 2^16 times whether they are in its middle half; int32."""
+    return ((part >> 7) & 1) + ((((part + 64) >> 7) & 1) << 16)
+
+
+@triton.jit
+def _spreads(spread, halves, size, inverse):
+    """Whether groups shift their levels, from sums over their elements; see `reference.spreads`."""
+    a, b = size - 2 * (halves & 0xFFFF), size - 2 * (halves >> 16)
+    return (spread >= size * _LEAST_SPREAD) & (a * a + b * b <= size * _MOST_ALIKE) & ~is_flagged(inverse)
 
 
 @triton.jit
@@ -167,12 +173,13 @@ def quantize_whole_blocks(
         inverse = tl.reshape(tl.broadcast_to(inverse_Q[:, None], (GROUPS, LANES)), (ROWS, W))
         shift = 0.0
         if DITHERED:
-            between_Q = tl.zeros((GROUPS,), tl.int32)
+            spread_Q, halves_Q = tl.zeros((GROUPS,), tl.int32), tl.zeros((GROUPS,), tl.int32)
             for i in tl.static_range(start, start + PLANES):
-                between = _between_levels(_positions(planes[i], base, inverse, True, BIT_WIDTH))
-                between_Q += tl.sum(tl.reshape(between, (GROUPS, LANES)), axis=1)
+                part = _parts_of_steps(_positions(planes[i], base, inverse, True, BIT_WIDTH))
+                spread_Q += tl.sum(tl.reshape(part * (256 - part), (GROUPS, LANES)), axis=1)
+                halves_Q += tl.sum(tl.reshape(_halves(part), (GROUPS, LANES)), axis=1)
             shift_Q = shifts(group, tl.load(seed_ptr + group * 0))
-            shift_Q = tl.where(_is_spread(between_Q, INNER, inverse_Q), shift_Q, float("nan"))
+            shift_Q = tl.where(_spreads(spread_Q, halves_Q, INNER, inverse_Q), shift_Q, float("nan"))
             base_Q = shifted_minimum(base_Q, scale_Q, shift_Q)
             shift = tl.reshape(tl.broadcast_to(shift_Q[:, None], (GROUPS, LANES)), (ROWS, W))
         store_metadata(scale_ptr + group, scale_Q, q_row < rows)
@@ -232,11 +239,12 @@ def quantize_ragged_block(
     group = tl.arange(0, GROUPS_2)
     stored_G, shift_G = base_G, scale_G
     if DITHERED:
-        between = _between_levels(_positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH))
+        part = _parts_of_steps(_positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH))
+        spread_G = tl.sum(tl.where(valid, part * (256 - part), 0), axis=1)
+        halves_G = tl.sum(tl.where(valid, _halves(part), 0), axis=1)
         size_G = tl.minimum(tl.maximum(count - group * INNER, 0), INNER)
         shift_G = shifts(first // INNER + group, tl.load(seed_ptr + group * 0))
-        is_spread_G = _is_spread(tl.sum(tl.where(valid, between, 0), axis=1), size_G, inverse_G)
-        shift_G = tl.where(is_spread_G, shift_G, float("nan"))
+        shift_G = tl.where(_spreads(spread_G, halves_G, size_G, inverse_G), shift_G, float("nan"))
         stored_G = shifted_minimum(base_G, scale_G, shift_G)
     store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
     store_metadata(minimum_ptr + first // INNER + group, stored_G, group * INNER < count)

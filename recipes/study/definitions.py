@@ -94,7 +94,7 @@ _ALL = (
         "Does training by default, at a twentieth of the bytes, end where training at full precision does?",
         "this project",
         (REFERENCE, _STOCH_2, DEFAULT),
-        seeds=5,
+        seeds=8,
         size=Size(),
     ),
     Study(

@@ -29,7 +29,7 @@ def test_main_lists_what_there_is_to_run(tmp_path, capsys):
     assert main(["list", "--csv", str(tmp_path / "runs.csv")]) == 0
     text = capsys.readouterr().out
     assert all(study.question in text and study.source in text for study in STUDIES.values())
-    assert "15 runs: 15 to run, " in text and "6 of studies above" in text
+    assert "24 runs: 24 to run, " in text and "6 of studies above" in text
 
 
 def test_main_trains_then_tells_from_the_rows_alone(tmp_path, capsys):

@@ -52,8 +52,8 @@ class UniformQuantizer(Quantizer):
     stores m - u * s in place of m: each error is spread evenly over (-s/2, s/2], whatever the value. It is as unbiased
     as stochastic rounding, at half its mean variance: s^2 / 12 in place of t (1 - t) s^2 at the position t between two
     levels, s^2 / 6 on average. The errors of a bucket depend on one number, so that those of equal values are equal. A
-    bucket whose mean t (1 - t) is below 1/8, three quarters of that average, rounds stochastically: many of its values
-    lie on levels, such as zeros behind a ReLU, and stay there. Buckets have at most 512 elements, or a multiple
+    bucket in which many values lie on levels or are equal, such as zeros behind a ReLU or a border, rounds
+    stochastically (`reference.spreads`); so does one of twenty others. Buckets have at most 512 elements, or a multiple
     of 8 up to 4096, so that they lie in blocks.
 
     Source: ActNN, arXiv:2104.14129, section 4.1; of dithered rounding, Schuchman, Dither signals and their effect on
