@@ -47,7 +47,7 @@ GRID_OPERATIONS = ("grid_nearest", "grid_stochastic", "grid_dequantize", "grid_m
 NORM_OPERATIONS = ("normalize", "denormalize")
 TABLE_OPERATIONS = ("map_levels", "look_up", "look_up_multiply")
 OPERATIONS = (
-    *("nearest", "stochastic", "dequantize", "dequantize_multiply"),
+    *("nearest", "stochastic", "dithered", "dequantize", "dequantize_multiply"),
     *NORM_OPERATIONS,
     *TABLE_OPERATIONS,
     *("masks", "codes"),
@@ -78,6 +78,11 @@ class Variant:
     bit_width: int
     bucket: str
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is such a quantizer: dithered buckets lie in blocks."""
+        return self.operation != "dithered" or self.bucket in ("512", "64", "16", "100", "4096", "huge")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile all variants, print the table, and return the exit status."""
@@ -91,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--csv", help="append the rows to this file")
     options = parser.parse_args(arguments)
     grid = (options.targets, options.operations, options.dtypes, options.bit_widths, options.buckets)
-    variants = [Variant(*values) for values in itertools.product(*grid)]
+    variants = [variant for values in itertools.product(*grid) if (variant := Variant(*values)).exists]
     found = itertools.chain.from_iterable(_in_processes(variants, options.jobs))
     rows = list({tuple(row.items()): row for row in found}.values())  # masks, say, do not depend on the bucket size
     write_rows(rows, options.csv)
@@ -286,7 +291,7 @@ def _subject(variant: Variant) -> tuple[UniformQuantizer, Tensor]:
     """Quantizer and tensor of a variant."""
     settings = {
         "bit_width": variant.bit_width,
-        "rounding": "nearest" if variant.operation == "nearest" else "stochastic",
+        "rounding": variant.operation if variant.operation in ("nearest", "dithered") else "stochastic",
     }
     x = _meta((64, 64, 56, 56), DTYPES[variant.dtype])
     if variant.bucket == "tensor":

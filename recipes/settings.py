@@ -82,7 +82,7 @@ class Settings:
     dropout: float = setting(0.2, "dropout before the classifier", type=float)
     stochastic_depth: float = setting(0.0, "probability of dropping the last residual branch", type=float)
     amp: str = setting("off", "autocast to this type", choices=tuple(AMP_DTYPES))
-    seed: int = setting(0, "of weights, batches, dropout and stochastic rounding", type=int)
+    seed: int = setting(0, "of weights, batches, dropout and random rounding", type=int)
     device: str = setting("auto", "torch device; auto takes CUDA where there is one")
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ def quantized_hook(
 
     Each rank packs the gradient of each parameter, all of a bucket's codes are gathered as bytes by one collective, and
     each rank decodes those of all ranks, in the order of ranks, and averages them: the result is the same on all ranks,
-    bit for bit. With quantizers that round stochastically it is unbiased.
+    bit for bit. With quantizers that round at random it is unbiased.
 
     Source: TinyScript (Fu et al., ICML 2020), section 3.3: buckets of 4096, no small tensors. Differs: any quantizer,
     error feedback for biased ones, no central server.
@@ -61,7 +61,7 @@ def quantized_hook(
         error_feedback: whether each rank adds to a gradient what rounding took away from those before (float32, as
             much memory as the gradients). None: for quantizers that are biased, since their errors do not average out.
         min_numel: gradients with fewer elements are sent as they are; a bucket of them alone is all-reduced.
-        seed: of stochastic rounding, the same on all ranks; each rank, step and parameter has random bits of its own.
+        seed: of random rounding, the same on all ranks; each rank, step and parameter has random bits of its own.
         **overrides: settings that replace those of ``quantizer``.
 
     Returns:
@@ -88,7 +88,7 @@ class QuantizedHook:
         quantizer: packs gradients.
         error_feedback: whether to add what rounding took from gradients before; None: if the quantizer is biased.
         min_numel: fewest elements that are packed.
-        seed: of stochastic rounding.
+        seed: of random rounding.
 
     Raises:
         TypeError: an argument is of another type.

@@ -54,7 +54,7 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
         quantizer: Any activation quantizer.
 
     Returns:
-        True for what is lossless, and for stochastic rounding between levels that span a bucket. False otherwise:
+        True for what is lossless, and for random rounding between levels that span a bucket. False otherwise:
         nearest rounding, grids that clip, and quantizers of others.
     """
     if isinstance(quantizer, MixingQuantizer):

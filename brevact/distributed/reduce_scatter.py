@@ -32,9 +32,9 @@ def quantized_reduce_scatter(
     4
 
     Args:
-        quantizer: backward quantizer that rounds stochastically, such as ``WeibullBackward4bit``.
+        quantizer: backward quantizer that rounds at random, such as ``WeibullBackward4bit``.
         min_numel: parts with fewer elements are reduced as they are.
-        seed: of stochastic rounding, the same on all ranks.
+        seed: of random rounding, the same on all ranks.
         **overrides: settings that replace those of ``quantizer``.
 
     Returns:
@@ -54,7 +54,7 @@ class QuantizedReduceScatter:
     Args:
         quantizer: packs parts of gradients.
         min_numel: fewest elements that are packed.
-        seed: of stochastic rounding.
+        seed: of random rounding.
 
     Raises:
         TypeError: an argument is of another type.
@@ -66,7 +66,7 @@ class QuantizedReduceScatter:
         if not is_unbiased(quantizer):
             raise ValueError(
                 f"quantizer: got {brief(quantizer)}, which is biased, and errors of FSDP2's gradients cannot be fed "
-                "back; accepted is one that rounds stochastically between levels that span a bucket: StochBackward4bit"
+                "back; accepted is one that rounds at random between levels that span a bucket: StochBackward4bit"
             )
         check_count("min_numel", min_numel, at_least=0)
         check_seed(seed)

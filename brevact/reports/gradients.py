@@ -52,7 +52,7 @@ def gradient_report(
     """Measure what backward quantization does to the gradients of a model, all in all and layer by layer.
 
     With g_b the exact gradient of batch b, all weights in one vector, h the same with backward quantization, and E the
-    mean over the seeds of stochastic rounding:
+    mean over the seeds of random rounding:
 
         noise = mean_b E |h_b - E h_b|^2 / V,    bias = mean_b |E h_b - g_b|^2 / V,    V = variance of g_b over batches
 

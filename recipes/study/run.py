@@ -54,7 +54,7 @@ class Run:
 
     Attributes:
         policy: words that `recipes.study.policies` reads.
-        seed: of weights, batches and stochastic rounding.
+        seed: of weights, batches and random rounding.
         size: how much it trains.
         recipe: a key of `RECIPES`.
         changes: settings that differ from `BASE`, with their values.

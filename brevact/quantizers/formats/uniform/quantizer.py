@@ -109,17 +109,17 @@ class UniformQuantizer(Quantizer):
 
     def _check_dithered(self) -> None:
         """Refuse what has no minimum to shift, or no group whose spread is known when its codes are made."""
-        if self.minimum_dtype is not torch.float32:
-            raise ValueError(
-                f"minimum_dtype: got {self.minimum_dtype} with rounding='dithered', which shifts minima by parts of a "
-                "step that bfloat16 does not hold; accepted is torch.float32; or use rounding='stochastic'"
-            )
         size = self.bucket_size
         if self.granularity is not Granularity.BUCKET or size is None or block_size_for(size) % size:
             raise ValueError(
                 f"rounding: got 'dithered' with granularity={self.granularity.value!r} and bucket_size={size}; "
                 f"accepted are buckets of at most 512 elements, or of a multiple of 8 up to {LARGEST_BLOCK}; or use "
                 "rounding='stochastic'"
+            )
+        if self.minimum_dtype is not torch.float32:
+            raise ValueError(
+                f"minimum_dtype: got {self.minimum_dtype} with rounding='dithered', which shifts minima by parts of a "
+                "step that bfloat16 does not hold; accepted is torch.float32; or use rounding='stochastic'"
             )
 
     def __hash__(self) -> int:
