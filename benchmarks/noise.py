@@ -280,9 +280,9 @@ _PAGE = """
     negative. Noise 1 doubles the variance of a training step's gradient, as halving the batch does. Figures come with
     their standard errors. *MiB a batch* are the distinct storages that autograd keeps, weights left out, the loss's
     own included. `fit:...` are policies that `brevact.fit` makes on 12 batches that are not measured, for the noise or
-    the bytes that are named: at the bytes of `DEFAULT`, they have about half its noise or less. `adaptive:...` are widths that
-    `brevact.Adaptive` gives the trained model in three steps, from `DEFAULT`. Lines join the policies that are worth
-    their bytes.
+    the bytes that are named: at the bytes of `DEFAULT`, they have about half its noise or less. `adaptive:...` are
+    widths that `brevact.Adaptive` gives the trained model in three steps, from `DEFAULT`. Lines join the policies
+    that are worth their bytes.
 """
 
 
