@@ -43,6 +43,7 @@ def test_gradients_are_what_the_quantizer_decodes(dtype):
     "source",
     [
         brevact.WeibullBackward4bit,
+        brevact.DitherBackward4bit,
         brevact.StochBackward4bit.let(granularity="channel"),
         brevact.StochBackward4bit8bitMix,
         brevact.StochBackward4bitPerSample,
