@@ -153,7 +153,7 @@ def _kind_of(key: Any) -> str:
 #: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need; at 3 bits where the
 #: activation functions are piecewise linear, whose chains are unbiased at any width. Query and key, which are
 #: exponentiated, have 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md. Dithered
-#: rounding has about half the noise of stochastic rounding, at the same bytes.
+#: rounding has half to four fifths of the noise of stochastic rounding, at the same bytes.
 DEFAULT = Policy(
     {
         F.cross_entropy: DitherBackward6bit,
