@@ -7,7 +7,7 @@ from typing import Any
 from recipes.study.run import FULL_PRECISION, Run, Size
 
 #: Of studies that rank what differs much: differences show early, while those that chance makes grow with the steps.
-SHORT = Size(epochs=4)
+SHORT = Size(epochs=4, train_size=5_000)
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,7 @@ _ALL = (
             uniform("Stoch", 8),
         ),
         ((_STOCH_4.label, "4 bits, nothing derives"),),
+        size=Size(epochs=4),
     ),
     Study(
         "bit-widths-stochastic",
@@ -138,7 +139,6 @@ _ALL = (
         "this project",
         (REFERENCE, DEFAULT, _FIT, _ADAPTIVE),
         ((_FIT.label, DEFAULT.label), (_ADAPTIVE.label, DEFAULT.label)),
-        seeds=5,
         size=Size(),
     ),
     _formats(
