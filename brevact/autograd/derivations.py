@@ -113,12 +113,15 @@ class Way(NamedTuple):
         is_curved: whether it is not linear in each operand.
         is_pointwise: whether an element of the result depends on the elements at its place alone.
         most_packed: packed tensors of several operands that the result may depend on.
+        is_sum: whether it is linear in all operands together. Others are curved where two operands read the same packed
+            tensor, since they multiply its errors with each other.
     """
 
     function: Callable[..., Tensor] | ByMask
     is_curved: bool = False
     is_pointwise: bool = True
     most_packed: int = MOST_COMBINED
+    is_sum: bool = False
 
 
 def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[list[Tensor], Derivation]:
@@ -176,7 +179,7 @@ def _derive_anew(
     if expression.calls > MOST_CALLS:
         return Derivation(None)
     quality = found.quality
-    if (way.is_curved or found.overlap) and not quality.is_exact:
+    if (way.is_curved or (found.overlap and not way.is_sum)) and not quality.is_exact:
         quality = quality._replace(is_curved=True)
     stride = None
     if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():

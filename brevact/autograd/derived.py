@@ -57,6 +57,7 @@ def derive(
     is_curved: bool = False,
     is_pointwise: bool = True,
     most_packed: int = MOST_COMBINED,
+    is_sum: bool = False,
     is_dirty: bool = False,
 ) -> None:
     """Remember what an op has returned as a function of what keeps its operands, if all of them are kept.
@@ -74,7 +75,7 @@ def derive(
         is_known = is_known or found[1] is not AS_IT_IS
         kept.append(found)
     if is_known:
-        tensors, way = derivation(Way(function, is_curved, is_pointwise, most_packed), kept, out)
+        tensors, way = derivation(Way(function, is_curved, is_pointwise, most_packed, is_sum), kept, out)
         if way.decoder is not None and way.is_worth_it(tensors, out):
             region.register(out, (tuple([tensors[place] for place in way.picks]), way.decoder), is_dirty=is_dirty)
 
@@ -162,7 +163,8 @@ def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dic
 class Kind(Enum):
     """What is known of a function whose results are followed."""
 
-    LINEAR = "an element is linear in those at its place of each tensor"
+    SUM = "an element is linear in those at its place of all tensors together"
+    BILINEAR = "an element is linear in that at its place of each of two tensors, the other one given"
     AVERAGE = "an element is the mean of some"
     MOVE = "elements of the arguments, in another order"
 
@@ -208,6 +210,7 @@ def follow(
         return
     derive(
         *(region, out, _as_function(func, args, kwargs), operands),
-        is_pointwise=kind is Kind.LINEAR and all(x.shape == out.shape for x, _ in operands),
+        is_pointwise=kind in (Kind.SUM, Kind.BILINEAR) and all(x.shape == out.shape for x, _ in operands),
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
+        is_sum=kind is not Kind.BILINEAR,
     )

@@ -21,12 +21,13 @@ from brevact.autograd.known_through_moves import follow as follow_exactly
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import (
     AVERAGES,
+    BILINEAR,
     HANDLERS,
-    LINEAR,
     METADATA,
     MOVES,
     NORMS,
     ROUNDS_FORWARD,
+    SUMS,
     UNVERSIONED,
     run_counterpart,
 )
@@ -155,7 +156,12 @@ class EagerMode(compiled_mode.RegionMode):
         return result
 
 
-_FOLLOWED = dict.fromkeys(LINEAR, Kind.LINEAR) | dict.fromkeys(AVERAGES, Kind.AVERAGE) | dict.fromkeys(MOVES, Kind.MOVE)
+_FOLLOWED = {
+    **dict.fromkeys(SUMS, Kind.SUM),
+    **dict.fromkeys(BILINEAR, Kind.BILINEAR),
+    **dict.fromkeys(AVERAGES, Kind.AVERAGE),
+    **dict.fromkeys(MOVES, Kind.MOVE),
+}
 #: Those that may overwrite an argument, of which has to be known before the call what keeps it.
 _OVERWRITES = frozenset(func for func in _FOLLOWED if may_overwrite(func))
 

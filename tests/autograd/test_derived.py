@@ -276,6 +276,32 @@ def test_moves_views_and_averages_are_followed(move):
     assert is_as_good(known[1].decode(known[0]), move(decoded))
 
 
+@pytest.mark.parametrize(
+    ("function", "derives"),
+    [
+        (lambda x: x * torch.ones(16) + torch.cat((-x[..., 8:], x[..., :8]), -1) * torch.full((16,), 0.5), True),
+        (lambda x: x + x.flip(1), True),
+        (lambda x: x - 0.5 * x, True),
+        (lambda x: torch.sub(x, x.roll(1, 1), alpha=2), True),
+        (lambda x: torch.cat((x, 2 * x), 1), True),
+        (lambda x: x * x.flip(1), False),
+        (lambda x: torch.mul(x, x + 1), False),
+        (lambda x: x + x * x.flip(1), False),
+    ],
+    ids=["rotary", "sum", "difference", "alpha", "cat", "product", "shifted product", "sum of a product"],
+)
+def test_two_bits_serve_what_reads_them_twice_where_it_is_linear(function, derives):
+    """The errors of one packed tensor that a product multiplies with each other have a mean: they are a bias."""
+    two = settings(bit_width=2)
+    with region(two):
+        y, decoded = normalized(two)
+        out = function(y)
+        known = known_values.find(out, two)
+    assert (known is not None) == derives
+    if derives:
+        assert is_as_good(known[1].decode(known[0]), function(decoded))
+
+
 @pytest.mark.parametrize("pool", [F.max_pool2d, F.adaptive_max_pool2d])
 def test_maxima_are_picked_where_they_were(pool):
     with region(settings(bit_width=2)):

@@ -7,11 +7,12 @@ from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywher
 OPS = (
     Op(
         everywhere(
-            *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "mul", "multiply", "div", "divide"),
-            *("true_divide", "truediv", "to", "type", "type_as", "float", "double", "half", "bfloat16"),
+            *("add", "sub", "subtract", "rsub", "neg", "negative", "positive", "to", "type", "type_as", "float"),
+            *("double", "half", "bfloat16"),
         ),
-        is_linear=True,
+        is_sum=True,
     ),
+    Op(everywhere("mul", "multiply", "div", "divide", "true_divide", "truediv"), is_bilinear=True),
     Op(everywhere("mean"), is_average=True),
     Op(
         everywhere(

@@ -82,7 +82,8 @@ class Op(NamedTuple):
         is_product: whether they are matrix products, whose factors may be weights or activations.
         looks_up: whether integers beside a tensor are indices.
         moves: whether they return elements of their arguments, each at least once, and constants that they are given.
-        is_linear: whether an element of the result is linear in the elements at its place of each tensor argument.
+        is_sum: whether an element of the result is linear in the elements at its place of all tensors together.
+        is_bilinear: whether it is linear in the element at its place of each of two tensors, the other one given.
         is_average: whether the result is made of means of elements.
         is_metadata: whether they ask for what a tensor is, or change an integer: a region need not look at all calls.
         is_unversioned: whether their caller may change values without the version counter seeing it.
@@ -100,7 +101,8 @@ class Op(NamedTuple):
     is_product: bool = False
     looks_up: bool = False
     moves: bool = False
-    is_linear: bool = False
+    is_sum: bool = False
+    is_bilinear: bool = False
     is_average: bool = False
     is_metadata: bool = False
     is_unversioned: bool = False
