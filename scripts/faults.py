@@ -75,7 +75,7 @@ FAULTS = (
     Fault(
         "dithered buckets of values on levels are shifted as well",
         "cpu_kernels/quantize.py",
-        "if not flagged and _is_spread(at, run):",
+        "if not flagged and is_spread(at, run):",
         "if not flagged:",
         (*KERNELS, "quantizers/test_dithered.py"),
     ),
@@ -144,14 +144,14 @@ FAULTS = (
     ),
     Fault(
         "the CPU kernel truncates",
-        "cpu_kernels/quantize.py",
+        "cpu_kernels/rounding.py",
         "return np.uint32(np.int32(rint(t)))",
         "return np.uint32(np.int32(t))",
         KERNELS,
     ),
     Fault(
         "planes 0 and 4 share their random bits",
-        "cpu_kernels/quantize.py",
+        "cpu_kernels/rounding.py",
         "q0 = _stochastic(load(th, j), _low_half(load(w0, j)))",
         "q0 = _stochastic(load(th, j), _high_half(load(w0, j)))",
         KERNELS,
@@ -187,7 +187,7 @@ FAULTS = (
     ),
     Fault(
         "the lowest values overflow",
-        "cpu_kernels/dequantize.py",
+        "cpu_kernels/floats.py",
         "return -limit if y < -limit else y",
         "return y",
         KERNELS,

@@ -31,10 +31,9 @@ ROLES = {
     "quantizers/quantizer.py": "checks, seed and memory, of all formats",
     "quantizers/formats/uniform/quantizer.py": "the format: names the pass",
     "quantizers/backends.py": "kernels, or the law in passes.py",
-    "cpu_kernels/launch.py": "a pass by its kernel: pointers, tables",
-    "cpu_kernels/teams.py": "pieces of it to PyTorch's threads",
-    "cpu_kernels/quantize.py": "the compiled kernel",
-    "cpu_kernels/dequantize.py": "the compiled kernel",
+    "cpu_kernels/quantize.py": "the compiled kernel, and what starts it",
+    "cpu_kernels/dequantize.py": "the compiled kernel, and what starts it",
+    "cpu_kernels/teams.py": "shares it among PyTorch's threads",
 }
 
 

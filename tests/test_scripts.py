@@ -30,4 +30,4 @@ def test_broken_links_refuses_a_folder_without_pages(tmp_path: Path):
 def test_the_picture_of_the_way_of_a_tensor_is_that_of_a_run():
     forward, backward = way_of_a_tensor.ways()
     assert way_of_a_tensor.PICTURE.read_text("utf-8") == way_of_a_tensor.picture(forward, backward)
-    assert len(forward) <= 10 and len(backward) <= 7
+    assert len(forward) <= 9 and len(backward) <= 6

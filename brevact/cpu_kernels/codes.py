@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from brevact.cpu_kernels.memory import (
+    LARGEST_BLOCK,
     advance,
     i64_at,
     inlined,
@@ -17,6 +20,7 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.planes import bytes_to_codes, codes_to_bytes
+from brevact.cpu_kernels.teams import share
 
 
 @inlined
@@ -93,3 +97,21 @@ def unpack_blocks(packed, target, item_size, bit_width, block, numel, start, sto
             y64 = advance(i64_at(target), first)
             for e in range(count):
                 store(y64, e, np.int64(load(codes, e)))
+
+
+def pack_codes(codes: Tensor, bit_width: int, block_size: int, packed: Tensor) -> None:
+    """The kernel's scratch is limited, and it does not extend signs."""
+    if block_size > LARGEST_BLOCK or (codes.dtype != torch.uint8 and bit_width > 8 * codes.itemsize):
+        return NotImplemented
+    numel = codes.numel()
+    arguments = (codes.data_ptr(), codes.itemsize, packed.data_ptr(), bit_width, block_size, numel)
+    share(pack_blocks, arguments, -(-numel // block_size), block_size, torch.get_num_threads())
+
+
+def unpack_codes(packed: Tensor, bit_width: int, block_size: int, codes: Tensor) -> None:
+    """The kernel's scratch is limited."""
+    if block_size > LARGEST_BLOCK:
+        return NotImplemented
+    numel = codes.numel()
+    arguments = (packed.data_ptr(), codes.data_ptr(), codes.itemsize, bit_width, block_size, numel)
+    share(unpack_blocks, arguments, -(-numel // block_size), block_size, torch.get_num_threads())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+import ctypes
 
-from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, emit, emit_product
+import numpy as np
+import torch
+from torch import Tensor
+
+from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, LIMITS, emit, emit_product, limited
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
@@ -13,6 +17,7 @@ from brevact.cpu_kernels.groups import (
     INNER,
     KIND,
     MINIMUM_KIND,
+    NEAREST,
     NUMEL,
     ROWS,
     SCALE_KIND,
@@ -34,18 +39,11 @@ from brevact.cpu_kernels.memory import (
     u8_at,
     u32_scratch,
 )
-from brevact.cpu_kernels.normalize import SCRATCH, denormalize
+from brevact.cpu_kernels.normalize import SCRATCH, denormalize_elements, words_of
 from brevact.cpu_kernels.planes import bytes_to_codes, bytes_to_words
-
-LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
-"""Largest finite value of each type that float32 reaches, by code of the type."""
-
-
-@inlined
-def limited(y, limit):
-    """clamp(y, -limit, limit); NaN stays."""
-    y = limit if y > limit else y
-    return -limit if y < -limit else y
+from brevact.cpu_kernels.tables import GroupTable, table_of, uniform_table
+from brevact.cpu_kernels.teams import share
+from brevact.geometry import Place, UniformPlan
 
 
 @inlined
@@ -212,6 +210,43 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
                     store(values, e, np.float32(np.int32(load(wide, e))))
             _decode_segments(values, first, count, scale, minimum, limit, flagged, table)
         if norm_at:
-            denormalize(values, first, count, norm_at, mean_of, scale_of, last_limit)
+            denormalize_elements(values, first, count, norm_at, mean_of, scale_of, last_limit)
         if not direct:
             emit_rows(values, other, target, first, count, table)
+
+
+def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
+    """See the law."""
+    _dequantize(buffer, uniform_table(plan, target.dtype, NEAREST), plan, other, target)
+
+
+def denormalize(
+    buffer: Tensor, plan: UniformPlan, mean: Tensor | None, factor: Tensor, place: Place, target: Tensor
+) -> None:
+    """See the law."""
+    words = words_of(mean, factor, place)
+    _dequantize(buffer, uniform_table(plan, target.dtype, NEAREST), plan, None, target, ctypes.addressof(words))
+
+
+def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tensor | None, target: Tensor) -> None:
+    """Decode a tensor of groups into their places in another one, and multiply.
+
+    Args:
+        buffer: Bytes of the plan.
+        plan: Plan of the 1-D tensor of these groups.
+        rows: (G,) int64 indices of the groups.
+        other: (n,) contiguous factor, or None.
+        target: (n,) contiguous result; may be `other`.
+    """
+    rows = rows.contiguous()
+    _dequantize(buffer, table_of(plan, target.dtype, NEAREST, rows.data_ptr()), plan, other, target)
+
+
+def _dequantize(
+    buffer: Tensor, table: GroupTable, plan: UniformPlan, other: Tensor | None, target: Tensor, norm: int = 0
+) -> None:
+    """Decode, multiply, and undo a normalization by the words at an address."""
+    codes, factor = buffer.data_ptr(), 0 if other is None else other.data_ptr()
+    metadata = codes + plan.scale_at, codes + plan.minimum_at
+    arguments = (codes, *metadata, factor, target.data_ptr(), table.address, norm)
+    share(dequantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())

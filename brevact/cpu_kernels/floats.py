@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from brevact.cpu_kernels.memory import (
     advance,
@@ -16,8 +17,20 @@ from brevact.cpu_kernels.memory import (
     u16_at,
 )
 
-FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = 0, 1, 2, 3
-"""Codes of the types."""
+FLOAT32, BFLOAT16, FLOAT16, FLOAT64, BOOL = range(5)
+"""Codes of the types; elements of the last one are read as masks alone."""
+
+KINDS = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.float16: FLOAT16,
+    torch.float64: FLOAT64,
+    torch.bool: BOOL,
+}
+"""The codes by which the kernels know types."""
+
+LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
+"""Largest finite value of each type that float32 reaches, by code of the type."""
 
 _HALF_EXPONENT = np.uint32(0x7C00 << 13)
 
@@ -155,3 +168,10 @@ def emit_product(values, other, target, kind, first, count):
         for e in range(count):
             y = half_to_float(float_to_half(load(values, e)))
             store(y16, e, float_to_half(y * half_to_float(load(o16, e))))
+
+
+@inlined
+def limited(y, limit):
+    """clamp(y, -limit, limit); NaN stays."""
+    y = limit if y > limit else y
+    return -limit if y < -limit else y

@@ -14,7 +14,6 @@ from brevact.cpu_kernels.memory import (
     as_i32,
     bits_of,
     f32_at,
-    f32_scratch,
     float_of,
     i32_at,
     i64_at,
@@ -34,7 +33,7 @@ NEAREST, STOCHASTIC, DITHERED = range(3)
 """Kinds of rounding; groups of tensors that are dithered lie in blocks."""
 
 LOWEST_KEY, HIGHEST_KEY = np.int32(-(2**31)), np.int32(2**31 - 1)
-_MINUS_INFINITY_KEY, _INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
+MINUS_INFINITY_KEY, INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
 _SMALLEST_SCALE = np.float32(2.0**-126)
 _LARGEST_RANGE, _LARGEST_END = np.float32(2.0**128 - 2.0**122), np.float32(2.0**125)
 _LOWEST_BFLOAT16 = np.float32(-(2.0**128 - 2.0**120))
@@ -60,7 +59,7 @@ def extend(x, count, low, high):
 @inlined
 def is_finite_range(low, high):
     """Whether a range of keys is that of finite values."""
-    return low > _MINUS_INFINITY_KEY and high < _INFINITY_KEY
+    return low > MINUS_INFINITY_KEY and high < INFINITY_KEY
 
 
 @inlined
@@ -74,7 +73,7 @@ def extend_finite(x, count, low, high):
     bits = as_i32(x)
     for e in range(count):
         key = key_of(load(bits, e))
-        finite = key > _MINUS_INFINITY_KEY and key < _INFINITY_KEY
+        finite = key > MINUS_INFINITY_KEY and key < INFINITY_KEY
         low, high = min(low, key if finite else HIGHEST_KEY), max(high, key if finite else LOWEST_KEY)
     return low, high
 
@@ -214,111 +213,12 @@ def stage_rows(source, first, count, scratch, table):
     return scratch
 
 
-@inlined
-def _extend_ranges(source, lows, highs, table, start, stop, scratch):
-    """Widen the key ranges of all groups by the elements of blocks start to stop."""
-    numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
-    for index in range(start, stop):
-        first = index * block
-        count = min(block, numel - first)
-        x = stage_rows(source, first, count, scratch, table)
-        e = 0
-        while e < count:
-            group = (first + e) // inner % groups
-            if inner == 1:
-                run = min(groups - group, count - e)
-                bits, low, high = as_i32(advance(x, e)), advance(lows, group), advance(highs, group)
-                for g in range(run):
-                    store(low, g, min(load(low, g), key_of(load(bits, g))))
-                    store(high, g, max(load(high, g), key_of(load(bits, g))))
-            else:
-                run = min(inner - (first + e) % inner, count - e)
-                low_key, high_key = extend(advance(x, e), run, load(lows, group), load(highs, group))
-                store(lows, group, low_key)
-                store(highs, group, high_key)
-            e += run
-
-
-@inlined
-def _extend_finite_ranges(source, lows, highs, missing, table, start, stop, scratch):
-    """Widen the key ranges of all groups by the finite elements of blocks start to stop, and count the others."""
-    numel, block, inner, groups = load(table, NUMEL), load(table, BLOCK), load(table, INNER), load(table, GROUPS)
-    for index in range(start, stop):
-        first = index * block
-        count = min(block, numel - first)
-        x = stage_rows(source, first, count, scratch, table)
-        e = 0
-        while e < count:
-            group, run = (first + e) // inner % groups, min(inner - (first + e) % inner, count - e)
-            low_key, high_key = extend_finite(advance(x, e), run, load(lows, group), load(highs, group))
-            store(lows, group, low_key)
-            store(highs, group, high_key)
-            store(missing, group, np.int32(load(missing, group) + count_missing(advance(x, e), run)))
-            e += run
-
-
-def all_finite(keys: np.ndarray) -> bool:
-    """Whether the ranges that `extend_ranges` found are those of finite values.
-
-    Args:
-        keys: (parts, 3, G) int32 keys; the third row is not looked at.
-
-    Returns:
-        False if any element was NaN or an infinity.
-    """
-    return bool((keys[:, 0] > _MINUS_INFINITY_KEY).all() and (keys[:, 1] < _INFINITY_KEY).all())
-
-
-@kernel
-def extend_ranges(source, keys_at, table_at, blocks, parts, start, stop):
-    """Widen the key ranges of parts start to stop by the elements of each part.
-
-    Args:
-        source: Address of the elements.
-        keys_at: Address of int32 keys: for each part the lowest of every group, the highest, and a third row.
-        table_at: Address of the table.
-        blocks: Number of blocks.
-        parts: Number of parts, each a run of blocks.
-        start: First part.
-        stop: One past the last part.
-    """
-    table = i64_at(table_at)
-    scratch = f32_scratch(load(table, BLOCK))
-    for part in range(start, stop):
-        lows = advance(i32_at(keys_at), 3 * part * load(table, GROUPS))
-        highs = advance(lows, load(table, GROUPS))
-        first, last = blocks * part // parts, blocks * (part + 1) // parts
-        _extend_ranges(source, lows, highs, table, first, last, scratch)
-
-
-@kernel
-def extend_finite_ranges(source, keys_at, table_at, blocks, parts, start, stop):
-    """The same by finite elements alone; the third row is increased by the numbers of the others.
-
-    Args:
-        source: Address of the elements.
-        keys_at: Address of the int32 keys and counts.
-        table_at: Address of the table.
-        blocks: Number of blocks.
-        parts: Number of parts, each a run of blocks.
-        start: First part.
-        stop: One past the last part.
-    """
-    table = i64_at(table_at)
-    scratch = f32_scratch(load(table, BLOCK))
-    for part in range(start, stop):
-        lows = advance(i32_at(keys_at), 3 * part * load(table, GROUPS))
-        highs = advance(lows, load(table, GROUPS))
-        first, last = blocks * part // parts, blocks * (part + 1) // parts
-        _extend_finite_ranges(source, lows, highs, advance(highs, load(table, GROUPS)), table, first, last, scratch)
-
-
 @kernel
 def calibrate_groups(keys_at, parts, scale, minimum, table_at):
     """Join the key ranges that parts of the tensor gave, and store minimum and scale of every group.
 
     Args:
-        keys_at: Address of `parts` times the keys and counts of `extend_finite_ranges`.
+        keys_at: Address of `parts` times the keys and counts of `ranges.extend_ranges`.
         parts: Number of parts.
         scale: Address of the scales.
         minimum: Address of the minima.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from brevact.cpu_kernels.floats import (
     BFLOAT16,
+    BOOL,
     FLOAT32,
     FLOAT64,
+    KINDS,
     bfloat16_to_float,
     float_to_bfloat16,
     float_to_half,
@@ -30,10 +36,9 @@ from brevact.cpu_kernels.memory import (
     u8_scratch,
     u16_at,
 )
+from brevact.cpu_kernels.teams import share
 
 BLOCK = 512
-BOOL = 4
-"""Code of the type, after those of `floats`."""
 
 
 @inlined
@@ -179,3 +184,29 @@ def mask_multiply_blocks(packed, grad, target, kind, slope_bits, numel, start, s
             _keep_or_zero(grad, target, kind, first, count, bits)
         else:
             _keep_or_scale(grad, target, kind, first, count, bits, slope)
+
+
+def pack_mask(x: Tensor, packed: Tensor) -> None:
+    """Types that the kernel does not read are those that quantizers do not take either."""
+    kind, numel = KINDS.get(x.dtype), x.numel()
+    if kind is None:
+        return NotImplemented
+    arguments = (x.data_ptr(), kind, packed.data_ptr(), numel)
+    share(pack_mask_blocks, arguments, -(-numel // BLOCK), BLOCK, torch.get_num_threads())
+
+
+def unpack_mask(packed: Tensor, mask: Tensor) -> None:
+    """See the law."""
+    numel = mask.numel()
+    arguments = (packed.data_ptr(), mask.data_ptr(), numel)
+    share(unpack_mask_blocks, arguments, -(-numel // BLOCK), BLOCK, torch.get_num_threads())
+
+
+def mask_multiply(packed: Tensor, numel: int, grad: Tensor, negative_slope: float, target: Tensor) -> None:
+    """The kernel reads the factor as its bits."""
+    kind = KINDS.get(grad.dtype)
+    if kind is None:
+        return NotImplemented
+    (slope_bits,) = struct.unpack("q", struct.pack("d", negative_slope))
+    arguments = (packed.data_ptr(), grad.data_ptr(), target.data_ptr(), kind, slope_bits, numel)
+    share(mask_multiply_blocks, arguments, -(-numel // BLOCK), BLOCK, torch.get_num_threads())

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from brevact.cpu_kernels.floats import stage
-from brevact.cpu_kernels.grids import affine
-from brevact.cpu_kernels.groups import BLOCK, GROUPS, INNER, KIND, NUMEL
+from brevact.cpu_kernels.groups import BLOCK, GROUPS, INNER, KIND, NEAREST, NUMEL
 from brevact.cpu_kernels.memory import advance, f32_scratch, i64_at, inlined, kernel, load, rint, store, u32_scratch
+from brevact.cpu_kernels.quantize_grid import affine
+from brevact.cpu_kernels.ranges import parts_of
+from brevact.cpu_kernels.tables import grid_table
+from brevact.cpu_kernels.teams import share
+from brevact.geometry import Geometry
 
 COLUMNS = 6
 """Sums of a group: count, sum and sum of squares below its offset, then above."""
@@ -87,3 +93,19 @@ def add_moments(source, offset, inverse, sums_at, table_at, blocks, parts, start
                         run = min(inner - (first + e) % inner, count - e)
                         _add_run(advance(counts, e), advance(units, e), run, group, groups, sums)
                     e += run
+
+
+def moments(flat: Tensor, geometry: Geometry, offset: Tensor, inverse: Tensor) -> Tensor:
+    """Parts of the tensor have sums of their own, which are then joined."""
+    table, threads = grid_table(geometry, flat.dtype, NEAREST), torch.get_num_threads()
+    sums = np.zeros((parts_of(geometry, threads), COLUMNS, geometry.groups), dtype=np.int64)
+    offset, inverse = offset.contiguous(), inverse.contiguous()  # in names, so that their memory lives on
+    pointers = flat.data_ptr(), offset.data_ptr(), inverse.data_ptr(), sums.ctypes.data
+    share(
+        add_moments,
+        (*pointers, table.address, table.blocks, len(sums)),
+        len(sums),
+        -(-geometry.numel // len(sums)),
+        threads,
+    )
+    return torch.from_numpy(sums.sum(0).T)

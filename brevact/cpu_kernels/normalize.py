@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
+from torch import Tensor
 
 from brevact.cpu_kernels.memory import LANES, advance, f32_at, fill_lanes, i64_at, inlined, load, store
+from brevact.geometry import Place
 
 MEAN, SCALE, OUTER, ROW, INNER, RUN = range(6)
 """Fields of the words of a normalization: addresses of float32 means (0 for none) and scales, one of each for every
@@ -70,7 +74,7 @@ def _single_run(in_row, in_inner, count, inner, outer):
 
 
 @inlined
-def normalize(x, first, count, words_at, mean_of, scale_of, z):
+def normalize_elements(x, first, count, words_at, mean_of, scale_of, z):
     """(x - mean) * scale of elements first to first + count, as `normalizing.normalize` defines it.
 
     Args:
@@ -121,7 +125,7 @@ def normalize(x, first, count, words_at, mean_of, scale_of, z):
 
 
 @inlined
-def denormalize(z, first, count, words_at, mean_of, scale_of, limit):
+def denormalize_elements(z, first, count, words_at, mean_of, scale_of, limit):
     """clamp(z * scale + mean, -limit, limit) in place, as `normalizing.denormalize` defines it.
 
     Args:
@@ -179,3 +183,8 @@ def denormalize(z, first, count, words_at, mean_of, scale_of, limit):
             y = load(z, i)
             y = limit if y > limit else y
             store(z, i, -limit if y < -limit else y)
+
+
+def words_of(mean: Tensor | None, factor: Tensor, place: Place) -> ctypes.Array:
+    """Words of a normalization, as kernels read them."""
+    return (ctypes.c_int64 * 6)(0 if mean is None else mean.data_ptr(), factor.data_ptr(), *place)

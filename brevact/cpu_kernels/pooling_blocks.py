@@ -6,10 +6,24 @@ The work is cut into tiles: the rows of one line of blocks, over so many columns
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from brevact.cpu_kernels.floats import emit, emit_product, float_to_half, half_to_float, stage
+from brevact.cpu_kernels.floats import KINDS, LIMITS, emit, emit_product, float_to_half, half_to_float, stage
 from brevact.cpu_kernels.groups import count_missing, is_finite
+from brevact.cpu_kernels.map_tables import (
+    BLOCK_DEPTH,
+    BLOCK_HEIGHT,
+    BLOCK_WIDTH,
+    DEPTH,
+    HEIGHT,
+    ROWS,
+    TILE,
+    WIDTH,
+    map_table,
+)
 from brevact.cpu_kernels.memory import (
+    LARGEST_BLOCK,
     advance,
     f32_at,
     f32_scratch,
@@ -20,43 +34,13 @@ from brevact.cpu_kernels.memory import (
     store,
     u16_at,
 )
-
-DEPTH, HEIGHT, WIDTH, BLOCK_DEPTH, BLOCK_HEIGHT, BLOCK_WIDTH, TILE, ROWS = range(8)
-"""Fields of the table: sides of a map, sides of a block, columns of a tile (whole blocks), rows taken as one."""
+from brevact.cpu_kernels.teams import share
+from brevact.geometry import MapBlocks
 
 LANES = 8
 """Elements that a loop takes at once: blocks and maps are small, and mostly of this width."""
 
-_WIDE_TILE = 1024
 _LARGEST_MEAN = np.float32(65504.0)
-_LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
-"""Largest finite value of each type that float32 reaches, by code of the type."""
-
-
-def columns_of_tile(block_width: int, width: int) -> int:
-    """Columns of a tile: whole blocks.
-
-    Args:
-        block_width: Columns of a block.
-        width: Columns of a map.
-
-    Returns:
-        The number, at most `memory.LARGEST_BLOCK` if a block has no more.
-    """
-    return min(max(_WIDE_TILE // block_width, 1), -(-width // block_width)) * block_width
-
-
-def rows_at_once(block_height: int, width: int) -> int:
-    """Rows of a line of blocks that are subtracted from or added to as one: all, where maps are narrow, or one.
-
-    Args:
-        block_height: Rows of a block.
-        width: Columns of a map.
-
-    Returns:
-        The number. Rows follow each other in memory; more than one are no more than a wide tile.
-    """
-    return block_height if block_height * width <= _WIDE_TILE else 1
 
 
 @inlined
@@ -257,7 +241,7 @@ def join_maps_tiles(residual_at, low_at, other, target, kind, table_at, start, s
     width, plane = load(table, WIDTH), load(table, HEIGHT) * load(table, WIDTH)
     block_width = load(table, BLOCK_WIDTH)
     low, residual = u16_at(low_at), f32_at(residual_at)
-    limit = np.float32(_LIMITS[kind])
+    limit = np.float32(LIMITS[kind])
     most = max(load(table, TILE), load(table, ROWS) * width)
     means, values = f32_scratch(most), f32_scratch(most)
     for index in range(start, stop):
@@ -273,3 +257,22 @@ def join_maps_tiles(residual_at, low_at, other, target, kind, table_at, start, s
                     emit_product(values, other, target, kind, at, rows * columns)
                 else:
                     emit(values, target, kind, at, rows * columns)
+
+
+def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -> None:
+    """The kernel's scratch is limited."""
+    if blocks.block[2] > LARGEST_BLOCK:
+        return NotImplemented
+    table = map_table(blocks)
+    arguments = (flat.data_ptr(), KINDS[flat.dtype], low.data_ptr(), residual.data_ptr(), table.address)
+    share(split_maps_tiles, arguments, table.tiles, table.tile_size, torch.get_num_threads())
+
+
+def join_maps(residual: Tensor, blocks: MapBlocks, low: Tensor, other: Tensor | None, target: Tensor) -> None:
+    """The kernel's scratch is limited."""
+    if blocks.block[2] > LARGEST_BLOCK:
+        return NotImplemented
+    table, factor = map_table(blocks), 0 if other is None else other.data_ptr()
+    pointers = residual.data_ptr(), low.data_ptr(), factor, target.data_ptr()
+    arguments = (*pointers, KINDS[target.dtype], table.address)
+    share(join_maps_tiles, arguments, table.tiles, table.tile_size, torch.get_num_threads())

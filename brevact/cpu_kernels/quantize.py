@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
@@ -20,6 +24,7 @@ from brevact.cpu_kernels.groups import (
     STOCHASTIC,
     any_flagged,
     calibrate,
+    calibrate_groups,
     extend,
     extend_finite,
     inverse_of,
@@ -38,16 +43,18 @@ from brevact.cpu_kernels.memory import (
     inlined,
     kernel,
     load,
-    rint,
     store,
     u8_at,
     u32_scratch,
 )
-from brevact.cpu_kernels.normalize import SCRATCH, normalize
+from brevact.cpu_kernels.normalize import SCRATCH, normalize_elements, words_of
 from brevact.cpu_kernels.philox import column_words, halves_of, shift_of
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
-
-_LEAST_SPREAD, _MOST_ALIKE = np.int64(8192), np.int64(6)
+from brevact.cpu_kernels.ranges import range_keys
+from brevact.cpu_kernels.rounding import is_spread, round_narrow, round_wide, shift_to_levels
+from brevact.cpu_kernels.tables import GroupTable, rounding_of, table_of, uniform_table
+from brevact.cpu_kernels.teams import share
+from brevact.geometry import Place, UniformPlan
 
 
 @inlined
@@ -118,109 +125,6 @@ def _steps_of_segments(x, first, count, scale, minimum, table, steps):
         e += run
 
 
-@inlined
-def _is_spread(steps, count):
-    """Whether the levels of a group are shifted; see `reference.spreads`."""
-    spread, upper, outer = np.int32(0), np.int32(0), np.int32(0)
-    for e in range(count):
-        t = load(steps, e)
-        part = np.int32(rint((t - np.float32(np.floor(t))) * np.float32(256.0)))
-        spread = np.int32(spread + np.int32(part * np.int32(np.int32(256) - part)))
-        upper = np.int32(upper + np.int32(np.int32(part >> np.int32(7)) & np.int32(1)))
-        outer = np.int32(outer + np.int32(np.int32(np.int32(part + np.int32(64)) >> np.int32(7)) & np.int32(1)))
-    n = np.int64(count)
-    a, b = n - 2 * np.int64(upper), n - 2 * np.int64(outer)
-    return np.int64(spread) >= n * _LEAST_SPREAD and a * a + b * b <= n * _MOST_ALIKE
-
-
-@inlined
-def _shift(steps, count, shift, top):
-    """The closest of shifted levels, for each position."""
-    for e in range(count):
-        t = max(load(steps, e) + shift, np.float32(0.0))
-        store(steps, e, rint(t if t < top else top))
-
-
-@inlined
-def _nearest(t):
-    return np.uint32(np.int32(rint(t)))
-
-
-@inlined
-def _stochastic(t, bits):
-    """floor(t) + ((rint(65536 frac(t)) + bits) >> 16) in one piece: 65536 t is exact, and rint keeps its even part."""
-    return np.uint32(np.uint32(np.uint32(np.int32(rint(t * np.float32(65536.0)))) + bits) >> np.uint32(16))
-
-
-@inlined
-def _low_half(word):
-    return np.uint32(word & np.uint32(0xFFFF))
-
-
-@inlined
-def _high_half(word):
-    return np.uint32(word >> np.uint32(16))
-
-
-@inlined
-def _join(q0, q1, q2, q3, bit_width):
-    b1, b2, b3 = np.uint32(bit_width), np.uint32(2 * bit_width), np.uint32(3 * bit_width)
-    return np.uint32(np.uint32(q0 | np.uint32(q1 << b1)) | np.uint32(np.uint32(q2 << b2) | np.uint32(q3 << b3)))
-
-
-@inlined
-def round_narrow(t, columns, bit_width, stochastic, w0, w1, w2, w3, low, high):
-    """Round positions to codes of less than 8 bits and join the codes 0 to 3 and 4 to 7 of each column."""
-    t4 = advance(t, 4 * columns)
-    for half, out in ((0, low), (1, high)):
-        th = t4 if half else t
-        t1, t2, t3 = advance(th, columns), advance(th, 2 * columns), advance(th, 3 * columns)
-        if not stochastic:
-            for j in range(columns):
-                q0, q1, q2, q3 = (
-                    _nearest(load(th, j)),
-                    _nearest(load(t1, j)),
-                    _nearest(load(t2, j)),
-                    _nearest(load(t3, j)),
-                )
-                store(out, j, _join(q0, q1, q2, q3, bit_width))
-        elif half:
-            for j in range(columns):
-                q0 = _stochastic(load(th, j), _high_half(load(w0, j)))
-                q1 = _stochastic(load(t1, j), _high_half(load(w1, j)))
-                q2 = _stochastic(load(t2, j), _high_half(load(w2, j)))
-                q3 = _stochastic(load(t3, j), _high_half(load(w3, j)))
-                store(out, j, _join(q0, q1, q2, q3, bit_width))
-        else:
-            for j in range(columns):
-                q0 = _stochastic(load(th, j), _low_half(load(w0, j)))
-                q1 = _stochastic(load(t1, j), _low_half(load(w1, j)))
-                q2 = _stochastic(load(t2, j), _low_half(load(w2, j)))
-                q3 = _stochastic(load(t3, j), _low_half(load(w3, j)))
-                store(out, j, _join(q0, q1, q2, q3, bit_width))
-
-
-@inlined
-def round_wide(t, columns, top, stochastic, w0, w1, w2, w3, codes):
-    """Round positions to separate codes of at least 8 bits, of at most `top`."""
-    for i in range(8):
-        word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
-        shift = np.uint32(16 * (i >> 2))
-        plane, out = advance(t, i * columns), advance(codes, i * columns)
-        if not stochastic:
-            for j in range(columns):
-                store(out, j, _nearest(load(plane, j)))
-        elif top < 1 << 15:
-            for j in range(columns):
-                store(out, j, _stochastic(load(plane, j), _low_half(np.uint32(load(word, j) >> shift))))
-        else:  # 65536 t does not fit 32 bits
-            for j in range(columns):
-                floor = np.float32(np.floor(load(plane, j)))
-                threshold = np.int64(rint((load(plane, j) - floor) * np.float32(65536.0)))
-                code = np.int64(floor) + ((threshold + _low_half(np.uint32(load(word, j) >> shift))) >> 16)
-                store(out, j, np.uint32(min(code, top)))
-
-
 @kernel
 def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, start, stop):
     """Quantize blocks start to stop. Groups that are not inside blocks must have been calibrated.
@@ -254,7 +158,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         columns = (count + 7) // 8
         x = stage_rows(source, first, count, steps if norm_at else scratch, table)
         if norm_at:  # from one memory to another, or LLVM would not vectorize it
-            normalize(x, first, count, norm_at, mean_of, scale_of, scratch)
+            normalize_elements(x, first, count, norm_at, mean_of, scale_of, scratch)
             x = scratch
         if dithered:
             stochastic = False  # unless there are groups that do not shift their levels
@@ -270,10 +174,10 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                 at = advance(steps, e)
                 _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), at)
                 if dithered:
-                    if not flagged and _is_spread(at, run):
+                    if not flagged and is_spread(at, run):
                         group = (first + e) // inner
                         shift = shift_of(group, k0, k1)
-                        _shift(at, run, shift, np.float32(top))
+                        shift_to_levels(at, run, shift, np.float32(top))
                         store_shifted(m, s, shift, group, minimum, table)
                     else:
                         stochastic = True
@@ -291,3 +195,52 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
         else:
             round_wide(steps, columns, top, stochastic, w0, w1, w2, w3, wide)
             codes_to_bytes(wide, columns, bit_width, out)
+
+
+def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
+    """One read of the elements where groups lie in blocks, else two."""
+    _quantize(x, uniform_table(plan, x.dtype, rounding_of(plan, seed)), plan, seed, buffer)
+
+
+def quantize_normalized(
+    x: Tensor,
+    plan: UniformPlan,
+    seed: int | Tensor | None,
+    mean: Tensor | None,
+    factor: Tensor,
+    place: Place,
+    buffer: Tensor,
+) -> None:
+    """Where groups lie in blocks."""
+    table = uniform_table(plan, x.dtype, rounding_of(plan, seed))
+    if not table.fused:
+        return NotImplemented
+    words = words_of(mean, factor, place)
+    _quantize(x, table, plan, seed, buffer, ctypes.addressof(words))
+
+
+def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
+    """Quantize the tensor of some groups of another one, which are read where they lie.
+
+    Args:
+        flat: (n,) contiguous tensor that holds the groups.
+        rows: (G,) int64 indices of the groups.
+        plan: Plan of the 1-D tensor of these groups, each a run of elements.
+        seed: Signed 64-bit int or 0-d int64 tensor, None for nearest.
+        buffer: Receives the bytes of the plan, zero where it has padding.
+    """
+    rows = rows.contiguous()  # in a name, so that its memory lives on
+    _quantize(flat, table_of(plan, flat.dtype, rounding_of(plan, seed), rows.data_ptr()), plan, seed, buffer)
+
+
+def _quantize(
+    x: Tensor, table: GroupTable, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor, norm: int = 0
+) -> None:
+    """Quantize, and normalize on the way by the words at an address."""
+    source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
+    metadata = codes + plan.scale_at, codes + plan.minimum_at
+    if not table.fused:
+        keys = range_keys(source, table, threads)
+        calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address)
+    arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address, norm)
+    share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)

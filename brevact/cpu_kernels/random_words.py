@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from brevact.cpu_kernels.memory import advance, i64_at, kernel, load, store, u32_scratch
 from brevact.cpu_kernels.philox import column_words
+from brevact.cpu_kernels.teams import share
 
 BLOCK = 1024
 """Words of a block."""
@@ -32,3 +35,10 @@ def random_word_blocks(seed, words_at, count, start, stop):
         for i in range(min(BLOCK, count - first)):
             word = w0 if i & 3 == 0 else w1 if i & 3 == 1 else w2 if i & 3 == 2 else w3
             store(words, i, np.int64(load(word, i >> 2)))
+
+
+def random_words(seed: int | Tensor, words: Tensor) -> None:
+    """See the law."""
+    block, count = BLOCK, words.numel()
+    arguments = (int(seed), words.data_ptr(), count)
+    share(random_word_blocks, arguments, -(-count // block), block, torch.get_num_threads())

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from brevact.cpu_kernels.dequantize import LIMITS, decoded, is_plain, limited
 from brevact.cpu_kernels.floats import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    KINDS,
     bfloat16_to_float,
     emit,
     emit_product,
@@ -17,7 +23,17 @@ from brevact.cpu_kernels.floats import (
     half_to_float,
     stage,
 )
-from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, KIND, MINIMUM_KIND, NUMEL, SCALE_KIND, read_metadata
+from brevact.cpu_kernels.groups import (
+    BIT_WIDTH,
+    BLOCK,
+    GROUPS,
+    KIND,
+    MINIMUM_KIND,
+    NEAREST,
+    NUMEL,
+    SCALE_KIND,
+    read_metadata,
+)
 from brevact.cpu_kernels.lanes import REGISTER, lanes, look_up_lanes
 from brevact.cpu_kernels.memory import (
     advance,
@@ -31,7 +47,10 @@ from brevact.cpu_kernels.memory import (
     u8_at,
 )
 from brevact.cpu_kernels.normalize import INNER as PLACE_INNER
-from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE
+from brevact.cpu_kernels.normalize import MEAN, OUTER, ROW, RUN, SCALE, words_of
+from brevact.cpu_kernels.tables import uniform_table
+from brevact.cpu_kernels.teams import share
+from brevact.geometry import Place, Segments, UniformPlan
 
 SEGMENT_INNER, SEGMENT_RUN, SLOTS = range(3)
 """First fields of the words of `geometry.Segments`."""
@@ -195,3 +214,44 @@ def look_up_blocks(codes, segments_at, rows, other, other_kind, target, table_at
             emit(scratch, target, kind, first, count)
         elif not direct:
             emit(values, target, kind, first, count)
+
+
+def map_levels(
+    buffer: Tensor,
+    plan: UniformPlan,
+    dtype: torch.dtype,
+    mean: Tensor | None,
+    factor: Tensor | None,
+    place: Place | None,
+    segments: Segments,
+    table: Tensor,
+) -> None:
+    """The kernel's registers are limited."""
+    if plan.geometry.bit_width > 4:
+        return NotImplemented
+    own, words = uniform_table(plan, dtype, NEAREST), _words_of_segments(segments)
+    norm = None if factor is None or place is None else words_of(mean, factor, place)
+    codes = buffer.data_ptr()
+    metadata = codes + plan.scale_at, codes + plan.minimum_at
+    norm_at, segments_at = 0 if norm is None else ctypes.addressof(norm), ctypes.addressof(words)
+    arguments = (*metadata, norm_at, segments_at, table.data_ptr(), KINDS[table.dtype], own.address)
+    entries = segments.slots << plan.geometry.bit_width
+    share(map_levels_blocks, arguments, segments.rows // segments.slots, entries, torch.get_num_threads())
+
+
+def look_up(
+    buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
+) -> None:
+    """The kernel's registers are limited."""
+    if plan.geometry.bit_width > 4:
+        return NotImplemented
+    own, words = uniform_table(plan, target.dtype, NEAREST), _words_of_segments(segments)
+    factor, kind = (0, 0) if other is None else (other.data_ptr(), KINDS[other.dtype])
+    pointers = buffer.data_ptr(), ctypes.addressof(words), table.data_ptr(), factor, kind, target.data_ptr()
+    share(look_up_blocks, (*pointers, own.address), own.blocks, plan.geometry.block_size, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=4096)
+def _words_of_segments(segments: Segments) -> ctypes.Array:
+    """Words of segments, as kernels read them."""
+    return (ctypes.c_int64 * 4)(*segments)

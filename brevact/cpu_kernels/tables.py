@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from brevact.cpu_kernels import groups
-from brevact.cpu_kernels.floats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
-from brevact.cpu_kernels.masks import BOOL
-from brevact.cpu_kernels.pooling_blocks import columns_of_tile, rows_at_once
-from brevact.geometry import Geometry, MapBlocks
-
-KINDS = {
-    torch.float32: FLOAT32,
-    torch.bfloat16: BFLOAT16,
-    torch.float16: FLOAT16,
-    torch.float64: FLOAT64,
-    torch.bool: BOOL,
-}
-"""The codes by which the kernels know types."""
+from brevact.cpu_kernels.floats import KINDS
+from brevact.geometry import Geometry, UniformPlan
 
 
 class GroupTable:
@@ -74,23 +63,28 @@ def grid_table(geometry: Geometry, dtype: torch.dtype, rounding: int) -> GroupTa
     return GroupTable(geometry, dtype, rounding)
 
 
-class MapTable:
-    """Maps and blocks of a tensor, as the kernels of block means read them.
-
-    Args:
-        blocks: Division of a tensor with elements, of at most `memory.LARGEST_BLOCK` columns a block.
-    """
-
-    def __init__(self, blocks: MapBlocks) -> None:
-        tile = columns_of_tile(blocks.block[2], blocks.sides[2])
-        rows = rows_at_once(blocks.block[1], blocks.sides[2])
-        self.tiles = blocks.maps * math.prod(blocks.counts[:2]) * -(-blocks.sides[2] // tile)
-        self.tile_size = max(blocks.maps * blocks.elements // max(self.tiles, 1), 1)
-        self.table = np.array((*blocks.sides, *blocks.block, tile, rows), dtype=np.int64)
-        self.address = self.table.ctypes.data
+def rounding_of(plan: UniformPlan, seed: int | Tensor | None) -> int:
+    """How the groups of a plan round, as kernels read it; to nearest without a seed."""
+    if seed is None:
+        return groups.NEAREST
+    return groups.DITHERED if plan.dithered else groups.STOCHASTIC
 
 
-@functools.lru_cache(maxsize=4096)
-def map_table(blocks: MapBlocks) -> MapTable:
-    """Table of the maps of a tensor."""
-    return MapTable(blocks)
+def table_of(plan: UniformPlan, dtype: torch.dtype, rounding: int, rows: int = 0) -> GroupTable:
+    """Table of a tensor that is quantized by a plan, or of some of its groups at the addresses of `rows`."""
+    return GroupTable(plan.geometry, dtype, rounding, plan.scale_dtype, plan.minimum_dtype, rows)
+
+
+#: The same table for each tensor of these sizes; not where it names rows, whose memory lives no longer than a call.
+uniform_table = functools.lru_cache(maxsize=4096)(table_of)
+
+
+def affine_rows(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Both, contiguous, or neither: what is missing is 1, or -0.0, to which adding changes no zero either."""
+    if factor is None:
+        if offset is None:
+            return None, None
+        factor = torch.ones_like(offset)
+    elif offset is None:
+        offset = torch.full_like(factor, -0.0)
+    return offset.contiguous(), factor.contiguous()

@@ -1,0 +1,117 @@
+"""Ranges of groups that lie in many blocks: `passes.ranges`, and what precedes such groups' quantization."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brevact.cpu_kernels.groups import (
+    BLOCK,
+    GROUPS,
+    HIGHEST_KEY,
+    INFINITY_KEY,
+    INNER,
+    LOWEST_KEY,
+    MINUS_INFINITY_KEY,
+    NEAREST,
+    NUMEL,
+    count_missing,
+    extend,
+    extend_finite,
+    key_of,
+    stage_rows,
+)
+from brevact.cpu_kernels.memory import advance, as_i32, f32_scratch, i32_at, i64_at, inlined, kernel, load, store
+from brevact.cpu_kernels.tables import GroupTable, grid_table
+from brevact.cpu_kernels.teams import share
+from brevact.geometry import Geometry, ranges_of_keys
+
+
+@inlined
+def _extend(x, first, count, lows, highs, missing, finite, table):
+    """Widen the key ranges of all groups by elements first to first + count; see `extend_ranges`."""
+    inner, groups = load(table, INNER), load(table, GROUPS)
+    e = 0
+    while e < count:
+        group = (first + e) // inner % groups
+        low, high = advance(lows, group), advance(highs, group)
+        if inner == 1 and not finite:
+            run = min(groups - group, count - e)
+            bits = as_i32(advance(x, e))
+            for g in range(run):
+                store(low, g, min(load(low, g), key_of(load(bits, g))))
+                store(high, g, max(load(high, g), key_of(load(bits, g))))
+        else:
+            run = min(inner - (first + e) % inner, count - e)
+            if finite:
+                low_key, high_key = extend_finite(advance(x, e), run, load(low, 0), load(high, 0))
+                store(missing, group, np.int32(load(missing, group) + count_missing(advance(x, e), run)))
+            else:
+                low_key, high_key = extend(advance(x, e), run, load(low, 0), load(high, 0))
+            store(low, 0, low_key)
+            store(high, 0, high_key)
+        e += run
+
+
+@kernel
+def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop):
+    """Widen the key ranges of parts start to stop by the elements of each part.
+
+    Args:
+        source: Address of the elements.
+        keys_at: Address of int32 keys: for each part the lowest of every group, the highest, and a third row.
+        finite: 1 to take finite elements alone, and to increase the third row by the numbers of the others; or 0.
+        table_at: Address of the table.
+        blocks: Number of blocks.
+        parts: Number of parts, each a run of blocks.
+        start: First part.
+        stop: One past the last part.
+    """
+    table = i64_at(table_at)
+    numel, block, groups = load(table, NUMEL), load(table, BLOCK), load(table, GROUPS)
+    scratch = f32_scratch(block)
+    for part in range(start, stop):
+        lows = advance(i32_at(keys_at), 3 * part * groups)
+        highs, missing = advance(lows, groups), advance(lows, 2 * groups)
+        for index in range(blocks * part // parts, blocks * (part + 1) // parts):
+            first = index * block
+            count = min(block, numel - first)
+            x = stage_rows(source, first, count, scratch, table)
+            _extend(x, first, count, lows, highs, missing, finite, table)
+
+
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """See the law."""
+    keys = range_keys(flat.data_ptr(), grid_table(geometry, flat.dtype, NEAREST), torch.get_num_threads())
+    return ranges_of_keys(torch.from_numpy(keys))
+
+
+def range_keys(source: int, table: GroupTable, threads: int) -> np.ndarray:
+    """Ranges of the groups of parts of a tensor; a second pass only where something is not finite.
+
+    Args:
+        source: Address of the elements.
+        table: The tensor's table.
+        threads: Most threads to use.
+
+    Returns:
+        (parts, 3, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, and numbers of
+        elements that are not finite.
+    """
+    geometry = table.geometry
+    parts = parts_of(geometry, threads)
+    keys = np.empty((parts, 3, geometry.groups), dtype=np.int32)
+    for finite in (0, 1):
+        keys[:, 0], keys[:, 1], keys[:, 2] = HIGHEST_KEY, LOWEST_KEY, 0
+        arguments = (source, keys.ctypes.data, finite, table.address, table.blocks, parts)
+        share(extend_ranges, arguments, parts, -(-geometry.numel // parts), threads)
+        if (keys[:, 0] > MINUS_INFINITY_KEY).all() and (keys[:, 1] < INFINITY_KEY).all():
+            break
+    return keys
+
+
+def parts_of(geometry: Geometry, threads: int) -> int:
+    """Parts of a tensor that threads reduce on their own; what they find stays small beside the tensor."""
+    most = max(geometry.numel // (8 * geometry.groups), 1) if geometry.groups else 1
+    return max(min(threads, most, geometry.numel // (1 << 16)), 1)
