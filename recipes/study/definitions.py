@@ -109,6 +109,14 @@ _ALL = (
         ),
     ),
     Study(
+        "rounding-2bit-longer",
+        "Is stochastic rounding better than rounding to nearest at 2 bits where training takes five times the steps?",
+        f"{THESIS}, figure 5.2",
+        (REFERENCE, *(uniform(rounding, 2) for rounding in ("Nearest", "Stoch", "Dither"))),
+        ((_STOCH_2.label, uniform("Nearest", 2).label), (uniform("Dither", 2).label, _STOCH_2.label)),
+        size=Size(),
+    ),
+    Study(
         "derived",
         "Does it cost accuracy that tensors derive from one packed tensor a chain?",
         "this project",
