@@ -105,6 +105,7 @@ def check(options: argparse.Namespace) -> None:
         files.check_writable(options.out_dir)
         if not options.summary:
             files.check_writable(options.csv.parent, "--csv")
+            Run(FULL_PRECISION, 0).settings(options.data_dir, options.device).torch_device()
 
 
 def along_training(options: argparse.Namespace) -> int:

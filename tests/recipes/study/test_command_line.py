@@ -60,6 +60,7 @@ def test_main_says_what_to_do_and_exits_with_2(tmp_path, capsys):
         (["--page", "none.md"], "--page none.md is not there"),
         (["--csv", "{file}/runs.csv"], "cannot write to {file} ("),
         (["--out-dir", "{file}"], "cannot write to {file} ("),
+        (["--device", "gpu"], "--device gpu cannot be used here: "),
         (["--csv", "{folder}"], "--csv {folder} is not readable"),
     ],
 )
