@@ -110,7 +110,7 @@ def check(options: argparse.Namespace) -> None:
 
 def along_training(options: argparse.Namespace) -> int:
     """Measures noise along a run for each seed that has no rows yet, and reports on all; returns the exit status."""
-    size, effort = size_of(STUDIES["main"], options), noise_along.Effort()
+    size, effort = size_of(STUDIES["main"].size, options), noise_along.Effort()
 
     def measured(seed: int) -> list[dict[str, Any]]:
         with tqdm(desc=f"seed {seed}", disable=None) as bar:
@@ -132,7 +132,7 @@ def along_training(options: argparse.Namespace) -> int:
 
 def retrofitted(options: argparse.Namespace) -> int:
     """Retrofits a trained network for each seed that has no rows yet, and reports on all; returns the exit status."""
-    size = size_of(STUDIES["main"], options)
+    size = size_of(retrofit_study.SIZE, options)
 
     def measured(seed: int) -> list[dict[str, Any]]:
         return retrofit_study.measure(size, seed, options.data_dir, options.device)
@@ -199,7 +199,7 @@ def by_seed(
 
 def report(study: Study, rows: Mapping[Key, Row], options: argparse.Namespace) -> None:
     """Prints the table of a study and draws its picture; a page that is named gets both, or what is left to run."""
-    size, seeds = size_of(study, options), seeds_of(study, options)
+    size, seeds = size_of(study.size, options), seeds_of(study, options)
     text = tables.summary(study, rows, size, seeds)
     print(f"\n{study.name}: {study.question} ({study.source})\n\n{text}")
     options.out_dir.mkdir(parents=True, exist_ok=True)
@@ -215,13 +215,13 @@ def report(study: Study, rows: Mapping[Key, Row], options: argparse.Namespace) -
 
 def runs_of(study: Study, options: argparse.Namespace) -> list[Run]:
     """The runs of a study at the size and for the seeds that the command line names."""
-    return list(study.runs(size_of(study, options), seeds_of(study, options)))
+    return list(study.runs(size_of(study.size, options), seeds_of(study, options)))
 
 
-def size_of(study: Study, options: argparse.Namespace) -> Size:
-    """How much the runs of a study train."""
+def size_of(size: Size, options: argparse.Namespace) -> Size:
+    """How much the runs of a study of this size train, unless the command line says otherwise."""
     given = {name: getattr(options, name) for name in ("dataset", "epochs", "train_size")}
-    return replace(study.size, **{name: value for name, value in given.items() if value is not None})
+    return replace(size, **{name: value for name, value in given.items() if value is not None})
 
 
 def seeds_of(study: Study, options: argparse.Namespace) -> Sequence[int]:

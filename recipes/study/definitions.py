@@ -147,7 +147,6 @@ _ALL = (
         "this project",
         (REFERENCE, DEFAULT, _FIT, _ADAPTIVE),
         ((_FIT.label, DEFAULT.label), (_ADAPTIVE.label, DEFAULT.label)),
-        size=Size(),
     ),
     _formats(
         "formats", "Which formats of batch norms, read by the forward pass too, train as well?", "ForwardBackward", LPBN
