@@ -68,6 +68,21 @@ class Policy:
         for key, source in self.rules.items():
             assignment_of(key, source)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the rules are the same, in the same order, for the same layers.
+
+        Classes that ``let`` has made are equal if they store the same.
+        """
+        if not isinstance(other, Policy):
+            return NotImplemented
+        if self.layers != other.layers or list(self.rules) != list(other.rules):
+            return False
+        sources = zip(self.rules, self.rules.values(), other.rules.values(), strict=True)
+        return all(
+            mine == theirs or assignment_of(key, mine).settings == assignment_of(key, theirs).settings
+            for key, mine, theirs in sources
+        )
+
     def __str__(self) -> str:
         """Return a table of the rules, and what was measured of a fitted policy."""
         rows = []
@@ -124,7 +139,7 @@ class Policy:
         """Return the text that :meth:`save` writes, for a checkpoint; it raises what :meth:`save` does.
 
         >>> import brevact
-        >>> brevact.Policy.from_json(brevact.CONV_NET.to_json()) == brevact.CONV_NET
+        >>> brevact.Policy.from_json(brevact.DEFAULT.to_json()) == brevact.DEFAULT
         True
         """
         return policy_files.written(self.rules, self.layers, self.report, __version__)

@@ -72,6 +72,27 @@ def same(settings: BackwardSettings, other: BackwardSettings) -> bool:
     return torch.equal(*decoded) and fields[0] == fields[1]
 
 
+def test_policies_are_equal_if_they_store_the_same_by_the_same_rules_in_the_same_order(tmp_path):
+    for policy in (
+        brevact.DEFAULT,
+        brevact.CONV_NET,
+        brevact.TRANSFORMER,
+        Policy({"*": brevitas.quant.Int8ActPerTensorFloat}),
+    ):
+        assert policy == policy and policy == Policy(dict(policy.rules))
+    for policy in (brevact.DEFAULT, brevact.CONV_NET, brevact.TRANSFORMER):
+        assert again(policy, tmp_path) == policy
+    rules = dict(brevact.DEFAULT.rules)
+    others = (
+        {key: rules[key] for key in reversed(rules)},
+        rules | {"": brevact.DitherBackward4bit},
+        rules | {"": brevact.StochBackward4bit.let(score_bit_width=5)},
+        rules | {"head": StochBackward4bit},
+    )
+    assert all(Policy(other) != brevact.DEFAULT for other in others)
+    assert Policy(rules, layers={"0": "Linear"}) != brevact.DEFAULT and brevact.DEFAULT != rules
+
+
 def test_save_keeps_all_shipped_quantizers_by_name(tmp_path):
     policy = Policy({f"layer{index}": leaf for index, leaf in enumerate(LEAVES.values())})
     assert {*LEAVES} >= {name for name in brevact.__all__ if name.endswith(("Backward", "bit", "Mix"))}
