@@ -131,46 +131,42 @@ class _MaxPool(Saving):
         return None, None, None, None, ctx.run_backward(grad, blank(ctx.input_like, grad), index)
 
 
-def _max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
-    """Make the handler of max-pooling; ``returns_index`` None: the caller says so by ``return_indices``."""
-    rank = max(dims, 2)  # 1-d pooling runs as 2-d pooling over maps of height one
-    pool, pool_backward = {
-        2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
-        3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
-    }[rank]
+def _max_pool(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    dims, returns_index = _MAX_POOLS[func]
+    sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if _can_pool(region, input, dims) else None
+    if sizes is None or (sizes[0][-1] - 1) * sizes[3][-1] >= input.shape[-1] + 2 * sizes[2][-1]:
+        return NotImplemented  # torch explains what is wrong
+    flat = (1,) if dims == 1 else ()
+    kernel, stride, dilation = (flat + sizes[i] for i in (0, 1, 3))
+    padding = (0,) * len(flat) + sizes[2]
+    geometry = (kernel, stride, padding, dilation, ceil_mode)
+    pool, pool_backward = _ATEN_MAX[len(kernel)]
 
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Tensor,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Any:
-        sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if _can_pool(region, input, dims) else None
-        if sizes is None or (sizes[0][-1] - 1) * sizes[3][-1] >= input.shape[-1] + 2 * sizes[2][-1]:
-            return NotImplemented  # torch explains what is wrong
-        flat = rank - dims
-        padding = (0,) * flat + sizes[2]
-        kernel, stride, dilation = ((1,) * flat + sizes[i] for i in (0, 1, 3))
-        geometry = (kernel, stride, padding, dilation, ceil_mode)
+    def windows(out: Tensor) -> _Windows:
+        starts = tuple(_Starts(s, 1, p) for s, p in zip(stride, padding, strict=True))
+        return _Windows(flat + tuple(input.shape[-dims:]), starts, dilation, kernel)
 
-        def windows(out: Tensor) -> _Windows:
-            starts = tuple(_Starts(s, 1, p) for s, p in zip(stride, padding, strict=True))
-            return _Windows(tuple(x.shape[-rank:]), starts, dilation, kernel)
+    calls = lambda x: pool(x, *geometry), lambda g, x, i: pool_backward(g, x, *geometry, i), windows
+    return _maxima(region, calls, input, dims, return_indices if returns_index is None else returns_index)
 
-        x = input.unsqueeze(-2) if flat else input
-        out, index = region.apply(
-            _MaxPool, lambda x: pool(x, *geometry), lambda g, x, i: pool_backward(g, x, *geometry, i), windows, x
-        )
-        out, index = (out.squeeze(-2), index.squeeze(-2)) if flat else (out, index)
-        wants_index = return_indices if returns_index is None else returns_index
-        return (out, index) if wants_index else out
 
-    return handle
+def _maxima(region: Keeper, calls: tuple[Callable, ...], input: Tensor, dims: int, returns_index: bool) -> Any:
+    """Run a max-pooling; one of one dimension as one of two over maps of height one."""
+    if dims > 1:
+        out, index = region.apply(_MaxPool, *calls, input)
+    else:
+        out, index = (x.squeeze(-2) for x in region.apply(_MaxPool, *calls, input.unsqueeze(-2)))
+    return (out, index) if returns_index else out
 
 
 def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
@@ -189,77 +185,62 @@ def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...
     return tuple(n if size is None else size for size, n in zip(sizes, input.shape[-dims:], strict=True))
 
 
-def _adaptive_max_pool_handler(dims: int, returns_index: bool | None) -> Callable:
-    rank = max(dims, 2)
-    pool, pool_backward = {
-        2: (aten.adaptive_max_pool2d, aten.adaptive_max_pool2d_backward),
-        3: (aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
-    }[rank]
-
-    def handle(region: Keeper, func: Callable, input: Tensor, output_size: Any, return_indices: bool = False) -> Any:
-        if not _can_pool(region, input, dims):
-            return NotImplemented
-        size = _adaptive_size(output_size, input, dims)
-        if not size or min(size) <= 0:
-            return NotImplemented
-        size = (1,) * (rank - dims) + size
-        x = input.unsqueeze(-2) if rank != dims else input
-        windows = _adaptive_windows(x.shape[-rank:], size)
-        out, index = region.apply(_MaxPool, lambda x: pool(x, size), pool_backward, lambda out: windows, x)
-        out, index = (out.squeeze(-2), index.squeeze(-2)) if rank != dims else (out, index)
-        wants_index = return_indices if returns_index is None else returns_index
-        return (out, index) if wants_index else out
-
-    return handle
+def _adaptive_max_pool(
+    region: Keeper, func: Callable, input: Tensor, output_size: Any, return_indices: bool = False
+) -> Any:
+    dims, returns_index = _ADAPTIVE_MAX_POOLS[func]
+    size = _adaptive_size(output_size, input, dims) if _can_pool(region, input, dims) else ()
+    if not size or min(size) <= 0:
+        return NotImplemented
+    flat = (1,) if dims == 1 else ()
+    size = flat + size
+    windows = _adaptive_windows(flat + tuple(input.shape[-dims:]), size)
+    pool, pool_backward = _ATEN_ADAPTIVE_MAX[len(size)]
+    calls = lambda x: pool(x, size), pool_backward, lambda out: windows
+    return _maxima(region, calls, input, dims, return_indices if returns_index is None else returns_index)
 
 
-def _avg_pool_handler(dims: int) -> Callable:
-    rank = max(dims, 2)
-    pool_backward = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank]
+def _avg_pool(
+    region: Keeper,
+    func: Callable,
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    dims = _AVG_POOLS[func]
+    if not _can_pool(region, input, dims) or (dims == 1 and divisor_override is not None):
+        return NotImplemented
+    sizes = _window_sizes(dims, kernel_size, stride, padding, 1)
+    if sizes is None:
+        return NotImplemented
+    flat = 1 if dims == 1 else 0
+    kernel, steps, pads = ((least,) * flat + each for least, each in zip((1, 1, 0), sizes, strict=False))
+    rest = ceil_mode, count_include_pad, divisor_override
+    pool_backward = aten.avg_pool3d_backward if dims == 3 else aten.avg_pool2d_backward
 
-    def handle(
-        region: Keeper,
-        func: Callable,
-        input: Tensor,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[int] = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Any:
-        if not _can_pool(region, input, dims) or (dims == 1 and divisor_override is not None):
-            return NotImplemented
-        sizes = _window_sizes(dims, kernel_size, stride, padding, 1)
-        if sizes is None:
-            return NotImplemented
-        flat = rank - dims
-        kernel, steps = ((1,) * flat + each for each in sizes[:2])
-        pads = (0,) * flat + sizes[2]
-        divisor = () if dims == 1 else (divisor_override,)
+    def backward(grad: Tensor, input_like: tuple) -> Tensor:
+        g, x = (t.unsqueeze(-2) if flat else t for t in (grad, blank(input_like, grad)))
+        result = pool_backward(g, x, kernel, steps, pads, *rest)
+        return result.squeeze(-2) if flat else result
 
-        def backward(grad: Tensor, input_like: tuple) -> Tensor:
-            g, x = (t.unsqueeze(-2) if flat else t for t in (grad, blank(input_like, grad)))
-            result = pool_backward(g, x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override)
-            return result.squeeze(-2) if flat else result
-
-        call = (*sizes[:3], ceil_mode, count_include_pad, *divisor)
-        return region.apply(OfSizes, lambda x: func(x, *call), backward, input)
-
-    return handle
+    call = (*sizes[:3], *(rest[:2] if flat else rest))
+    return region.apply(OfSizes, lambda x: func(x, *call), backward, input)
 
 
 def _adaptive_avg_pool_backward(dims: int) -> Callable:
-    rank = max(dims, 2)
-    pool_backward = {2: adaptive_avg_pool2d_backward, 3: adaptive_avg_pool3d_backward}[rank]
+    pool_backward = adaptive_avg_pool3d_backward if dims == 3 else adaptive_avg_pool2d_backward
 
     def backward(grad: Tensor, input_like: tuple) -> Tensor:
         shape = input_like[0]
         if math.prod(grad.shape[-dims:]) == 1:
             return grad.expand(shape) / math.prod(shape[-dims:])  # dense, as in torch: the ops before round alike
-        g, x = (t.unsqueeze(-2) if rank != dims else t for t in (grad, blank(input_like, grad)))
+        g, x = (t.unsqueeze(-2) if dims == 1 else t for t in (grad, blank(input_like, grad)))
         result = pool_backward(g, x)
-        return result.squeeze(-2) if rank != dims else result
+        return result.squeeze(-2) if dims == 1 else result
 
     return backward
 
@@ -268,20 +249,16 @@ def _adaptive_avg_pool_backward(dims: int) -> Callable:
 _ONE = (1, (1,), (1, 1), (1, 1, 1))
 
 
-def _adaptive_avg_pool_handler(dims: int) -> Callable:
-    backward = _adaptive_avg_pool_backward(dims)
-
-    def handle(region: Keeper, func: Callable, input: Tensor, output_size: Any) -> Any:
-        if not _can_pool(region, input, dims):
-            return NotImplemented
-        is_one = isinstance(output_size, int | tuple) and output_size in _ONE
-        if is_one:  # torch's own takes the mean, for which nothing is saved
-            runner = region.torch_runner(input)
-            if runner is not None:
-                return runner.run_torch_function(lambda x: func(x, output_size), input, None)
-        return region.apply(OfSizes, lambda x: func(x, output_size), backward, input)
-
-    return handle
+def _adaptive_avg_pool(region: Keeper, func: Callable, input: Tensor, output_size: Any) -> Any:
+    dims = _ADAPTIVE_AVG_POOLS[func]
+    if not _can_pool(region, input, dims):
+        return NotImplemented
+    is_one = isinstance(output_size, int | tuple) and output_size in _ONE
+    if is_one:  # torch's own takes the mean, for which nothing is saved
+        runner = region.torch_runner(input)
+        if runner is not None:
+            return runner.run_torch_function(lambda x: func(x, output_size), input, None)
+    return region.apply(OfSizes, lambda x: func(x, output_size), _adaptive_avg_pool_backward(dims), input)
 
 
 def _interpolate(
@@ -328,30 +305,36 @@ def _can_pool(region: Keeper, input: Any, dims: int) -> bool:
     )
 
 
+_DIMS = (1, 2, 3)
+#: Functions with the dimensions that they pool, and whether they return indices; None: the caller says so.
+_MAX_POOLS: dict[Callable, tuple[int, bool | None]] = {
+    **{getattr(F, f"max_pool{dims}d"): (dims, None) for dims in _DIMS},
+    **{getattr(torch, f"max_pool{dims}d"): (dims, False) for dims in _DIMS},
+    **{getattr(F, f"max_pool{dims}d_with_indices"): (dims, True) for dims in _DIMS},
+}
+_ADAPTIVE_MAX_POOLS: dict[Callable, tuple[int, bool | None]] = {
+    **{getattr(F, f"adaptive_max_pool{dims}d"): (dims, None) for dims in _DIMS},
+    **{getattr(F, f"adaptive_max_pool{dims}d_with_indices"): (dims, True) for dims in _DIMS},
+}
+_AVG_POOLS: dict[Callable, int] = {getattr(F, f"avg_pool{dims}d"): dims for dims in _DIMS}
+_ADAPTIVE_AVG_POOLS: dict[Callable, int] = {getattr(F, f"adaptive_avg_pool{dims}d"): dims for dims in _DIMS}
+#: ATen's functions of the two and three last dimensions, and of their gradients.
+_ATEN_MAX = {
+    2: (aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward),
+    3: (aten.max_pool3d_with_indices, aten.max_pool3d_with_indices_backward),
+}
+_ATEN_ADAPTIVE_MAX = {
+    2: (aten.adaptive_max_pool2d, aten.adaptive_max_pool2d_backward),
+    3: (aten.adaptive_max_pool3d, aten.adaptive_max_pool3d_backward),
+}
+
 _MAXIMUM = Stored("max-pooling, adaptive too", "position in the window, ceil(log2(window)) bits", EXACT)
 _AVERAGE = Stored("average pooling", NOTHING, EXACT)
 OPS = (
-    Op((F.max_pool1d,), _max_pool_handler(1, None), _MAXIMUM),
-    Op((F.max_pool2d,), _max_pool_handler(2, None), _MAXIMUM),
-    Op((F.max_pool3d,), _max_pool_handler(3, None), _MAXIMUM),
-    Op((torch.max_pool1d,), _max_pool_handler(1, False), _MAXIMUM),
-    Op((torch.max_pool2d,), _max_pool_handler(2, False), _MAXIMUM),
-    Op((torch.max_pool3d,), _max_pool_handler(3, False), _MAXIMUM),
-    Op((F.max_pool1d_with_indices,), _max_pool_handler(1, True), _MAXIMUM),
-    Op((F.max_pool2d_with_indices,), _max_pool_handler(2, True), _MAXIMUM),
-    Op((F.max_pool3d_with_indices,), _max_pool_handler(3, True), _MAXIMUM),
-    Op((F.adaptive_max_pool1d,), _adaptive_max_pool_handler(1, None), _MAXIMUM),
-    Op((F.adaptive_max_pool2d,), _adaptive_max_pool_handler(2, None), _MAXIMUM),
-    Op((F.adaptive_max_pool3d,), _adaptive_max_pool_handler(3, None), _MAXIMUM),
-    Op((F.adaptive_max_pool1d_with_indices,), _adaptive_max_pool_handler(1, True), _MAXIMUM),
-    Op((F.adaptive_max_pool2d_with_indices,), _adaptive_max_pool_handler(2, True), _MAXIMUM),
-    Op((F.adaptive_max_pool3d_with_indices,), _adaptive_max_pool_handler(3, True), _MAXIMUM),
-    Op((F.avg_pool1d,), _avg_pool_handler(1), _AVERAGE),
-    Op((F.avg_pool2d,), _avg_pool_handler(2), _AVERAGE),
-    Op((F.avg_pool3d,), _avg_pool_handler(3), _AVERAGE),
-    Op((F.adaptive_avg_pool1d,), _adaptive_avg_pool_handler(1), _AVERAGE),
-    Op((F.adaptive_avg_pool2d,), _adaptive_avg_pool_handler(2), _AVERAGE),
-    Op((F.adaptive_avg_pool3d,), _adaptive_avg_pool_handler(3), _AVERAGE),
+    Op(tuple(_MAX_POOLS), _max_pool, _MAXIMUM),
+    Op(tuple(_ADAPTIVE_MAX_POOLS), _adaptive_max_pool, _MAXIMUM),
+    Op(tuple(_AVG_POOLS), _avg_pool, _AVERAGE),
+    Op(tuple(_ADAPTIVE_AVG_POOLS), _adaptive_avg_pool, _AVERAGE),
     Op(everywhere(*(f"{kind}_pool{dims}d" for kind in ("avg", "adaptive_avg") for dims in (1, 2, 3))), is_average=True),
     Op((F.interpolate,), _interpolate, Stored("interpolation", NOTHING, EXACT)),
     Op(
