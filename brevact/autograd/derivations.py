@@ -37,6 +37,8 @@ class _Expressions:
         self.packed: set[int] = set()  # identities of packed tensors
         #: Packed tensors that one operand alone reads.
         self.most = 0
+        #: Whether each operand is a product with a tensor that is kept as it is.
+        self.are_scaled = True
 
     def add(self, kept: Saved) -> Call | int:
         """Return the expression of one more operand."""
@@ -48,8 +50,9 @@ class _Expressions:
         if isinstance(decoder, Derived):
             parts = decoder.parts(tensors)
             self._meet(decoder.quality, {id(kept[0]) for kept, of in parts if not quality_of(of).is_exact})
+            self.are_scaled = self.are_scaled and any(of is AS_IT_IS for _, of in parts)
             return decoder.expression.renumbered([self._number(part) for part in parts])
-        quality = quality_of(decoder)
+        quality, self.are_scaled = quality_of(decoder), False
         self._meet(quality, set() if quality.is_exact else {id(tensors[0])})
         return self._number(kept)
 
@@ -113,15 +116,17 @@ class Way(NamedTuple):
         is_curved: whether it is not linear in each operand.
         is_pointwise: whether an element of the result depends on the elements at its place alone.
         most_packed: packed tensors of several operands that the result may depend on.
-        is_sum: whether it is linear in all operands together. Others are curved where two operands read the same packed
-            tensor, since they multiply its errors with each other.
+        is_jointly_linear: whether it is linear in all operands together. Others are curved where two operands read the
+            same packed tensor, since they multiply its errors with each other.
+        adds: whether it adds or subtracts its operands, element by element.
     """
 
     function: Callable[..., Tensor] | ByMask
     is_curved: bool = False
     is_pointwise: bool = True
     most_packed: int = MOST_COMBINED
-    is_sum: bool = False
+    is_jointly_linear: bool = False
+    adds: bool = False
 
 
 def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[list[Tensor], Derivation]:
@@ -172,14 +177,16 @@ def _derive_anew(
     expressions = tuple([found.add(kept) for kept in operands])
     if len(found.packed) > max(way.most_packed, found.most):
         return Derivation(None)
+    if way.adds and found.overlap and not _is_of_one_place(expressions) and not found.are_scaled:
+        return Derivation(None)  # neighbours that cancel leave the errors of both, of the step of a far wider range
     only = -1
-    if way.is_pointwise and len(found.sources) == 1 and all(isinstance(x, int) or x.only >= 0 for x in expressions):
+    if way.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions):
         only = 0
     expression = Call(way.function, expressions, only)
     if expression.calls > MOST_CALLS:
         return Derivation(None)
     quality = found.quality
-    if (way.is_curved or (found.overlap and not way.is_sum)) and not quality.is_exact:
+    if (way.is_curved or (found.overlap and not way.is_jointly_linear)) and not quality.is_exact:
         quality = quality._replace(is_curved=True)
     stride = None
     if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
@@ -194,6 +201,11 @@ def _derive_anew(
     decoder = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
     return Derivation(decoder, picks, decoded_bytes, tuple(small))
+
+
+def _is_of_one_place(expressions: Sequence[Call | int]) -> bool:
+    """Whether an element of each expression depends on the elements at its place alone."""
+    return all(isinstance(x, int) or x.only >= 0 for x in expressions)
 
 
 def function_of(

@@ -57,7 +57,8 @@ def derive(
     is_curved: bool = False,
     is_pointwise: bool = True,
     most_packed: int = MOST_COMBINED,
-    is_sum: bool = False,
+    is_jointly_linear: bool = False,
+    adds: bool = False,
     is_dirty: bool = False,
 ) -> None:
     """Remember what an op has returned as a function of what keeps its operands, if all of them are kept.
@@ -75,7 +76,8 @@ def derive(
         is_known = is_known or found[1] is not AS_IT_IS
         kept.append(found)
     if is_known:
-        tensors, way = derivation(Way(function, is_curved, is_pointwise, most_packed, is_sum), kept, out)
+        way = Way(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds)
+        tensors, way = derivation(way, kept, out)
         if way.decoder is not None and way.is_worth_it(tensors, out):
             region.register(out, (tuple([tensors[place] for place in way.picks]), way.decoder), is_dirty=is_dirty)
 
@@ -204,7 +206,7 @@ def follow(
     for x, _ in operands:
         if x.device != out.device and x.dim():
             return  # what is moved to another device begins a chain there
-    if func in _INVERSIONS or kwargs.get("rounding_mode") is not None:
+    if func in _INVERSIONS or kwargs.get("rounding_mode") is not None or isinstance(kwargs.get("alpha"), Tensor):
         return
     if func.__name__ in _DIVISIONS and any(kept and not quality_of(kept[1]).is_exact for _, kept in operands[1:]):
         return
@@ -212,5 +214,6 @@ def follow(
         *(region, out, _as_function(func, args, kwargs), operands),
         is_pointwise=kind in (Kind.SUM, Kind.BILINEAR) and all(x.shape == out.shape for x, _ in operands),
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
-        is_sum=kind is not Kind.BILINEAR,
+        is_jointly_linear=kind is not Kind.BILINEAR,
+        adds=kind is Kind.SUM and len(operands) > 1,
     )

@@ -79,7 +79,7 @@ def _sum(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any
         kept = region.find_kept(x)
         other = None if kept is None else region.find_kept(y)
         if other is not None:
-            derive(region, out, torch.add, ((x, kept), (y, other)), is_sum=True)
+            derive(region, out, torch.add, ((x, kept), (y, other)), is_jointly_linear=True, adds=True)
     return out
 
 
