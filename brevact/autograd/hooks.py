@@ -178,10 +178,19 @@ class region(ContextDecorator):
             compiled_mode.leave(None)
             return
         entered = self._entered.pop()
-        if entered is not None:
-            while running.forwards and active.regions[-1] is not entered:  # forwards that an interrupt ended
-                leave_last()
-            entered.__exit__(*exc_info)
+        if entered is None or entered not in active.regions:  # one around it was left before
+            return
+        while running.forwards and active.regions[-1] is not entered:  # forwards that an interrupt ended
+            leave_last()
+        is_innermost = active.regions[-1] is entered
+        while active.regions[-1] is not entered:
+            active.regions[-1].__exit__(None, None, None)
+        entered.__exit__(*exc_info)
+        if not is_innermost:
+            raise RuntimeError(
+                "a block of backward quantization ends before one that began inside of it, which ends with it; leave "
+                "blocks in the reverse order of entering them: generators that hold one are closed the last one first"
+            )
 
 
 @contextmanager

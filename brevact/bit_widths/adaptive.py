@@ -217,12 +217,11 @@ class Adaptive:
 
         Raises:
             TypeError: ``state`` is no mapping.
-            ValueError: it is of a model with other layers, or of another number of samples.
+            ValueError: it is of a model with other layers, or of other samples; or a number is out of range.
         """
         check_groups(state, self.state_dict())
-        self._steps = int(state["steps"])
+        self._steps, self._widths = state["steps"], list(state["bit_widths"])
         self._sensitivities = [float(each) for each in state["sensitivities"]]
-        self._widths = [int(each) for each in state["bit_widths"]]
         if self._norms is not None:
             self._norms.values = state["samples"].to("cpu", copy=True).float()
         costs = [group.costs for group in self._plan.groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,12 @@ def check_groups(state: Any, own: Mapping[str, Any]) -> None:
     for name in ("bit_widths", "sensitivities"):
         if len(state[name]) != len(own[name]):
             raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
+    if type(state["steps"]) is not int or state["steps"] < 0:
+        raise ValueError(f"state: steps={brief(state['steps'])}; accepted is an integer of at least 0")
+    for name, kinds, accepted in (("bit_widths", int, "integers"), ("sensitivities", (int, float), "finite numbers")):
+        for value in state[name]:
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
+                raise ValueError(f"state: {name} has {brief(value)}; accepted are {accepted} of at least 0")
     counts = [None if each is None else len(each) for each in (state["samples"], own["samples"])]
     if counts[0] != counts[1]:
         raise ValueError(f"state: samples={counts[0]}; accepted is {counts[1]}, with which this object was made")

@@ -1,7 +1,8 @@
 """The passes of `quantizers.passes` that have CPU kernels, by name: launchers, each beside the kernel that it runs.
 
 They have the names, the parameters and the bytes of the laws, take tensors that :func:`takes` accepts, and return
-NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays.
+NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays. Those of
+some groups of a tensor, `quantize_rows` and `dequantize_rows`, have the bytes of gathering the groups first.
 """
 
 from __future__ import annotations

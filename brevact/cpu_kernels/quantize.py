@@ -211,7 +211,7 @@ def quantize_normalized(
     place: Place,
     buffer: Tensor,
 ) -> None:
-    """Where groups lie in blocks."""
+    """Where groups lie in blocks; elsewhere NotImplemented: the law normalizes, then quantizes."""
     table = uniform_table(plan, x.dtype, rounding_of(plan, seed))
     if not table.fused:
         return NotImplemented

@@ -35,7 +35,7 @@ from brevact.cpu_kernels.memory import (
     u8_at,
     u32_scratch,
 )
-from brevact.cpu_kernels.philox import column_words
+from brevact.cpu_kernels.philox import column_words, halves_of
 from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
 from brevact.cpu_kernels.rounding import round_narrow, round_wide
 from brevact.cpu_kernels.tables import affine_rows, grid_table
@@ -133,7 +133,7 @@ def quantize_grid_blocks(source, codes, offset, inverse, levels, steps, size, ro
     table = i64_at(table_at)
     numel, bit_width, block = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK)
     stochastic = load(table, ROUNDING) == STOCHASTIC
-    k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
+    k0, k1 = halves_of(seed)
     top = (np.int64(1) << bit_width) - 1
     t, fractions, scratch, values = f32_scratch(block), f32_scratch(block), f32_scratch(block), f32_scratch(block)
     wide = as_u32(scratch)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels.memory import advance, i64_at, kernel, load, store, u32_scratch
-from brevact.cpu_kernels.philox import column_words
+from brevact.cpu_kernels.philox import column_words, halves_of
 from brevact.cpu_kernels.teams import share
 
 BLOCK = 1024
@@ -25,7 +25,7 @@ def random_word_blocks(seed, words_at, count, start, stop):
         start: First block.
         stop: One past the last block.
     """
-    k0, k1 = np.uint64(seed) & np.uint64(0xFFFFFFFF), np.uint64(seed) >> np.uint64(32)
+    k0, k1 = halves_of(seed)
     columns = BLOCK // 4
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
     for index in range(start, stop):

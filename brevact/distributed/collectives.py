@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,13 +34,13 @@ def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.future
         is_cpu: whether the collective is one of tensors in host memory.
 
     Returns:
-        The future; it has the error that the collective or the function raised.
+        The future. Where the collective or the function raises, so does its `wait`: a RuntimeError that tells why.
     """
 
     def finished(done: torch.futures.Future[Any]) -> Tensor:
-        error = done.value()  # on a device, raises what the collective raised
-        if isinstance(error, Exception):
-            raise error
+        found = done.value()  # on a device, raises what the collective raised; on the CPU, an error or None
+        if isinstance(found, Exception):
+            raise found
         with torch.no_grad():
             return finish()
 
@@ -54,5 +57,20 @@ def after(work: Any, finish: Callable[[], Tensor], is_cpu: bool) -> torch.future
             error = raised
         done.set_result(error)
 
-    threading.Thread(target=wait, name="brevact collective", daemon=True).start()
+    thread = threading.Thread(target=wait, name="brevact collective", daemon=True)
+    thread.start()
+    _waiting.add(thread)
     return result
+
+
+#: Seconds for which a process that ends waits for collectives whose function is still to run.
+PATIENCE = 1.0
+_waiting: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    """Let functions end that run now: a thread that comes back to an interpreter which has ended aborts the process."""
+    deadline = time.monotonic() + PATIENCE
+    for thread in list(_waiting):
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -66,7 +66,7 @@ class MixSchedule:
         check_model(model, "MixSchedule(model, kind)", kind)
         self._model = model
         start = _mixtures(self._holders()[0][1])[0].probability if start is None else start
-        self._plan = _checked({"kind": kind, "start": start, "end": end, "steps": steps, "stairs": stairs})
+        self._plan = checked_plan({"kind": kind, "start": start, "end": end, "steps": steps, "stairs": stairs})
         self._done = 0
         self._apply()
 
@@ -106,7 +106,7 @@ class MixSchedule:
             TypeError: ``state`` is no mapping.
         """
         check_state(state, (*self._plan, "done"))
-        plan, done = _checked({name: state[name] for name in self._plan}), state["done"]
+        plan, done = checked_plan({name: state[name] for name in self._plan}), state["done"]
         if isinstance(done, bool) or not isinstance(done, int) or done < 0:
             raise ValueError(f"done={brief(done)}; accepted is an integer of at least 0")
         self._plan, self._done = plan, done
@@ -156,7 +156,7 @@ def _with_probability(settings: BackwardSettings | None, probability: float) -> 
     return dataclasses.replace(settings, quantizer=quantizer, of_functions=functions)
 
 
-def _checked(plan: dict[str, Any]) -> dict[str, Any]:
+def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:
     """The plan of a schedule, or a ValueError that names what is out of range."""
     if plan["kind"] not in _KINDS:
         raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")

@@ -25,6 +25,7 @@ from brevact.policy.predicates import computes_attention as computes_attention
 from brevact.policy.predicates import is_activation_function as is_activation_function
 from brevact.policy.predicates import is_norm, is_rectified
 from brevact.policy.rules import assignment_of, check_rules, ops_of
+from brevact.quantizers.brief import brief
 from brevact.tables import text_table
 from brevact.version import __version__
 
@@ -152,8 +153,11 @@ class Policy:
             text: JSON.
 
         Raises:
+            TypeError: it is no text.
             ValueError: it holds no policy, or fields, types, functions, quantizers or settings that are not known here.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text: got {brief(text)} of type {type(text).__name__}; accepted is what to_json returned")
         return cls(*policy_files.read(text, "text", __version__))
 
 

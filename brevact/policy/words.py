@@ -117,12 +117,15 @@ def budget_of(words: str) -> dict[str, float] | None:
             minibatches, such as "noise=0.05".
 
     Raises:
-        ValueError: the number is 0, or not finite; or less than a byte.
+        ValueError: the number is not above 0, or not finite, or less than a byte; or letters are large or small that
+            are not.
     """
-    found = re.fullmatch(rf"(noise=)?({_NUMBER})(x|{'|'.join(_UNITS)})?", words)
+    found = re.fullmatch(rf"(noise=)?([-+]?{_NUMBER})(x|{'|'.join(_UNITS)})?", words, re.IGNORECASE)
     if found is None or (found[1] is None) == (found[3] is None):
         return None
     number, unit = float(found[2]), found[3]
+    if unit not in (None, "x", *_UNITS) or found[1] not in (None, "noise="):
+        raise ValueError(f"{words}: a budget is written 24x, 512MiB ({', '.join(_UNITS)}) or noise=0.05")
     size = number * _UNITS.get(unit, 1)
     if not 0 < size < math.inf or (unit in _UNITS and size < 1):
         raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")

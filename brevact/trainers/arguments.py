@@ -11,6 +11,7 @@ from torch import distributed, nn
 
 from brevact.arguments import check_state
 from brevact.bit_widths.spec import PolicySpec, parse_policy
+from brevact.policy.mixing import checked_plan
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.words import settings_of
 from brevact.quantizers.brief import brief
@@ -70,7 +71,7 @@ def mix_of(words: str) -> tuple[str, dict[str, Any]]:
 
     Raises:
         TypeError: it is no text.
-        ValueError: a setting is not known.
+        ValueError: the kind or a setting is not known, or out of range.
     """
     if not isinstance(words, str):
         raise TypeError(
@@ -83,6 +84,10 @@ def mix_of(words: str) -> tuple[str, dict[str, Any]]:
     for name in settings:
         if name not in accepted:
             raise ValueError(f"mix_schedule={words!r}: {name} is not known; accepted are {', '.join(accepted)}")
+    try:
+        checked_plan({"start": 0.0, "end": 0.0, "steps": 1, "stairs": 4, **settings, "kind": kind})
+    except ValueError as error:
+        raise ValueError(f"mix_schedule={words!r}: {error}") from error
     return kind, settings
 
 

@@ -88,9 +88,9 @@ class AttachedPolicy:
     def release(self) -> None:
         """Take the policy off the model, if it is from here, and leave the model to other runs."""
         model = None if self._model is None else self._model()
-        if model is not None and self._is_ours and _has_policy(model):
-            restore_backward(model)
-        if model is not None and _OWNERS.get(model) is self:
+        if model is not None and _OWNERS.get(model) is self:  # a copy of this object has no model
+            if self._is_ours and _has_policy(model):
+                restore_backward(model)
             del _OWNERS[model]
         self._model, self._is_ours = None, False
 

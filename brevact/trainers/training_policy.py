@@ -12,6 +12,7 @@ from brevact.arguments import check_model
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
 from brevact.policy.presets import Policy
+from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
@@ -68,6 +69,8 @@ class TrainingPolicy:
     ) -> None:
         self._policy = AttachedPolicy(spec_of(policy))
         check_steps(adapt_every=adapt_every, noise_every=noise_every)
+        if not isinstance(memory, bool):
+            raise TypeError(f"memory={brief(memory)} of type {type(memory).__name__}; accepted are True and False")
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
         self._mix = None if mix_schedule is None else mix_of(mix_schedule)
         #: Bytes that a training step stores, measured when the run begins; None before.
@@ -119,6 +122,7 @@ class TrainingPolicy:
         """
         check_model(model, "begin(model, batches, loss)", batches)
         check_run(batches, loss)
+        check_steps(steps=steps)
         self.end()  # of a run that was interrupted
         self._policy.take(model)
         self._run, self._ended = Run(model, [], loss), None
@@ -130,7 +134,7 @@ class TrainingPolicy:
             raise
 
     def _start(self, run: Run, batches: Iterable[Any], steps: int | None, prepare: Callable[[Any], Any]) -> None:
-        state, self._resumed = self._resumed, None
+        state = self._resumed
         needed = self._needs_batches(state)
         if run.loss is not None and (needed or self._measures_memory):
             found = first_batches(batches, BATCHES if needed else 1)
@@ -145,6 +149,7 @@ class TrainingPolicy:
             run.mix(*self._mix, steps)
         if state is not None:
             run.load_state_dict(state)
+        self._resumed = None
 
     def _attach(self, run: Run, rules: str | None) -> None:
         """Give the model its policy; measure bytes, if asked for, or if widths that move are to keep them."""
@@ -197,7 +202,13 @@ class TrainingPolicy:
         self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next steps depend on, as plain values that JSON holds; that of a run that has ended stays."""
+        """Return what the next steps depend on, as plain values that JSON holds.
+
+        That of a run that has ended stays; between a checkpoint that was loaded and the run that goes on from it, it is
+        that of the checkpoint.
+        """
+        if self._run is None and self._resumed is not None:
+            return dict(self._resumed)
         if self._run is None and self._ended is not None:
             return self._ended
         return {

@@ -22,6 +22,7 @@ from brevact.autograd import (
     has_region,
     region,
 )
+from brevact.autograd.eager_mode import active
 from brevact.quantizers import Rounding
 from tests.autograd.measuring import settings, watch_saved
 
@@ -372,6 +373,26 @@ def test_a_region_is_left_when_code_raises():
     with pytest.raises(RuntimeError):
         model(torch.randn(4, 7, 16, 16))
     assert current_region() is None
+
+
+def test_a_region_that_is_left_before_one_inside_of_it_says_so_and_leaves_nothing_behind():
+    def block(chosen):
+        with region(chosen):
+            yield
+
+    def bytes_of_a_block():
+        with watch_saved() as saved, region(settings(bit_width=2)):
+            F.linear(torch.ones(64, 64), weight)
+        return [x.nbytes for x in saved.tensors]
+
+    weight = torch.randn(8, 64, requires_grad=True)
+    expected = bytes_of_a_block()
+    outer, inner = block(settings(bit_width=2)), block(settings(bit_width=8))
+    next(outer), next(inner)
+    with pytest.raises(RuntimeError, match="a block of backward quantization ends before one that began inside of it"):
+        outer.close()
+    inner.close()
+    assert not active.regions and bytes_of_a_block() == expected
 
 
 def test_a_region_belongs_to_its_thread():

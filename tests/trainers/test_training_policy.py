@@ -1,5 +1,6 @@
 """A policy over a training run, in a loop of one's own."""
 
+import copy
 import functools
 import gc
 import json
@@ -197,6 +198,17 @@ def test_training_policy_leaves_the_model_alone_where_it_cannot_begin():
         ({"mix_schedule": 3}, TypeError, "mix_schedule=3 of type int"),
         ({"mix_schedule": "cosine:begin=0.5"}, ValueError, "begin is not known; accepted are start, end"),
         ({"mix_schedule": "cosine:0.5"}, ValueError, r"'0\.5' is not of the form setting=value"),
+        (
+            {"mix_schedule": "cosin:start=1"},
+            ValueError,
+            "'cosin:start=1': kind='cosin'; accepted are constant",
+        ),
+        (
+            {"mix_schedule": "step:start=2"},
+            ValueError,
+            "'step:start=2': start=2; accepted is a number from 0",
+        ),
+        ({"memory": "yes"}, TypeError, "memory='yes' of type str; accepted are True and False"),
     ],
 )
 def test_training_policy_refuses(options, error, message):
@@ -204,6 +216,58 @@ def test_training_policy_refuses(options, error, message):
         TrainingPolicy(**options)
 
 
+def test_a_loaded_state_stays_until_a_run_goes_on_from_it():
+    def broken():
+        raise OSError("the loader is not ready")
+        yield
+
+    policy, model = TrainingPolicy("4x", adapt_every=2), net()
+    policy.begin(model, BATCHES, loss)
+    policy.step()
+    state = policy.state_dict()
+    policy.end()
+    policy = TrainingPolicy("4x", adapt_every=2)
+    policy.load_state_dict(state)
+    assert policy.state_dict() == state  # of a checkpoint that is written before the run goes on
+    with pytest.raises(OSError, match="the loader is not ready"):
+        policy.begin(net(), broken(), loss)
+    assert policy.state_dict() == state
+    policy.begin(net(), BATCHES, loss)
+    assert policy.state_dict() == state
+    policy.step()
+    assert policy.state_dict()["steps"] == 2
+
+
+def test_a_copy_of_a_policy_leaves_the_model_alone():
+    policy, model = TrainingPolicy("StochBackward4bit"), net()
+    policy.begin(model, BATCHES, loss)
+    twin = copy.deepcopy(policy)
+    twin.end()
+    assert "stores" in repr(model)
+    policy.end()
+    assert "stores" not in repr(model)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"sensitivities": [float("nan"), 1.0]}, "sensitivities has nan; accepted are finite numbers of at least 0"),
+        ({"sensitivities": [-1.0, 1.0]}, r"sensitivities has -1\.0; accepted are finite numbers"),
+        ({"bit_widths": [2.7, 2]}, r"bit_widths has 2\.7; accepted are integers"),
+        ({"bit_widths": ["a", 2]}, "bit_widths has 'a'; accepted are integers"),
+        ({"steps": "a"}, "steps='a'; accepted is an integer of at least 0"),
+    ],
+)
+def test_adaptive_refuses_a_state_of_other_numbers(part, message):
+    policy = TrainingPolicy("StochBackward4bit", adapt_every=1)
+    policy.begin(net(), BATCHES, loss)
+    adaptive = policy.adaptive
+    with pytest.raises(ValueError, match=message):
+        adaptive.load_state_dict(adaptive.state_dict() | part)
+
+
 def test_step_refuses_a_run_that_has_not_begun():
     with pytest.raises(ValueError, match="the run has not begun; call begin"):
         TrainingPolicy("default").step()
+    with pytest.raises(ValueError, match="steps=-5; accepted is an integer of at least 1, or None"):
+        TrainingPolicy("default").begin(net(), steps=-5)
