@@ -19,8 +19,8 @@ QUESTION = "What does a trained network lose when its batch norms go over to few
 SOURCE = "B. Graham, arXiv:1702.08231, tables 5 and 6"
 FORMATS = ("L2", "L3", "L4", "L5", "U4", "U5", "U8", "O4")
 #: How much the network learns at full precision.
-SIZE = Size(epochs=10, train_size=5_000)
-FINE_TUNE_EPOCHS = 2
+SIZE = Size(epochs=6, train_size=5_000)
+FINE_TUNE_EPOCHS = 1
 COLUMNS = ("dataset", "train_size", "epochs", "seed", *retrofit.COLUMNS)
 HEADER = ("batch norms", "which", "seeds", "accuracy at once, %", "difference", "fine-tuned, %", "difference", "MiB")
 
