@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.records import append_rows, print_table
 from benchmarks.training_case import TrainingCase, workload
 from brevact.autograd import eager_mode
-from brevact.cpu_kernels import teams
+from brevact.cpu_kernels import launch, teams
 from recipes.models import resnet50
 from recipes.policy_names import named_policy
 
@@ -96,9 +96,12 @@ def timed_calls(seconds: Counter[str]) -> Iterator[None]:
 
 @contextmanager
 def timed_kernels(seconds: Counter[str], calls: Counter[str]) -> Iterator[None]:
-    """While it is active, compiled kernels are timed, by name."""
+    """While it is active, compiled kernels are timed, by name.
+
+    Launchers bind `share` when they are imported: `launch`, which this module imports, has imported all of them.
+    """
     original = teams.share
-    launchers = [module for name, module in sys.modules.items() if name.startswith(teams.__package__)]
+    launchers = [module for name, module in sys.modules.items() if name.startswith(launch.__package__)]
     launchers = [module for module in launchers if getattr(module, "share", None) is original]
 
     def timed(kernel: Callable, *arguments: Any) -> None:
