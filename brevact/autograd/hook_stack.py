@@ -38,7 +38,7 @@ class HookStack:
     """
 
     def __init__(self, pair: tuple[Callable, Callable], around: HookStack | None, *, is_empty: bool) -> None:
-        self.pair, self._around, self._is_empty = pair, around, is_empty
+        self.pair, self._around, self.is_empty = pair, around, is_empty
         #: The innermost hooks, as long as nobody else enters some inside the region.
         self.innermost: tuple[Callable, Callable] | None = pair
         self._replaced: HookStack | None = None
@@ -54,7 +54,7 @@ class HookStack:
             around.pop()
         self._outer = top_hooks(True)
         self.scope = self._outer[0] if self._outer is not None and self.are_in_checkpoint() else None
-        if self._is_empty:
+        if self.is_empty:
             self.innermost = self._outer
             return
         try:
@@ -65,7 +65,7 @@ class HookStack:
             raise NotImplementedError(NO_TRANSFORMS) from error
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self._is_empty:
+        if not self.is_empty:
             self.pop()
         if self._replaced is not None:
             self._replaced.push()

@@ -7,17 +7,26 @@ thread clears it away. Whether a forward still runs is seen from the frames belo
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
 from torch import nn
 
+from brevact.private_names.of_torch import (
+    function_stack_at,
+    len_function_stack,
+    pop_function_mode,
+    pop_hooks,
+    push_function_mode,
+    push_hooks,
+    top_hooks,
+)
+
 
 class _Running(threading.local):
     def __init__(self) -> None:
         # Forwards that entered a region: module, region, and the frame that called the module's pre-hook.
-        self.forwards: list[tuple[nn.Module, AbstractContextManager[Any], FrameType]] = []
+        self.forwards: list[tuple[nn.Module, Any, FrameType]] = []
 
 
 #: The forwards of this thread that entered a region and have not left it, outermost first.
@@ -37,10 +46,33 @@ def is_alive(frame: FrameType | None) -> bool:
 
 
 def leave_last() -> FrameType:
-    """Leave the region of the last forward that entered one; return the frame that called its pre-hook."""
-    _, entered, frame = running.forwards.pop()
-    entered.__exit__(None, None, None)
+    """Leave the region of the last forward that entered one; return the frame that called its pre-hook.
+
+    Hooks and modes that somebody has entered since an interrupt stand above those of the region, and stay.
+    """
+    _, region, frame = running.forwards.pop()
+    hooks, modes = _hooks_above(region.hooks), _modes_above(region.mode)
+    region.__exit__(None, None, None)
+    for pair in reversed(hooks):
+        push_hooks(*pair)
+    for mode in reversed(modes):
+        push_function_mode(mode)
     return frame
+
+
+def _hooks_above(hooks: Any) -> list[Any]:
+    """Take off the saved-tensor hooks above those of a region, the innermost first."""
+    found: list[Any] = []
+    while not hooks.is_empty and not hooks.are_innermost() and top_hooks(True) is not None:
+        found.append(top_hooks(True))
+        pop_hooks()
+    return found
+
+
+def _modes_above(mode: Any) -> list[Any]:
+    """Take off the modes above that of a region, the innermost first."""
+    place = next((i for i in range(len_function_stack()) if function_stack_at(i) is mode), len_function_stack())
+    return [pop_function_mode() for _ in range(place + 1, len_function_stack())]
 
 
 def leave_abandoned(frame: FrameType | None) -> None:

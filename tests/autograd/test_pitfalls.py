@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import brevact
 import brevact.nn as bnn
@@ -25,6 +26,7 @@ from brevact import (
 )
 from brevact.autograd import current_region, region
 from brevact.autograd.seeds import SeedStream
+from brevact.private_names.of_torch import top_hooks
 from brevact.quantizers import Rounding
 from tests.autograd.measuring import settings, watch_saved
 
@@ -333,6 +335,33 @@ def test_nothing_is_packed_in_what_an_interrupt_leaves_behind():
     assert saved.tensors and all(t.dtype is not torch.uint8 for t in saved.tensors)
     quantized_layers()[1](torch.randn(64, 64))  # clears it away
     assert current_region() is None
+
+
+def test_hooks_around_the_forward_after_an_interrupt_stay():
+    models, seen = quantized_layers(), []
+    interrupt(models[0])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.dtype) or t, lambda t: t):
+        models[1](torch.randn(64, 64))
+        assert torch.uint8 in seen
+        seen.clear()
+        nn.Linear(64, 64)(torch.randn(64, 64))
+        assert seen == [torch.float32]
+    assert top_hooks(True) is None
+
+
+def test_modes_around_the_forward_after_an_interrupt_stay():
+    models = quantized_layers()
+    interrupt(models[0])
+    with torch.device("meta"):
+        models[1](torch.randn(64, 64, device="cpu"))
+        assert torch.empty(1).device.type == "meta"
+    assert torch.empty(1).device.type == "cpu" and torch._C._len_torch_function_stack() == 0
+    interrupted, other = quantized_layers()
+    interrupt(interrupted)
+    with FlopCounterMode(display=False) as counter:
+        other(torch.randn(64, 64))
+    assert counter.get_total_flops() == 2 * 64**3
+    assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_with_block_ends_the_regions_that_an_interrupt_left_inside():
