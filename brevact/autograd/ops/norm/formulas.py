@@ -30,6 +30,27 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 _OVER_CHANNELS = OverChannels()
 
+#: Elements of a map that ATen reads many at a time, and of a tensor whose memory order pays to be changed.
+_LARGE_MAP, _MANY_ELEMENTS = 8, 1 << 13
+
+
+def centred_batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, invstd: Tensor, eps: float, mask: list[bool]
+) -> Gradients:
+    """Return the gradients of batch norm by the statistics of the batch, from its input less the means.
+
+    On the CPU, ATen reads maps of less than eight elements one element at a time. With channels last it takes a
+    quarter of that time, both changes of the memory order included; its sums are added in another order.
+    """
+    shape, mean = x.shape, torch.zeros_like(invstd)
+    is_small = 1 < shape[2:].numel() < _LARGE_MAP and x.numel() >= _MANY_ELEMENTS
+    if not (is_small and x.is_cpu and x.is_contiguous()):
+        return batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, mask)
+    maps = *shape[:2], -1, 1
+    grad, x = (each.reshape(maps).contiguous(memory_format=torch.channels_last) for each in (grad, x))
+    grad_input, *sums = batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, mask)
+    return None if grad_input is None else grad_input.contiguous().view(shape), *sums
+
 
 class Norm:
     """What the Functions ask of a norm by statistics of its input; weights and biases are one number a channel."""

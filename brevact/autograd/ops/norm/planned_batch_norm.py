@@ -19,7 +19,7 @@ from brevact.autograd.norm_decoders import OutputDecoder, PackedDecoder, output_
 from brevact.autograd.normalizing import as_now
 from brevact.autograd.ops.base import Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
-from brevact.autograd.ops.norm.formulas import BatchNorm, batch_norm_backward
+from brevact.autograd.ops.norm.formulas import BatchNorm, centred_batch_norm_backward
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import Slot
@@ -115,9 +115,8 @@ class _PlannedBatchNorm(Saving):
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         buffer, invstd, weight = ctx.saved_tensors
         x = ctx.packing.dequantize_centred(buffer, invstd)
-        statistics = None, None, torch.zeros_like(invstd), invstd
         mask = list(ctx.needs_input_grad[4:])
-        return None, None, None, None, *batch_norm_backward(grad, x, weight, *statistics, True, ctx.eps, mask)
+        return None, None, None, None, *centred_batch_norm_backward(grad, x, weight, invstd, ctx.eps, mask)
 
 
 def run(
