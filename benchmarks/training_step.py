@@ -4,16 +4,21 @@
     python -m benchmarks.training_step --size nano --batch-size 128 --policies DEFAULT NearestBackward2bit
 
 Bytes are measured twice: the distinct storages that autograd keeps (`brevact.memory_report`), and the growth of the
-process's resident memory between the start of a step and the start of its backward pass, known on Linux only. The steps
-of all variants alternate in one process; each ratio is the median of the ratios to the plain step of the same round.
+process's resident memory between the start of a step and the start of its backward pass, known on Linux only. Each
+variant trains in a process of its own, as a user's does: beside another model's gradients, an allocator would keep the
+memory that it returns to the system otherwise. Their steps take turns; each ratio is the median of the ratios to the
+plain step of the same round.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -49,16 +54,61 @@ def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def step_times(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step in each round; the order alternates from round to round."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    """Seconds of each step in each round, after one that is not timed."""
+    return alternate({name: lambda step=step: seconds_of(step) for name, step in steps.items()}, rounds)
+
+
+def seconds_of(step: Callable[[], None]) -> float:
+    """Seconds that a step takes."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def alternate(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each step returns in each round, after one that does not count; the order alternates from round to round."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     for index in range(rounds):
         for name in list(steps) if index % 2 else reversed(list(steps)):
-            start = time.perf_counter()
-            steps[name]()
-            times[name].append(time.perf_counter() - start)
-    return times
+            found[name].append(steps[name]())
+    return found
+
+
+class _Loaded:
+    """The variant that a process trains."""
+
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+    optimizer: torch.optim.Optimizer
+
+
+def _load(size: str, batch_size: int, image_size: int, policy: str | None) -> None:
+    torch.manual_seed(0)
+    _Loaded.images = torch.randn(batch_size, 3, image_size, image_size)
+    _Loaded.labels = torch.randint(0, 10, (batch_size,))
+    model = efficientnetv2(size, image_size=image_size, classes=10)
+    _Loaded.model = model if policy is None else named_policy(policy).apply(model)
+    _Loaded.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def _measure_memory() -> tuple[int, int, int | None]:
+    """Number of parameters; bytes kept for backward, and growth."""
+    parameters = sum(p.numel() for p in _Loaded.model.parameters())
+    kept = kept_bytes(_Loaded.model, _Loaded.images)
+    return parameters, kept, kept_resident_bytes(_Loaded.model, _Loaded.images, _Loaded.labels)
+
+
+def _step() -> float:
+    return seconds_of(_train)
+
+
+def _train() -> None:
+    _Loaded.optimizer.zero_grad()
+    loss_of(_Loaded.model, _Loaded.images, _Loaded.labels).backward()
+    _Loaded.optimizer.step()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,31 +123,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
 
-    torch.manual_seed(0)
-    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
-    labels = torch.randint(0, 10, (args.batch_size,))
-    models = {"plain": efficientnetv2(args.size, image_size=args.image_size, classes=10)}
-    for policy in args.policies:
-        model = efficientnetv2(args.size, image_size=args.image_size, classes=10)
-        models[policy.name] = policy.apply(model)
-    parameters = sum(p.numel() for p in models["plain"].parameters())
-    print(
-        f"EfficientNetV2-{args.size}, {parameters / 1e6:.1f} M parameters, batch {args.batch_size}, "
-        f"{args.image_size}x{args.image_size}"
-    )
-    if resident_bytes() is None:
-        print("resident memory is left out: it is known on Linux only")
+    with ExitStack() as stack:
+        context = multiprocessing.get_context("spawn")
+        sizes = args.size, args.batch_size, args.image_size
+        processes = {
+            name: stack.enter_context(ProcessPoolExecutor(1, context, _load, (*sizes, policy)))
+            for name, policy in {"plain": None, **{policy.name: policy.name for policy in args.policies}}.items()
+        }
+        found = {name: process.submit(_measure_memory).result() for name, process in processes.items()}
+        parameters, kept, resident = ({name: memory[i] for name, memory in found.items()} for i in range(3))
+        print(
+            f"EfficientNetV2-{args.size}, {parameters['plain'] / 1e6:.1f} M parameters, batch {args.batch_size}, "
+            f"{args.image_size}x{args.image_size}"
+        )
+        if resident["plain"] is None:
+            print("resident memory is left out: it is known on Linux only")
+        times = alternate({name: lambda p=p: p.submit(_step).result() for name, p in processes.items()}, args.rounds)
 
-    kept = {name: kept_bytes(model, images) for name, model in models.items()}
-    resident = {name: kept_resident_bytes(model, images, labels) for name, model in models.items()}
-    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
-
-    def step(name: str) -> None:
-        optimizers[name].zero_grad()
-        loss_of(models[name], images, labels).backward()
-        optimizers[name].step()
-
-    times = step_times({name: lambda name=name: step(name) for name in models}, args.rounds)
     rows = [
         {
             "model": f"EfficientNetV2-{args.size}",
@@ -111,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "step_s": round(statistics.median(times[name]), 4),
             "step_ratio": round(statistics.median(a / b for a, b in zip(times[name], times["plain"], strict=True)), 3),
         }
-        for name in models
+        for name in kept
     ]
     write_rows(rows, args.csv)
 
