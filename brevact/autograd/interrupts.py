@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 
 from brevact.private_names.of_torch import (
-    function_stack_at,
-    len_function_stack,
+    function_modes,
     pop_function_mode,
     pop_hooks,
     push_function_mode,
@@ -71,8 +70,9 @@ def _hooks_above(hooks: Any) -> list[Any]:
 
 def _modes_above(mode: Any) -> list[Any]:
     """Take off the modes above that of a region, the innermost first."""
-    place = next((i for i in range(len_function_stack()) if function_stack_at(i) is mode), len_function_stack())
-    return [pop_function_mode() for _ in range(place + 1, len_function_stack())]
+    modes = function_modes()  # the innermost last
+    above = modes[modes.index(mode) + 1 :] if mode in modes else []
+    return [pop_function_mode() for _ in above]
 
 
 def leave_abandoned(frame: FrameType | None) -> None:
