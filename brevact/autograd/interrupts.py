@@ -47,30 +47,41 @@ def is_alive(frame: FrameType | None) -> bool:
 def leave_last() -> FrameType:
     """Leave the region of the last forward that entered one; return the frame that called its pre-hook.
 
-    Hooks and modes that somebody has entered since an interrupt stand above those of the region, and stay.
+    After an interrupt the region's hooks and mode need not be the innermost ones. Those that somebody has entered since
+    stand above them, and stay. Where others stood around the interrupted forward, their end took ours away in place of
+    theirs, which are taken away now; and a backward pass that raises takes away all that it recomputed in.
     """
     _, region, frame = running.forwards.pop()
     hooks, modes = _hooks_above(region.hooks), _modes_above(region.mode)
-    region.__exit__(None, None, None)
-    for pair in reversed(hooks):
-        push_hooks(*pair)
-    for mode in reversed(modes):
-        push_function_mode(mode)
+    try:
+        region.__exit__(None, None, None)
+    finally:
+        for pair in reversed(hooks):
+            push_hooks(*pair)
+        for mode in reversed(modes):
+            push_function_mode(mode)
     return frame
 
 
 def _hooks_above(hooks: Any) -> list[Any]:
-    """Take off the saved-tensor hooks above those of a region, the innermost first."""
+    """Take off the saved-tensor hooks above those that a region takes off, the innermost first."""
     found: list[Any] = []
-    while not hooks.is_empty and not hooks.are_innermost() and top_hooks(True) is not None:
-        found.append(top_hooks(True))
+    while not hooks.is_empty and not hooks.are_innermost():
+        top = top_hooks(True)
+        if top is None:  # the region's own are gone
+            for pair in reversed(found or [hooks.pair]):
+                push_hooks(*pair)
+            return []
+        found.append(top)
         pop_hooks()
     return found
 
 
 def _modes_above(mode: Any) -> list[Any]:
-    """Take off the modes above that of a region, the innermost first."""
+    """Take off the modes above the one that a region takes off, the innermost first."""
     modes = function_modes()  # the innermost last
+    if not modes:
+        push_function_mode(mode)
     above = modes[modes.index(mode) + 1 :] if mode in modes else []
     return [pop_function_mode() for _ in above]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import brevact
 import brevact.nn as bnn
@@ -358,10 +359,73 @@ def test_modes_around_the_forward_after_an_interrupt_stay():
     assert torch.empty(1).device.type == "cpu" and torch._C._len_torch_function_stack() == 0
     interrupted, other = quantized_layers()
     interrupt(interrupted)
-    with FlopCounterMode(display=False) as counter:
+    with CountingMode() as counter:
         other(torch.randn(64, 64))
-    assert counter.get_total_flops() == 2 * 64**3
+        before = counter.calls
+        torch.relu(torch.randn(4))
+    assert counter.calls == before + 2
     assert torch._C._len_torch_function_stack() == 0
+
+
+class CountingMode(TorchFunctionMode):
+    """Counts calls of torch functions."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def hooks_around():
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        yield
+
+
+@pytest.mark.parametrize(
+    "around",
+    [hooks_around, torch.autograd.graph.save_on_cpu, CountingMode, lambda: brevact.backward_quant(StochBackward8bit)],
+)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_contexts_around_an_interrupted_forward_end(around, count, checkpointed):
+    """Their end takes away what is innermost: the hooks, or the mode, of the region that the interrupt has left."""
+    interrupted, other = quantized_layers()
+    x = torch.randn(64, 64, requires_grad=True)
+    with pytest.raises(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(around())
+        checkpoint(interrupted, x, use_reentrant=False) if checkpointed else interrupted(x)
+    other(x).sum().backward()
+    assert current_region() is None and top_hooks(True) is None and torch._C._len_torch_function_stack() == 0
+    with watch_saved() as saved:
+        other(torch.randn(64, 64))
+    assert torch.uint8 in {t.dtype for t in saved.tensors}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_interrupted_recomputation_leaves_nothing_behind(use_reentrant):
+    interrupted, other = quantized_layers()
+    interrupted.append(nn.Linear(64, 64))
+    interrupted[1].waits = False
+    x = torch.randn(64, 64, requires_grad=True)
+    loss = checkpoint(interrupted, x, use_reentrant=use_reentrant).sum()
+    interrupted[1].waits = True
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    other(x).sum().backward()
+    assert current_region() is None and top_hooks(True) is None and torch._C._len_torch_function_stack() == 0
+
+
+def test_a_region_may_end_inside_hooks_that_its_module_entered():
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    layer = nn.Sequential(nn.Linear(64, 64))
+    layer.register_forward_pre_hook(lambda module, args: hooks.__enter__())
+    layer.register_forward_hook(lambda module, args, output: hooks.__exit__())
+    brevact.quantize_backward(layer, StochBackward2bit, min_numel=0)
+    layer(torch.randn(64, 64)).sum().backward()
+    assert current_region() is None and top_hooks(True) is None
 
 
 def test_a_with_block_ends_the_regions_that_an_interrupt_left_inside():

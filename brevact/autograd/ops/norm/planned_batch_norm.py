@@ -1,4 +1,4 @@
-"""Batch norm whose input is packed by a plan: the same bytes and gradients, with a fraction of the calls.
+"""Batch norm whose input is packed by a plan: the same bytes, and gradients but for the order of sums, in fewer calls.
 
 In small feature maps the calls around the kernels take more time than the kernels. What depends on sizes alone is in a
 plan, found again in each step; what a region would ask on the way is answered by few conditions, all of which a plain
