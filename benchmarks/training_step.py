@@ -85,17 +85,14 @@ class _Loaded:
     optimizer: torch.optim.Optimizer
 
 
-def _load(size: str, batch_size: int, image_size: int, policy: str | None) -> None:
+def _load(size: str, batch_size: int, image_size: int, policy: str) -> tuple[int, int, int | None]:
+    """Build the model of a policy, or the plain one; its parameters, and bytes kept for backward and their growth."""
     torch.manual_seed(0)
     _Loaded.images = torch.randn(batch_size, 3, image_size, image_size)
     _Loaded.labels = torch.randint(0, 10, (batch_size,))
     model = efficientnetv2(size, image_size=image_size, classes=10)
-    _Loaded.model = model if policy is None else named_policy(policy).apply(model)
+    _Loaded.model = model if policy == "plain" else named_policy(policy).apply(model)
     _Loaded.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-
-def _measure_memory() -> tuple[int, int, int | None]:
-    """Number of parameters; bytes kept for backward, and growth."""
     parameters = sum(p.numel() for p in _Loaded.model.parameters())
     kept = kept_bytes(_Loaded.model, _Loaded.images)
     return parameters, kept, kept_resident_bytes(_Loaded.model, _Loaded.images, _Loaded.labels)
@@ -122,15 +119,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
+    for name in ("batch_size", "rounds"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} {value} is not possible: use at least 1")
 
     with ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
         sizes = args.size, args.batch_size, args.image_size
         processes = {
-            name: stack.enter_context(ProcessPoolExecutor(1, context, _load, (*sizes, policy)))
-            for name, policy in {"plain": None, **{policy.name: policy.name for policy in args.policies}}.items()
+            name: stack.enter_context(ProcessPoolExecutor(1, context))
+            for name in ("plain", *(policy.name for policy in args.policies))
         }
-        found = {name: process.submit(_measure_memory).result() for name, process in processes.items()}
+        found = {name: process.submit(_load, *sizes, name).result() for name, process in processes.items()}
         parameters, kept, resident = ({name: memory[i] for name, memory in found.items()} for i in range(3))
         print(
             f"EfficientNetV2-{args.size}, {parameters['plain'] / 1e6:.1f} M parameters, batch {args.batch_size}, "

@@ -11,6 +11,13 @@ def test_main_names_the_nearest_quantizer(capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--rounds", "--batch-size"])
+def test_main_refuses_numbers_below_1(option, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([option, "0"])
+    assert stopped.value.code == 2 and f"{option} 0 is not possible: use at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_main_prints_a_row_for_each_variant(capsys):
     main(["--size", "nano", "--batch-size", "2", "--image-size", "32", "--rounds", "1"])
