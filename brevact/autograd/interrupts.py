@@ -52,7 +52,7 @@ def leave_last() -> FrameType:
     theirs, which are taken away now; and a backward pass that raises takes away all that it recomputed in.
     """
     _, region, frame = running.forwards.pop()
-    hooks, modes = _hooks_above(region.hooks), _modes_above(region.mode)
+    hooks, modes = _hooks_above(region.hooks), _modes_above(region)
     try:
         region.__exit__(None, None, None)
     finally:
@@ -77,12 +77,14 @@ def _hooks_above(hooks: Any) -> list[Any]:
     return found
 
 
-def _modes_above(mode: Any) -> list[Any]:
-    """Take off the modes above the one that a region takes off, the innermost first."""
+def _modes_above(region: Any) -> list[Any]:
+    """Take off the modes above the one that a region takes off, the innermost first; inner regions take off none."""
+    if region.parent is not None:
+        return []
     modes = function_modes()  # the innermost last
-    if not modes:
-        push_function_mode(mode)
-    above = modes[modes.index(mode) + 1 :] if mode in modes else []
+    if not modes:  # the region's own is gone
+        push_function_mode(region.mode)
+    above = modes[modes.index(region.mode) + 1 :] if region.mode in modes else []
     return [pop_function_mode() for _ in above]
 
 

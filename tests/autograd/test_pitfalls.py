@@ -25,7 +25,7 @@ from brevact import (
     StochL4Backward,
     WeibullBackward2bit,
 )
-from brevact.autograd import current_region, region
+from brevact.autograd import attach_region, current_region, region
 from brevact.autograd.seeds import SeedStream
 from brevact.private_names.of_torch import top_hooks
 from brevact.quantizers import Rounding
@@ -426,6 +426,26 @@ def test_a_region_may_end_inside_hooks_that_its_module_entered():
     brevact.quantize_backward(layer, StochBackward2bit, min_numel=0)
     layer(torch.randn(64, 64)).sum().backward()
     assert current_region() is None and top_hooks(True) is None
+
+
+def test_a_region_inside_a_torch_function_leaves_the_mode_where_it_was():
+    @torch.overrides.wrap_torch_function(lambda layer, x: (x,))
+    def call(layer, x):
+        return layer(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return call(self.inner, x * 1)
+
+    outer = Outer()
+    attach_region(outer, settings(bit_width=2))
+    attach_region(outer.inner, settings(bit_width=8))
+    outer(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    assert current_region() is None and torch._C._len_torch_function_stack() == 0
 
 
 def test_a_with_block_ends_the_regions_that_an_interrupt_left_inside():
