@@ -20,13 +20,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from benchmarks.records import print_table
-from benchmarks.trained_models import TASKS, Learner, settings_of
-from brevact.autograd.hooks import regions_disabled
+from benchmarks.trained_models import TASKS, Learner, LossOf, loss_of, settings_of
+from brevact.autograd import regions_disabled
+from brevact.reports.gradient_passes import as_it_was, gradients
 from recipes.policy_names import NamedPolicy, named_policy
-from recipes.training import Trainer
 
 
 class Errors:
@@ -72,34 +71,20 @@ def measure(learner: Learner, policy: NamedPolicy, steps: int) -> tuple[dict[str
     """
     policy.apply(learner.objective)
     trainer, objective = learner.trainer(), learner.objective.train()
+    model = LossOf(objective)
     weights = {name: weight for name, weight in objective.named_parameters() if weight.requires_grad}
     errors, largest = {name: Errors(weight) for name, weight in weights.items()}, 0.0
-    for inputs, targets in itertools.islice(learner.train.epoch(1), steps):
-        exact = _exact_gradients(objective, inputs, targets, list(weights.values()))
+    for step, (inputs, targets) in enumerate(itertools.islice(learner.train.epoch(1), steps)):
+        batch = {"inputs": inputs, "targets": targets}
+        with as_it_was(model), regions_disabled():
+            exact = gradients(model, batch, loss_of, seed=step)
         objective.zero_grad()
-        objective(inputs, targets)[1].backward()
+        loss_of(model, batch).backward()
         found = [errors[n].add(w.grad - g, g) for (n, w), g in zip(weights.items(), exact, strict=True)]
         largest = max(largest, sum(e for e, _ in found) / sum(g for _, g in found))
-        _step(trainer)
+        trainer.optimizer.step()
+        trainer.scheduler.step()
     return errors, largest
-
-
-def _exact_gradients(
-    objective: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Gradients at full precision; running statistics are afterwards as they were."""
-    kept = [buffer.clone() for buffer in objective.buffers()]
-    with regions_disabled():
-        loss = objective(inputs, targets)[1]
-    gradients = torch.autograd.grad(loss, weights)
-    for buffer, value in zip(objective.buffers(), kept, strict=True):
-        buffer.copy_(value)
-    return gradients
-
-
-def _step(trainer: Trainer) -> None:
-    trainer.optimizer.step()
-    trainer.scheduler.step()
 
 
 def rows_of(errors: dict[str, Errors]) -> Iterator[dict[str, str]]:

@@ -19,7 +19,6 @@ from tests.autograd.measuring import settings, watch_saved
 
 NEAREST = settings(rounding=Rounding.NEAREST)
 EPS = torch.finfo(torch.float32).eps
-ATEN = torch.ops.aten.native_batch_norm_backward.default
 aten = torch.ops.aten
 
 
@@ -59,7 +58,10 @@ def test_gradients_of_batch_norms_of_small_maps(shape, given, has_weight, monkey
     x, invstd = torch.randn(shape), torch.rand(c) + 0.5
     weight = torch.randn(c) if has_weight else None
     orders = []
-    monkeypatch.setattr(formulas, "batch_norm_backward", lambda *args: orders.append(args[1].stride(1)) or ATEN(*args))
+    backward = formulas.batch_norm_backward
+    monkeypatch.setattr(
+        formulas, "batch_norm_backward", lambda *args: orders.append(args[1].stride(1)) or backward(*args)
+    )
     found = formulas.centred_batch_norm_backward(grad, x, weight, invstd, 1e-5, [True, has_weight, has_weight])
     assert orders == [1]
 
@@ -87,7 +89,9 @@ def test_gradients_of_other_batch_norms_are_those_of_aten(shape, mask):
     arguments = torch.randn(shape), torch.randn(shape), torch.randn(shape[1]), torch.rand(shape[1]) + 0.5
     grad, x, weight, invstd = arguments
     found = formulas.centred_batch_norm_backward(*arguments, 1e-5, mask)
-    expected = ATEN(grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, 1e-5, mask)
+    expected = aten.native_batch_norm_backward(
+        grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, 1e-5, mask
+    )
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
