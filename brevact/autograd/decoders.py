@@ -58,6 +58,10 @@ class _Packed:
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize()
 
+    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Return whether the decoded tensor is held for other readers."""
+        return False
+
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return PackedActivation(self._spec, tensors[0]).dequantize_multiply(grad)
 
@@ -107,6 +111,10 @@ class _Mask(NamedTuple):
 
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
+
+    def multiply_(self, tensors: tuple[Tensor, ...], values: Tensor) -> Tensor:
+        """Multiply in place, which takes a fraction of the time on a CPU, and no memory."""
+        return mask_multiply(tensors[0], self.layout, values, values, self.negative_slope)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.MASKED, _bytes_of(self.layout)

@@ -63,11 +63,11 @@ class ByMask(NamedTuple):
 
     factor: float = 1.0
 
-    def product(self, values: Tensor, mask: Saved) -> Tensor:
-        """Return the product of values and a kept mask."""
+    def product(self, values: Tensor, mask: Saved, *, overwrites: bool) -> Tensor:
+        """Return the product of values, which may be overwritten, and a kept mask."""
         tensors, decoder = mask
         if decoder.layout.shape == values.shape:  # type: ignore[attr-defined]
-            values = decoder.multiply(tensors, values)
+            values = (decoder.multiply_ if overwrites else decoder.multiply)(tensors, values)  # type: ignore[attr-defined]
         else:
             values = values * decoder.decode(tensors)
         return values if self.factor == 1.0 else values.mul_(self.factor)
@@ -125,7 +125,7 @@ class Derived:
             product = _fused(self.expression, parts, grad)
             if product is not None:
                 return product
-        values = _with_strides(_value(self.expression, parts, {}).to(self.dtype), self.stride)
+        values = _with_strides(_value(self.expression, parts, {}, is_whole=True).to(self.dtype), self.stride)
         return values if grad is None else grad * values
 
 
@@ -138,19 +138,29 @@ def _fused(expression: Call, parts: list[Saved], grad: Tensor | None) -> Tensor 
     return None if decode_through is None else decode_through(tensors, _Composed(expression), grad)
 
 
-def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor:
+def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor], *, is_whole: bool = False) -> Tensor:
+    """Value of an expression; ``is_whole`` says that it is no part of another one, which may read the same sources."""
     if isinstance(expression, int):
         if expression not in decoded:
             tensors, decoder = parts[expression]
             decoded[expression] = decoder.decode(tensors)
         return decoded[expression]
     if isinstance(expression.function, ByMask):
-        values, mask = expression.operands
-        return expression.function.product(_value(values, parts, decoded), parts[mask])  # type: ignore[index]
+        operand, mask = expression.operands
+        values = _value(operand, parts, decoded)
+        overwrites = is_whole and isinstance(operand, int) and _is_new(values, parts[operand])
+        return expression.function.product(values, parts[mask], overwrites=overwrites)  # type: ignore[index]
     fused = _fused(expression, parts, None)
     if fused is not None:
         return fused
     return expression.function(*(_value(operand, parts, decoded) for operand in expression.operands))
+
+
+def _is_new(values: Tensor, source: Saved) -> bool:
+    """Whether nobody else reads what a source was decoded to."""
+    tensors, decoder = source
+    is_read_again = getattr(decoder, "is_read_again", None)
+    return is_read_again is not None and not is_read_again(tensors) and not is_traced(values)
 
 
 class Restrided(NamedTuple):

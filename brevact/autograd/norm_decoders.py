@@ -196,18 +196,19 @@ class OutputDecoder(NamedTuple):
         return packed, scale, shift
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return decoded(self, tensors, self._decode) if self._is_held(tensors) else self._decode(tensors)
+        return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
 
     def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return decode_affine(*self._read(tensors), self.dtype)
 
-    def _is_held(self, tensors: tuple[Tensor, ...]) -> bool:
+    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Return whether the decoded tensor is held for other readers."""
         return is_held(self.shape.numel(), tensors[0])
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
     ) -> Tensor:
-        if self._is_held(tensors):
+        if self.is_read_again(tensors):
             values = function(self.decode(tensors))
             return values if grad is None else grad * values
         packed, scale, shift = self._read(tensors)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import StochBackward2bit, StochBackward4bit, StochBackward8bit
-from brevact.autograd import SaveMode, derivations, known_values, region
+from brevact.autograd import SaveMode, decoded_last, decoders, derivations, known_values, region
 from brevact.autograd.store import find_packed
 from tests.autograd.measuring import settings, watch_saved
 
@@ -145,6 +145,45 @@ def test_a_convolution_behind_reads_the_same_tensor(act, norm):
     assert is_as_good(found, torch.nn.grad.conv2d_weight(values, weight.shape, grad, padding=1))
     codes = {x.data_ptr(): x.nbytes for x in saved.tensors if x.dtype is torch.uint8}
     assert sum(codes.values()) == ONE + (y.numel() // 8 if act == "relu" else 0)
+
+
+@pytest.mark.parametrize(
+    ("norm", "act"),
+    [
+        ("batch", F.relu),
+        ("batch", lambda x: F.leaky_relu(x, 0.1)),
+        ("batch", lambda x: F.dropout(x, 0.3)),
+        (None, lambda x: F.dropout(x, 0.3)),
+    ],
+)
+def test_large_tensors_are_multiplied_by_their_mask_in_place(act, norm, monkeypatch):
+    """No two tensors in backward where one is enough; what several readers share is not written to."""
+    weights = [torch.randn(4, 8, 3, 3, requires_grad=True) for _ in range(2)]
+    written = []
+    multiply = decoders.mask_multiply
+
+    def watched(packed, layout, values, out=None, negative_slope=0.0):
+        written.append(out is values)
+        return multiply(packed, layout, values, out, negative_slope)
+
+    def run() -> list[tuple[Tensor, ...]]:
+        torch.manual_seed(0)
+        written.clear()
+        with region(FOUR):
+            y = images() * 1 if norm is None else normalized(norm=norm)[0]
+            out = F.conv2d(y, weights[0], padding=1)
+            out = out + F.conv2d(act(y), weights[1], padding=1)
+        return [torch.autograd.grad(out.square().sum(), weights, retain_graph=True) for _ in range(2)]
+
+    monkeypatch.setattr(decoders, "mask_multiply", watched)
+    expected = run()
+    assert written
+    assert norm is None or not any(written)  # small outputs of norms are held for the next reader
+    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    found = run()
+    assert any(written)
+    for first, *others in zip(*expected, *found, strict=True):
+        assert all(torch.equal(first, other) for other in others)
 
 
 def test_a_linear_layer_behind_a_layer_norm_at_any_width():
