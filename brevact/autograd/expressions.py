@@ -13,8 +13,9 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import is_any_autocast_enabled
-from brevact.quantizers import is_traced
+from brevact.quantizers import Layout, is_traced
 
 
 class Call(NamedTuple):
@@ -157,10 +158,15 @@ def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor
 
 
 def _is_new(values: Tensor, source: Saved) -> bool:
-    """Whether nobody else reads what a source was decoded to."""
+    """Whether a source was decoded to memory that nobody else reads, an element at each place."""
     tensors, decoder = source
     is_read_again = getattr(decoder, "is_read_again", None)
-    return is_read_again is not None and not is_read_again(tensors) and not is_traced(values)
+    if is_read_again is None or is_read_again(tensors) or is_traced(values):
+        return False
+    layout = Layout.of(values)
+    if not layout.is_dense or layout.numel != values.numel():
+        return False
+    return storage_address(values) not in map(storage_address, tensors)
 
 
 class Restrided(NamedTuple):

@@ -186,6 +186,19 @@ def test_large_tensors_are_multiplied_by_their_mask_in_place(act, norm, monkeypa
         assert all(torch.equal(first, other) for other in others)
 
 
+def test_expanded_tensors_are_not_multiplied_in_place(monkeypatch):
+    """Several of their elements lie at one place."""
+    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    weights = [torch.randn(4, 8, 3, 3, requires_grad=True) for _ in range(2)]
+    gains = torch.randn(4, 8, 16, 1, requires_grad=True)
+    with region(settings(bit_width=8)):
+        y = (gains * 2).expand(4, 8, 16, 16)
+        out = F.conv2d(y, weights[0], padding=1)
+        out = out + F.conv2d(F.dropout(y, 0.3), weights[1], padding=1)
+    first, again = (torch.autograd.grad(out.square().sum(), weights, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 def test_a_linear_layer_behind_a_layer_norm_at_any_width():
     for chosen in (settings(bit_width=2), settings(bit_width=3)):
         weight = torch.randn(5, 16, requires_grad=True)
