@@ -7,7 +7,7 @@ Bytes are measured twice: the distinct storages that autograd keeps (`brevact.me
 process's resident memory between the start of a step and the start of its backward pass, known on Linux only. Each
 variant trains in a process of its own, as a user's does: beside another model's gradients, an allocator would keep the
 memory that it returns to the system otherwise. Their steps take turns; each ratio is the median of the ratios to the
-plain step of the same round.
+plain step of the same round. The first steps are not timed: the heap and Python's caches take about ten to settle.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from recipes.models.efficientnetv2 import SIZES, efficientnetv2
 from recipes.policy_names import named_policy
 
 _MIB = 2**20
+_WARM_UP = 10
 
 
 def kept_resident_bytes(model: nn.Module, images: Tensor, labels: Tensor) -> int | None:
@@ -65,11 +66,12 @@ def seconds_of(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def alternate(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each step returns in each round, after one that does not count; the order alternates from round to round."""
+def alternate(steps: dict[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """What each step returns in each round, after some that do not count; the order alternates from round to round."""
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
+    for _ in range(warm_up):
+        for step in steps.values():
+            step()
     for index in range(rounds):
         for name in list(steps) if index % 2 else reversed(list(steps)):
             found[name].append(steps[name]())
@@ -116,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--image-size", type=int, default=32)
     default = [named_policy("DEFAULT"), named_policy("StochBackward2bit")]
     parser.add_argument("--policies", nargs="+", type=named_policy, default=default, metavar="POLICY")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
     for name in ("batch_size", "rounds"):
@@ -138,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         if resident["plain"] is None:
             print("resident memory is left out: it is known on Linux only")
-        times = alternate({name: lambda p=p: p.submit(_step).result() for name, p in processes.items()}, args.rounds)
+        steps = {name: lambda p=p: p.submit(_step).result() for name, p in processes.items()}
+        times = alternate(steps, args.rounds, _WARM_UP)
 
     rows = [
         {

@@ -117,4 +117,4 @@ def as_now(x: Tensor, is_weight: bool) -> Tensor:
     """
     if is_traced(x) or (is_weight and not is_distributed()):
         return x.detach()
-    return x.detach().clone()
+    return x.detach().clone() if torch.is_grad_enabled() else x.clone()  # a call less in a Function

@@ -20,7 +20,7 @@ from brevact.autograd.derived import derive
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Value
 from brevact.autograd.ops.norm import planned_batch_norm
-from brevact.autograd.ops.smooth import run_torch
+from brevact.autograd.ops.smooth import run_torch, run_torch_by_output
 from brevact.autograd.weights import ModelState, is_known_activation
 
 
@@ -50,7 +50,7 @@ def _batch_norm(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[s
     return planned_batch_norm.run(region, *args, **kwargs)
 
 
-def _activation(function: Callable[..., Tensor]) -> ShortWay:
+def _activation(function: Callable[..., Tensor], run_as_torch: Callable[..., Tensor | None]) -> ShortWay:
     value = Value(function, (), ())
 
     def run(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
@@ -59,7 +59,7 @@ def _activation(function: Callable[..., Tensor]) -> ShortWay:
         (input,) = args
         if not is_known_activation(input) or not region.packs_layer_input(input) or input.numel() > MOST_HELD:
             return None
-        return run_torch(region, value, input)
+        return run_as_torch(region, value, input)
 
     return run
 
@@ -88,7 +88,7 @@ SHORT_WAYS: dict[Callable, ShortWay] = {
     torch.conv2d: _convolution(2),
     torch.conv3d: _convolution(3),
     F.batch_norm: _batch_norm,
-    F.silu: _activation(F.silu),
-    F.hardswish: _activation(F.hardswish),
+    **{func: _activation(func, run_torch) for func in (F.silu, F.hardswish)},
+    **{func: _activation(func, run_torch_by_output) for func in (torch.sigmoid, Tensor.sigmoid)},
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _sum),
 }

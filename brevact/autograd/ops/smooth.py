@@ -196,15 +196,19 @@ def run_torch(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
     return out
 
 
-def _run_torch_by_output(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
+def run_torch_by_output(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
     """Run torch's own function, whose gradient reads its output: a function of the packed input, which serves readers.
 
     None where a Function must run.
     """
     runner = region.torch_runner(input)
-    source = None if runner is None or input.numel() < region.settings.min_numel else keep_source(region, input)
+    if runner is None:
+        return None
+    if input.numel() < region.settings.min_numel:
+        return runner.run_torch_function(function, input, None)  # hooks keep the small output
+    source = keep_source(region, input)
     kept = None if source is None else function_of(function, (source,), input, is_curved=True)
-    if runner is None or kept is None:
+    if kept is None:
         return None
     out = runner.run_torch_function(function, input, reported(kept))
     region.register(out, kept)
@@ -214,7 +218,7 @@ def _run_torch_by_output(region: Keeper, function: Value, input: Tensor) -> Tens
 #: Functions of which torch saves the input, or the output, and nothing else.
 _RUNNERS = {
     **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu), run_torch),
-    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh), _run_torch_by_output),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.tanh, Tensor.tanh), run_torch_by_output),
 }
 #: Derivatives that have settings, by the functions that have the parameters of these.
 _RULES: dict[Callable[..., Derivative], tuple[Callable, ...]] = {
