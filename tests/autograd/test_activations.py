@@ -194,3 +194,20 @@ def test_absolute_value_passes_on_gradients_that_are_no_numbers(value):
             out = (leaf * 1).abs()
         grads += torch.autograd.grad(out, leaf, grad)
     torch.testing.assert_close(grads[1], grads[0], equal_nan=True)
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, Tensor.sigmoid, torch.tanh])
+def test_bounded_functions_of_small_tensors_are_torchs_own(function):
+    """Too small to pack: the output is kept, whose changes are refused, and second derivatives are there."""
+    x, chosen = torch.randn(4, 8, requires_grad=True), settings(bit_width=4, min_numel=64)
+    with watch_saved() as saved, region(chosen):
+        watched = function(x * 1)
+    assert any(kept.data_ptr() == watched.data_ptr() for kept in saved.tensors)
+    with region(chosen):
+        out = function(x * 1)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert torch.equal(grad, torch.autograd.grad(function(x).sum(), x)[0])
+    assert grad.requires_grad
+    out.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), x)
