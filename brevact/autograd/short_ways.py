@@ -50,11 +50,14 @@ def _batch_norm(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[s
     return planned_batch_norm.run(region, *args, **kwargs)
 
 
+_INPLACE = frozenset(("inplace",))
+
+
 def _activation(function: Callable[..., Tensor], run_as_torch: Callable[..., Tensor | None]) -> ShortWay:
     value = Value(function, (), ())
 
     def run(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-        if len(args) != 1 or kwargs.get("inplace") or len(kwargs) > 1 or "input" in kwargs:
+        if len(args) != 1 or (kwargs and (kwargs.keys() != _INPLACE or kwargs["inplace"])):
             return None
         (input,) = args
         if not is_known_activation(input) or not region.packs_layer_input(input) or input.numel() > MOST_HELD:

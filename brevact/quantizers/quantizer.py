@@ -55,7 +55,8 @@ class Quantizer(ABC):
         Args:
             buffer: Stored bytes.
             spec: Their spec.
-            target: Tensor of the layout's dtype whose memory holds the layout's elements in memory order, written.
+            target: Tensor of the layout's dtype whose memory holds the layout's elements in memory order, written. The
+                caller may overwrite it afterwards.
             other: Factor of the layout's dtype, dense in the layout's memory order, or None; may be `target`.
         """
 

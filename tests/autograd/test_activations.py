@@ -211,3 +211,22 @@ def test_bounded_functions_of_small_tensors_are_torchs_own(function):
     out.detach().mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), x)
+
+
+@pytest.mark.parametrize("min_numel", [0, 64])
+def test_a_sigmoid_does_not_lose_where_its_result_is_to_go(min_numel):
+    x = torch.randn(4, 8, requires_grad=True)
+    with region(settings(bit_width=4, min_numel=min_numel)), pytest.raises(RuntimeError, match="automatic differentiation"):
+        torch.sigmoid(x * 1, out=torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh])
+def test_bounded_functions_of_small_parts_of_what_is_packed_store_nothing(function):
+    norm, x = nn.BatchNorm2d(16), torch.randn(4, 16, 8, 8, requires_grad=True)
+    kept = []
+    for reads in (False, True):
+        with watch_saved() as saved, region(settings(bit_width=4, min_numel=1024)):
+            parts = norm(x * 1).chunk(16, 1)
+            torch.cat([function(part) if reads else part for part in parts], 1).sum().backward()
+        kept.append(sum({each.untyped_storage().data_ptr(): each.nbytes for each in saved.tensors}.values()))
+    assert kept[1] <= kept[0] + norm.bias.nbytes

@@ -204,7 +204,7 @@ def run_torch_by_output(region: Keeper, function: Value, input: Tensor) -> Tenso
     runner = region.torch_runner(input)
     if runner is None:
         return None
-    if input.numel() < region.settings.min_numel:
+    if input.numel() < region.settings.min_numel and region.find_known(input) is None:
         return runner.run_torch_function(function, input, None)  # hooks keep the small output
     source = keep_source(region, input)
     kept = None if source is None else function_of(function, (source,), input, is_curved=True)
