@@ -216,7 +216,10 @@ def test_bounded_functions_of_small_tensors_are_torchs_own(function):
 @pytest.mark.parametrize("min_numel", [0, 64])
 def test_a_sigmoid_does_not_lose_where_its_result_is_to_go(min_numel):
     x = torch.randn(4, 8, requires_grad=True)
-    with region(settings(bit_width=4, min_numel=min_numel)), pytest.raises(RuntimeError, match="automatic differentiation"):
+    with (
+        region(settings(bit_width=4, min_numel=min_numel)),
+        pytest.raises(RuntimeError, match="automatic differentiation"),
+    ):
         torch.sigmoid(x * 1, out=torch.zeros(4, 8))
 
 
