@@ -146,7 +146,7 @@ class _Positional(NamedTuple):
 
 
 #: Types of constants that are no containers of tensors.
-_FLAT = frozenset((bool, int, float, str, type(None), torch.dtype))
+_FLAT = frozenset((bool, int, float, str, type(None), torch.dtype, torch.memory_format))
 
 
 def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor]:
@@ -210,9 +210,12 @@ def follow(
         return
     if func.__name__ in _DIVISIONS and any(kept and not quality_of(kept[1]).is_exact for _, kept in operands[1:]):
         return
+    is_elementwise = kind in (Kind.SUM, Kind.BILINEAR)
+    if is_elementwise and "memory_format" in kwargs:  # has no meaning for the parts that are decoded one by one
+        kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the strides of the result are known apart
     derive(
         *(region, out, _as_function(func, args, kwargs), operands),
-        is_pointwise=kind in (Kind.SUM, Kind.BILINEAR) and all(x.shape == out.shape for x, _ in operands),
+        is_pointwise=is_elementwise and all(x.shape == out.shape for x, _ in operands),
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,

@@ -613,6 +613,23 @@ def test_orders_of_memory_and_quotients(function):
     assert relative_errors(function, settings(bit_width=8)) < 0.05
 
 
+@pytest.mark.parametrize(
+    "reorder",
+    [
+        lambda y: y.to(memory_format=torch.channels_last),
+        lambda y: F.silu(y.float(memory_format=torch.channels_last)),
+        lambda y: y.to(torch.float64, memory_format=torch.channels_last).float(memory_format=torch.contiguous_format),
+        lambda y: F.silu(y.contiguous(memory_format=torch.channels_last)),
+        lambda y: y.clone(memory_format=torch.channels_last) * 2,
+    ],
+)
+def test_orders_of_memory_that_are_asked_for_where_parts_are_decoded_one_by_one(reorder):
+    shape = 4, 8, 96, 96
+    assert torch.Size(shape).numel() > decoded_last.MOST_HELD  # so that it is decoded in parts
+    error = relative_errors(lambda x: reorder(F.group_norm(x, 8)), settings(bit_width=8), lambda: torch.randn(shape))
+    assert error < 0.05
+
+
 def test_a_slice_that_is_overwritten():
     def function(x: Tensor) -> Tensor:
         y = F.layer_norm(x, (16,))
