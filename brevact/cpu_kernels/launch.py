@@ -1,4 +1,4 @@
-"""The passes of `quantizers.passes` that have CPU kernels, by name: launchers, each beside the kernel that it runs.
+"""The passes of `quantizers.passes`, and a batch norm, by name: launchers, each beside the CPU kernel that it runs.
 
 They have the names, the parameters and the bytes of the laws, take tensors that :func:`takes` accepts, and return
 NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays. Those of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from brevact.cpu_kernels.batch_norm import batch_norm
 from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.dequantize_grid import dequantize_grid
@@ -23,6 +24,7 @@ from brevact.cpu_kernels.ranges import ranges
 from brevact.cpu_kernels.segments import look_up, map_levels
 
 __all__ = [
+    "batch_norm",
     "denormalize",
     "dequantize_grid",
     "dequantize_rows",

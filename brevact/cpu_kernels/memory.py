@@ -67,7 +67,8 @@ f32_at, f64_at, i32_at = _pointer_from_address(F32), _pointer_from_address(F64),
 u8_at, u16_at, u32_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(U32)
 i64_at = _pointer_from_address(I64)
 as_i32, as_u32 = _pointer_cast(I32), _pointer_cast(U32)
-f32_scratch, u32_scratch, u8_scratch = _scratch(F32), _scratch(U32), _scratch(U8)
+f32_scratch, f64_scratch = _scratch(F32), _scratch(F64)
+u32_scratch, u8_scratch = _scratch(U32), _scratch(U8)
 
 LARGEST_BLOCK = 4096
 """Elements of the largest packing block: it bounds the scratch of a kernel, some 20 bytes an element."""
@@ -154,6 +155,18 @@ def rint(typing_context, value):
         return builder.call(function, args)
 
     return types.float32(types.float32), codegen
+
+
+@intrinsic
+def fma(typing_context, a, b, c):
+    """The float32 a * b + c, rounded once."""
+
+    def codegen(context, builder, signature, args):
+        float_type = ir.FloatType()
+        function_type = ir.FunctionType(float_type, [float_type] * 3)
+        return builder.call(get_or_insert_function(builder.module, function_type, "llvm.fma.f32"), args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 @intrinsic

@@ -21,6 +21,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from brevact.heap import keep_free_memory
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
 
 _log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
         return importlib.import_module("brevact.triton_kernels") if has_triton else None
     try:
         found = importlib.import_module("brevact.cpu_kernels.launch")
+        keep_free_memory()
         _log.info("CPU tensors are quantized by Numba's kernels, compiled when they are first needed")
         return found
     except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well

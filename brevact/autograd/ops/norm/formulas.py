@@ -20,6 +20,7 @@ from brevact.private_names.of_torch import (
     fused_rms_norm_backward,
     suggest_memory_format,
 )
+from brevact.quantizers.backends import run_by_kernels
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -51,6 +52,37 @@ def centred_batch_norm_backward(
     grad, x = (each.reshape(maps).contiguous(memory_format=torch.channels_last) for each in (grad, x))
     grad_input, *sums = batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, mask)
     return None if grad_input is None else grad_input.contiguous().view(shape), *sums
+
+
+@run_by_kernels
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch norm by the statistics of the batch, as PyTorch computes it, without gradients.
+
+    Args:
+        x: (N, C, ...) floating-point tensor.
+        weight: (C,) factors.
+        bias: (C,) offsets.
+        running_mean: (C,) means, moved by a part of the difference.
+        running_var: (C,) variances, moved.
+        momentum: the part.
+        eps: added to variances.
+
+    Returns:
+        The output, and the (C,) means and inverse deviations.
+    """
+    running = running_mean, running_var
+    out, mean, invstd, _, _ = batch_norm_impl_index(
+        x, weight, bias, *running, True, momentum, eps, torch.backends.cudnn.enabled
+    )
+    return out, mean, invstd
 
 
 class Norm:
@@ -102,10 +134,14 @@ class BatchNorm(Norm):
     cudnn_enabled: bool
     name = "batch_norm"
 
+    @property
+    def running(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the running mean and the running variance."""
+        return self.running_mean, self.running_var
+
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        running = self.running_mean, self.running_var
         out, mean, invstd, _, _ = batch_norm_impl_index(
-            x, weight, bias, *running, True, self.momentum, self.eps, self.cudnn_enabled
+            x, weight, bias, *self.running, True, self.momentum, self.eps, self.cudnn_enabled
         )
         return out, mean, invstd
 
@@ -127,12 +163,12 @@ class InstanceNorm(BatchNorm):
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         n, c = x.shape[:2]
-        running = [_repeat(kept, n) for kept in (self.running_mean, self.running_var)]
+        running = [_repeat(kept, n) for kept in self.running]
         out, mean, invstd, _, _ = batch_norm_impl_index(
             *(_as_one(x), _repeat(weight, n), _repeat(bias, n), *running, True),
             *(self.momentum, self.eps, self.cudnn_enabled),
         )
-        for kept, repeated in zip((self.running_mean, self.running_var), running, strict=True):
+        for kept, repeated in zip(self.running, running, strict=True):
             if kept is not None:
                 kept.copy_(repeated.view(n, c).mean(0))
         return out.view(x.shape), mean, invstd

@@ -19,7 +19,7 @@ from brevact.autograd.norm_decoders import OutputDecoder, PackedDecoder, output_
 from brevact.autograd.normalizing import as_now
 from brevact.autograd.ops.base import Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
-from brevact.autograd.ops.norm.formulas import BatchNorm, centred_batch_norm_backward
+from brevact.autograd.ops.norm.formulas import BatchNorm, batch_norm, centred_batch_norm_backward
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import Slot
@@ -96,7 +96,7 @@ class _PlannedBatchNorm(Saving):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        out, mean, invstd = norm.forward(input, weight, bias)
+        out, mean, invstd = batch_norm(input, weight, bias, *norm.running, norm.momentum, norm.eps)
         packing = plan.packing
         seed = region.seeds.next(input.device) if packing.spec.quantizer.is_stochastic else None
         buffer = packing.quantize(input, mean, invstd, seed)

@@ -1,0 +1,260 @@
+"""Kernel of a batch norm's forward pass: PyTorch's bits for contiguous tensors, in a fraction of its time.
+
+ATen adds the elements of a channel one by one in float64, each sum waiting for the last one. Here sums of many lanes
+are added, in another order. From their bound on the difference follows that nearly every float32 result is the same;
+the channels for which it does not are added one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    f64_scratch,
+    float64_of,
+    fma,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+)
+from brevact.cpu_kernels.teams import share
+from brevact.private_names.of_torch import batch_norm_impl_index
+
+X, OUT, MEAN, INVSTD, WEIGHT, BIAS, RUNNING_MEAN, RUNNING_VAR = range(8)
+"""Fields of the words of a call that are addresses of float32 arrays, 0 for what is missing."""
+
+SAMPLES, CHANNELS, SIZE, TOGETHER, MOMENTUM, EPS = range(8, 14)
+"""Fields of sizes, of the channels of a block, and of the bits of two float64 numbers."""
+
+PIECE = 1024
+"""Elements of a sample that are worked on together, and lanes of the sums: scratch of 20 KiB."""
+
+_TOGETHER = 256  # elements of a sample in a block of small maps
+_ROUNDING = np.float64(2.0**-52 * 1.01)  # of a float64 sum, for each term and unit of the sum of magnitudes; two sums'
+
+
+@inlined
+def _fill(target, lanes, count, value):
+    for e in range(count):
+        store(target, lanes + e, value)
+
+
+@inlined
+def _square(x, mean):
+    """Squared difference as ATen computes it: in float32, then added in float64."""
+    difference = np.float32(x - mean)
+    return np.float64(np.float32(difference * difference))
+
+
+@inlined
+def _add_all(x, samples, stride, run, lanes, sums):
+    """Sum the elements of each lane, in float64."""
+    for e in range(lanes):
+        store(sums, e, np.float64(0.0))
+    for sample in range(samples):
+        for piece in range(0, run, PIECE):
+            source = advance(x, sample * stride + piece)
+            for e in range(min(PIECE, run - piece)):
+                store(sums, e, load(sums, e) + np.float64(load(source, e)))
+
+
+@inlined
+def _add_squares(x, samples, stride, run, lanes, mean_of, sums):
+    """Sum the squared differences from the mean of each lane, in float64."""
+    for e in range(lanes):
+        store(sums, e, np.float64(0.0))
+    for sample in range(samples):
+        for piece in range(0, run, PIECE):
+            source = advance(x, sample * stride + piece)
+            for e in range(min(PIECE, run - piece)):
+                store(sums, e, load(sums, e) + _square(load(source, e), load(mean_of, e)))
+
+
+@inlined
+def _sum_of(sums, first, lanes):
+    """Sum of the lanes of one channel."""
+    total = np.float64(0.0)
+    for e in range(first, first + lanes):
+        total += load(sums, e)
+    return total
+
+
+@inlined
+def _in_order(x, samples, stride, size, n):
+    """Mean and sum of squared differences of one channel, whose elements are added one by one."""
+    total, squares = np.float64(0.0), np.float64(0.0)
+    for sample in range(samples):
+        for e in range(size):
+            total += np.float64(load(x, sample * stride + e))
+    mean = np.float32(total / np.float64(n))
+    for sample in range(samples):
+        for e in range(size):
+            squares += _square(load(x, sample * stride + e), mean)
+    return mean, np.float32(squares)
+
+
+@inlined
+def _is_sure(total, bound, n):
+    """Whether all sums up to a bound away have the same float32 quotient; no zero, whose sign would be open."""
+    low, high = np.float32((total - bound) / np.float64(n)), np.float32((total + bound) / np.float64(n))
+    return low == high and (low != np.float32(0.0) or bound == np.float64(0.0))
+
+
+@inlined
+def _store_statistics(words, channel, mean, squares, n):
+    """Store mean and inverse deviation of a channel, and move the running ones, as ATen rounds them.
+
+    Returns:
+        The inverse deviation.
+    """
+    variance = np.float32(squares / np.float32(n))
+    invstd = np.float32(np.float64(1.0) / np.sqrt(np.float64(variance) + float64_of(load(words, EPS))))
+    store(f32_at(load(words, MEAN)), channel, mean)
+    store(f32_at(load(words, INVSTD)), channel, invstd)
+    momentum = np.float32(float64_of(load(words, MOMENTUM)))
+    rest = np.float32(np.float32(1.0) - momentum)
+    if load(words, RUNNING_MEAN):
+        running = f32_at(load(words, RUNNING_MEAN))
+        kept = np.float32(rest * load(running, channel))
+        store(running, channel, np.float32(np.float32(momentum * mean) + kept))
+    if load(words, RUNNING_VAR):
+        running = f32_at(load(words, RUNNING_VAR))
+        moved = np.float64(momentum) * np.float64(np.float32(squares / np.float32(n - 1)))
+        store(running, channel, np.float32(moved + np.float64(np.float32(rest * load(running, channel)))))
+    return invstd
+
+
+@kernel
+def normalize_channels(words_at, start, stop):
+    """Normalize blocks start to stop of channels by their own statistics.
+
+    Args:
+        words_at: Address of the words.
+        start: First block.
+        stop: One past the last block.
+    """
+    words = i64_at(words_at)
+    samples, channels, size = load(words, SAMPLES), load(words, CHANNELS), load(words, SIZE)
+    together, stride, n = load(words, TOGETHER), channels * size, samples * size
+    lanes = min(size, PIECE)
+    sums, mean_of, offset_of = f64_scratch(PIECE), f32_scratch(PIECE), f32_scratch(PIECE)
+    totals = f64_scratch(together)
+    for index in range(start, stop):
+        first = index * together
+        count = min(together, channels - first)
+        run = count * size
+        x, out = advance(f32_at(load(words, X)), first * size), advance(f32_at(load(words, OUT)), first * size)
+        _add_all(x, samples, stride, run, count * lanes, sums)
+        for c in range(count):
+            total = _sum_of(sums, c * lanes, lanes)
+            store(totals, c, total)
+            _fill(mean_of, c * lanes, lanes, np.float32(total / np.float64(n)))
+        _add_squares(x, samples, stride, run, count * lanes, mean_of, sums)
+        for c in range(count):
+            mean, squares = load(mean_of, c * lanes), _sum_of(sums, c * lanes, lanes)
+            # The sum of magnitudes is at most the root of n times that of squares, which are n mean^2 farther from 0.
+            most = np.sqrt(np.float64(n) * (squares + np.float64(n) * np.float64(mean) * np.float64(mean)) * 1.01)
+            sure = _is_sure(load(totals, c), np.float64(n) * _ROUNDING * most, n)
+            if sure and _is_sure(squares, np.float64(n) * _ROUNDING * squares, 1):
+                sum_of_squares = np.float32(squares)
+            else:
+                mean, sum_of_squares = _in_order(advance(x, c * size), samples, stride, size, n)
+            factor = _store_statistics(words, first + c, mean, sum_of_squares, n)
+            if load(words, WEIGHT):
+                factor = np.float32(factor * load(f32_at(load(words, WEIGHT)), first + c))
+            offset = load(f32_at(load(words, BIAS)), first + c) if load(words, BIAS) else np.float32(0.0)
+            _fill(offset_of, c * lanes, lanes, fma(-mean, factor, offset))
+            _fill(mean_of, c * lanes, lanes, factor)  # of no use any more
+        for sample in range(samples):
+            for piece in range(0, run, PIECE):
+                source, target = advance(x, sample * stride + piece), advance(out, sample * stride + piece)
+                for e in range(min(PIECE, run - piece)):
+                    store(target, e, fma(load(source, e), load(mean_of, e), load(offset_of, e)))
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For contiguous float32 tensors of many channels and maps, where the bits are those of PyTorch; else not."""
+    if not _is_taken(x, weight, bias, running_mean, running_var) or not gives_bits_of_torch():
+        return NotImplemented
+    return _run(x, weight, bias, running_mean, running_var, momentum, eps)
+
+
+def _is_taken(x: Tensor, *of_channels: Tensor | None) -> bool:
+    """Whether the kernel reads these tensors; where the order of memory is ambiguous, ATen may choose another way."""
+    if x.dtype is not torch.float32 or x.dim() < 3 or not x.is_contiguous():
+        return False
+    channels, per_sample = x.shape[1], x.stride(0)
+    if channels < 2 or per_sample == channels or x.numel() < per_sample or x.numel() == channels:
+        return False
+    if (of_channels[2] is None) != (of_channels[3] is None):
+        return False
+    return all(
+        y is None or (y.dtype is torch.float32 and y.is_contiguous() and y.shape == (channels,)) for y in of_channels
+    )
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the kernel on tensors that it takes."""
+    samples, channels = x.shape[:2]
+    out, mean, invstd = torch.empty_like(x), x.new_empty(channels), x.new_empty(channels)
+    size = x.stride(1)
+    together = max(_TOGETHER // size, 1)
+    arrays = x, out, mean, invstd, weight, bias, running_mean, running_var
+    words = (ctypes.c_int64 * (EPS + 1))(
+        *[0 if y is None else y.data_ptr() for y in arrays],
+        *(samples, channels, size, together, _bits(momentum), _bits(eps)),
+    )
+    blocks, elements = -(-channels // together), together * size * samples
+    share(normalize_channels, (ctypes.addressof(words),), blocks, elements, torch.get_num_threads())
+    return out, mean, invstd
+
+
+@functools.lru_cache(maxsize=64)
+def _bits(value: float) -> int:
+    """Bits of a float64 number, as a signed integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+@functools.cache
+def gives_bits_of_torch() -> bool:
+    """Whether PyTorch computes a batch norm as the kernel does: releases, and builds for processors, may differ."""
+    generator = np.random.default_rng(0)
+    for shape in ((5, 70, 3, 3), (3, 37, 2, 2), (2, 3, 33, 33), (4, 5, 29)):
+        affine = generator.normal(1.0, 2.0, (4, shape[1])).astype(np.float32)
+        values = generator.normal(0.0, 1.0, shape).astype(np.float32) * np.float32(3.0) + np.float32(0.7)
+        values[:, 1], values[:, 2] = np.float32(1.5), values[:, 2] + np.float32(1e4)
+        x = torch.from_numpy(values)
+        given, other = torch.from_numpy(affine.copy()), torch.from_numpy(affine)
+        with torch.no_grad():
+            found = _run(x, *given, 0.1, 1e-5)
+            wanted = batch_norm_impl_index(x, *other, True, 0.1, 1e-5, False)
+        if not (torch.equal(given, other) and all(map(torch.equal, found, wanted[:3]))):
+            return False
+    return True

@@ -1,0 +1,68 @@
+"""glibc's heap: set by the first packed tensor on the CPU, unless the user has decided."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from brevact import heap
+
+OURS = ("BREVACT_MALLOPT", "GLIBC_TUNABLES", "LD_PRELOAD")
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+#: Prints whether 9 MiB lie on the heap, which 30 MiB that were mapped and freed let glibc do from then on.
+CODE = """
+import torch
+from brevact.quantizers import UniformQuantizer
+
+def is_on_heap(mib):
+    x = torch.empty(mib << 20, dtype=torch.uint8)
+    for line in open("/proc/self/maps"):
+        start, stop = (int(end, 16) for end in line.split()[0].split("-"))
+        if start <= x.data_ptr() < stop:
+            return line.rstrip().endswith("[heap]")
+
+torch.empty(30 << 20, dtype=torch.uint8)
+before = is_on_heap(9)
+UniformQuantizer(bit_width=4).quantize(torch.randn(512), 0)
+print(before, is_on_heap(9), is_on_heap(7))
+"""
+
+
+def run(**environment: str) -> list[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in OURS and not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], env={**kept, **environment}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+@glibc
+def test_the_first_packed_tensor_lets_large_ones_be_mapped():
+    assert run() == ["True", "False", "True"]
+
+
+@glibc
+@pytest.mark.parametrize(
+    "environment", [{"BREVACT_MALLOPT": "0"}, {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "33554432"}]
+)
+def test_what_the_user_has_set_stays(environment: dict[str, str]):
+    assert run(**environment) == ["True", "True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_left_alone"),
+    [
+        ({}, False),
+        ({"BREVACT_MALLOPT": "1"}, False),
+        ({"BREVACT_MALLOPT": "0"}, True),
+        ({"MALLOC_TOP_PAD_": "1"}, True),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, True),
+        ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}, False),
+    ],
+)
+def test_which_environments_decide(environment: dict[str, str], is_left_alone: bool):
+    assert heap.is_left_alone(environment) == is_left_alone
