@@ -47,7 +47,8 @@ def test_the_first_packed_tensor_lets_large_ones_be_mapped():
 
 @glibc
 @pytest.mark.parametrize(
-    "environment", [{"BREVACT_MALLOPT": "0"}, {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "33554432"}]
+    "environment",
+    [{"BREVACT_MALLOPT": "0"}, {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "33554432"}],
 )
 def test_what_the_user_has_set_stays(environment: dict[str, str]):
     assert run(**environment) == ["True", "True", "True"]

@@ -104,8 +104,10 @@ class Derivation(NamedTuple):
 #: Derivations of earlier training steps, by functions, decoders of operands, and which of their tensors are the same.
 _derivations: dict[Hashable, Derivation] = {}
 _MOST_DERIVATIONS = 4096
-_CONSTANTS = (bool, int, float, str, type, torch.dtype, torch.device, torch.memory_format)
-_CONSTANTS += (type(torch.ops.aten.relu.default), BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, TreeSpec)
+_CONSTANTS = (
+    *(bool, int, float, str, type, torch.dtype, torch.device, torch.memory_format, TreeSpec),
+    *(type(torch.ops.aten.relu.default), BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType),
+)
 
 
 class Way(NamedTuple):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, unpack
@@ -29,7 +28,7 @@ from brevact.autograd.ops.base import is_activation, is_plain
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_small, reported
-from brevact.autograd.weights import ModelState
+from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.autograd.weights_again import remember
 
 
@@ -137,8 +136,8 @@ class SavedTensorHooks(HookStack):
             return stored
         layer = self.layer
         if layer is not None and x is layer[1]:
-            if self._outer is None and type(x) is Parameter and not storage_report.recorders:
-                return x, x._version
+            if self._outer is None and is_parameter_or_view(x) and not storage_report.recorders:
+                return x if x.grad_fn is None else x.detach(), x._version
             kept = self._region.keep_weight(x)
         elif self.kept is not None:
             kept = self.kept

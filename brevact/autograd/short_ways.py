@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn import functional as F
 
 from brevact.autograd.decoded_last import MOST_HELD
@@ -21,7 +20,7 @@ from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Value
 from brevact.autograd.ops.norm import planned_batch_norm
 from brevact.autograd.ops.smooth import run_torch, run_torch_by_output
-from brevact.autograd.weights import ModelState, is_known_activation
+from brevact.autograd.weights import ModelState, is_known_activation, is_parameter_or_view
 
 
 class ShortWay(Protocol):
@@ -35,7 +34,7 @@ def _convolution(dims: int) -> ShortWay:
         if len(args) != 7 or kwargs:
             return None
         input, weight, bias, stride, padding, dilation, groups = args
-        if type(weight) is not Parameter or type(padding) is not tuple or not is_known_activation(input):
+        if not is_parameter_or_view(weight) or type(padding) is not tuple or not is_known_activation(input):
             return None
         if input.dim() != dims + 2 or not weight.requires_grad or not region.packs_layer_input(input):
             return None

@@ -60,6 +60,11 @@ def is_parameter(x: Tensor) -> bool:
     return kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter))  # whose own check is slow
 
 
+def is_parameter_or_view(x: Any) -> bool:
+    """Return whether ``x`` is a parameter, or a view of one: Brevitas' layers index theirs, all of it."""
+    return type(x) is nn.Parameter or (type(x) is Tensor and x._is_view() and type(x._base) is nn.Parameter)
+
+
 class ModelState:
     """The weights that a root region knows by their storage.
 

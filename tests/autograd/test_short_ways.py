@@ -146,3 +146,27 @@ def test_batch_norm_takes_the_eps_that_torch_takes():
             except ValueError as error:  # of recent versions
                 found.append(str(error))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("take", [lambda w: w[:], lambda w: w.view_as(w), lambda w: w[:4], lambda w: w * 1.0])
+def test_weights_that_are_views_of_parameters(take, monkeypatch):
+    """Brevitas' layers read theirs by an index."""
+    first, layer, x, found = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 5, 3), torch.randn(4, 3, 12, 12), []
+    for ways in (dict(eager_mode.SHORT_WAYS), {}):
+        monkeypatch.setattr(eager_mode, "SHORT_WAYS", ways)
+        torch.manual_seed(1)
+        with brevact.backward_quant(brevact.StochBackward4bit):
+            out = torch.conv2d(first(x), take(layer.weight), None, (1, 1), (0, 0), (1, 1), 1)
+        found.append((out, *torch.autograd.grad(out.square().sum(), [layer.weight, *first.parameters()])))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("take", [lambda w: w, lambda w: w[:]])
+def test_weights_that_change_before_the_backward_pass_are_refused(take):
+    first, layer = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 5, 3)
+    with brevact.backward_quant(brevact.StochBackward4bit):
+        out = torch.conv2d(first(torch.randn(4, 3, 12, 12)), take(layer.weight), None, (1, 1), (0, 0), (1, 1), 1)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

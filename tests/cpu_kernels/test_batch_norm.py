@@ -12,7 +12,16 @@ from brevact.cpu_kernels import batch_norm as kernels
 from tests.autograd.measuring import settings
 
 needs_same_bits = pytest.mark.skipif(not kernels.gives_bits_of_torch(), reason="PyTorch adds in another way here")
-SHAPES = [(16, 96, 4, 4), (4, 300, 2, 2), (3, 5, 40, 33), (2, 7, 1), (5, 9, 1, 2), (2, 3, 2, 3, 5), (1, 4, 6, 6), (3, 2, 9)]
+SHAPES = [
+    (16, 96, 4, 4),
+    (4, 300, 2, 2),
+    (3, 5, 40, 33),
+    (2, 7, 1),
+    (5, 9, 1, 2),
+    (2, 3, 2, 3, 5),
+    (1, 4, 6, 6),
+    (3, 2, 9),
+]
 VALUES = {
     "normal": lambda shape: torch.randn(shape) * 3 + 1,
     "far from zero": lambda shape: torch.randn(shape) + 1e5,
