@@ -8,8 +8,9 @@ was resident before the first step, with optimizer and compiled kernels loaded. 
 are not kept by which growth falls, against plain training with the same allocator; `felt_of_process` is that of peak,
 in which what the package loads counts against it. Memory does not depend on other load; page_faults hardly do.
 
-Allocators: `glibc` is Linux's, with the large pages that the package asks for in all variants; `glibc-small-pages` is
-without them; `glibc-mapped` maps all tensors from 1 MiB on (MALLOC_MMAP_THRESHOLD_); jemalloc, tcmalloc and mimalloc
+Allocators: `glibc` is Linux's, with the large pages that the package asks for in all variants, and with the sizes that
+it sets for the heap where it packs (`brevact.heap`); `glibc-learning` is without those, `glibc-small-pages` without
+large pages; `glibc-mapped` maps all tensors from 1 MiB on (MALLOC_MMAP_THRESHOLD_); jemalloc, tcmalloc and mimalloc
 are loaded by LD_PRELOAD, from the system's folders or `--library PATH`.
 """
 
@@ -33,6 +34,7 @@ _STATM = Path("/proc/self/statm")
 _LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 _GLIBC = {
     "glibc": _LARGE_PAGES,
+    "glibc-learning": {**_LARGE_PAGES, "BREVACT_MALLOPT": "0"},
     "glibc-small-pages": {"THP_MEM_ALLOC_ENABLE": "0"},
     "glibc-mapped": {**_LARGE_PAGES, "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**28)},
 }

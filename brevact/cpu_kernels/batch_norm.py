@@ -198,18 +198,19 @@ def batch_norm(
     return _run(x, weight, bias, running_mean, running_var, momentum, eps)
 
 
-def _is_taken(x: Tensor, *of_channels: Tensor | None) -> bool:
+def _is_taken(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None
+) -> bool:
     """Whether the kernel reads these tensors; where the order of memory is ambiguous, ATen may choose another way."""
     if x.dtype is not torch.float32 or x.dim() < 3 or not x.is_contiguous():
         return False
-    channels, per_sample = x.shape[1], x.stride(0)
-    if channels < 2 or per_sample == channels or x.numel() < per_sample or x.numel() == channels:
+    samples, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
+    if channels < 2 or size < 2 or samples == 0 or (running_mean is None) != (running_var is None):
         return False
-    if (of_channels[2] is None) != (of_channels[3] is None):
-        return False
-    return all(
-        y is None or (y.dtype is torch.float32 and y.is_contiguous() and y.shape == (channels,)) for y in of_channels
-    )
+    for y in (weight, bias, running_mean, running_var):
+        if y is not None and not (y.dtype is torch.float32 and y.shape == (channels,) and y.is_contiguous()):
+            return False
+    return True
 
 
 def _run(
@@ -222,9 +223,9 @@ def _run(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernel on tensors that it takes."""
-    samples, channels = x.shape[:2]
-    out, mean, invstd = torch.empty_like(x), x.new_empty(channels), x.new_empty(channels)
-    size = x.stride(1)
+    samples, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mean, invstd = x.new_empty(channels), x.new_empty(channels)
     together = max(_TOGETHER // size, 1)
     arrays = x, out, mean, invstd, weight, bias, running_mean, running_var
     words = (ctypes.c_int64 * (EPS + 1))(

@@ -75,6 +75,12 @@ def test_what_is_not_finite(bad: float):
 
 
 @needs_same_bits
+def test_strides_of_a_single_sample_do_not_matter():
+    x = torch.randn(6 * 25).as_strided((1, 6, 5, 5), (7, 25, 5, 1))
+    check_bits(x, arguments(x, 15))
+
+
+@needs_same_bits
 def test_by_any_number_of_threads():
     threads = torch.get_num_threads()
     x = torch.randn(8, 130, 16, 16)
@@ -113,6 +119,8 @@ def test_sums_that_may_round_in_another_way_are_added_one_by_one():
         torch.randn(4, 1, 5, 5),
         torch.randn(4, 6, 5, 7)[..., 1:],
         torch.randn(0, 6, 5, 5),
+        torch.randn(4, 0, 5, 5),
+        torch.randn(4, 6, 0, 5),
     ],
     ids=lambda x: f"{x.dtype}-{tuple(x.shape)}-{x.stride()}",
 )
