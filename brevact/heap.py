@@ -1,13 +1,15 @@
-"""The heap while activations are packed: freed memory serves the next tensors, large tensors return to the system.
+"""The heap while activations are packed: a part of what a step frees serves the next one.
 
-glibc maps tensors by themselves from a size on that it learns from those it has freed, up to 32 MiB; smaller ones it
-takes from its heap. What is free at the end of the heap it returns at once, and each step of a training run faults it
-in again, page by page. With packed activations what lives long is small: a heap that keeps a part of what is free costs
-no more memory at the peak, and tensors that are always mapped from 8 MiB on leave no gaps in it.
+glibc takes tensors from its heap up to a size that it learns from those it has freed, 32 MiB at most; larger ones it
+maps by themselves. When more is free at the end of the heap than it has learned to keep, 64 MiB at most, it returns all
+of it, and each step of a training run faults it in again, page by page. With packed activations little of a process
+lives long, and what is free at the end of the heap is in use again soon.
 
-So both sizes are set when the first activation on the CPU is packed, unless the environment says otherwise:
-`BREVACT_MALLOPT=0`, or settings of glibc's own (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). Other allocators and
-other systems are left alone.
+So both sizes are set when the first activation on the CPU is about to be packed by kernels: glibc keeps no more than it
+may learn to keep, and tensors from 8 MiB on are mapped, and returned as soon as they are freed, unless free memory of
+the heap holds them. It is left as it is where the environment says so: `BREVACT_MALLOPT=0`, or settings of glibc's own
+that concern these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is
+overridden. Other allocators and other systems are left alone.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from collections.abc import Mapping
 
 VARIABLE = "BREVACT_MALLOPT"
 SMALLEST_MAPPED = 8 << 20
-"""Bytes from which a tensor is mapped by itself, and returned when it is freed."""
+"""Bytes from which a tensor is mapped by itself, if free memory of the heap does not hold it."""
 
-MOST_KEPT = 128 << 20
-"""Bytes that may be free at the end of the heap."""
+MOST_KEPT = 64 << 20
+"""Bytes that may be free at the end of the heap: as many as glibc may learn to keep."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
@@ -49,9 +51,20 @@ def keep_free_memory() -> bool:
     """Set both sizes, once in a process; return whether they were set."""
     if platform.libc_ver()[0] != "glibc" or is_left_alone(os.environ):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    try:
+        process, libc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
+        is_own = _address(process.malloc) == _address(libc.malloc)
+        done = is_own and libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED) == 1
+        done = done and libc.mallopt(_M_TRIM_THRESHOLD, MOST_KEPT) == 1
+    except (AttributeError, OSError):
         return False
-    done = bool(mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED)) and bool(mallopt(_M_TRIM_THRESHOLD, MOST_KEPT))
-    _log.info("glibc maps tensors from 8 MiB on and keeps up to 128 MiB of the heap; %s=0 leaves it alone", VARIABLE)
+    if done:
+        _log.info(
+            "glibc keeps up to %d MiB of the heap, and maps tensors from %d MiB on; %s=0 leaves it alone",
+            *(MOST_KEPT >> 20, SMALLEST_MAPPED >> 20, VARIABLE),
+        )
     return done
+
+
+def _address(function: object) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]

@@ -32,10 +32,10 @@ print(before, is_on_heap(9), is_on_heap(7))
 """
 
 
-def run(**environment: str) -> list[str]:
+def run(code: str = CODE, **environment: str) -> list[str]:
     kept = {name: value for name, value in os.environ.items() if name not in OURS and not name.startswith("MALLOC_")}
     done = subprocess.run(
-        [sys.executable, "-c", CODE], env={**kept, **environment}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env={**kept, **environment}, capture_output=True, text=True, check=True
     )
     return done.stdout.split()
 
@@ -52,6 +52,43 @@ def test_the_first_packed_tensor_lets_large_ones_be_mapped():
 )
 def test_what_the_user_has_set_stays(environment: dict[str, str]):
     assert run(**environment) == ["True", "True", "True"]
+
+
+#: Prints the MiB that stay resident when small tensors, then large ones, were made and freed.
+FREED = """
+import torch
+from brevact.quantizers import UniformQuantizer
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+UniformQuantizer(bit_width=4).quantize(torch.randn(512), 0)
+before = resident()
+small = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(30)]
+del small
+large = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(5)]
+del large
+print(resident() - before)
+"""
+
+
+@glibc
+def test_no_more_than_glibc_may_learn_to_keep_stays_resident():
+    (kept,) = run(FREED)
+    assert float(kept) < 64 + 24 + 1  # the end of the heap, and large pages of one tensor below it
+
+
+@glibc
+def test_what_cannot_be_set_is_left_alone(monkeypatch, caplog):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(heap.ctypes, "CDLL", missing)
+    monkeypatch.setattr(heap, "is_left_alone", lambda environment: False)
+    with caplog.at_level("INFO", "brevact"):
+        assert not heap.keep_free_memory.__wrapped__()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

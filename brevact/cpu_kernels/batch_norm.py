@@ -1,8 +1,8 @@
 """Kernel of a batch norm's forward pass: PyTorch's bits for contiguous tensors, in a fraction of its time.
 
-ATen adds the elements of a channel one by one in float64, each sum waiting for the last one. Here sums of many lanes
-are added, in another order. From their bound on the difference follows that nearly every float32 result is the same;
-the channels for which it does not are added one by one.
+ATen adds the elements of a channel one by one in float64, each sum waiting for the last one. Here the sums of many
+lanes are added, in another order. A bound on the difference tells for nearly every channel that its float32 results are
+the same; the elements of the others are added one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from brevact.cpu_kernels.memory import (
     store,
 )
 from brevact.cpu_kernels.teams import share
-from brevact.private_names.of_torch import batch_norm_impl_index
+from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
 
 X, OUT, MEAN, INVSTD, WEIGHT, BIAS, RUNNING_MEAN, RUNNING_VAR = range(8)
 """Fields of the words of a call that are addresses of float32 arrays, 0 for what is missing."""
@@ -38,10 +38,14 @@ SAMPLES, CHANNELS, SIZE, TOGETHER, MOMENTUM, EPS = range(8, 14)
 """Fields of sizes, of the channels of a block, and of the bits of two float64 numbers."""
 
 PIECE = 1024
-"""Elements of a sample that are worked on together, and lanes of the sums: scratch of 20 KiB."""
+"""Elements of a sample that are worked on together, and lanes of the sums: scratch of 17 KiB."""
 
 _TOGETHER = 256  # elements of a sample in a block of small maps
-_ROUNDING = np.float64(2.0**-52 * 1.01)  # of a float64 sum, for each term and unit of the sum of magnitudes; two sums'
+_ROUNDING = np.float64(2.0**-52 * 1.01)
+"""Most by which two float64 sums of the same n terms differ, over n and the sum of magnitudes: 2^-53 for each sum."""
+_LOST = np.float64(2.0**-126)
+"""Most that a square in float32 is smaller than it would be without a least magnitude."""
+_SUBNORMAL = 5e-324
 
 
 @inlined
@@ -106,7 +110,7 @@ def _in_order(x, samples, stride, size, n):
 
 @inlined
 def _is_sure(total, bound, n):
-    """Whether all sums up to a bound away have the same float32 quotient; no zero, whose sign would be open."""
+    """Whether all sums up to a bound away have the same float32 quotient, and the same sign if it is 0."""
     low, high = np.float32((total - bound) / np.float64(n)), np.float32((total + bound) / np.float64(n))
     return low == high and (low != np.float32(0.0) or bound == np.float64(0.0))
 
@@ -148,7 +152,7 @@ def normalize_channels(words_at, start, stop):
     samples, channels, size = load(words, SAMPLES), load(words, CHANNELS), load(words, SIZE)
     together, stride, n = load(words, TOGETHER), channels * size, samples * size
     lanes = min(size, PIECE)
-    sums, mean_of, offset_of = f64_scratch(PIECE), f32_scratch(PIECE), f32_scratch(PIECE)
+    sums, mean_or_factor_of, offset_of = f64_scratch(PIECE), f32_scratch(PIECE), f32_scratch(PIECE)
     totals = f64_scratch(together)
     for index in range(start, stop):
         first = index * together
@@ -159,12 +163,14 @@ def normalize_channels(words_at, start, stop):
         for c in range(count):
             total = _sum_of(sums, c * lanes, lanes)
             store(totals, c, total)
-            _fill(mean_of, c * lanes, lanes, np.float32(total / np.float64(n)))
-        _add_squares(x, samples, stride, run, count * lanes, mean_of, sums)
+            _fill(mean_or_factor_of, c * lanes, lanes, np.float32(total / np.float64(n)))
+        _add_squares(x, samples, stride, run, count * lanes, mean_or_factor_of, sums)
         for c in range(count):
-            mean, squares = load(mean_of, c * lanes), _sum_of(sums, c * lanes, lanes)
-            # The sum of magnitudes is at most the root of n times that of squares, which are n mean^2 farther from 0.
-            most = np.sqrt(np.float64(n) * (squares + np.float64(n) * np.float64(mean) * np.float64(mean)) * 1.01)
+            mean, squares = load(mean_or_factor_of, c * lanes), _sum_of(sums, c * lanes, lanes)
+            # The sum of magnitudes is at most the root of n times the sum of squares, which is that of the squared
+            # differences and n mean^2; the factor is for the rounding of the squares.
+            moment = squares + np.float64(n) * (np.float64(mean) * np.float64(mean) + _LOST)
+            most = np.sqrt(np.float64(n) * moment * 1.01)
             sure = _is_sure(load(totals, c), np.float64(n) * _ROUNDING * most, n)
             if sure and _is_sure(squares, np.float64(n) * _ROUNDING * squares, 1):
                 sum_of_squares = np.float32(squares)
@@ -175,12 +181,12 @@ def normalize_channels(words_at, start, stop):
                 factor = np.float32(factor * load(f32_at(load(words, WEIGHT)), first + c))
             offset = load(f32_at(load(words, BIAS)), first + c) if load(words, BIAS) else np.float32(0.0)
             _fill(offset_of, c * lanes, lanes, fma(-mean, factor, offset))
-            _fill(mean_of, c * lanes, lanes, factor)  # of no use any more
+            _fill(mean_or_factor_of, c * lanes, lanes, factor)
         for sample in range(samples):
             for piece in range(0, run, PIECE):
                 source, target = advance(x, sample * stride + piece), advance(out, sample * stride + piece)
                 for e in range(min(PIECE, run - piece)):
-                    store(target, e, fma(load(source, e), load(mean_of, e), load(offset_of, e)))
+                    store(target, e, fma(load(source, e), load(mean_or_factor_of, e), load(offset_of, e)))
 
 
 def batch_norm(
@@ -191,17 +197,26 @@ def batch_norm(
     running_var: Tensor | None,
     momentum: float,
     eps: float,
+    cudnn_enabled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For contiguous float32 tensors of many channels and maps, where the bits are those of PyTorch; else not."""
-    if not _is_taken(x, weight, bias, running_mean, running_var) or not gives_bits_of_torch():
+    """For contiguous float32 tensors of several channels and elements a map, where the bits are PyTorch's; else not.
+
+    Not under dispatch modes, which would not see it, nor where subnormal numbers count as 0: on this thread alone.
+    """
+    if type(momentum) is not float or type(eps) is not float or not eps > 0.0 or len_dispatch_stack():
         return NotImplemented
-    return _run(x, weight, bias, running_mean, running_var, momentum, eps)
+    if _SUBNORMAL * 1.0 == 0.0 or not _is_taken(x, weight, bias, running_mean, running_var):
+        return NotImplemented
+    return _run(x, weight, bias, running_mean, running_var, momentum, eps) if gives_bits_of_torch() else NotImplemented
 
 
 def _is_taken(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None
 ) -> bool:
-    """Whether the kernel reads these tensors; where the order of memory is ambiguous, ATen may choose another way."""
+    """Whether the kernel reads these tensors.
+
+    Those of one channel, or of one element a map, are contiguous in two orders of memory: ATen may choose the other.
+    """
     if x.dtype is not torch.float32 or x.dim() < 3 or not x.is_contiguous():
         return False
     samples, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
@@ -229,33 +244,29 @@ def _run(
     together = max(_TOGETHER // size, 1)
     arrays = x, out, mean, invstd, weight, bias, running_mean, running_var
     words = (ctypes.c_int64 * (EPS + 1))(
-        *[0 if y is None else y.data_ptr() for y in arrays],
-        *(samples, channels, size, together, _bits(momentum), _bits(eps)),
+        *[0 if y is None else y.data_ptr() for y in arrays], *(samples, channels, size, together)
     )
+    struct.pack_into("=2d", words, 8 * MOMENTUM, momentum, eps)
     blocks, elements = -(-channels // together), together * size * samples
     share(normalize_channels, (ctypes.addressof(words),), blocks, elements, torch.get_num_threads())
     return out, mean, invstd
-
-
-@functools.lru_cache(maxsize=64)
-def _bits(value: float) -> int:
-    """Bits of a float64 number, as a signed integer."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 @functools.cache
 def gives_bits_of_torch() -> bool:
     """Whether PyTorch computes a batch norm as the kernel does: releases, and builds for processors, may differ."""
     generator = np.random.default_rng(0)
-    for shape in ((5, 70, 3, 3), (3, 37, 2, 2), (2, 3, 33, 33), (4, 5, 29)):
+    for index, shape in enumerate(((5, 70, 3, 3), (3, 37, 2, 2), (2, 3, 33, 33), (4, 5, 29))):
         affine = generator.normal(1.0, 2.0, (4, shape[1])).astype(np.float32)
         values = generator.normal(0.0, 1.0, shape).astype(np.float32) * np.float32(3.0) + np.float32(0.7)
         values[:, 1], values[:, 2] = np.float32(1.5), values[:, 2] + np.float32(1e4)
-        x = torch.from_numpy(values)
+        x, numbers = torch.from_numpy(values), (0.1 + 0.2 * index, 1e-5)
         given, other = torch.from_numpy(affine.copy()), torch.from_numpy(affine)
         with torch.no_grad():
-            found = _run(x, *given, 0.1, 1e-5)
-            wanted = batch_norm_impl_index(x, *other, True, 0.1, 1e-5, False)
-        if not (torch.equal(given, other) and all(map(torch.equal, found, wanted[:3]))):
-            return False
+            for has_affine in (True, False):
+                weights = [(y[0], y[1]) if has_affine else (None, None) for y in (given, other)]
+                found = _run(x, *weights[0], given[2], given[3], *numbers)
+                wanted = batch_norm_impl_index(x, *weights[1], other[2], other[3], True, *numbers, False)
+                if not (torch.equal(given, other) and all(map(torch.equal, found, wanted[:3]))):
+                    return False
     return True

@@ -97,9 +97,7 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
         return importlib.import_module("brevact.triton_kernels") if has_triton else None
     try:
         found = importlib.import_module("brevact.cpu_kernels.launch")
-        keep_free_memory()
         _log.info("CPU tensors are quantized by Numba's kernels, compiled when they are first needed")
-        return found
     except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well
         warnings.warn(
             f"Numba does not work here ({type(error).__name__}: {error}); CPU tensors are quantized by plain torch, to "
@@ -108,6 +106,8 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
             stacklevel=2,
         )
         return None
+    keep_free_memory()
+    return found
 
 
 def refuse_wrapped(x: Tensor) -> None:

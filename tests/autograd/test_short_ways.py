@@ -151,14 +151,19 @@ def test_batch_norm_takes_the_eps_that_torch_takes():
 @pytest.mark.parametrize("take", [lambda w: w[:], lambda w: w.view_as(w), lambda w: w[:4], lambda w: w * 1.0])
 def test_weights_that_are_views_of_parameters(take, monkeypatch):
     """Brevitas' layers read theirs by an index."""
+    taken = []
+    way = eager_mode.SHORT_WAYS[torch.conv2d]
+    ways = {**eager_mode.SHORT_WAYS, torch.conv2d: lambda *args: taken.append(way(*args)) or taken[-1]}
     first, layer, x, found = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 5, 3), torch.randn(4, 3, 12, 12), []
-    for ways in (dict(eager_mode.SHORT_WAYS), {}):
-        monkeypatch.setattr(eager_mode, "SHORT_WAYS", ways)
+    for each in (ways, {}):
+        monkeypatch.setattr(eager_mode, "SHORT_WAYS", each)
         torch.manual_seed(1)
         with brevact.backward_quant(brevact.StochBackward4bit):
             out = torch.conv2d(first(x), take(layer.weight), None, (1, 1), (0, 0), (1, 1), 1)
         found.append((out, *torch.autograd.grad(out.square().sum(), [layer.weight, *first.parameters()])))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    is_view = take(layer.weight)._base is layer.weight
+    assert (taken[-1] is not None) == is_view
 
 
 @pytest.mark.parametrize("take", [lambda w: w, lambda w: w[:]])

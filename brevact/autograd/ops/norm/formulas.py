@@ -63,8 +63,9 @@ def batch_norm(
     running_var: Tensor | None,
     momentum: float,
     eps: float,
+    cudnn_enabled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm by the statistics of the batch, as PyTorch computes it, without gradients.
+    """Batch norm by the statistics of the batch, as PyTorch computes it.
 
     Args:
         x: (N, C, ...) floating-point tensor.
@@ -74,14 +75,13 @@ def batch_norm(
         running_var: (C,) variances, moved.
         momentum: the part.
         eps: added to variances.
+        cudnn_enabled: whether cuDNN may run on a GPU.
 
     Returns:
         The output, and the (C,) means and inverse deviations.
     """
     running = running_mean, running_var
-    out, mean, invstd, _, _ = batch_norm_impl_index(
-        x, weight, bias, *running, True, momentum, eps, torch.backends.cudnn.enabled
-    )
+    out, mean, invstd, _, _ = batch_norm_impl_index(x, weight, bias, *running, True, momentum, eps, cudnn_enabled)
     return out, mean, invstd
 
 
@@ -140,10 +140,7 @@ class BatchNorm(Norm):
         return self.running_mean, self.running_var
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        out, mean, invstd, _, _ = batch_norm_impl_index(
-            x, weight, bias, *self.running, True, self.momentum, self.eps, self.cudnn_enabled
-        )
-        return out, mean, invstd
+        return batch_norm.law(x, weight, bias, *self.running, self.momentum, self.eps, self.cudnn_enabled)
 
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]

@@ -96,7 +96,7 @@ class _PlannedBatchNorm(Saving):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        out, mean, invstd = batch_norm(input, weight, bias, *norm.running, norm.momentum, norm.eps)
+        out, mean, invstd = batch_norm(input, weight, bias, *norm.running, norm.momentum, norm.eps, norm.cudnn_enabled)
         packing = plan.packing
         seed = region.seeds.next(input.device) if packing.spec.quantizer.is_stochastic else None
         buffer = packing.quantize(input, mean, invstd, seed)
