@@ -28,4 +28,4 @@ def test_main_names_the_allocators_that_are_there(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as stopped:
         main(["--allocator", "glibcc", "--draw"])
     assert stopped.value.code == 2
-    assert "no glibcc here; found: glibc, glibc-small-pages, glibc-mapped" in capsys.readouterr().err
+    assert "no glibcc here; found: glibc, glibc-learning, glibc-small-pages, glibc-mapped" in capsys.readouterr().err

@@ -37,7 +37,11 @@ def _imports(path: Path) -> set[str]:
             {"brevact.triton_kernels", "brevact.geometry", "brevact.private_names"},
             {"torch", "triton"},
         ),
-        ("quantizers", {"brevact.quantizers", "brevact.geometry", "brevact.private_names"}, {"torch"}),
+        (
+            "quantizers",
+            {"brevact.quantizers", "brevact.geometry", "brevact.heap", "brevact.private_names"},
+            {"torch"},
+        ),
     ],
 )
 def test_layer_imports_only_what_lies_below(layer: str, own: set[str], libraries: set[str]):
