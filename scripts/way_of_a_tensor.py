@@ -58,7 +58,7 @@ def _stack_of_kernel(run: Any) -> tuple[list[str], Any]:
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_name == "share" and frame.f_code.co_filename.endswith("teams.py"):
-            paths, outer = [frame.f_locals["kernel"].py_func.__code__.co_filename], frame
+            paths, outer = [frame.f_locals["kernel"].__wrapped__.__code__.co_filename], frame
             while outer is not None:
                 paths.append(outer.f_code.co_filename)
                 outer = outer.f_back  # type: ignore[assignment]

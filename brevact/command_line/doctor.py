@@ -17,6 +17,7 @@ from torch import nn
 
 import brevact
 from brevact.command_line.bytes_of_kernels import differing, kernels_of
+from brevact.cpu_kernels.libraries import LINKERS, folders, writable_folder
 from brevact.policy.attach import quantize_backward
 from brevact.reports.memory import memory_report
 from brevact.version import __version__
@@ -133,15 +134,15 @@ def _compiler() -> Iterator[Finding]:
 
 
 def _caches() -> Iterator[Finding]:
-    set_folder = os.environ.get("NUMBA_CACHE_DIR")
-    beside = Path(brevact.__file__).parent / "cpu_kernels"
-    folder = Path(set_folder) if set_folder else beside
-    if os.access(folder if folder.exists() else folder.parent, os.W_OK):
-        yield Finding(OK, f"compiled kernels are kept in {folder if set_folder else folder / '__pycache__'}")
-    elif not set_folder and os.access(Path.home(), os.W_OK):
-        yield Finding(OK, f"compiled kernels are kept in Numba's folder of the user, since {folder} cannot be written")
+    if (folder := writable_folder()) is not None:
+        yield Finding(OK, f"compiled kernels are kept in {folder}")
     else:
-        yield Finding(NOTE, f"{folder} cannot be written: each process compiles kernels", "set NUMBA_CACHE_DIR")
+        places = ", ".join(map(str, folders()))
+        yield Finding(NOTE, f"{places} cannot be written: each process compiles kernels", "set NUMBA_CACHE_DIR")
+    if next(filter(None, map(shutil.which, LINKERS)), None) is None:
+        yield Finding(
+            NOTE, f"no linker ({', '.join(LINKERS)}): LLVM loads the kernels, 90 MiB a process", "install gcc"
+        )
 
 
 def _memory() -> Iterator[Finding]:

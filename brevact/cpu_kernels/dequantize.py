@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, LIMITS, emit, emit_product, limited
+from brevact.cpu_kernels.floats import FLOAT16, FLOAT32, emit, emit_product, limit_of, limited
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
@@ -177,8 +177,8 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
     numel, bit_width, block, kind = load(table, NUMEL), load(table, BIT_WIDTH), load(table, BLOCK), load(table, KIND)
     inner = load(table, INNER)
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
-    limit = np.float32(LIMITS[FLOAT32] if norm_at else LIMITS[kind])
-    last_limit = np.float32(LIMITS[FLOAT16]) if kind == FLOAT16 else np.float32(np.inf)
+    limit = limit_of(FLOAT32 if norm_at else kind)
+    last_limit = limit_of(FLOAT16) if kind == FLOAT16 else np.float32(np.inf)
     groups = load(table, GROUPS)  # looked through once, unless there are more than elements
     flagged = inner == 1 and (groups > (stop - start) * block or any_flagged(scale, scale_kind, 0, groups))
     scratch, wide = f32_scratch(block), u32_scratch(block)
@@ -195,7 +195,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
         if bit_width < 8 and (whole or (load(table, FUSED) != 0 and inner % columns == 0 and count == block)):
             bytes_to_words(packed, columns, bit_width, low, high)
             group = first // inner % load(table, GROUPS)
-            planes = 8 if whole else inner // columns
+            planes = 8 if whole else max(inner // columns, 1)
             for i in range(0, 8, planes):
                 m, s = read_metadata(minimum, minimum_kind, group), read_metadata(scale, scale_kind, group)
                 _decode_planes(low, high, i, min(i + planes, 8), columns, bit_width, m, s, limit, values)

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.dequantize import LIMITS, limited
-from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product
+from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product, limit_of, limited
 from brevact.cpu_kernels.groups import (
     BIT_WIDTH,
     BLOCK,
@@ -133,7 +132,7 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, flagged, ot
     inner, groups = load(table, INNER), load(table, GROUPS)
     if scale == 0 and rows == 1:
         inner, groups = numel, 1
-    limit, entries = np.float32(LIMITS[kind]), np.int64(1) << bit_width
+    limit, entries = limit_of(kind), np.int64(1) << bit_width
     # each element is in another group than the one before; flags are read a group at a time
     each = inner == 1 and groups > 1 and flagged == 0
     loose = np.float32(np.inf) if each and scale else limit

@@ -29,10 +29,15 @@ KINDS = {
 }
 """The codes by which the kernels know types."""
 
-LIMITS = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 3.4028234663852886e38)  # by type code
-"""Largest finite value of each type that float32 reaches, by code of the type."""
-
 _HALF_EXPONENT = np.uint32(0x7C00 << 13)
+
+
+@inlined
+def limit_of(kind):
+    """Largest finite value of a type that float32 reaches, by code of the type."""
+    if kind == FLOAT16:
+        return np.float32(65504.0)
+    return np.float32(3.3895313892515355e38) if kind == BFLOAT16 else np.float32(3.4028234663852886e38)
 
 
 @inlined

@@ -214,8 +214,8 @@ def stage_rows(source, first, count, scratch, table):
 
 
 @kernel
-def calibrate_groups(keys_at, parts, scale, minimum, table_at):
-    """Join the key ranges that parts of the tensor gave, and store minimum and scale of every group.
+def calibrate_groups(keys_at, parts, scale, minimum, table_at, start, stop):
+    """Join the key ranges that parts of the tensor gave, and store minimum and scale of groups start to stop.
 
     Args:
         keys_at: Address of `parts` times the keys and counts of `ranges.extend_ranges`.
@@ -223,11 +223,13 @@ def calibrate_groups(keys_at, parts, scale, minimum, table_at):
         scale: Address of the scales.
         minimum: Address of the minima.
         table_at: Address of the table.
+        start: First group.
+        stop: One past the last group.
     """
     table = i64_at(table_at)
     groups = load(table, GROUPS)
     keys = i32_at(keys_at)
-    for group in range(groups):
+    for group in range(start, stop):
         low, high, missing = HIGHEST_KEY, LOWEST_KEY, np.int32(0)
         for part in range(parts):
             low = min(low, load(keys, 3 * part * groups + group))

@@ -9,8 +9,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-REGISTER = 16
-"""Entries of a table that registers hold: those of codes of 4 bits."""
 NONE = 1 << 62
 """Lanes of processors without such permutations: more than any row of codes has."""
 
@@ -55,6 +53,7 @@ def look_up_lanes(typing_context, low, high, shift, mask, row, out):
         if count == NONE:
             return context.get_dummy_value()
         words, floats = ir.VectorType(_I32, count), ir.VectorType(_F32, count)
+        permutation = ir.FunctionType(floats, [floats, words])
 
         def splat(value):
             first = builder.insert_element(ir.Constant(words, ir.Undefined), value, _I32(0))
@@ -68,10 +67,10 @@ def look_up_lanes(typing_context, low, high, shift, mask, row, out):
         word = builder.or_(_wide(builder, low, words), high)
         code = builder.and_(builder.lshr(word, splat(shift)), splat(mask))
         if count == 16:
-            permute = _intrinsic(builder.module, "llvm.x86.avx512.permvar.sf.512", floats, words)
+            permute = declared(builder.module, "llvm.x86.avx512.permvar.sf.512", permutation)
             values = builder.call(permute, [entries(0), code])
         else:  # permutations of 8 entries look at 3 bits
-            permute = _intrinsic(builder.module, "llvm.x86.avx2.permps", floats, words)
+            permute = declared(builder.module, "llvm.x86.avx2.permps", permutation)
             upper = builder.icmp_unsigned(">", code, ir.Constant(words, [7] * count))
             values = builder.select(
                 upper, builder.call(permute, [entries(8), code]), builder.call(permute, [entries(0), code])
@@ -88,6 +87,6 @@ def _wide(builder, pointer, wanted):
     return builder.zext(builder.load(pointer, align=1), wanted)
 
 
-def _intrinsic(module, name, floats, words):
-    """Declaration of a function of entries and codes."""
-    return module.globals.get(name) or ir.Function(module, ir.FunctionType(floats, [floats, words]), name)
+def declared(module: ir.Module, name: str, function_type: ir.FunctionType) -> ir.Function:
+    """The function of this name, which a module declares once."""
+    return module.globals.get(name) or ir.Function(module, function_type, name)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.floats import KINDS, LIMITS, emit, emit_product, float_to_half, half_to_float, stage
+from brevact.cpu_kernels.floats import KINDS, emit, emit_product, float_to_half, half_to_float, limit_of, stage
 from brevact.cpu_kernels.groups import count_missing, is_finite
 from brevact.cpu_kernels.map_tables import (
     BLOCK_DEPTH,
@@ -163,7 +163,7 @@ def _means(sums, rows, columns, block_width, low, totals):
 def _widen(low, columns, block_width, means):
     """A row of means as float32, 0 for NaN."""
     block = 0
-    for k in range(0, columns, block_width):
+    for k in range(0, columns, max(block_width, 1)):
         mean = half_to_float(load(low, block))
         mean = mean if mean == mean else np.float32(0.0)
         _fill(advance(means, k), min(block_width, columns - k), mean)
@@ -202,7 +202,7 @@ def split_maps_tiles(source, kind, low_at, residual_at, table_at, start, stop):
         for k in range(columns):
             store(sums, k, np.float32(0.0))
         for i in range(depth):
-            for j in range(0, height, rows):
+            for j in range(0, height, max(rows, 1)):
                 at = first + i * plane + j * width
                 x = stage(source, kind, at, rows * columns, scratch)
                 for row in range(rows):
@@ -217,7 +217,7 @@ def split_maps_tiles(source, kind, low_at, residual_at, table_at, start, stop):
             _widen(advance(low, first_block), columns, load(table, BLOCK_WIDTH), sums)
         _repeat(sums, columns, rows, load(table, BLOCK_WIDTH))
         for i in range(depth):
-            for j in range(0, height, rows):
+            for j in range(0, height, max(rows, 1)):
                 at = first + i * plane + j * width
                 x = stage(source, kind, at, rows * columns, scratch)
                 _subtract(x, sums, advance(residual, at), rows * columns, lanes)
@@ -241,7 +241,7 @@ def join_maps_tiles(residual_at, low_at, other, target, kind, table_at, start, s
     width, plane = load(table, WIDTH), load(table, HEIGHT) * load(table, WIDTH)
     block_width = load(table, BLOCK_WIDTH)
     low, residual = u16_at(low_at), f32_at(residual_at)
-    limit = np.float32(LIMITS[kind])
+    limit = limit_of(kind)
     most = max(load(table, TILE), load(table, ROWS) * width)
     means, values = f32_scratch(most), f32_scratch(most)
     for index in range(start, stop):
@@ -250,7 +250,7 @@ def join_maps_tiles(residual_at, low_at, other, target, kind, table_at, start, s
         rows = min(load(table, ROWS), height)
         _repeat(means, columns, rows, block_width)
         for i in range(depth):
-            for j in range(0, height, rows):
+            for j in range(0, height, max(rows, 1)):
                 at = first + i * plane + j * width
                 _sum(advance(residual, at), means, values, rows * columns, limit)
                 if other:

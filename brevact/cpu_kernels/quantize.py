@@ -241,6 +241,6 @@ def _quantize(
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     if not table.fused:
         keys = range_keys(source, table, threads)
-        calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address)
+        calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address, 0, plan.geometry.groups)
     arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address, norm)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)

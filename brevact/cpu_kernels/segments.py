@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.dequantize import LIMITS, decoded, is_plain, limited
+from brevact.cpu_kernels.dequantize import decoded, is_plain
 from brevact.cpu_kernels.floats import (
     BFLOAT16,
     FLOAT16,
@@ -21,6 +21,8 @@ from brevact.cpu_kernels.floats import (
     float_to_bfloat16,
     float_to_half,
     half_to_float,
+    limit_of,
+    limited,
     stage,
 )
 from brevact.cpu_kernels.groups import (
@@ -34,15 +36,17 @@ from brevact.cpu_kernels.groups import (
     SCALE_KIND,
     read_metadata,
 )
-from brevact.cpu_kernels.lanes import REGISTER, lanes, look_up_lanes
 from brevact.cpu_kernels.memory import (
+    REGISTER,
     advance,
     f32_at,
     f32_scratch,
     i64_at,
     inlined,
     kernel,
+    lanes,
     load,
+    look_up_lanes,
     store,
     u8_at,
 )
@@ -64,7 +68,7 @@ def _emit_levels(levels, values, codes, factor, mean, target, kind, at):
         store(y, q, load(levels, q) * factor + mean)
     if kind == FLOAT16:
         for q in range(REGISTER):
-            store(values, q, limited(load(values, q), np.float32(LIMITS[FLOAT16])))
+            store(values, q, limited(load(values, q), limit_of(FLOAT16)))
     if kind != FLOAT32 or codes < REGISTER:
         emit(values, target, kind, at, codes)
 
@@ -87,7 +91,7 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
     table, words = i64_at(table_at), i64_at(segments_at)
     kind, codes = load(table, KIND), np.int64(1) << load(table, BIT_WIDTH)
     inner, run, slots = load(words, SEGMENT_INNER), load(words, SEGMENT_RUN), load(words, SLOTS)
-    last, top, limit = (load(table, NUMEL) - 1) // run, np.float32(codes - 1), np.float32(LIMITS[kind])
+    last, top, limit = (load(table, NUMEL) - 1) // run, np.float32(codes - 1), limit_of(kind)
     groups, scale_kind, minimum_kind = load(table, GROUPS), load(table, SCALE_KIND), load(table, MINIMUM_KIND)
     levels, values = f32_scratch(REGISTER), f32_scratch(REGISTER)
     for bucket in range(start, stop):

@@ -56,6 +56,7 @@ def test_doctor_exits_with_1_where_something_is_wrong(capsys):
 def test_doctor_says_what_to_do_where_numba_does_not_import(tmp_path):
     (tmp_path / "numba.py").write_text("raise ImportError('broken')")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
+    environment["NUMBA_CACHE_DIR"] = str(tmp_path / "empty")
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "brevact", "doctor"],
         env=environment,

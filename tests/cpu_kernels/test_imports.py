@@ -26,7 +26,7 @@ def _imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("layer", "own", "libraries"),
     [
-        ("private_names", {"brevact.private_names"}, {"torch", "numba"}),
+        ("private_names", {"brevact.private_names"}, {"torch"}),
         (
             "cpu_kernels",
             {"brevact.cpu_kernels", "brevact.geometry", "brevact.private_names"},
@@ -55,12 +55,18 @@ def test_layer_imports_only_what_lies_below(layer: str, own: set[str], libraries
 
 
 WITHOUT_KERNELS = """
-import os, sys, warnings
+import importlib.metadata, os, sys, tempfile, warnings
 import torch, brevitas.nn, brevitas.quant
 
-assert "numba" not in sys.modules
-for prepare in sys.argv[1:]:
+def install(name, text):
+    folder = tempfile.mkdtemp(dir=sys.argv[1])
+    with open(f"{folder}/{name}.py", "w") as file:
+        file.write(text)
+    sys.path.insert(0, folder)
+
+for prepare in sys.argv[2:]:
     if not os.fork():
+        os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(dir=sys.argv[1])
         exec(prepare)
         break
     assert os.wait()[1] == 0
@@ -78,28 +84,30 @@ assert len(messages) == 1 and "Numba does not work here" in messages[0], message
 assert torch.equal(grad, torch.where(x > 0, x, x * 0.5)) and torch.equal(unpack_mask(pack_mask(x), Layout.of(x)), x > 0)
 assert torch.equal(unpack_codes(pack_codes(torch.arange(100), 7), 7, 100), torch.arange(100, dtype=torch.int32))
 assert torch.equal(packed.dequantize_multiply(x), packed.dequantize() * x)
-assert "brevact.cpu_kernels" not in sys.modules
+assert "numba" not in sys.modules
 print(packed.codes.numpy().tobytes().hex())
 """
 #: What is executed before the import, where Numba does not work.
-WITHOUT_NUMBA = "sys.modules['numba'] = None"
-COMPILES_NOTHING = "os.environ['NUMBA_DISABLE_JIT'] = '1'"
-WITHOUT_LLVM = """
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name == "llvmlite.binding":
-            raise OSError("libllvmlite.so: cannot open shared object file")
-sys.meta_path.insert(0, Finder())
+WITHOUT_NUMBA = """
+version = importlib.metadata.version
+def version_but_of_numba(name):
+    if name == "numba":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = version_but_of_numba
 """
+BROKEN_NUMBA = "install('numba', 'raise ImportError')"
+WITHOUT_LLVM = "install('llvmlite', 'raise OSError(\"libllvmlite.so: cannot open shared object file\")')"
+COMPILES_NOTHING = "os.environ['NUMBA_DISABLE_JIT'] = '1'"
 
 
-def test_quantize_without_numba_gives_the_same_bytes():
+def test_quantize_without_numba_gives_the_same_bytes(tmp_path: Path):
     import torch
 
     from brevact.quantizers import UniformQuantizer
 
-    prepares = WITHOUT_NUMBA, WITHOUT_LLVM, COMPILES_NOTHING
-    command = [sys.executable, "-c", WITHOUT_KERNELS, *prepares]
+    prepares = WITHOUT_NUMBA, BROKEN_NUMBA, WITHOUT_LLVM, COMPILES_NOTHING
+    command = [sys.executable, "-c", WITHOUT_KERNELS, str(tmp_path), *prepares]
     run = subprocess.run(command, timeout=240, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     packed = UniformQuantizer(bit_width=3).quantize(torch.linspace(-1, 2, 1000), seed=5)

@@ -10,15 +10,8 @@ import threading
 import pytest
 import torch
 
-from brevact.cpu_kernels.memory import advance, i64_at, kernel, load, store
 from brevact.cpu_kernels.teams import SMALLEST_SHARE, share
-
-
-@kernel
-def _count(target, amount, start, stop):
-    for block in range(start, stop):
-        place = advance(i64_at(target), block)
-        store(place, 0, load(place, 0) + amount)
+from tests.cpu_kernels.example_kernels import count
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 7, 300, 100_003])
@@ -26,7 +19,7 @@ def _count(target, amount, start, stop):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_share_covers_every_block_once(blocks: int, block_size: int, threads: int):
     counts = torch.zeros(blocks + 1, dtype=torch.int64)
-    share(_count, (counts.data_ptr(), 3), blocks, block_size, threads)
+    share(count, (counts.data_ptr(), 3), blocks, block_size, threads)
     assert counts.tolist() == [3] * blocks + [0]
 
 
@@ -35,7 +28,7 @@ def test_share_from_many_threads_at_once():
 
     def work(row: torch.Tensor) -> None:
         for _ in range(20):
-            share(_count, (row.data_ptr(), 1), row.numel(), 512, 3)
+            share(count, (row.data_ptr(), 1), row.numel(), 512, 3)
 
     workers = [threading.Thread(target=work, args=(row,)) for row in counts]
     for worker in workers:

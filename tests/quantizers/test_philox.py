@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from brevact.cpu_kernels.memory import kernel, u32_at
-from brevact.cpu_kernels.philox import column_words
 from brevact.quantizers import draw_seed
 from brevact.quantizers.philox import ROUNDS, column_bits, philox4x32
+from tests.cpu_kernels.example_kernels import draw_words
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
 ONES = (0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2
@@ -36,18 +34,12 @@ def test_philox4x32_known_answers(rounds, counter, key, expected):
     assert tuple(int(word) for word in words) == expected
 
 
-@kernel
-def _words(first, columns, k0, k1, out):
-    w0, w1, w2, w3 = u32_at(out), u32_at(out + 4 * columns), u32_at(out + 8 * columns), u32_at(out + 12 * columns)
-    column_words(first, columns, np.uint64(k0), np.uint64(k1), w0, w1, w2, w3)
-
-
 @pytest.mark.parametrize("first", [0, 12345, 2**32 - 20, 2**40 + 1])
 @pytest.mark.parametrize("key", [(0, 0), (0xFFFFFFFF, 0xFFFFFFFF), PI[1]])
 def test_column_words_equals_the_reference(first: int, key: tuple[int, int]):
     columns = 37
     out = torch.zeros(4, columns, dtype=torch.int32)
-    _words(first, columns, *key, out.data_ptr())
+    draw_words(columns, *key, out.data_ptr(), first, first + columns)
     index = torch.arange(first, first + columns)
     counter = (index & 0xFFFFFFFF, index >> 32, index * 0, index * 0)
     seed = torch.tensor(_signed(key[0] | key[1] << 32))

@@ -1,0 +1,215 @@
+"""Raw memory for Numba: typed pointers from addresses, and scratch on the stack.
+
+Array indexing in Numba handles negative indices, and arrays may overlap; both stop the vectoriser. A typed pointer has
+no negative indices, and stack scratch overlaps nothing.
+"""
+
+from __future__ import annotations
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from brevact.cpu_kernels.lanes import declared
+from brevact.cpu_kernels.lanes import lanes as lanes
+from brevact.cpu_kernels.lanes import look_up_lanes as look_up_lanes
+from brevact.cpu_kernels.sizes import LANES as LANES
+from brevact.cpu_kernels.sizes import LARGEST_BLOCK as LARGEST_BLOCK
+from brevact.cpu_kernels.sizes import REGISTER as REGISTER
+
+F32, F64 = types.CPointer(types.float32), types.CPointer(types.float64)
+I32, U32, I64 = types.CPointer(types.int32), types.CPointer(types.uint32), types.CPointer(types.int64)
+U8, U16 = types.CPointer(types.uint8), types.CPointer(types.uint16)
+
+
+def _pointer_from_address(pointer_type: types.CPointer):
+    """An intrinsic that turns an address (int64) into a pointer of the type."""
+
+    @intrinsic
+    def from_address(typing_context, address):
+        def codegen(context, builder, signature, args):
+            return builder.inttoptr(args[0], context.get_value_type(pointer_type))
+
+        return pointer_type(types.intp), codegen
+
+    return from_address
+
+
+def _pointer_cast(pointer_type: types.CPointer):
+    """An intrinsic that views memory behind a pointer as another type."""
+
+    @intrinsic
+    def cast(typing_context, pointer):
+        def codegen(context, builder, signature, args):
+            return builder.bitcast(args[0], context.get_value_type(pointer_type))
+
+        return pointer_type(pointer), codegen
+
+    return cast
+
+
+def _scratch(pointer_type: types.CPointer):
+    """An intrinsic that reserves uninitialised elements on the stack until the function returns: not for use in loops.
+
+    Threads of an OpenMP team may have small stacks, so a kernel reserves no more than its blocks need.
+    """
+
+    @intrinsic
+    def scratch(typing_context, length):
+        def codegen(context, builder, signature, args):
+            slot = builder.alloca(context.get_value_type(pointer_type.dtype), size=args[0])
+            slot.align = 64
+            return slot
+
+        return pointer_type(types.intp), codegen
+
+    return scratch
+
+
+f32_at, f64_at, i32_at = _pointer_from_address(F32), _pointer_from_address(F64), _pointer_from_address(I32)
+u8_at, u16_at, u32_at = _pointer_from_address(U8), _pointer_from_address(U16), _pointer_from_address(U32)
+i64_at = _pointer_from_address(I64)
+as_i32, as_u32 = _pointer_cast(I32), _pointer_cast(U32)
+f32_scratch, f64_scratch = _scratch(F32), _scratch(F64)
+u32_scratch, u8_scratch = _scratch(U32), _scratch(U8)
+
+
+@intrinsic
+def load(typing_context, pointer, index):
+    """pointer[index]."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load(builder.gep(args[0], [args[1]], inbounds=True))
+
+    return pointer.dtype(pointer, types.intp), codegen
+
+
+@intrinsic
+def store(typing_context, pointer, index, value):
+    """pointer[index] = value, converted to the pointer's type."""
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[2], builder.gep(args[0], [args[1]], inbounds=True))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.intp, pointer.dtype), codegen
+
+
+@intrinsic
+def fill_lanes(typing_context, pointer, value):
+    """pointer[i] = value for the first `LANES` float32 elements."""
+
+    def codegen(context, builder, signature, args):
+        pointer, value = args
+        floats, words = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+        first = builder.insert_element(ir.Constant(floats, ir.Undefined), value, ir.IntType(32)(0))
+        splat = builder.shuffle_vector(first, ir.Constant(floats, ir.Undefined), ir.Constant(words, [0] * LANES))
+        builder.store(splat, builder.bitcast(pointer, floats.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.float32), codegen
+
+
+@intrinsic
+def advance(typing_context, pointer, count):
+    """pointer + count elements."""
+
+    def codegen(context, builder, signature, args):
+        return builder.gep(args[0], [args[1]], inbounds=True)
+
+    return pointer(pointer, types.intp), codegen
+
+
+@intrinsic
+def float_of(typing_context, bits):
+    """The float32 with these 32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def bits_of(typing_context, value):
+    """The 32 bits of a float32, as int32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
+
+
+@intrinsic
+def rint(typing_context, value):
+    """A float32 rounded to an integer, half to even."""
+
+    def codegen(context, builder, signature, args):
+        function = declared(builder.module, "llvm.rint.f32", ir.FunctionType(ir.FloatType(), [ir.FloatType()]))
+        return builder.call(function, args)
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def fma(typing_context, a, b, c):
+    """The float32 a * b + c, rounded once."""
+
+    def codegen(context, builder, signature, args):
+        float_type = ir.FloatType()
+        function_type = ir.FunctionType(float_type, [float_type] * 3)
+        return builder.call(declared(builder.module, "llvm.fma.f32", function_type), args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def float64_of(typing_context, bits):
+    """The float64 with these 64 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), codegen
+
+
+@intrinsic
+def take(typing_context, pointer, count):
+    """pointer[0], to which `count` is added in one step that no other thread can part."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", args[0], args[1], "monotonic")
+
+    return pointer.dtype(pointer, types.int64), codegen
+
+
+def words(count: int):
+    """An intrinsic that loads the first `count` elements behind a pointer as a tuple."""
+
+    @intrinsic
+    def load_words(typing_context, pointer):
+        result = types.UniTuple(pointer.dtype, count)
+
+        def codegen(context, builder, signature, args):
+            places = (builder.gep(args[0], [ir.Constant(ir.IntType(64), index)]) for index in range(count))
+            return context.make_tuple(builder, result, [builder.load(place) for place in places])
+
+        return result(pointer), codegen
+
+    return load_words
+
+
+def inlined(function):
+    """Compile for use inside kernels, always inlined.
+
+    Args:
+        function: Function to compile.
+
+    Returns:
+        The compiled function.
+    """
+    return numba.njit(function, nogil=True, error_model="numpy", forceinline=True)
+
+
+kernel = inlined  # in the loop that `compiler` compiles around it

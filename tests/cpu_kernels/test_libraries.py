@@ -1,0 +1,160 @@
+"""Kernels are compiled to files by other processes, once on a machine, and loaded from there."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from brevact.cpu_kernels import compiler, libraries
+from brevact.cpu_kernels.libraries import Kernel, prepare
+from tests.cpu_kernels import example_kernels
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for libraries, and a process that has asked for none."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(libraries, "_kernels", [])
+    monkeypatch.setattr(libraries, "_compilers", libraries._Compilers())
+    return tmp_path
+
+
+def _as_in_another_process(kernel: Kernel) -> Kernel:
+    return Kernel(kernel.__wrapped__)
+
+
+def _counts(kernel: Kernel) -> bool:
+    counts = torch.zeros(5, dtype=torch.int64)
+    kernel(counts.data_ptr(), 3, 1, 4)
+    return counts.tolist() == [0, 3, 3, 3, 0]
+
+
+def _compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+
+
+def test_kernel_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    assert _counts(_as_in_another_process(example_kernels.count))
+    assert {path.suffix for path in folder.iterdir()} == {".so", ".lock"}
+    _compile_nothing(monkeypatch)
+    prepare()
+    assert _counts(_as_in_another_process(example_kernels.count))
+
+
+def test_kernel_runs_where_no_linker_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    assert _counts(_as_in_another_process(example_kernels.count))
+    assert {path.suffix for path in folder.iterdir()} == {".o", ".lock"}
+    _compile_nothing(monkeypatch)
+    assert _counts(_as_in_another_process(example_kernels.count))
+
+
+def test_kernel_is_compiled_again_where_its_file_is_damaged(folder: Path):
+    assert _counts(_as_in_another_process(example_kernels.count))
+    (path,) = folder.glob("*.so")
+    content = path.read_bytes()
+    path.unlink()  # not in place: this process has loaded it
+    path.write_bytes(content[:-7])
+    assert _counts(_as_in_another_process(example_kernels.count))
+    (path,) = folder.glob("*.so")
+    assert path.stem.endswith(libraries.hash_of(path.read_bytes()))
+
+
+def test_kernel_runs_where_no_folder_is_writable(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    (folder / "file").write_text("no folder")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder / "file"))
+    script = (
+        "from brevact.cpu_kernels import libraries\n"
+        "from tests.cpu_kernels.test_libraries import _counts, example_kernels\n"
+        "assert _counts(example_kernels.count)\n"
+        "print(libraries._folder_of_process())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert not Path(done.stdout.strip()).exists()
+
+
+def test_libraries_of_a_package_that_is_read_only_lie_in_the_users_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__pycache__").write_text("a file: no folder can be made here, by no user")
+    monkeypatch.setattr(libraries, "_PACKAGE", package)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    assert libraries.writable_folder() == tmp_path / "user" / "brevact"
+
+
+def test_kernel_of_other_sources_processors_or_settings_is_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def stem() -> str:
+        return _as_in_another_process(example_kernels.count).stem
+
+    stems = [stem()]
+    for name, value in (("_processor", lambda: "another"), ("_digest", lambda: "another"), ("version", lambda _: "0")):
+        with monkeypatch.context() as changed:
+            changed.setattr(libraries, name, value)
+            stems.append(stem())
+    with monkeypatch.context() as changed:
+        changed.setenv("NUMBA_CPU_NAME", "generic")
+        stems.append(stem())
+    assert len(set(stems)) == len(stems) and stem() == stems[0]
+
+
+def _run_kernels(start) -> None:
+    start.wait()
+    right = all(_counts(_as_in_another_process(example_kernels.count)) for _ in range(2))
+    os._exit(0 if right else 1)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_kernel_that_many_processes_want_at_once_is_compiled_once(folder: Path):
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(4)
+    workers = [context.Process(target=_run_kernels, args=(start,)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert len(list(folder.glob("*.so"))) == 1 and len(list(folder.iterdir())) == 2  # nothing half written
+
+
+def test_kernel_that_may_raise_is_refused_and_others_are_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    bad, good = map(_as_in_another_process, (example_kernels.divide, example_kernels.count))
+    with pytest.raises(RuntimeError, match="divide could not be compiled: TypeError: divide: kernels raise nothing"):
+        bad(0, 1, 0, 1)
+    _compile_nothing(monkeypatch)
+    assert _counts(good)
+
+
+def test_preparing_says_why_nothing_is_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    _as_in_another_process(example_kernels.count)
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(ImportError, match="by processes of Python"):
+        prepare()
+    monkeypatch.setattr(sys, "frozen", False)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    _as_in_another_process(example_kernels.count)
+    with pytest.raises(ImportError, match="NUMBA_DISABLE_JIT"):
+        prepare()
+
+
+def test_waiting_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(libraries, "PATIENCE", 0.0)
+    with caplog.at_level(logging.WARNING, "brevact"):
+        _as_in_another_process(example_kernels.count).address  # noqa: B018
+        _as_in_another_process(example_kernels.draw_words).address  # noqa: B018
+    assert caplog.messages == [f"brevact is compiling its CPU kernels (once, kept in {folder})"]
+
+
+def test_a_library_that_does_not_load_is_not_kept(tmp_path: Path):
+    assert not compiler._link("true", tmp_path / "kernel.o", tmp_path / "kernel.so")
+    assert not compiler._link("false", tmp_path / "kernel.o", tmp_path / "kernel.so")
