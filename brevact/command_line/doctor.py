@@ -15,7 +15,6 @@ import torch
 from packaging.requirements import Requirement
 from torch import nn
 
-import brevact
 from brevact.command_line.bytes_of_kernels import differing, kernels_of
 from brevact.cpu_kernels.libraries import LINKERS, folders, writable_folder
 from brevact.policy.attach import quantize_backward
@@ -141,7 +140,7 @@ def _caches() -> Iterator[Finding]:
         yield Finding(NOTE, f"{places} cannot be written: each process compiles kernels", "set NUMBA_CACHE_DIR")
     if next(filter(None, map(shutil.which, LINKERS)), None) is None:
         yield Finding(
-            NOTE, f"no linker ({', '.join(LINKERS)}): LLVM loads the kernels, 90 MiB a process", "install gcc"
+            NOTE, f"no linker ({', '.join(LINKERS)}): LLVM loads the kernels, 50 MiB a process", "install gcc"
         )
 
 

@@ -1,4 +1,4 @@
-"""Compile kernels to files: what the processes that :mod:`libraries` starts do."""
+"""Compile kernels to files: what the processes that :mod:`processes` starts do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,6 +61,8 @@ def main(folder: str, *tasks: str) -> None:
         folder: Where files are written.
         *tasks: Module, name and stem of the file of each kernel, with colons between.
     """
+    if hasattr(os, "nice"):
+        os.nice(10)  # what already runs of a training step comes first
     left, failed = [task.split(":") for task in tasks], False
     with open(Path(folder, "brevact.lock"), "a") as lock:
         for waits in (False, True):
@@ -100,7 +102,7 @@ def _held(lock: IO[str], place: int, waits: bool) -> Iterator[bool]:
 
 
 def object_of(kernel: Any) -> bytes:
-    """An object file with the C function that :class:`libraries.Kernel` describes.
+    """An object file with the C function that :class:`kernels.Kernel` describes.
 
     Args:
         kernel: Function that Numba compiles, of integers, the last two of which are a run of blocks.

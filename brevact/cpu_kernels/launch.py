@@ -14,7 +14,7 @@ from brevact.cpu_kernels.batch_norm import batch_norm
 from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.dequantize_grid import dequantize_grid
-from brevact.cpu_kernels.libraries import prepare
+from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.masks import mask_multiply, pack_mask, unpack_mask
 from brevact.cpu_kernels.moments import moments
 from brevact.cpu_kernels.pooling_blocks import join_maps, split_maps

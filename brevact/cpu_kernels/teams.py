@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 
 from brevact.cpu_kernels import threads
-from brevact.cpu_kernels.libraries import Kernel
+from brevact.cpu_kernels.kernels import Kernel
 
 SMALLEST_SHARE = 1 << 13
 """Elements a thread below which a team costs more than it brings."""

@@ -97,9 +97,7 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
         return importlib.import_module("brevact.triton_kernels") if has_triton else None
     try:
         found = importlib.import_module("brevact.cpu_kernels.launch")
-        _log.info(
-            "CPU tensors are quantized by kernels that Numba compiles, in processes of their own, when first needed"
-        )
+        _log.info("CPU tensors are quantized by kernels, which Numba compiles once on a machine")
     except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well
         warnings.warn(
             f"Numba does not work here ({type(error).__name__}: {error}); CPU tensors are quantized by plain torch, to "

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from brevact.cpu_kernels import compiler, libraries
-from brevact.cpu_kernels.libraries import Kernel, prepare
+from brevact.cpu_kernels import compiler, kernels, libraries, processes
+from brevact.cpu_kernels.kernels import Kernel, prepare
 from tests.cpu_kernels import example_kernels
 
 
@@ -21,8 +21,8 @@ from tests.cpu_kernels import example_kernels
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for libraries, and a process that has asked for none."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(libraries, "_kernels", [])
-    monkeypatch.setattr(libraries, "_compilers", libraries._Compilers())
+    monkeypatch.setattr(kernels, "_kernels", [])
+    monkeypatch.setattr(processes, "_compilers", processes.Compilers())
     return tmp_path
 
 
@@ -74,7 +74,7 @@ def test_kernel_runs_where_no_folder_is_writable(folder: Path, monkeypatch: pyte
         "from brevact.cpu_kernels import libraries\n"
         "from tests.cpu_kernels.test_libraries import _counts, example_kernels\n"
         "assert _counts(example_kernels.count)\n"
-        "print(libraries._folder_of_process())"
+        "print(libraries.folder_of_process())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert not Path(done.stdout.strip()).exists()
@@ -86,7 +86,7 @@ def test_libraries_of_a_package_that_is_read_only_lie_in_the_users_folder(
     package = tmp_path / "package"
     package.mkdir()
     (package / "__pycache__").write_text("a file: no folder can be made here, by no user")
-    monkeypatch.setattr(libraries, "_PACKAGE", package)
+    monkeypatch.setattr(libraries, "PACKAGE", package)
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert libraries.writable_folder() == tmp_path / "user" / "brevact"
@@ -94,10 +94,10 @@ def test_libraries_of_a_package_that_is_read_only_lie_in_the_users_folder(
 
 def test_kernel_of_other_sources_processors_or_settings_is_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def stem() -> str:
-        return _as_in_another_process(example_kernels.count).stem
+        return _as_in_another_process(example_kernels.count).task.stem
 
     stems = [stem()]
-    for name, value in (("_processor", lambda: "another"), ("_digest", lambda: "another"), ("version", lambda _: "0")):
+    for name, value in (("_processor", lambda: "another"), ("_digest", lambda: "another"), ("_versions", lambda: "0")):
         with monkeypatch.context() as changed:
             changed.setattr(libraries, name, value)
             stems.append(stem())
@@ -148,7 +148,7 @@ def test_preparing_says_why_nothing_is_compiled(folder: Path, monkeypatch: pytes
 
 
 def test_waiting_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(libraries, "PATIENCE", 0.0)
+    monkeypatch.setattr(processes, "PATIENCE", 0.0)
     with caplog.at_level(logging.WARNING, "brevact"):
         _as_in_another_process(example_kernels.count).address  # noqa: B018
         _as_in_another_process(example_kernels.draw_words).address  # noqa: B018

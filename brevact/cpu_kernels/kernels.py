@@ -1,0 +1,76 @@
+"""Kernels: functions that Numba compiles in other processes, run here from the libraries that come of that."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+from brevact.cpu_kernels.libraries import find, load, stem_of
+from brevact.cpu_kernels.processes import Task, compilers
+
+
+class Kernel:
+    """A function that works on a run of blocks, `function(*arguments, start, stop)`, all integers.
+
+    Its C function takes the address of int64 words: the arguments, the number of blocks, the blocks of a piece, and the
+    first block that nobody has taken. It takes pieces until none is left, so that any number of threads may call it.
+
+    Args:
+        function: Function of a module, to be compiled; its source is in the names of :mod:`memory`.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        functools.update_wrapper(self, function)
+        self.words = ctypes.c_int64 * (function.__code__.co_argcount + 1)
+        _kernels.append(self)
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Address of the C function, compiled when it is first asked for.
+
+        Raises:
+            RuntimeError: It cannot be compiled.
+        """
+        while True:
+            path = find(self.task.stem) or compilers().wait_for(self.task, missing())
+            try:
+                return load(path)
+            except (OSError, ValueError):  # damaged: compiled anew
+                path.unlink()
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """What is to be compiled."""
+        return Task(self.__module__, self.__name__, stem_of(self.__wrapped__))
+
+    @functools.cached_property
+    def _function(self) -> Callable[[int], None]:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
+    def __call__(self, *arguments: int) -> None:
+        """Run the blocks from the last but one argument to the last one, in this thread, without the GIL."""
+        *others, start, stop = arguments
+        words = self.words(*others, stop, stop - start, start)
+        self._function(ctypes.addressof(words))
+
+
+_kernels: list[Kernel] = []
+
+
+def missing() -> list[Task]:
+    """What is not compiled yet, of the kernels of all modules that are imported."""
+    return [kernel.task for kernel in _kernels if find(kernel.task.stem) is None]
+
+
+def prepare() -> None:
+    """Compile the kernels that are missing; returns when one of them is there.
+
+    Raises:
+        ImportError: They cannot be compiled here.
+    """
+    if tasks := missing():
+        try:
+            compilers().wait_for(min(tasks, key=Task.rank), tasks)
+        except RuntimeError as error:
+            raise ImportError(str(error)) from error

@@ -1,0 +1,151 @@
+"""Processes that compile kernels, for this process and for all others that use the folder."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+
+from brevact.cpu_kernels.libraries import PACKAGE, find, folder_of_process, writable_folder
+
+logger = logging.getLogger("brevact")
+
+PATIENCE = 3.0
+"""Seconds that a process waits for kernels before it says what it waits for."""
+
+_MOST_PROCESSES = 4
+_POLL = 0.01
+_FIRST = ("batch_norm", "quantize", "dequantize", "masks", "segments")
+"""Modules of the kernels that a training step needs."""
+
+
+class Task(NamedTuple):
+    """A kernel to compile.
+
+    Args:
+        module: Where its function is.
+        name: Of the function.
+        stem: Start of the name of its file.
+    """
+
+    module: str
+    name: str
+    stem: str
+
+    def rank(self) -> int:
+        """Place in the order of compilation."""
+        name = self.module.rpartition(".")[2]
+        return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+
+
+_START = """
+import sys, types, unittest.mock
+del sys.path[0]
+sys.modules["brevact"] = types.ModuleType("brevact")  # without what its __init__ imports
+sys.modules["brevact"].__path__ = [sys.argv[1]]
+for name in ("torch", "brevact.private_names.of_torch"):  # launchers need them, kernels do not: a second each
+    sys.modules[name] = unittest.mock.MagicMock()
+from brevact.cpu_kernels.compiler import main
+main(*sys.argv[2:])
+"""
+
+
+class Compilers:
+    """The processes that this one has started."""
+
+    def __init__(self) -> None:
+        self._processes: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
+        self._asked: set[str] = set()
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        self._said = False
+
+    def wait_for(self, wanted: Task, others: Sequence[Task]) -> Path:
+        """Return the file of a kernel when it is there.
+
+        Args:
+            wanted: The kernel.
+            others: What is compiled as well, afterwards too.
+
+        Raises:
+            RuntimeError: It cannot be compiled.
+        """
+        started, begin = False, time.monotonic()
+        while True:
+            with self._lock:
+                ended = all(process.poll() is not None for process, _ in self._processes)
+                if path := find(wanted.stem):
+                    self._seconds += time.monotonic() - begin
+                    return path
+                if ended or wanted.stem not in self._asked:
+                    if started:
+                        raise RuntimeError(f"the kernel {wanted.name} could not be compiled: {self._errors()}")
+                    self._start({wanted, *others})
+                    started = True
+            if not self._said and self._seconds + time.monotonic() - begin > PATIENCE:
+                self._said = True
+                kept = writable_folder()
+                where = f"once, kept in {kept}" if kept else "in each process, as no folder is writable to keep them in"
+                logger.warning("brevact is compiling its CPU kernels (%s)", where)
+            time.sleep(_POLL)
+
+    def _start(self, tasks: set[Task]) -> None:
+        """Start processes that compile these kernels, a kernel at a time each, and none twice."""
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise RuntimeError("kernels are compiled by processes of Python, and sys.executable is none")
+        self.stop()
+        folder = writable_folder() or folder_of_process()
+        self._asked = {task.stem for task in tasks}
+        arguments = [":".join(task) for task in sorted(tasks, key=Task.rank)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        environment["NUMBA_OPT"] = "0"  # LLVM optimizes the whole of a kernel, once
+        for _ in range(min(_MOST_PROCESSES, torch.get_num_threads(), len(tasks))):
+            errors = tempfile.TemporaryFile()
+            command = [sys.executable, "-c", _START, str(PACKAGE.parent), str(folder), *arguments]
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
+            self._processes.append((subprocess.Popen(command, env=environment, **quiet), errors))
+
+    def _errors(self) -> str:
+        """The last lines of what the processes said."""
+        said = []
+        for _, errors in self._processes:
+            errors.seek(0)
+            said += errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        return "; ".join(dict.fromkeys(said)) or "its compiler ended without a word"
+
+    def stop(self) -> None:
+        """End the processes; what is not compiled yet is compiled when it is next asked for."""
+        for process, errors in self._processes:
+            process.terminate()
+            process.wait()
+            errors.close()
+        self._processes = []
+
+
+_compilers = Compilers()
+atexit.register(lambda: _compilers.stop())
+
+
+def compilers() -> Compilers:
+    """Those of this process."""
+    return _compilers
+
+
+def _start_afresh() -> None:
+    """Forget processes that belong to the parent of a fork."""
+    global _compilers
+    _compilers = Compilers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_afresh)
