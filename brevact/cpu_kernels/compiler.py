@@ -64,7 +64,10 @@ def main(folder: str, *tasks: str) -> None:
     if hasattr(os, "nice"):
         os.nice(10)  # what already runs of a training step comes first
     left, failed = [task.split(":") for task in tasks], False
-    with open(Path(folder, "brevact.lock"), "a") as lock:
+    with contextlib.ExitStack() as stack:
+        lock = None
+        with contextlib.suppress(OSError):  # of another user: kernels may be compiled twice
+            lock = stack.enter_context(open(Path(folder, "brevact.lock"), "a"))
         for waits in (False, True):
             for task in list(left):
                 module, name, stem = task
@@ -82,12 +85,13 @@ def main(folder: str, *tasks: str) -> None:
 
 
 @contextlib.contextmanager
-def _held(lock: IO[str], place: int, waits: bool) -> Iterator[bool]:
+def _held(lock: IO[str] | None, place: int, waits: bool) -> Iterator[bool]:
     """Hold a byte of a file that other processes lock, too; whether it is held: always, if the process waits for it."""
-    how = 0 if fcntl is None else fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB)
+    if fcntl is None or lock is None:
+        yield True
+        return
     try:
-        if fcntl is not None:
-            fcntl.lockf(lock, how, 1, place)
+        fcntl.lockf(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
     except (BlockingIOError, PermissionError):
         yield False
         return
@@ -96,9 +100,8 @@ def _held(lock: IO[str], place: int, waits: bool) -> Iterator[bool]:
     try:
         yield True
     finally:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.lockf(lock, fcntl.LOCK_UN, 1, place)
+        with contextlib.suppress(OSError):
+            fcntl.lockf(lock, fcntl.LOCK_UN, 1, place)
 
 
 def object_of(kernel: Any) -> bytes:

@@ -109,6 +109,7 @@ class Compilers:
         arguments = [":".join(task) for task in sorted(tasks, key=Task.rank)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         environment["NUMBA_OPT"] = "0"  # LLVM optimizes the whole of a kernel, once
+        environment["PYTHONWARNINGS"] = "ignore"
         for _ in range(min(_MOST_PROCESSES, torch.get_num_threads(), len(tasks))):
             errors = tempfile.TemporaryFile()
             command = [sys.executable, "-c", _START, str(PACKAGE.parent), str(folder), *arguments]
