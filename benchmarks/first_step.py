@@ -5,7 +5,7 @@
 
 Each case is a process of its own (`benchmarks.training_case`). `compiled` is the first one on a machine: no kernel is
 there. `loaded` is every later one. Cases take turns; seconds are medians of the rounds, and `more` is what they exceed
-the plain process by, which does not count the import of brevact. `imported` is what that takes.
+the plain process by, which does not import brevact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.records import append_rows, check_columns, print_table
 from benchmarks.training_case import MODELS, TrainingCase
 
 CASES = "plain", "compiled", "loaded"
-COLUMNS = "model", "batch_size", "case", "rounds", "imported", "seconds", "more"
+COLUMNS = "model", "batch_size", "case", "rounds", "seconds", "more"
 
 
 def measured(model: str, rounds: int) -> list[dict[str, Any]]:
@@ -35,7 +35,6 @@ def measured(model: str, rounds: int) -> list[dict[str, Any]]:
     """
     batch_size, depth = MODELS[model]
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
-    imported: dict[str, list[float]] = {case: [] for case in CASES}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             for case in CASES:
@@ -45,13 +44,11 @@ def measured(model: str, rounds: int) -> list[dict[str, Any]]:
                 if "error" in found:
                     raise RuntimeError(f"{model}, {case}: {found['error']}")
                 seconds[case].append(found["first_step_s"])
-                imported[case].append(found["import_s"] if case != "plain" else 0.0)
     plain = statistics.median(seconds["plain"])
     rows = []
     for case in CASES:
         median = statistics.median(seconds[case])
-        times = statistics.median(imported[case]), median, median - plain
-        values = model, batch_size, case, rounds, *(round(time, 2) for time in times)
+        values = model, batch_size, case, rounds, round(median, 2), round(median - plain, 2)
         rows.append(dict(zip(COLUMNS, values, strict=True)))
     return rows
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import brevitas.nn as qnn
 import torch
@@ -167,7 +168,7 @@ def measure(net: str, args: argparse.Namespace) -> list[dict[str, object]]:
     labels = torch.randint(0, 10, (args.batch_size,))
     models = variants(net, args.policy, images, collecting=args.collecting)
     kept = {name: kept_bytes(model, images) for name, model in models.items()}
-    resident = {name: kept_resident_bytes(model, images, labels) for name, model in models.items()}
+    resident = {name: kept_resident_bytes(partial(loss_of, model, images, labels)) for name, model in models.items()}
 
     def step(model: nn.Module) -> None:
         model.zero_grad()

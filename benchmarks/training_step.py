@@ -1,7 +1,8 @@
-"""A training step of EfficientNetV2 on the CPU: what is kept for backward, and how long the step takes.
+"""A training step on the CPU: what is kept for backward, and how long the step takes.
 
     python -m benchmarks.training_step                       # EfficientNetV2-S, batch 16, 32x32 images
-    python -m benchmarks.training_step --size nano --batch-size 128 --policies DEFAULT NearestBackward2bit
+    python -m benchmarks.training_step --model efficientnetv2-nano --batch-size 128 --policies NearestBackward2bit
+    python -m benchmarks.training_step --model resnet50      # 8 images of 224x224; gpt2: 4 sequences of 256 tokens
 
 Bytes are measured twice: the distinct storages that autograd keeps (`brevact.memory_report`), and the growth of the
 process's resident memory between the start of a step and the start of its backward pass, known on Linux only. Each
@@ -13,6 +14,7 @@ plain step of the same round. The first steps are not timed: the heap and Python
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import statistics
 import time
@@ -26,26 +28,33 @@ from torch import Tensor, nn
 import brevact
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
+from recipes.models import resnet50
 from recipes.models.efficientnetv2 import SIZES, efficientnetv2
 from recipes.policy_names import named_policy
 
 _MIB = 2**20
 _WARM_UP = 10
+MODELS = {f"efficientnetv2-{size}": (16, 32) for size in SIZES} | {"resnet50": (8, 224), "gpt2": (4, 0)}
+"""Batch size, and the sides of images or 0, by model."""
 
 
-def kept_resident_bytes(model: nn.Module, images: Tensor, labels: Tensor) -> int | None:
-    """Growth of the resident memory between the start of a step and the start of its backward pass, where known."""
-    loss_of(model, images, labels).backward()  # gradients, scratch buffers and code are there after a first step
+def kept_resident_bytes(forward: Callable[[], Tensor]) -> int | None:
+    """Growth of the resident memory between the start of a step and the start of its backward pass, where known.
+
+    Args:
+        forward: Returns the loss.
+    """
+    forward().backward()  # gradients, scratch buffers and code are there after a first step
     before = resident_bytes()
-    loss = loss_of(model, images, labels)
+    loss = forward()
     after = resident_bytes()
     loss.backward()
     return None if before is None or after is None else after - before
 
 
-def kept_bytes(model: nn.Module, images: Tensor) -> int:
+def kept_bytes(model: nn.Module, batch: Tensor) -> int:
     """Bytes that a model keeps for backward; without a backward quantizer, what torch keeps."""
-    report = brevact.memory_report(model, images)
+    report = brevact.memory_report(model, batch)
     return report.plain_bytes if report.note else report.saved_bytes
 
 
@@ -81,23 +90,39 @@ def alternate(steps: dict[str, Callable[[], float]], rounds: int, warm_up: int =
 class _Loaded:
     """The variant that a process trains."""
 
-    model: nn.Module
-    images: Tensor
-    labels: Tensor
+    forward: Callable[[], Tensor]
     optimizer: torch.optim.Optimizer
 
 
-def _load(size: str, batch_size: int, image_size: int, policy: str) -> tuple[int, int, int | None]:
+def _build(name: str, batch_size: int, image_size: int) -> tuple[nn.Module, Tensor, Callable[[nn.Module], Tensor]]:
+    """A model, its batch, and what computes its loss."""
+    if name == "gpt2":
+        from benchmarks.torchvision_ops import declare_missing_ops
+
+        declare_missing_ops()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        model = GPT2LMHeadModel(GPT2Config()).train()
+        tokens = torch.randint(0, model.config.vocab_size, (batch_size, 256))
+        return model, tokens, lambda model: model(tokens, labels=tokens, use_cache=False).loss
+    images = torch.randn(batch_size, 3, image_size, image_size)
+    labels = torch.randint(0, 10, (batch_size,))
+    if name == "resnet50":
+        return resnet50(classes=1000), images, lambda model: loss_of(model, images, labels)
+    size = name.removeprefix("efficientnetv2-")
+    model = efficientnetv2(size, image_size=image_size, classes=10)
+    return model, images, lambda model: loss_of(model, images, labels)
+
+
+def _load(name: str, batch_size: int, image_size: int, policy: str) -> tuple[int, int, int | None]:
     """Build the model of a policy, or the plain one; its parameters, and bytes kept for backward and their growth."""
     torch.manual_seed(0)
-    _Loaded.images = torch.randn(batch_size, 3, image_size, image_size)
-    _Loaded.labels = torch.randint(0, 10, (batch_size,))
-    model = efficientnetv2(size, image_size=image_size, classes=10)
-    _Loaded.model = model if policy == "plain" else named_policy(policy).apply(model)
+    plain, batch, loss = _build(name, batch_size, image_size)
+    model = plain if policy == "plain" else named_policy(policy).apply(plain)
+    _Loaded.forward = functools.partial(loss, model)
     _Loaded.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    parameters = sum(p.numel() for p in _Loaded.model.parameters())
-    kept = kept_bytes(_Loaded.model, _Loaded.images)
-    return parameters, kept, kept_resident_bytes(_Loaded.model, _Loaded.images, _Loaded.labels)
+    parameters = sum(p.numel() for p in model.parameters())
+    return parameters, kept_bytes(model, batch), kept_resident_bytes(_Loaded.forward)
 
 
 def _step() -> float:
@@ -106,28 +131,31 @@ def _step() -> float:
 
 def _train() -> None:
     _Loaded.optimizer.zero_grad()
-    loss_of(_Loaded.model, _Loaded.images, _Loaded.labels).backward()
+    _Loaded.forward().backward()
     _Loaded.optimizer.step()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="s")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--image-size", type=int, default=32)
+    parser.add_argument("--model", choices=MODELS, default="efficientnetv2-s")
+    parser.add_argument("--batch-size", type=int, help="default: 16 images, 8 images, 4 sequences, by model")
+    parser.add_argument("--image-size", type=int, help="default: 32, of resnet50 224")
     default = [named_policy("DEFAULT"), named_policy("StochBackward2bit")]
     parser.add_argument("--policies", nargs="+", type=named_policy, default=default, metavar="POLICY")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
+    batch_size, image_size = MODELS[args.model]
+    args.batch_size = batch_size if args.batch_size is None else args.batch_size
+    args.image_size = image_size if args.image_size is None else args.image_size
     for name in ("batch_size", "rounds"):
         if (value := getattr(args, name)) < 1:
             parser.error(f"--{name.replace('_', '-')} {value} is not possible: use at least 1")
 
     with ExitStack() as stack:
         context = multiprocessing.get_context("spawn")
-        sizes = args.size, args.batch_size, args.image_size
+        sizes = args.model, args.batch_size, args.image_size
         processes = {
             name: stack.enter_context(ProcessPoolExecutor(1, context))
             for name in ("plain", *(policy.name for policy in args.policies))
@@ -135,8 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {name: process.submit(_load, *sizes, name).result() for name, process in processes.items()}
         parameters, kept, resident = ({name: memory[i] for name, memory in found.items()} for i in range(3))
         print(
-            f"EfficientNetV2-{args.size}, {parameters['plain'] / 1e6:.1f} M parameters, batch {args.batch_size}, "
-            f"{args.image_size}x{args.image_size}"
+            f"{args.model}, {parameters['plain'] / 1e6:.1f} M parameters, batch {args.batch_size}, "
+            + (f"{args.image_size}x{args.image_size}" if args.image_size else "256 tokens")
         )
         if resident["plain"] is None:
             print("resident memory is left out: it is known on Linux only")
@@ -145,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     rows = [
         {
-            "model": f"EfficientNetV2-{args.size}",
+            "model": args.model,
             "batch_size": args.batch_size,
             "image_size": args.image_size,
             "stored": name,

@@ -20,7 +20,7 @@ def test_main_refuses_numbers_below_1(option, capsys):
 
 @pytest.mark.exhaustive
 def test_main_prints_a_row_for_each_variant(capsys):
-    main(["--size", "nano", "--batch-size", "2", "--image-size", "32", "--rounds", "1"])
+    main(["--model", "efficientnetv2-nano", "--batch-size", "2", "--image-size", "32", "--rounds", "1"])
     title, *table = capsys.readouterr().out.splitlines()
     assert title.endswith("M parameters, batch 2, 32x32")
     header, *rows = [line.split() for line in table[-4:]]
