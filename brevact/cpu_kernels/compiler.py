@@ -31,9 +31,6 @@ except ImportError:  # Windows: processes may compile the same kernel
 if numba.config.DISABLE_JIT:
     raise ImportError("Numba's compiler is disabled (NUMBA_DISABLE_JIT), and the kernels run compiled only")
 
-sys.modules["brevact.cpu_kernels.memory"] = intrinsics  # here, kernels are written in these names
-
-
 _C_FUNCTION = """
 declare i32 @{own}(ptr, ptr, i64)
 declare void @raised()
@@ -61,6 +58,7 @@ def main(folder: str, *tasks: str) -> None:
         folder: Where files are written.
         *tasks: Module, name and stem of the file of each kernel, with colons between.
     """
+    sys.modules["brevact.cpu_kernels.memory"] = intrinsics  # here, kernels are written in these names
     if hasattr(os, "nice"):
         os.nice(10)  # what already runs of a training step comes first
     left, failed = [task.split(":") for task in tasks], False

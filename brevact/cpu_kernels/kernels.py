@@ -33,7 +33,7 @@ class Kernel:
             RuntimeError: It cannot be compiled.
         """
         while True:
-            path = find(self.task.stem) or compilers().wait_for(self.task, missing())
+            path = find(self.task.stem) or compilers().wait_for(self.task, _usual())
             try:
                 return load(path)
             except (OSError, ValueError):  # damaged: compiled anew
@@ -58,19 +58,20 @@ class Kernel:
 _kernels: list[Kernel] = []
 
 
-def missing() -> list[Task]:
-    """What is not compiled yet, of the kernels of all modules that are imported."""
-    return [kernel.task for kernel in _kernels if find(kernel.task.stem) is None]
+def _usual() -> list[Task]:
+    """What a training step needs: it is compiled with the first kernel that is, side by side."""
+    tasks = [kernel.task for kernel in _kernels if kernel.task.is_usual()]
+    return [task for task in tasks if find(task.stem) is None]
 
 
 def prepare() -> None:
-    """Compile the kernels that are missing; returns when one of them is there.
+    """Find out whether kernels can be compiled, if none is there yet: returns when the first one is.
 
     Raises:
         ImportError: They cannot be compiled here.
     """
-    if tasks := missing():
+    if not any(find(kernel.task.stem) for kernel in _kernels):
         try:
-            compilers().wait_for(min(tasks, key=Task.rank), tasks)
+            compilers().wait_for(min((kernel.task for kernel in _kernels), key=Task.rank), _usual())
         except RuntimeError as error:
             raise ImportError(str(error)) from error

@@ -47,6 +47,10 @@ class Task(NamedTuple):
         name = self.module.rpartition(".")[2]
         return _FIRST.index(name) if name in _FIRST else len(_FIRST)
 
+    def is_usual(self) -> bool:
+        """Whether a training step needs it."""
+        return self.rank() < len(_FIRST)
+
 
 _START = """
 import sys, types, unittest.mock

@@ -130,7 +130,7 @@ def test_kernel_that_many_processes_want_at_once_is_compiled_once(folder: Path):
 def test_kernel_that_may_raise_is_refused_and_others_are_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch):
     bad, good = map(_as_in_another_process, (example_kernels.divide, example_kernels.count))
     with pytest.raises(RuntimeError, match="divide could not be compiled: TypeError: divide: kernels raise nothing"):
-        bad(0, 1, 0, 1)
+        processes.compilers().wait_for(bad.task, [good.task])
     _compile_nothing(monkeypatch)
     assert _counts(good)
 
