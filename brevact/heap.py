@@ -5,12 +5,14 @@ maps by themselves. When more is free at the end of the heap than it has learned
 of it, and each step of a training run faults it in again, page by page. With packed activations little of a process
 lives long, and what is free at the end of the heap is in use again soon.
 
-So both sizes are set when the first activation on the CPU is about to be packed by kernels: up to 256 MiB that are free
-at the end of the heap stay, and tensors from 16 MiB on are mapped, and returned as soon as they are freed, unless free
-memory of the heap holds them. Mapping smaller ones would leave fewer gaps, but each step would fault them in again: from
-8 MiB on, that costs a step of ResNet-50 a fifth of its time. It is left as it is where the environment says so: `BREVACT_MALLOPT=0`, or settings of glibc's own
-that concern these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is
-overridden. Other allocators and other systems are left alone.
+So both sizes are set when the first activation on the CPU is about to be packed by kernels: up to 128 MiB that are free
+at the end of the heap stay, and tensors from 32 MiB on are mapped, and returned as soon as they are freed, unless free
+memory of the heap holds them. Mapping smaller ones would leave fewer gaps, but a step would fault them in again: from
+8 MiB on, that costs ResNet-50 on images of 224x224 a fifth of a step.
+
+The heap is left as it is where the environment says so: `BREVACT_MALLOPT=0`, or settings of glibc's own that concern
+these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is overridden. Other
+allocators and other systems are left alone.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ import platform
 from collections.abc import Mapping
 
 VARIABLE = "BREVACT_MALLOPT"
-SMALLEST_MAPPED = 16 << 20
+SMALLEST_MAPPED = 32 << 20
 """Bytes from which a tensor is mapped by itself, if free memory of the heap does not hold it."""
 
-MOST_KEPT = 256 << 20
+MOST_KEPT = 128 << 20
 """Bytes that may be free at the end of the heap."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>

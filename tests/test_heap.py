@@ -13,7 +13,7 @@ from brevact import heap
 
 OURS = ("BREVACT_MALLOPT", "GLIBC_TUNABLES", "LD_PRELOAD")
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-#: Prints whether 9 MiB lie on the heap, which 30 MiB that were mapped and freed let glibc do from then on.
+#: Prints whether 9 MiB lie on the heap, and 33 and 20 once an activation is packed; glibc by itself learns of the 9.
 CODE = """
 import torch
 from brevact.quantizers import UniformQuantizer
@@ -25,10 +25,9 @@ def is_on_heap(mib):
         if start <= x.data_ptr() < stop:
             return line.rstrip().endswith("[heap]")
 
-torch.empty(30 << 20, dtype=torch.uint8)
 before = is_on_heap(9)
 UniformQuantizer(bit_width=4).quantize(torch.randn(512), 0)
-print(before, is_on_heap(9), is_on_heap(7))
+print(before, is_on_heap(33), is_on_heap(20))
 """
 
 
@@ -41,17 +40,17 @@ def run(code: str = CODE, **environment: str) -> list[str]:
 
 
 @glibc
-def test_the_first_packed_tensor_lets_large_ones_be_mapped():
-    assert run() == ["True", "False", "True"]
+def test_the_first_packed_tensor_lets_all_but_large_ones_lie_on_the_heap():
+    assert run() == ["False", "False", "True"]
 
 
 @glibc
 @pytest.mark.parametrize(
-    "environment",
-    [{"BREVACT_MALLOPT": "0"}, {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "33554432"}],
+    ("environment", "is_on_heap"),
+    [({"BREVACT_MALLOPT": "0"}, "False"), ({"MALLOC_MMAP_THRESHOLD_": "67108864"}, "True")],
 )
-def test_what_the_user_has_set_stays(environment: dict[str, str]):
-    assert run(**environment) == ["True", "True", "True"]
+def test_what_the_user_has_set_stays(environment: dict[str, str], is_on_heap: str):
+    assert run(**environment) == [is_on_heap] * 3
 
 
 #: Prints the MiB that stay resident when small tensors, then large ones, were made and freed.
@@ -65,18 +64,18 @@ def resident():
 
 UniformQuantizer(bit_width=4).quantize(torch.randn(512), 0)
 before = resident()
-small = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(30)]
+small = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(60)]
 del small
-large = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(5)]
+large = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(10)]
 del large
 print(resident() - before)
 """
 
 
 @glibc
-def test_no_more_than_glibc_may_learn_to_keep_stays_resident():
+def test_no_more_than_the_bound_stays_resident():
     (kept,) = run(FREED)
-    assert float(kept) < 64 + 24 + 1  # the end of the heap, and large pages of one tensor below it
+    assert float(kept) < 128 + 24 + 1  # the end of the heap, and large pages of one tensor below it
 
 
 @glibc
