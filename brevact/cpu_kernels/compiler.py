@@ -60,7 +60,7 @@ def main(folder: str, *tasks: str) -> None:
     """
     sys.modules["brevact.cpu_kernels.memory"] = intrinsics  # here, kernels are written in these names
     if hasattr(os, "nice"):
-        os.nice(10)  # what already runs of a training step comes first
+        os.nice(5)  # what already runs of a training step comes first
     left, failed = [task.split(":") for task in tasks], False
     with contextlib.ExitStack() as stack:
         lock = None

@@ -53,8 +53,9 @@ class Task(NamedTuple):
 
 
 _START = """
-import sys, types, unittest.mock
-del sys.path[0]
+import sys
+sys.path[:] = filter(None, sys.path)  # what lies in the current folder may have the name of a module
+import types, unittest.mock
 sys.modules["brevact"] = types.ModuleType("brevact")  # without what its __init__ imports
 sys.modules["brevact"].__path__ = [sys.argv[1]]
 for name in ("torch", "brevact.private_names.of_torch"):  # launchers need them, kernels do not: a second each
@@ -75,7 +76,7 @@ class Compilers:
         self._said = False
 
     def wait_for(self, wanted: Task, others: Sequence[Task]) -> Path:
-        """Return the file of a kernel when it is there.
+        """Return the file of a kernel when it is there; made in a folder of this process if it cannot be elsewhere.
 
         Args:
             wanted: The kernel.
@@ -84,7 +85,7 @@ class Compilers:
         Raises:
             RuntimeError: It cannot be compiled.
         """
-        started, begin = False, time.monotonic()
+        places, begin = iter((writable_folder, folder_of_process)), time.monotonic()
         while True:
             with self._lock:
                 ended = all(process.poll() is not None for process, _ in self._processes)
@@ -92,10 +93,10 @@ class Compilers:
                     self._seconds += time.monotonic() - begin
                     return path
                 if ended or wanted.stem not in self._asked:
-                    if started:
+                    place = next(places, None)
+                    if place is None:
                         raise RuntimeError(f"the kernel {wanted.name} could not be compiled: {self._errors()}")
-                    self._start({wanted, *others})
-                    started = True
+                    self._start({wanted, *others}, place() or folder_of_process())
             if not self._said and self._seconds + time.monotonic() - begin > PATIENCE:
                 self._said = True
                 kept = writable_folder()
@@ -103,15 +104,18 @@ class Compilers:
                 logger.warning("brevact is compiling its CPU kernels (%s)", where)
             time.sleep(_POLL)
 
-    def _start(self, tasks: set[Task]) -> None:
-        """Start processes that compile these kernels, a kernel at a time each, and none twice."""
+    def _start(self, tasks: set[Task], folder: Path) -> None:
+        """Start processes that compile these kernels into a folder, a kernel at a time each, and none twice."""
         if not sys.executable or getattr(sys, "frozen", False):
             raise RuntimeError("kernels are compiled by processes of Python, and sys.executable is none")
         self.stop()
-        folder = writable_folder() or folder_of_process()
         self._asked = {task.stem for task in tasks}
         arguments = [":".join(task) for task in sorted(tasks, key=Task.rank)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "OMP_NUM_THREADS": "1",
+        }
         environment["NUMBA_OPT"] = "0"  # LLVM optimizes the whole of a kernel, once
         environment["PYTHONWARNINGS"] = "ignore"
         for _ in range(min(_MOST_PROCESSES, torch.get_num_threads(), len(tasks))):

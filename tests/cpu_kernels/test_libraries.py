@@ -23,6 +23,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(kernels, "_kernels", [])
     monkeypatch.setattr(processes, "_compilers", processes.Compilers())
+    monkeypatch.setattr(libraries, "_temporary", [])
+    libraries.folder_of_process.cache_clear()
     return tmp_path
 
 
@@ -78,6 +80,19 @@ def test_kernel_runs_where_no_folder_is_writable(folder: Path, monkeypatch: pyte
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert not Path(done.stdout.strip()).exists()
+
+
+def test_kernel_runs_where_the_folder_takes_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "writable_folder", lambda: folder / "gone")
+    assert _counts(_as_in_another_process(example_kernels.count))
+    assert list(folder.iterdir()) == []
+
+
+def test_the_current_folder_hides_no_module(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("types", "fcntl", "numba"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    assert _counts(_as_in_another_process(example_kernels.count))
 
 
 def test_libraries_of_a_package_that_is_read_only_lie_in_the_users_folder(
