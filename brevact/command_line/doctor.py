@@ -97,7 +97,7 @@ def _kernels() -> Iterator[Finding]:
             yield Finding(
                 WRONG,
                 f"{where}: {name} writes other bytes than plain torch: {', '.join(wrong)}",
-                "empty Numba's and Triton's caches; if it stays, report it with the output of this command",
+                "empty Triton's cache, and the folder of compiled kernels; if it stays, report it with this output",
             )
         else:
             yield Finding(OK, f"{where}: kernels of {name}, {count} cases with the bytes of plain torch")

@@ -90,11 +90,10 @@ def _held(lock: IO[str] | None, place: int, waits: bool) -> Iterator[bool]:
         return
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB), 1, place)
-    except (BlockingIOError, PermissionError):
-        yield False
-        return
-    except OSError:  # a file system without locks
-        pass
+    except OSError as error:  # or a file system without locks
+        if isinstance(error, BlockingIOError | PermissionError) and not waits:
+            yield False
+            return
     try:
         yield True
     finally:

@@ -22,34 +22,34 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]) -> None:
         functools.update_wrapper(self, function)
+        self._task: Task | None = None
+        self._address: int | None = None
+        self._function: Callable[[int], None] | None = None
         self.words = ctypes.c_int64 * (function.__code__.co_argcount + 1)
         _kernels.append(self)
 
-    @functools.cached_property
+    @property
     def address(self) -> int:
         """Address of the C function, compiled when it is first asked for.
 
         Raises:
             RuntimeError: It cannot be compiled.
         """
-        while True:
-            path = find(self.task.stem) or compilers().wait_for(self.task, _usual())
-            try:
-                return load(path)
-            except (OSError, ValueError):  # damaged: compiled anew
-                path.unlink()
+        while self._address is None:
+            self._address = load(find(self.task.stem) or compilers().wait_for(self.task, _usual()))
+        return self._address
 
-    @functools.cached_property
+    @property
     def task(self) -> Task:
         """What is to be compiled."""
-        return Task(self.__module__, self.__name__, stem_of(self.__wrapped__))
-
-    @functools.cached_property
-    def _function(self) -> Callable[[int], None]:
-        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+        if self._task is None:
+            self._task = Task(self.__module__, self.__name__, stem_of(self.__wrapped__))
+        return self._task
 
     def __call__(self, *arguments: int) -> None:
         """Run the blocks from the last but one argument to the last one, in this thread, without the GIL."""
+        if self._function is None:
+            self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         *others, start, stop = arguments
         words = self.words(*others, stop, stop - start, start)
         self._function(ctypes.addressof(words))

@@ -30,6 +30,14 @@ LINKERS = "cc", "gcc", "clang", "ld"
 
 PACKAGE = Path(__file__).parent
 
+_WITHOUT_EFFECT = {"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_OPT"}
+_OF_PROCESSOR = {
+    *("vendor_id", "cpu family", "model", "model name", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
+    *("cpu", "isa", "features"),
+}
+"""Fields of /proc/cpuinfo that tell which instructions a processor has: of x86, of Arm, of others."""
+
 
 def stem_of(function: Callable[..., None]) -> str:
     """Start of the name of the file of a kernel.
@@ -42,8 +50,8 @@ def stem_of(function: Callable[..., None]) -> str:
     """
     path = Path(inspect.getfile(function))
     own = b"" if path.parent == PACKAGE else path.read_bytes()
-    settings = ((name, value) for name, value in os.environ.items() if name.startswith("NUMBA_"))
-    chosen = sorted(setting for setting in settings if setting[0] != "NUMBA_CACHE_DIR")
+    names = {name for name in os.environ if name.startswith("NUMBA_")} - _WITHOUT_EFFECT
+    chosen = [(name, os.environ[name]) for name in sorted(names)]
     key = (function.__module__, hash_of(own), _digest(), _versions(), platform.machine(), _processor(), chosen)
     return f"{function.__name__}-{hash_of(repr(key).encode())}"
 
@@ -56,7 +64,9 @@ def hash_of(content: bytes) -> str:
 @functools.cache
 def _digest() -> str:
     """Hash of this package's sources."""
-    return hash_of(b"".join(source.read_bytes() for source in sorted(PACKAGE.glob("*.py"))))
+    if not (sources := sorted(PACKAGE.glob("*.py"))):
+        raise ImportError(f"{PACKAGE}: no sources of kernels are there to compile; install brevact as files")
+    return hash_of(b"".join(source.read_bytes() for source in sources))
 
 
 @functools.cache
@@ -73,16 +83,16 @@ def _processor() -> str:
             first = file.read(1 << 13).partition("\n\n")[0]
     except OSError:
         return platform.processor()
-    varying = "processor", "cpu MHz", "core id", "apicid", "initial apicid", "bogomips", "BogoMIPS", "physical id"
-    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() not in varying)
+    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in _OF_PROCESSOR)
 
 
 def folders() -> list[Path]:
     """Folders that may keep libraries, the best one first."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-        return [Path(chosen)]
+        return [Path(chosen).absolute()]
     of_user = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return [PACKAGE / "__pycache__", Path(of_user, "brevact")]
+    has_home = os.path.isabs(of_user)
+    return [PACKAGE / "__pycache__", *([Path(of_user, "brevact")] if has_home else [])]
 
 
 def writable_folder() -> Path | None:
@@ -107,26 +117,44 @@ def folder_of_process() -> Path:
 _temporary: list[Path] = []
 
 
+def _leave_folder() -> None:
+    """Forget the folder of the parent of a fork."""
+    _temporary.clear()
+    folder_of_process.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_folder)
+
+
 def find(stem: str) -> Path | None:
     """The file of a kernel: a shared library, or an object file where none could be made."""
     for folder in (*folders(), *_temporary):
         with contextlib.suppress(OSError):
-            names = [name for name in os.listdir(folder) if name.startswith(f"{stem}-")]
-            if names:
-                return folder / max(names, key=lambda name: (name.endswith(".so"), name))
+            paths = {folder / name for name in os.listdir(folder) if name.startswith(f"{stem}-")} - _refused
+            if paths:
+                return max(paths, key=lambda path: (path.suffix == ".so", path))
     return None
 
 
-def load(path: Path) -> int:
-    """Address of the C function in a file.
+_refused: set[Path] = set()
 
-    Raises:
-        OSError: It cannot be read, or loaded.
-        ValueError: It is not what was written.
-    """
-    content = path.read_bytes()
-    if not path.stem.endswith(hash_of(content)):
-        raise ValueError(f"{path} is damaged")
+
+def load(path: Path) -> int | None:
+    """Address of the C function in a file; None if it is damaged or does not load: `find` does not return it again."""
+    try:
+        content = path.read_bytes()
+        if path.stem.endswith(hash_of(content)):
+            return _load(path, content)
+        path.unlink()  # no process wants it
+    except FileNotFoundError:  # another process has removed it
+        pass
+    except OSError:
+        _refused.add(path)
+    return None
+
+
+def _load(path: Path, content: bytes) -> int:
     if path.suffix == ".so":
         library = ctypes.CDLL(str(path))  # ctypes never unloads it
         address = ctypes.cast(getattr(library, ENTRY), ctypes.c_void_p).value

@@ -54,14 +54,14 @@ class Task(NamedTuple):
 
 _START = """
 import sys
-sys.path[:] = filter(None, sys.path)  # what lies in the current folder may have the name of a module
+sys.path[:] = sys.argv[1].splitlines()  # first of all: the current folder may have a file of a module's name
 import types, unittest.mock
 sys.modules["brevact"] = types.ModuleType("brevact")  # without what its __init__ imports
-sys.modules["brevact"].__path__ = [sys.argv[1]]
+sys.modules["brevact"].__path__ = [sys.argv[2]]
 for name in ("torch", "brevact.private_names.of_torch"):  # launchers need them, kernels do not: a second each
     sys.modules[name] = unittest.mock.MagicMock()
 from brevact.cpu_kernels.compiler import main
-main(*sys.argv[2:])
+main(*sys.argv[3:])
 """
 
 
@@ -96,7 +96,8 @@ class Compilers:
                     place = next(places, None)
                     if place is None:
                         raise RuntimeError(f"the kernel {wanted.name} could not be compiled: {self._errors()}")
-                    self._start({wanted, *others}, place() or folder_of_process())
+                    tasks = {task for task in (wanted, *others) if ended or task.stem not in self._asked}
+                    self._start(tasks, place() or folder_of_process())
             if not self._said and self._seconds + time.monotonic() - begin > PATIENCE:
                 self._said = True
                 kept = writable_folder()
@@ -108,29 +109,31 @@ class Compilers:
         """Start processes that compile these kernels into a folder, a kernel at a time each, and none twice."""
         if not sys.executable or getattr(sys, "frozen", False):
             raise RuntimeError("kernels are compiled by processes of Python, and sys.executable is none")
-        self.stop()
-        self._asked = {task.stem for task in tasks}
+        for process, errors in self._processes:
+            if process.poll() is not None:
+                errors.close()
+        self._processes = [started for started in self._processes if not started[1].closed]
+        self._asked |= {task.stem for task in tasks}
         arguments = [":".join(task) for task in sorted(tasks, key=Task.rank)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "OMP_NUM_THREADS": "1",
-        }
+        paths = "\n".join(path or os.getcwd() for path in sys.path if isinstance(path, str))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         environment["NUMBA_OPT"] = "0"  # LLVM optimizes the whole of a kernel, once
-        environment["PYTHONWARNINGS"] = "ignore"
         for _ in range(min(_MOST_PROCESSES, torch.get_num_threads(), len(tasks))):
             errors = tempfile.TemporaryFile()
-            command = [sys.executable, "-c", _START, str(PACKAGE.parent), str(folder), *arguments]
+            command = [sys.executable, "-c", _START, paths, str(PACKAGE.parent), str(folder), *arguments]
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
-            self._processes.append((subprocess.Popen(command, env=environment, **quiet), errors))
+            process = subprocess.Popen(command, env=environment, **quiet)
+            threading.Thread(target=process.wait, daemon=True).start()  # leaves no zombie
+            self._processes.append((process, errors))
 
     def _errors(self) -> str:
         """The last lines of what the processes said."""
         said = []
-        for _, errors in self._processes:
+        for process, errors in self._processes:
             errors.seek(0)
-            said += errors.read().decode(errors="replace").strip().splitlines()[-1:]
-        return "; ".join(dict.fromkeys(said)) or "its compiler ended without a word"
+            lines = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            said += lines or ([f"its compiler ended with status {process.poll()}"] if process.poll() else [])
+        return "; ".join(dict.fromkeys(said)) or "what was made of it does not load"
 
     def stop(self) -> None:
         """End the processes; what is not compiled yet is compiled when it is next asked for."""

@@ -80,7 +80,7 @@ with warnings.catch_warnings(record=True) as caught:
     packed = UniformQuantizer(bit_width=3).quantize(x, seed=5)
     grad = mask_multiply(pack_mask(x), Layout.of(x), x, negative_slope=0.5)
 messages = [str(warning.message) for warning in caught]
-assert len(messages) == 1 and "Numba does not work here" in messages[0], messages
+assert len(messages) == 1 and "CPU kernels cannot be compiled here" in messages[0], messages
 assert torch.equal(grad, torch.where(x > 0, x, x * 0.5)) and torch.equal(unpack_mask(pack_mask(x), Layout.of(x)), x > 0)
 assert torch.equal(unpack_codes(pack_codes(torch.arange(100), 7), 7, 100), torch.arange(100, dtype=torch.int32))
 assert torch.equal(packed.dequantize_multiply(x), packed.dequantize() * x)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from llvmlite import binding
 
-from brevact.cpu_kernels import compiler, kernels, libraries, processes
+from brevact.cpu_kernels import compiler, intrinsics, kernels, libraries, processes
 from brevact.cpu_kernels.kernels import Kernel, prepare
 from tests.cpu_kernels import example_kernels
 
@@ -92,6 +97,7 @@ def test_the_current_folder_hides_no_module(folder: Path, tmp_path: Path, monkey
     for name in ("types", "fcntl", "numba"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not this one')")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as of a script
     assert _counts(_as_in_another_process(example_kernels.count))
 
 
@@ -170,6 +176,61 @@ def test_waiting_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture, mo
     assert caplog.messages == [f"brevact is compiling its CPU kernels (once, kept in {folder})"]
 
 
-def test_a_library_that_does_not_load_is_not_kept(tmp_path: Path):
-    assert not compiler._link("true", tmp_path / "kernel.o", tmp_path / "kernel.so")
-    assert not compiler._link("false", tmp_path / "kernel.o", tmp_path / "kernel.so")
+@pytest.mark.parametrize(("called", "loads"), [("memset_that_is_nowhere", False), ("abort", True)])
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a linker")
+def test_a_library_that_does_not_load_is_not_kept(tmp_path: Path, called: str, loads: bool):
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    code = f"declare void @{called}()\ndefine void @f() {{\n  call void @{called}()\n  ret void\n}}"
+    target = binding.Target.from_default_triple().create_target_machine(reloc="pic", codemodel="default")
+    (tmp_path / "f.o").write_bytes(target.emit_object(binding.parse_assembly(code)))
+    assert compiler._link("cc", tmp_path / "f.o", tmp_path / "f.so") == loads
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fork_while_another_thread_waits(folder: Path):
+    kernel = _as_in_another_process(example_kernels.count)
+    waits = threading.Thread(target=_counts, args=(kernel,))
+    waits.start()
+    time.sleep(0.2)
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(0 if _counts(kernel) else 1))
+    child.start()
+    child.join(120)
+    waits.join()
+    assert child.exitcode == 0
+
+
+def test_file_that_cannot_be_replaced_is_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(path: Path, **_: bool) -> None:
+        raise PermissionError(path)
+
+    (folder / f"{_as_in_another_process(example_kernels.count).task.stem}-0123456789abcdef.so").write_bytes(b"")
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert _counts(_as_in_another_process(example_kernels.count))
+
+
+def test_folder_that_is_relative(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", ".")
+    for _ in range(2):
+        assert _counts(_as_in_another_process(example_kernels.count))
+
+
+def test_user_without_a_home_gets_no_folder_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    assert libraries.folders() == [libraries.PACKAGE / "__pycache__"]
+
+
+def test_paths_that_are_no_text_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+    assert _counts(_as_in_another_process(example_kernels.count))
+
+
+def test_names_that_kernels_are_written_in_have_a_meaning():
+    for path in libraries.PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "brevact.cpu_kernels.memory":
+                assert [name.name for name in node.names if not hasattr(intrinsics, name.name)] == [], path
