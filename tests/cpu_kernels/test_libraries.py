@@ -97,7 +97,9 @@ def test_the_current_folder_hides_no_module(folder: Path, tmp_path: Path, monkey
     for name in ("types", "fcntl", "numba"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not this one')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as of a script
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setattr(sys, "path", [root, *filter(os.path.isabs, sys.path)])  # as of a script
     assert _counts(_as_in_another_process(example_kernels.count))
 
 
