@@ -101,7 +101,7 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
     except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well
         warnings.warn(
             f"CPU kernels cannot be compiled here ({type(error).__name__}: {error}); plain torch quantizes CPU "
-            "tensors, to the same bytes in several times the time. Check `python -c 'import numba'`, and NUMBA_DISABLE_JIT",
+            "tensors, to the same bytes in several times the time. Check `python -c 'import numba'`",
             RuntimeWarning,
             stacklevel=2,
         )
