@@ -123,18 +123,18 @@ def measure(case: TrainingCase) -> dict[str, Any]:
     if case.limit_mib:
         limit = int((status_mib("VmData") + case.limit_mib) * _MIB)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    records, ends = [], []
+    records, first_step = [], 0.0
     for _ in range(case.steps):
         before = _clocks()
         loss().backward()
         optimizer.step()
-        ends.append(time.perf_counter())
+        first_step = first_step or time.perf_counter() - _START
         records.append([now - then for now, then in zip(_clocks(), before, strict=True)])
     peak = status_mib("VmHWM")
     last = records[1:][-2:] or records
     step, cpu, faults = (min(record[index] for record in last) for index in range(3))
     times = {"cpu_s": round(cpu, 3), "step_s": round(step, 3), "page_faults": faults}
-    times["first_step_s"] = round(ends[0] - _START, 3)
+    times["first_step_s"] = round(first_step, 3)
     memory = {"base_mib": base, "loaded_mib": loaded, "peak_mib": peak, "kept_mib": kept_bytes(loss) / _MIB}
     return {**{name: round(value, 1) for name, value in memory.items()}, **times}
 
@@ -192,15 +192,24 @@ def _efficientnet(batch_size: int, depth: int, checkpointed: bool) -> tuple[Any,
     return model, lambda: nn.functional.cross_entropy(model(images), labels)
 
 
-def _gpt2(batch_size: int, depth: int, checkpointed: bool) -> tuple[Any, Callable[[], Any]]:
-    import torch
+def gpt2(depth: int) -> Any:
+    """Hugging Face's GPT-2 of the small size, in training mode.
 
+    Args:
+        depth: layers; the small size has 12.
+    """
     from benchmarks.torchvision_ops import declare_missing_ops
 
     declare_missing_ops()
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(n_layer=depth)).train()
+    return GPT2LMHeadModel(GPT2Config(n_layer=depth)).train()
+
+
+def _gpt2(batch_size: int, depth: int, checkpointed: bool) -> tuple[Any, Callable[[], Any]]:
+    import torch
+
+    model = gpt2(depth)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.randint(0, model.config.vocab_size, (batch_size, 256))

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import brevact
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
+from benchmarks.training_case import gpt2
 from recipes.models import resnet50
 from recipes.models.efficientnetv2 import SIZES, efficientnetv2
 from recipes.policy_names import named_policy
@@ -97,12 +98,7 @@ class _Loaded:
 def _build(name: str, batch_size: int, image_size: int) -> tuple[nn.Module, Tensor, Callable[[nn.Module], Tensor]]:
     """A model, its batch, and what computes its loss."""
     if name == "gpt2":
-        from benchmarks.torchvision_ops import declare_missing_ops
-
-        declare_missing_ops()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        model = GPT2LMHeadModel(GPT2Config()).train()
+        model = gpt2(depth=12)
         tokens = torch.randint(0, model.config.vocab_size, (batch_size, 256))
         return model, tokens, lambda model: model(tokens, labels=tokens, use_cache=False).loss
     images = torch.randn(batch_size, 3, image_size, image_size)
