@@ -112,6 +112,11 @@ class _Mask(NamedTuple):
     def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
         return mask_multiply(tensors[0], self.layout, grad, negative_slope=self.negative_slope)
 
+    def bits(self, tensors: tuple[Tensor, ...], layout: Layout) -> Tensor | None:
+        """Return the packed mask, if a product is 0 outside of it, of the elements of this layout in memory order."""
+        is_same = self.layout.shape == layout.shape and self.layout.dims == layout.dims and layout.is_dense
+        return tensors[0] if is_same and self.negative_slope == 0.0 else None
+
     def multiply_(self, tensors: tuple[Tensor, ...], values: Tensor) -> Tensor:
         """Multiply in place, which takes a fraction of the time on a CPU, and no memory."""
         return mask_multiply(tensors[0], self.layout, values, values, self.negative_slope)

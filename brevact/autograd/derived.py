@@ -157,7 +157,7 @@ def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dic
             if arg is not Tensor and type(arg) not in _FLAT:
                 break
         else:
-            return _Positional(func, flat)
+            return func if all(arg is Tensor for arg in flat) else _Positional(func, flat)
     leaves, spec = tree_flatten((args, kwargs))
     return _Spread(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 

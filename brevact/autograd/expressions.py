@@ -141,6 +141,8 @@ def _fused(expression: Call, parts: list[Saved], grad: Tensor | None) -> Tensor 
 
 def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor], *, is_whole: bool = False) -> Tensor:
     """Value of an expression; ``is_whole`` says that it is no part of another one, which may read the same sources."""
+    if is_whole and (found := _in_one_pass(expression, parts)) is not None:
+        return found
     if isinstance(expression, int):
         if expression not in decoded:
             tensors, decoder = parts[expression]
@@ -155,6 +157,51 @@ def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor
     if fused is not None:
         return fused
     return expression.function(*(_value(operand, parts, decoded) for operand in expression.operands))
+
+
+def _in_one_pass(expression: Call | int, parts: list[Saved]) -> Tensor | None:
+    """Value of the output of a norm, of its sum with another source, of both times a mask; each is read once.
+
+    None for other expressions, and where a decoder takes more than one pass.
+    """
+    if isinstance(expression, int):
+        return None
+    total, mask = expression, None
+    if isinstance(expression.function, ByMask):
+        total, mask = expression.operands  # type: ignore[assignment]
+        if expression.function.factor != 1.0:
+            return None
+    is_sum = isinstance(total, Call) and total.function in _SUMS and len(total.operands) == 2
+    operands: tuple[Call | int, ...] = total.operands if is_sum else (total,)  # type: ignore[union-attr]
+    if not all(isinstance(operand, int) for operand in operands):
+        return None
+    sources = sorted((parts[operand] for operand in operands), key=_is_output)  # type: ignore[index]
+    tensors, decoder = sources[-1]
+    if not _is_output(sources[-1]) or decoder.is_read_again(tensors):  # type: ignore[attr-defined]
+        return None
+    bits = None
+    if mask is not None:
+        layout = Layout.of_sizes(decoder.shape, decoder.source.stride(tensors), decoder.dtype)  # type: ignore[attr-defined]
+        bits = parts[mask][1].bits(parts[mask][0], layout)  # type: ignore[attr-defined, index]
+        if bits is None:
+            return None
+    addend, is_new = None, False
+    if len(sources) == 2:
+        if decoder.dtype is not torch.float32:  # type: ignore[attr-defined]
+            return None
+        addend = sources[0][1].decode(sources[0][0])
+        if addend.shape != decoder.shape:  # type: ignore[attr-defined]
+            return None
+        is_new = _is_new(addend, sources[0])
+    return decoder.decode_in_one_pass(tensors, addend, bits, overwrites=is_new)  # type: ignore[attr-defined, no-any-return]
+
+
+def _is_output(source: Saved) -> bool:
+    """Whether a source keeps the output of a norm, whose decoder adds and masks on the way."""
+    return hasattr(source[1], "decode_in_one_pass")
+
+
+_SUMS = frozenset((torch.add, Tensor.add, Tensor.__add__))
 
 
 def _is_new(values: Tensor, source: Saved) -> bool:

@@ -18,6 +18,7 @@ from brevact.quantizers import (
     PackedSpec,
     PointFunction,
     decode_affine,
+    decode_in_one_pass,
     decode_through,
     denormalize,
     is_traced,
@@ -204,6 +205,21 @@ class OutputDecoder(NamedTuple):
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         """Return whether the decoded tensor is held for other readers."""
         return is_held(self.shape.numel(), tensors[0])
+
+    def decode_in_one_pass(
+        self, tensors: tuple[Tensor, ...], addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
+    ) -> Tensor | None:
+        """Return the output, plus a tensor, times a mask; None where that takes more than one pass.
+
+        Args:
+            tensors: those of the decoder.
+            addend: tensor to add, whose memory the result takes if it ``overwrites``.
+            mask: the packed mask, of a tensor in the memory order of the output.
+            overwrites: see ``addend``.
+        """
+        if self.is_read_again(tensors):
+            return None
+        return decode_in_one_pass(*self._read(tensors), self.dtype, addend, mask, overwrites=overwrites)
 
     def decode_through(
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None

@@ -27,6 +27,8 @@ from brevact.cpu_kernels.groups import (
     place_of,
     read_metadata,
 )
+from brevact.cpu_kernels.masks import BLOCK as BITS
+from brevact.cpu_kernels.masks import mask_multiply, spread_bits
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,
@@ -37,6 +39,7 @@ from brevact.cpu_kernels.memory import (
     load,
     store,
     u8_at,
+    u8_scratch,
     u32_scratch,
 )
 from brevact.cpu_kernels.normalize import SCRATCH, denormalize_elements, words_of
@@ -159,17 +162,18 @@ def emit_rows(values, other, target, first, count, table):
 
 
 @kernel
-def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, start, stop):
-    """Decode blocks start to stop, and multiply.
+def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, mask, start, stop):
+    """Decode blocks start to stop, and multiply; or undo a normalization, add, and set to 0.
 
     Args:
         codes: Address of the packed codes.
         scale: Address of the scales.
         minimum: Address of the minima.
-        other: Address of the factor, 0 for none.
+        other: Address of the factor; with a normalization, of the float32 tensor to add; 0 for none.
         target: Address of the result.
         table_at: Address of the table.
         norm_at: Address of the words that undo a normalization, see `normalize`; 0 for none.
+        mask: With a normalization in blocks of `masks.BLOCK`: address of the packed mask, 0 for none.
         start: First block.
         stop: One past the last block.
     """
@@ -183,7 +187,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
     flagged = inner == 1 and (groups > (stop - start) * block or any_flagged(scale, scale_kind, 0, groups))
     scratch, wide = f32_scratch(block), u32_scratch(block)
     mean_of, scale_of = f32_scratch(SCRATCH), f32_scratch(SCRATCH)
-    low, high = u32_scratch(block // 8), u32_scratch(block // 8)
+    low, high, bits = u32_scratch(block // 8), u32_scratch(block // 8), u8_scratch(BITS)
     for index in range(start, stop):
         first = index * block
         count = min(block, numel - first)
@@ -211,8 +215,16 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, s
             _decode_segments(values, first, count, scale, minimum, limit, flagged, table)
         if norm_at:
             denormalize_elements(values, first, count, norm_at, mean_of, scale_of, last_limit)
+            if other:
+                addend = advance(f32_at(other), first)
+                for e in range(count):
+                    store(values, e, load(values, e) + load(addend, e))
+            if mask:
+                spread_bits(mask, first, count, bits)
+                for e in range(count):
+                    store(values, e, load(values, e) if load(bits, e) else np.float32(0.0))
         if not direct:
-            emit_rows(values, other, target, first, count, table)
+            emit_rows(values, 0 if norm_at else other, target, first, count, table)
 
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
@@ -221,11 +233,22 @@ def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, 
 
 
 def denormalize(
-    buffer: Tensor, plan: UniformPlan, mean: Tensor | None, factor: Tensor, place: Place, target: Tensor
+    buffer: Tensor,
+    plan: UniformPlan,
+    mean: Tensor | None,
+    factor: Tensor,
+    place: Place,
+    addend: Tensor | None,
+    mask: Tensor | None,
+    target: Tensor,
 ) -> None:
-    """See the law."""
-    words = words_of(mean, factor, place)
-    _dequantize(buffer, uniform_table(plan, target.dtype, NEAREST), plan, None, target, ctypes.addressof(words))
+    """The kernel reads masks whose blocks are those of the codes; others are applied in a pass of their own."""
+    words, geometry = words_of(mean, factor, place), plan.geometry
+    bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
+    table = uniform_table(plan, target.dtype, NEAREST)
+    _dequantize(buffer, table, plan, addend, target, ctypes.addressof(words), bits)
+    if mask is not None and not bits:
+        mask_multiply(mask, geometry.numel, target, 0.0, target)
 
 
 def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tensor | None, target: Tensor) -> None:
@@ -243,10 +266,16 @@ def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tens
 
 
 def _dequantize(
-    buffer: Tensor, table: GroupTable, plan: UniformPlan, other: Tensor | None, target: Tensor, norm: int = 0
+    buffer: Tensor,
+    table: GroupTable,
+    plan: UniformPlan,
+    other: Tensor | None,
+    target: Tensor,
+    norm: int = 0,
+    mask: int = 0,
 ) -> None:
-    """Decode, multiply, and undo a normalization by the words at an address."""
+    """Decode, and multiply; or undo a normalization by the words at an address, add, and apply the mask at another."""
     codes, factor = buffer.data_ptr(), 0 if other is None else other.data_ptr()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
-    arguments = (codes, *metadata, factor, target.data_ptr(), table.address, norm)
+    arguments = (codes, *metadata, factor, target.data_ptr(), table.address, norm, mask)
     share(dequantize_blocks, arguments, table.blocks, plan.geometry.block_size, torch.get_num_threads())

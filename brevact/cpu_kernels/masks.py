@@ -89,7 +89,7 @@ def pack_mask_blocks(source, kind, packed, numel, start, stop):
 
 
 @inlined
-def _spread(packed, first, count, bits):
+def spread_bits(packed, first, count, bits):
     """The bits of a block, one byte each."""
     columns = (count + 7) // 8
     source = advance(u8_at(packed), first // 8)
@@ -114,7 +114,7 @@ def unpack_mask_blocks(packed, target, numel, start, stop):
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
-        _spread(packed, first, count, bits)
+        spread_bits(packed, first, count, bits)
         out = advance(u8_at(target), first)
         for e in range(count):
             store(out, e, load(bits, e))
@@ -183,7 +183,7 @@ def mask_multiply_blocks(packed, grad, target, kind, slope_bits, numel, start, s
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
-        _spread(packed, first, count, bits)
+        spread_bits(packed, first, count, bits)
         if slope == 0.0:
             _keep_or_zero(grad, target, kind, first, count, bits)
         else:

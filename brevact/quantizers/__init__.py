@@ -18,6 +18,7 @@ from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import (
     PointFunction,
     decode_affine,
+    decode_in_one_pass,
     decode_through,
     denormalize,
     normalize,
@@ -53,6 +54,7 @@ __all__ = [
     "UniformQuantizer",
     "WeibullQuantizer",
     "decode_affine",
+    "decode_in_one_pass",
     "decode_through",
     "denormalize",
     "draw_seed",

@@ -124,14 +124,9 @@ def decode_affine(packed: PackedActivation, scale: Tensor | None, shift: Tensor 
     Returns:
         Tensor of the packed one's shape and strides.
     """
-    layout, buffer = packed.layout, packed.buffer
-    if scale is not None and type(buffer) is Tensor and _is_fused(packed, dtype):
-        norm = _groups(layout, shift, scale)
-        if norm is not None:
-            wanted = Layout.of_sizes(layout.shape, layout.stride, dtype)
-            x = wanted.empty(buffer.device)
-            passes.denormalize(buffer, plan_of(packed.spec), *norm, x)
-            return x
+    found = decode_in_one_pass(packed, scale, shift, dtype)
+    if found is not None:
+        return found
     z = packed.dequantize()
     x = _distinct(z, z)
     if scale is not None or shift is not None:
@@ -145,6 +140,44 @@ def decode_affine(packed: PackedActivation, scale: Tensor | None, shift: Tensor 
         x.clamp_(-limit, limit)
     x = x.to(dtype)
     return x if x.shape == z.shape else x.expand(z.shape)
+
+
+def decode_in_one_pass(
+    packed: PackedActivation,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    dtype: torch.dtype,
+    addend: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    overwrites: bool = False,
+) -> Tensor | None:
+    """What `decode_affine` gives, and a tensor added to it, with zeros outside of a mask, if one pass does all of that.
+
+    Args:
+        packed: A packed tensor.
+        scale: Factors, of a shape that broadcasts to that of the tensor.
+        shift: What to add, of the same shape as `scale`; None for 0.
+        dtype: Data type of the result.
+        addend: float32 tensor of the packed one's shape, whose sum with values of that type is the result; None for 0.
+        mask: What `pack_mask` returned for a tensor of the packed one's shape and memory order; None for no mask.
+        overwrites: Whether the result may take the memory of `addend`.
+
+    Returns:
+        Tensor of the packed one's shape and memory order; None for formats, types and orders that no kernel takes.
+    """
+    layout, buffer = packed.layout, packed.buffer
+    if scale is None or type(buffer) is not Tensor or not _is_fused(packed, dtype):
+        return None
+    wanted = Layout.of_sizes(layout.shape, layout.stride, dtype)
+    if addend is not None and not (addend.dtype is dtype is torch.float32 and wanted.matches(addend)):
+        return None
+    norm = _groups(layout, shift, scale)
+    if norm is None:
+        return None
+    x = addend if addend is not None and overwrites else wanted.empty(buffer.device)
+    passes.denormalize(buffer, plan_of(packed.spec), *norm, addend, mask, x)
+    return x
 
 
 class PointFunction(Protocol):

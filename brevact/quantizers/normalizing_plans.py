@@ -63,7 +63,7 @@ class NormalizedPlan(NamedTuple):
             float32 tensor of the layout.
         """
         target = self.spec.layout.empty(buffer.device)
-        passes.denormalize(buffer, self.plan, None, reciprocal_of(invstd), self.place, target)
+        passes.denormalize(buffer, self.plan, None, reciprocal_of(invstd), self.place, None, None, target)
         return target
 
 

@@ -238,9 +238,18 @@ def quantize_normalized(
 
 @run_by_kernels
 def denormalize(
-    buffer: Tensor, plan: UniformPlan, mean: Tensor | None, factor: Tensor, place: Place, target: Tensor
+    buffer: Tensor,
+    plan: UniformPlan,
+    mean: Tensor | None,
+    factor: Tensor,
+    place: Place,
+    addend: Tensor | None,
+    mask: Tensor | None,
+    target: Tensor,
 ) -> None:
     """Decode z * factor + mean, clamped to the finite range of float16 where that is the target's type.
+
+    In the same pass, a tensor is added, and what lies outside of a mask is set to +0.
 
     Args:
         buffer: Bytes of the plan.
@@ -248,16 +257,24 @@ def denormalize(
         mean: (M,) float32 means, in the memory order of the tensor; None for 0.
         factor: (M,) float32 factors.
         place: Which is whose.
-        target: float32, bfloat16 or float16 tensor of at least one element, dense in memory order, written.
+        addend: float32 tensor, dense in the memory order of the tensor, for a target of that type; None for 0.
+        mask: uint8 tensor that :func:`pack_mask` has written, of the elements in memory order; None for all of them.
+        target: float32, bfloat16 or float16 tensor of at least one element, dense in memory order, written; may be
+            `addend`.
     """
     z = torch.empty(plan.geometry.numel, dtype=torch.float32, device=buffer.device)
     dequantize_uniform(buffer, plan, None, z)
-    z = _by_groups(z, plan, place).mul_(factor.view(-1, 1, place.row, 1))
-    z = z if mean is None else z.add_(mean.view(-1, 1, place.row, 1))
+    groups = _by_groups(z, plan, place).mul_(factor.view(-1, 1, place.row, 1))
+    if mean is not None:
+        groups.add_(mean.view(-1, 1, place.row, 1))
     if target.dtype is torch.float16:
         limit = torch.finfo(target.dtype).max
         z.clamp_(-limit, limit)
-    _by_groups(target, plan, place).copy_(z)
+    if addend is not None:
+        z.add_(flat_memory(addend, len(z)))
+    flat = flat_memory(target, len(z)).copy_(z)
+    if mask is not None:
+        mask_multiply(mask, len(z), flat, 0.0, flat)
 
 
 @run_by_kernels

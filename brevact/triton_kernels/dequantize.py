@@ -29,7 +29,7 @@ def dequantize_tile(
     """Decode a tile, x = m + |s| * q clamped to +-largest, and multiply by `other` unless that is None.
 
     The last code of a flagged group stands for NaN. ALIGNED: a row of a whole block's plane lies in one group. With a
-    PLACE, values are given back as they were before `normalize_elements`.
+    PLACE, values are given back as they were before `normalize_elements`, and `other` is added.
     """
     PLANES: tl.constexpr = INNER // (BLOCK // 8) if INNER > BLOCK // 8 else 1  # with the same groups
     packed = load_bytes(codes_ptr + first // 8 * BIT_WIDTH, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)
@@ -57,8 +57,8 @@ def dequantize_tile(
         y = cast(y, target_ptr.dtype.element_ty)
         pointers = first + (offset + column)
         if other_ptr is not None:
-            factor = widen(tl.load(other_ptr + pointers, mask=valid))
-            y = cast(widen(y) * factor, target_ptr.dtype.element_ty)
+            other = widen(tl.load(other_ptr + pointers, mask=valid))
+            y = cast(widen(y) + other if PLACE else widen(y) * other, target_ptr.dtype.element_ty)
         tl.store(target_ptr + pointers, y, mask=valid)
 
 

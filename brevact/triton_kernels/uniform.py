@@ -10,6 +10,7 @@ from brevact.geometry import Geometry, Place, UniformPlan
 from brevact.triton_kernels.dequantize import dequantize_kernel
 from brevact.triton_kernels.launch import Launch, group_tiling, seed_on, tiling
 from brevact.triton_kernels.normalize import NO_STATISTICS, fits, place_flags
+from brevact.triton_kernels.packing import mask_multiply
 from brevact.triton_kernels.quantize import quantize_calibrated_kernel, quantize_kernel
 from brevact.triton_kernels.ranges import calibrate_kernel, join_ranges_kernel, ranges_kernel
 
@@ -131,14 +132,23 @@ def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, 
 
 
 def denormalize(
-    buffer: Tensor, plan: UniformPlan, mean: Tensor | None, factor: Tensor, place: Place, target: Tensor
+    buffer: Tensor,
+    plan: UniformPlan,
+    mean: Tensor | None,
+    factor: Tensor,
+    place: Place,
+    addend: Tensor | None,
+    mask: Tensor | None,
+    target: Tensor,
 ) -> None:
-    """Where the kernels' integers reach."""
+    """Where the kernels' integers reach; a mask is applied in a pass of its own."""
     geometry = plan.geometry
     if not fits(place, geometry.numel):
         return NotImplemented
     flags = place_flags(place, geometry.numel, geometry.block_size // 8)
-    _dequantize(buffer, plan, None, target, torch.finfo(torch.float32).max, (mean, factor, *place), flags)
+    _dequantize(buffer, plan, addend, target, torch.finfo(torch.float32).max, (mean, factor, *place), flags)
+    if mask is not None:
+        mask_multiply(mask, geometry.numel, target, 0.0, target)
 
 
 def _dequantize(
@@ -150,7 +160,7 @@ def _dequantize(
     statistics: tuple[Tensor | int | None, ...] = NO_STATISTICS,
     flags: int = 0,
 ) -> None:
-    """Decode, multiply, and undo a normalization if there are flags."""
+    """Decode, and multiply; or undo a normalization, if there are flags, and add."""
     geometry = plan.geometry
     codes, minimum, scale = plan.split(buffer)
     tiles = tiling(geometry.numel, geometry.block_size, target.itemsize)

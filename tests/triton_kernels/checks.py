@@ -79,7 +79,7 @@ def check_normalized(
     for shift in {there[0], None}:
         target = filled(layout.numel, x.dtype, device)
         norm = normalizing._groups(layout, shift, there[2])
-        triton_kernels.denormalize(buffer, plan, *norm, target)
+        triton_kernels.denormalize(buffer, plan, *norm, None, None, target)
         values = law.dequantize() * invstd.reciprocal()
         values = values if shift is None else values + mean
         values = values.clamp(-65504, 65504) if x.dtype is torch.float16 else values
