@@ -123,7 +123,7 @@ class EagerMode(compiled_mode.RegionMode):
         short, handler = SHORT_WAYS.get(func), HANDLERS.get(func)
         if (short or handler) and running.forwards and not is_alive(sys._getframe(1)):
             return func(*args, **kwargs)
-        if short is not None and not region.is_watched() and not is_any_autocast_enabled():
+        if short is not None and region.is_alone and not storage_report.recorders and not is_any_autocast_enabled():
             result = short(region, func, args, kwargs)
             if result is not None:
                 return result

@@ -166,14 +166,14 @@ def _in_one_pass(expression: Call | int, parts: list[Saved]) -> Tensor | None:
     """
     if isinstance(expression, int):
         return None
-    total, mask = expression, None
+    total: Call | int = expression
+    mask = None
     if isinstance(expression.function, ByMask):
-        total, mask = expression.operands  # type: ignore[assignment]
+        total, mask = expression.operands
         if expression.function.factor != 1.0:
             return None
-    is_sum = isinstance(total, Call) and total.function in _SUMS and len(total.operands) == 2
-    operands: tuple[Call | int, ...] = total.operands if is_sum else (total,)  # type: ignore[union-attr]
-    if not all(isinstance(operand, int) for operand in operands):
+    operands = (total,) if isinstance(total, int) else total.operands if total.function in _SUMS else ()
+    if not operands or not all([isinstance(operand, int) for operand in operands]):
         return None
     sources = sorted((parts[operand] for operand in operands), key=_is_output)  # type: ignore[index]
     tensors, decoder = sources[-1]

@@ -110,10 +110,10 @@ class EagerKeeper(Keeper, Protocol):
     seeds: SeedStream
     packs: bool
     hooks: TorchRunner
-
-    def is_watched(self) -> bool:
-        """Return whether somebody around the region sees each tensor that it keeps: hooks, or a report."""
-        ...
+    is_alone: bool
+    """Whether no hooks are around the region, which would see each tensor that it keeps."""
+    is_distributed: bool
+    """Whether processes share the model."""
 
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import storage_report
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.eager_mode import EagerMode, active
 from brevact.autograd.interrupts import is_alive
@@ -29,6 +28,7 @@ from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import Store
+from brevact.autograd.transforms import is_distributed
 from brevact.autograd.weights import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
@@ -80,6 +80,8 @@ class Region(Store):
             self.mode.__enter__()
         else:
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
+        self.is_alone = self.hooks.are_alone()
+        self.is_distributed = is_distributed()
         active.regions.append(self)
         self._describe()
         return self
@@ -154,10 +156,6 @@ class Region(Store):
         if not is_alive(saver) or compiled_mode.is_compiled_graph(saver):
             return False
         return not (is_in_algorithm(saver) or is_in_algorithm(saver.f_back))  # behind `Function.apply`
-
-    def is_watched(self) -> bool:
-        """Return whether somebody around the region sees each tensor that it keeps: hooks, or a report."""
-        return bool(storage_report.recorders) or not self.hooks.are_alone()
 
     #: Whether a tensor is one that a Function of ours can pack.
     is_activation = staticmethod(is_activation)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.decoded_last import MOST_HELD
+from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import derive
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Value
@@ -47,6 +48,20 @@ def _batch_norm(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[s
     if len(args) + len(kwargs) != 8 or len(args) < 3 or not is_known_activation(args[0]):  # as torch's layers call it
         return None
     return planned_batch_norm.run(region, *args, **kwargs)
+
+
+def _adaptive_average(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Run the pooling of a map to one element, for which torch saves nothing; it is no part of a chain if large."""
+    if len(args) != 2 or kwargs or type(args[1]) not in (int, tuple) or args[1] not in (1, (1, 1)):
+        return None
+    input = args[0]
+    if not is_known_activation(input):
+        return None
+    if input.dim() != 4 or input.shape[2] * input.shape[3] <= MOST_DECODED or not region.packs_layer_input(input):
+        return None
+    out: Tensor = func(input, 1)
+    ModelState.mark_activation(out)
+    return out
 
 
 _INPLACE = frozenset(("inplace",))
@@ -90,6 +105,7 @@ SHORT_WAYS: dict[Callable, ShortWay] = {
     torch.conv2d: _convolution(2),
     torch.conv3d: _convolution(3),
     F.batch_norm: _batch_norm,
+    F.adaptive_avg_pool2d: _adaptive_average,
     **{func: _activation(func, run_torch) for func in (F.silu, F.hardswish)},
     **{func: _activation(func, run_torch_by_output) for func in (torch.sigmoid, Tensor.sigmoid)},
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _sum),

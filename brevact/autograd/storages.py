@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TypeVar
 
 from torch import Tensor, UntypedStorage
 
 T = TypeVar("T", Tensor, UntypedStorage)
+
+
+_version_of = operator.attrgetter("_version")
 
 
 def storage_address(x: Tensor) -> int:
@@ -21,7 +25,7 @@ def storage_address(x: Tensor) -> int:
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Return the version counters of tensors, -1 for inference tensors, which have none."""
     try:
-        return tuple([x._version for x in tensors])
+        return tuple(map(_version_of, tensors))
     except RuntimeError:
         return tuple([-1 if x.is_inference() else x._version for x in tensors])
 

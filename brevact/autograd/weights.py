@@ -243,7 +243,7 @@ def is_known_activation(x: Any) -> bool:
     if type(x) is not Tensor:
         return False
     node = x.grad_fn
-    return node is not None and (_is_own(node) or node.metadata.get(_WEIGHT_NUMEL) == 0)
+    return node is not None and (node.metadata.get(_WEIGHT_NUMEL) == 0 or _is_own(node))
 
 
 def _is_own(node: torch.autograd.graph.Node) -> bool:

@@ -36,6 +36,10 @@ class NormalizedPlan(NamedTuple):
     plan: UniformPlan
     place: Place
 
+    def matches(self, x: Tensor) -> bool:
+        """Whether a tensor is one of float32 whose elements lie densely in the memory order of the layout."""
+        return x.dtype is torch.float32 and self.spec.layout.matches(x)
+
     def quantize(self, x: Tensor, mean: Tensor, invstd: Tensor, seed: int | None) -> Tensor:
         """Quantize (x - mean) * invstd; the bytes are those of :func:`quantize_normalized`.
 
@@ -62,8 +66,34 @@ class NormalizedPlan(NamedTuple):
         Returns:
             float32 tensor of the layout.
         """
-        target = self.spec.layout.empty(buffer.device)
-        passes.denormalize(buffer, self.plan, None, reciprocal_of(invstd), self.place, None, None, target)
+        return self.decode_affine(buffer, reciprocal_of(invstd), None)
+
+    def decode_affine(
+        self,
+        buffer: Tensor,
+        scale: Tensor,
+        shift: Tensor | None,
+        addend: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        overwrites: bool = False,
+    ) -> Tensor:
+        """Decode z * scale + shift, and what :func:`decode_in_one_pass` does beside, with the same values.
+
+        Args:
+            buffer: The stored bytes.
+            scale: (C,) float32 factors.
+            shift: (C,) float32 numbers; None for 0.
+            addend: Tensor that :meth:`matches`; None for 0.
+            mask: What `pack_mask` returned for such a tensor; None for no mask.
+            overwrites: Whether the result may take the memory of `addend`.
+
+        Returns:
+            float32 tensor of the layout's memory order.
+        """
+        target = addend if addend is not None and overwrites else self.spec.layout.empty(buffer.device)
+        shift = None if shift is None else shift.contiguous()
+        passes.denormalize(buffer, self.plan, shift, scale.contiguous(), self.place, addend, mask, target)
         return target
 
 

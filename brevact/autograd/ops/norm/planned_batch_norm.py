@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from brevact.autograd import known_values
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.norm_decoders import OutputDecoder, PackedDecoder, output_decoder, packed_decoder
-from brevact.autograd.normalizing import as_now
 from brevact.autograd.ops.base import Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
 from brevact.autograd.ops.norm.formulas import BatchNorm, batch_norm, centred_batch_norm_backward
@@ -53,7 +52,8 @@ def _plan_of(settings: BackwardSettings, input: Tensor, weight: Tensor | None, b
         input.shape,
         input.stride(),
         input.dtype,
-        *(None if x is None else x.shape for x in (weight, bias)),
+        None if weight is None else weight.shape,
+        None if bias is None else bias.shape,
     )
     try:
         return _plans[key]
@@ -75,8 +75,8 @@ def _make_plan(settings: BackwardSettings, layout: Layout, weight: Tensor | None
     if any(x is not None and x.shape != shape[1:2] for x in (weight, bias)) or (weight is None and bias is not None):
         return None
     source = packed_decoder(_OVER_CHANNELS, packing.spec, layout.dtype)
-    has = weight is not None, bias is not None
-    return _Plan(packing, source, output_decoder(_OVER_CHANNELS, source, 1, has, shape, layout.dtype))
+    has, decoding = (weight is not None, bias is not None), packing if weight is not None else None
+    return _Plan(packing, source, output_decoder(_OVER_CHANNELS, source, 1, has, shape, layout.dtype, decoding))
 
 
 #: By the key of settings, and sizes.
@@ -90,23 +90,27 @@ class _PlannedBatchNorm(Saving):
         ctx: Any,
         region: EagerKeeper,
         plan: _Plan,
-        norm: BatchNorm,
+        settings: tuple[Tensor | None, Tensor | None, float, float],
         slot: Slot | None,
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        out, mean, invstd = batch_norm(input, weight, bias, *norm.running, norm.momentum, norm.eps, norm.cudnn_enabled)
+        out, mean, invstd = batch_norm(input, weight, bias, *settings, False)
         packing = plan.packing
         seed = region.seeds.next(input.device) if packing.spec.quantizer.is_stochastic else None
         buffer = packing.quantize(input, mean, invstd, seed)
         if slot is not None:
             slot.fill((buffer, invstd), plan.source)
         if region.settings.derives and out.stride() == packing.spec.layout.result_stride:
-            affine = tuple([as_now(x, x is weight) for x in (weight, bias) if x is not None])
+            affine = []  # as they are now, see `as_now`
+            if weight is not None:
+                affine.append(weight.clone() if region.is_distributed else weight.detach())
+            if bias is not None:
+                affine.append(bias.clone())
             known_values.register_new(out, (buffer, *affine), plan.output)
         ctx.save_for_backward(buffer, invstd, weight)
-        ctx.packing, ctx.eps = packing, norm.eps
+        ctx.packing, ctx.eps = packing, settings[-1]
         return out
 
     @staticmethod
@@ -150,10 +154,10 @@ def run(
     plan = _plan_of(settings, input, weight, bias)
     if plan is None:
         return None
-    norm = BatchNorm(running_mean, running_var, momentum, eps, torch.backends.cudnn.enabled)
-    slot = slot_of(input, settings, False, (norm.key, input.dtype))
+    slot = slot_of(input, settings, False, ((BatchNorm.name, eps), input.dtype))
     if slot is not None and slot.found is not None:
         return None
+    norm = running_mean, running_var, momentum, eps
     out: Tensor = region.apply(_PlannedBatchNorm, plan, norm, slot, input, weight, bias)
     ModelState.mark_activation(out)
     return out
