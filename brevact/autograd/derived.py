@@ -115,8 +115,9 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
     if is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED:
-        return None
-    kept = region.keep(x)
+        kept = region.keep(x.detach().clone(), share=False)  # the input itself is gone when backward starts
+    else:
+        kept = region.keep(x)
     return None if kept[1] is AS_IT_IS else kept
 
 
