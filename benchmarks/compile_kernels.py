@@ -44,7 +44,7 @@ TARGETS = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 GRID_OPERATIONS = ("grid_nearest", "grid_stochastic", "grid_dequantize", "grid_moments")
-NORM_OPERATIONS = ("normalize", "denormalize")
+NORM_OPERATIONS = ("normalize", "denormalize", "denormalize_add")
 TABLE_OPERATIONS = ("map_levels", "look_up", "look_up_multiply")
 OPERATIONS = (
     *("nearest", "stochastic", "dithered", "dequantize", "dequantize_multiply"),
@@ -217,15 +217,16 @@ def _norm_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         return
     for place in (Place(1024, 1, 1, 1), Place(x.numel(), 64, 1 << 18, 1 << 12), Place(x.numel(), 64, 64, 1)):
         statistics = _meta(x.numel() // place.outer * place.row, torch.float32)
-        decodes = variant.operation == "denormalize"
+        decodes = variant.operation != "normalize"
+        addend = x if variant.operation == "denormalize_add" else None
         with collected() as launches:
             if decodes:
-                triton_kernels.denormalize(buffer, plan, None, statistics, place, x)
+                triton_kernels.denormalize(buffer, plan, None, statistics, place, addend, None, x)
             else:
                 triton_kernels.quantize_normalized(x, plan, _seed(True), statistics, statistics, place, buffer)
         (launch,) = launches
         wide = 8 * (launch.constants["ROWS"] > 0)
-        yield launch, 0 if decodes else wide, wide if decodes else 0
+        yield launch, 0 if decodes and addend is None else wide, wide if decodes else 0
 
 
 def _table_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
