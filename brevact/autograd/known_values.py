@@ -24,7 +24,7 @@ from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import decoded_times, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import storage_address, versions_of
-from brevact.quantizers import Layout, pack_codes, unpack_codes
+from brevact.quantizers import Layout, masked_fill_, pack_codes, unpack_codes
 from brevact.quantizers.tracing import is_traced
 
 
@@ -81,9 +81,9 @@ class IntegerCodes(NamedTuple):
         if self.minimum:
             q = q.add_(self.minimum)
         if self.has_spare:
-            q.masked_fill_(codes == self._last, torch.nan)
+            masked_fill_(q, codes == self._last, torch.nan)
         for missing in mask:
-            q.masked_fill_(unpack_codes(missing, 1, self.layout.numel).bool(), torch.nan)
+            masked_fill_(q, unpack_codes(missing, 1, self.layout.numel).bool(), torch.nan)
         return self.layout.restore(q) - zero_point
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:

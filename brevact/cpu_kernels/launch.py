@@ -14,6 +14,7 @@ from brevact.cpu_kernels.batch_norm import batch_norm
 from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.dequantize_grid import dequantize_grid
+from brevact.cpu_kernels.fill import fill
 from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.masks import mask_multiply, pack_mask, unpack_mask
 from brevact.cpu_kernels.moments import moments
@@ -30,6 +31,7 @@ __all__ = [
     "dequantize_grid",
     "dequantize_rows",
     "dequantize_uniform",
+    "fill",
     "join_maps",
     "look_up",
     "map_levels",

@@ -2,7 +2,7 @@
 
 from brevact.quantizers import moved as moved  # lets pickles of earlier versions load
 from brevact.quantizers import ops as ops
-from brevact.quantizers.bits import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
+from brevact.quantizers.bits import mask_multiply, masked_fill_, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
 from brevact.quantizers.formats.lossless.quantizer import ExactQuantizer
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
@@ -61,6 +61,7 @@ __all__ = [
     "from_text",
     "is_traced",
     "mask_multiply",
+    "masked_fill_",
     "normalize",
     "pack_codes",
     "pack_mask",

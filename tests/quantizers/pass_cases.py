@@ -63,6 +63,10 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         if name == "split_maps":
             return [(x, blocks, Unwritten(low.numel(), low.dtype), Unwritten(_N, torch.float32))]
         return [(x, blocks, low, factor, Unwritten(_N, torch.float32)) for factor in (None, other)]
+    if name == "fill":
+        types = torch.float32, torch.bfloat16, torch.float16, torch.float64
+        values = -1.7, float("nan"), float("-inf"), 1e-300
+        return [(x.to(dtype), x > 0, value) for dtype, value in zip(types, values, strict=True)]
     if name == "random_words":
         return [(SEED, Unwritten(_N, torch.int64))]
     if name.endswith("_grid") or name in ("ranges", "moments"):
@@ -138,12 +142,12 @@ def _of_segments(
     return calls
 
 
-#: Passes that one of the backends does without: its kernels draw the words where they use them.
-_LAWS_ALONE = frozenset(("random_words",))
+#: Passes that one of the backends does without: its kernels draw the words where they use them, and torch fills well.
+_LAWS_ALONE = frozenset(("random_words", "fill"))
 
 
 def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "cpu", most: int | None = None) -> None:
-    """A launcher has the parameters of the law of its name, and writes and returns the same.
+    """A launcher has the parameters of the law of its name, writes and returns the same, and leaves the same alone.
 
     Args:
         name: Name of the pass.
@@ -161,9 +165,8 @@ def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "c
         there, here = _placed(arguments, device), _placed(arguments, "cpu")
         returned, expected = launch(*there), law(*here)
         assert returned is not NotImplemented
-        written = [i for i, argument in enumerate(arguments) if isinstance(argument, Unwritten)]
-        found = [there[i] for i in written] + list(_tensors(returned))
-        wanted = [here[i] for i in written] + list(_tensors(expected))
+        found = [x for x in there if isinstance(x, Tensor)] + list(_tensors(returned))
+        wanted = [x for x in here if isinstance(x, Tensor)] + list(_tensors(expected))
         for got, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
 
@@ -183,5 +186,5 @@ def _placed(arguments: tuple[Any, ...], device: torch.device | str) -> list[Any]
         elif isinstance(argument, Grid):
             parts = (argument.levels, argument.bounds, argument.offset, argument.scale)
             argument = Grid(*(None if part is None else part.to(device) for part in parts), argument.marks)
-        placed.append(argument.to(device) if isinstance(argument, Tensor) else argument)
+        placed.append(argument.to(device, copy=True) if isinstance(argument, Tensor) else argument)
     return placed

@@ -28,7 +28,7 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
 from brevact.private_names.of_torch import DisableTorchFunction
-from brevact.quantizers import Layout, ResidualQuantizer
+from brevact.quantizers import Layout, ResidualQuantizer, masked_fill_
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class _FakeQuantization(Saving):
             shifted = values.decode() / pre_scale
         through = (grad * scale).to(ctx.dtype)
         if blocked is not None:
-            clipped = through.masked_fill(blocked, 0.0)
+            clipped = masked_fill_(through.clone(), blocked, 0.0)
         else:
             clipped = through if mask is None else mask.multiply(through)
         needs = ctx.needs_input_grad[3:]
@@ -175,7 +175,7 @@ def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out
 def _residual(region: EagerKeeper, integers: Integers, residual: Tensor, blocked: Tensor) -> Saved:
     low, high = integers.residual
     quantizer = ResidualQuantizer(bit_width=region.settings.residual_bit_width, low=low, high=high)
-    state = residual.clamp_(low, high).masked_fill_(blocked, quantizer.clipped)
+    state = masked_fill_(residual.clamp_(low, high), blocked, quantizer.clipped)
     seed = region.seeds.next(state.device)
     return reported(pack(state, quantizer, SaveMode.SAVE_QUANTIZED, seed))
 
@@ -210,7 +210,7 @@ class _WeightFakeQuantization(Saving):
         _, rounded, q = integers.of(x, pre_scale, pre_zero_point)
         blocked = integers.blocked(rounded)
         through = (grad * scale).to(q.dtype)
-        clipped = through if blocked is None else through.masked_fill(blocked, 0.0)
+        clipped = through if blocked is None else masked_fill_(through.clone(), blocked, 0.0)
         shapes = (scale.shape, zero_point.shape, pre_scale.shape, pre_zero_point.shape)
         needs = ctx.needs_input_grad[1:]
         return None, *_gradients(needs, shapes, grad, q - zero_point, through, clipped, x / pre_scale, pre_scale)
