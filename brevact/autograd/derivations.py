@@ -82,23 +82,22 @@ class Derivation(NamedTuple):
     Args:
         decoder: of the result; None where it depends on too much.
         picks: which of the operands' tensors the decoder reads, in its order.
-        decoded_bytes: of the packed sources, once they are decoded.
+        is_light: whether the packed sources, once they are decoded, are no larger than a few results.
         small: which of the operands' tensors are sources that are kept as they are.
         holds: what the key in the table is made of the identities of.
     """
 
     decoder: Derived | None
     picks: tuple[int, ...] = ()
-    decoded_bytes: int = 0
+    is_light: bool = True
     small: tuple[int, ...] = ()
     holds: tuple[Any, ...] = ()
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
         """Return whether sources are no larger than a few results, and what is kept as it is has a bit an element."""
-        if is_traced(out):
-            return True
-        small = sum([tensors[place].nbytes for place in self.small])
-        return self.decoded_bytes <= MOST_DECODED * out.nbytes and 8 * small <= out.numel()
+        if not self.small or not self.is_light or is_traced(out):
+            return self.is_light
+        return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
 
 
 #: Derivations of earlier training steps, by functions, decoders of operands, and which of their tensors are the same.
@@ -134,8 +133,9 @@ class Way(NamedTuple):
 def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[list[Tensor], Derivation]:
     """Return the tensors of all operands, and how a result of these sizes derives from them."""
     tensors = [x for kept, _ in operands for x in kept]
-    first: dict[int, int] = {}
-    places = [first.setdefault(id(x), place) for place, x in enumerate(tensors)]
+    numbers = list(map(id, tensors))
+    first = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
+    places = map(first.__getitem__, numbers)
     decoders = tuple([decoder for _, decoder in operands])
     for decoder in decoders:
         if not getattr(decoder, "lasts", False):
@@ -202,7 +202,8 @@ def _derive_anew(
     sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
     decoder = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
-    return Derivation(decoder, picks, decoded_bytes, tuple(small))
+    is_light = is_traced(like) or decoded_bytes <= MOST_DECODED * like.nbytes
+    return Derivation(decoder, picks, is_light, tuple(small))
 
 
 def _is_of_one_place(expressions: Sequence[Call | int]) -> bool:

@@ -25,6 +25,7 @@ from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, functio
 from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import Normalizer, output_of
+from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import reported
@@ -110,7 +111,7 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
     known, settings = region.find_known(x), region.settings
     if known is not None:
         quality = quality_of(known[1])
-        is_good = quality.is_exact or quality._replace(is_curved=True).serves(settings)
+        is_good = Quality(quality.quantizer, is_curved=True).serves(settings)
         return known if is_good else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
