@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.autograd import has_region
 from brevact.bit_widths.budgets import Budget, budget_of
 from brevact.bit_widths.fit_groups import (
     BIT_WIDTHS,
@@ -21,10 +20,10 @@ from brevact.bit_widths.fit_groups import (
     without_policy,
 )
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, Sensitivities
-from brevact.policy.attach import attach_policy
+from brevact.policy.attach import attach_policy, refuse_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.presets import Policy
-from brevact.policy.rules import POLICY, layers_of
+from brevact.policy.rules import layers_of
 from brevact.reports.copies import copy_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
@@ -105,8 +104,7 @@ def fit(
         raise ValueError(
             "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
         )
-    if any(has_region(module, POLICY) for module in model.modules()):
-        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
+    refuse_policy(model)
     with progress_bar("fit", None, progress) as on_pass:
         return _Fit(copy_of(model), batches, loss, budget, on_pass).policy()
 
@@ -133,34 +131,33 @@ class _Fit:
         self._passes, self._told = 0, on_pass
         self._exact = exact_gradients(model, batches, loss, self._count)
         self._groups = groups_of(model, {width: self._memory_at(width) for width in BIT_WIDTHS})
+        self._known = Sensitivities(model, self._groups, batches[:_ALONE], loss, self._exact, self._count)
         #: Measured bytes beyond those that add up, and measured noise for what adds up.
         self._more_bytes, self._factor = 0, 1.0
 
     def policy(self) -> Policy:
         """Return the best policy that was found."""
         groups, budget = self._groups, self._budget
-        sources = [group.source for group in groups.groups]
-        least = groups.saved_bytes(dict.fromkeys(sources, min(BIT_WIDTHS)))
+        least = groups.saved_bytes(dict.fromkeys(groups.costs, min(BIT_WIDTHS)))
         if budget.bytes_of(groups.plain_bytes) < min(least, groups.plain_bytes):
             raise budget.refusal(groups.plain_bytes, least)
-        if not sources or budget.takes_all(groups.plain_bytes):
-            return self._best([self._measured(dict.fromkeys(sources, FULL_PRECISION), None)])
-        known = Sensitivities(self._model, groups, self._batches[:_ALONE], self._loss, self._exact, self._count)
-        for source in sources:
-            known.measure(source, FIRST_WIDTH)
+        if not groups.costs or budget.takes_all(groups.plain_bytes):
+            return self._best([self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))])
+        for source in groups.costs:
+            self._known.measure(source, FIRST_WIDTH)
         found: list[_Found] = []
         for _ in range(_ROUNDS):
-            widths = self._within_bytes(known)
-            found.append(self._measured(widths, known))
-            if self._is_right(found[-1].report, widths, known):
+            widths = self._within_bytes()
+            found.append(self._measured(widths))
+            if self._is_right(found[-1].report, widths):
                 break
         return self._best(found)
 
-    def _within_bytes(self, known: Sensitivities) -> dict[str, int]:
+    def _within_bytes(self) -> dict[str, int]:
         """Return the best widths by what is known, whose measured bytes are within the budget, and hardly less."""
         groups, limit = self._groups, self._budget.bytes_of(self._groups.plain_bytes)
         for _ in range(_TRIES):
-            widths = self._chosen(known)
+            widths = self._chosen()
             with with_quantizers(self._model, groups.quantizers(widths)):
                 saved_bytes = self._memory().saved_bytes
             error = saved_bytes - self._more_bytes - groups.saved_bytes(widths)
@@ -169,21 +166,21 @@ class _Fit:
                 break
         return widths
 
-    def _chosen(self, known: Sensitivities) -> dict[str, int]:
+    def _chosen(self) -> dict[str, int]:
         """Return the best widths by what is known, which is completed where they are few bits."""
-        groups = self._groups
+        groups, known = self._groups, self._known
         while True:
-            items = [known.options(group) for group in groups.groups]
+            items = [known.options(source) for source in groups.costs]
             others = groups.fixed_bytes + self._more_bytes
             chosen = self._budget.choose(items, others, groups.plain_bytes, self._factor, known.rest)
-            widths = {group.source: each.bit_width for group, each in zip(groups.groups, chosen, strict=True)}
+            widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
             unknown = [source for source, width in widths.items() if not known.is_known(source, width)]
             for source in unknown:
                 known.measure(source, widths[source])
             if not unknown:
                 return widths
 
-    def _measured(self, widths: Mapping[str, int], known: Sensitivities | None) -> _Found:
+    def _measured(self, widths: Mapping[str, int]) -> _Found:
         """Return the policy of these widths, and a report of what is measured under it."""
         policy = self._groups.policy(widths)
         with without_policy(self._model):
@@ -194,16 +191,19 @@ class _Fit:
         of_layers = {row.layer: row.saved_bytes for row in memory.rows}
         groups = tuple(
             FittedGroup(
-                *(group.source, len(group.readers), widths[group.source], of_layers.get(group.source, 0)),
-                0.0 if known is None else known.noise(group.source, widths[group.source]) * self._factor,
+                source=chain.source,
+                readers=len(chain.readers),
+                bit_width=widths[chain.source],
+                saved_bytes=of_layers.get(chain.source, 0),
+                noise=self._known.noise(chain.source, widths[chain.source]) * self._factor,
             )
-            for group in self._groups.groups
+            for chain in self._groups.chains
         )
         report = FitReport(
             budget=self._budget.text,
             saved_bytes=memory.saved_bytes,
             plain_bytes=self._groups.plain_bytes,
-            predicted=sum(each.noise for each in groups) + (0.0 if known is None else known.rest),
+            predicted=sum(each.noise for each in groups) + self._known.rest,
             noise=noise.value,
             noise_error=noise.error,
             bias=bias.value,
@@ -217,8 +217,9 @@ class _Fit:
         )
         return _Found(policy, report)
 
-    def _is_right(self, report: FitReport, widths: Mapping[str, int], known: Sensitivities) -> bool:
+    def _is_right(self, report: FitReport, widths: Mapping[str, int]) -> bool:
         """Return whether the noise is as predicted, and within the budget; if not, take note of what differs."""
+        known = self._known
         if not _agree(report) and self._budget.noise is None:
             known.measure_within(widths)
         if not _agree(report) or self._budget.noise is not None:

@@ -7,34 +7,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from brevact.arguments import check_state
-from brevact.bit_widths.layers import LayerWidths, Plan
+from brevact.bit_widths.layers import Plan
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_distance
 
 
-def sensitivities(
-    model: nn.Module, layers: LayerWidths, plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int
-) -> list[float]:
+def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int) -> list[float]:
     """Measure the sensitivity of each group, on all ranks alike: half a squared distance, times (2^b - 1)^2.
 
-    Seeds follow from the training step. The model stays as it is, and the widths of its layers as the plan says.
-
-    Returns:
-        A number a group, in squared units of the gradient.
+    They are in squared units of the gradient. Seeds follow from the training step. The model stays as it is, and the
+    widths of its layers as the plan says.
     """
-    of_layers, found = plan.of_layers(widths), []
+    model, found = plan.layers.model, []
     try:
         with as_it_was(model):
             first = gradients(model, batch, loss, step, step)
             for group, width in zip(plan.groups, widths, strict=True):
-                layers.set(of_layers, redrawn=group.sources)
+                plan.set(widths, redrawn=group.sources)
                 variance = squared_distance(gradients(model, batch, loss, step, step), first) / 2
                 found.append(variance / expected_noise(1.0, width))
     finally:
-        layers.set(of_layers)
+        plan.set(widths)
     if is_distributed():
         shared = torch.tensor(found, dtype=torch.float32, device=next(model.parameters()).device)
         distributed.all_reduce(shared)

@@ -161,8 +161,7 @@ def quantize_backward(
 def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] = MappingProxyType({})) -> M:
     """Do what :func:`quantize_backward` does without a word in the log: of a copy that is measured, say."""
     check_model(model, "quantize_backward(model, policy)", policy)
-    if any(has_region(module, POLICY) for module in model.modules()):
-        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
+    refuse_policy(model)
     for module, assignment in _assignments(model, policy, dict(overrides)).items():
         settings = settings_of_module(assignment.settings, module)
         try:
@@ -175,6 +174,17 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
             ) from error
         add_note(module)
     return model
+
+
+def has_policy(model: nn.Module) -> bool:
+    """Return whether a model, or a part of it, has a policy."""
+    return any(has_region(module, POLICY) for module in model.modules())
+
+
+def refuse_policy(model: nn.Module) -> None:
+    """Raise for a model that has a policy."""
+    if has_policy(model):
+        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
 
 
 def restore_backward(model: M) -> M:

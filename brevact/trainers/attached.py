@@ -10,9 +10,8 @@ from torch import nn
 
 from brevact.autograd import has_region
 from brevact.bit_widths.spec import PolicySpec
-from brevact.policy.attach import quantize_backward, restore_backward
+from brevact.policy.attach import has_policy, quantize_backward, restore_backward
 from brevact.policy.presets import Policy
-from brevact.policy.rules import POLICY
 from brevact.reports.gradient_passes import Loss
 from brevact.trainers.arguments import refuse_to_fit
 from brevact.trainers.batches import device_of
@@ -43,7 +42,7 @@ class AttachedPolicy:
             ValueError: another run has it.
         """
         owner = _OWNERS.get(model)
-        if owner is not None and owner is not self and (owner.spec is None or _has_policy(model)):
+        if owner is not None and owner is not self and (owner.spec is None or has_policy(model)):
             raise ValueError(
                 "model: another training policy is at work on it; a trainer takes one callback of brevact: remove the "
                 "other, or, after a run that was interrupted, call its end()"
@@ -67,13 +66,13 @@ class AttachedPolicy:
         model = self._model()
         assert model is not None
         if self.spec is None:
-            if not any(has_region(module) or has_region(module, POLICY) for module in model.modules()):
+            if not (has_policy(model) or any(map(has_region, model.modules()))):
                 raise ValueError(
                     "policy=None is the policy that the model has, and it has none; give it one, or pass a text, such "
                     'as "default"'
                 )
             return
-        if self._is_ours and _has_policy(model):
+        if self._is_ours and has_policy(model):
             restore_backward(model)
         policy, self.fitted = self.spec.source, None
         if self.spec.needs_fit:
@@ -89,11 +88,7 @@ class AttachedPolicy:
         """Take the policy off the model, if it is from here, and leave the model to other runs."""
         model = None if self._model is None else self._model()
         if model is not None and _OWNERS.get(model) is self:  # a copy of this object has no model
-            if self._is_ours and _has_policy(model):
+            if self._is_ours and has_policy(model):
                 restore_backward(model)
             del _OWNERS[model]
         self._model, self._is_ours = None, False
-
-
-def _has_policy(model: nn.Module) -> bool:
-    return any(has_region(module, POLICY) for module in model.modules())
