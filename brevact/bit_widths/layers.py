@@ -55,13 +55,9 @@ def has_width(settings: BackwardSettings | None) -> bool:
 class LayerWidths:
     """The regions of a model's policy whose widths may change, by the names of their modules.
 
-    Each module gets a region of its own, with the settings of the one that it runs in otherwise.
-
-    Settings of one kind and width are one object, so that a run makes no more of them than there are widths.
-
-    Args:
-        model: module with a policy.
-        weights: where they are given, quantizers in buckets have a width a sample, with these factors.
+    Each module gets a region of its own, with the settings of the one that it runs in otherwise. Settings of one kind
+    and width are one object, so that a run makes no more of them than there are widths. Where weights are given,
+    quantizers in buckets have a width a sample, with these factors.
     """
 
     def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:

@@ -25,14 +25,8 @@ _BATCHES = 4
 def report(options: argparse.Namespace) -> str:
     """Return the report of a command line, and write its files.
 
-    Args:
-        options: what the parser found.
-
-    Raises:
-        ImportError: there is no such module.
-        OSError: there is no such file or folder.
-        TypeError: MODEL makes no module, or the model does not take the batch.
-        ValueError: an argument is not possible.
+    An ImportError, OSError, TypeError or ValueError says that there is no such module or file, that MODEL makes no
+    module or takes no such batch, or that an argument is not possible.
     """
     spec = parse_policy(options.policy)
     shape = _shape(options.shape)

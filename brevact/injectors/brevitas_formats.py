@@ -205,15 +205,10 @@ _FORMATS = {
 
 
 def format_of(tensor_quant: Any, name: str) -> Format:
-    """Return the format of a tensor quantizer.
+    """Return the format of the ``tensor_quant`` of an injector; the name is for errors.
 
-    Args:
-        tensor_quant: what the ``tensor_quant`` of an injector resolves to.
-        name: of the injector, for errors.
-
-    Raises:
-        TypeError: there is no format for its kind, or a bit width is learned.
-        ValueError: a bit width is out of range.
+    A TypeError says that there is none for its kind, or that a bit width is learned, a ValueError that one is out of
+    range.
     """
     refuse_without(BACKWARD)
     for kind, form in _FORMATS.items():

@@ -208,11 +208,7 @@ def added_values(injector: InjectorClass) -> dict[str, Any]:
 def written_value(spec: tuple) -> Any:
     """Return a dependency as it was written in the class body or in ``.let()``, from what the injector made of it.
 
-    Args:
-        spec: one value of ``injector.__dependencies__``.
-
-    Raises:
-        TypeError: the dependency is of a kind that cannot be written back.
+    One of a kind that cannot be written back raises a TypeError.
     """
     marker, attribute, *_ = spec
     if inspect.isclass(attribute):

@@ -212,9 +212,7 @@ def _settable(value: Any) -> set[str]:
 def described(settings: BackwardSettings, *, brief: bool = False) -> str:
     """Return the quantizer's settings as text, and those of the region that are not the default.
 
-    Args:
-        settings: the region's settings.
-        brief: whether settings of the quantizer that are the default are left out, too, apart from the first.
+    In brief, settings of the quantizer that are the default are left out, too, apart from the first.
     """
     quantizer = settings.quantizer
     defaults = _field_defaults(quantizer)

@@ -36,10 +36,8 @@ class BackwardQuantProxy(nn.Module):
             self.quantizer = settings.quantizer
 
     def add_tracked_module(self, layer: nn.Module) -> None:
-        """Let the whole forward of ``layer`` run in a region with these settings.
-
-        Raises:
-            ValueError: another slot of the layer holds different settings.
+        """Let the whole forward of a layer run in a region with these settings; other settings in another slot are
+        refused.
         """
         for name, child in layer.named_children():
             other = child if isinstance(child, BackwardQuantProxy) else getattr(child, "backward_quant", None)

@@ -22,11 +22,8 @@ _OWN = "its own"
 class OpPolicy:
     """What applies to an op inside a module, in place of what applies to the module.
 
-    Args:
-        op: name of the op: the torch functions that mean it have one rule.
-        rule: the policy's rule that names it, as text.
-        source: the backward quantizer by name.
-        settings: what the op stores; None for full precision.
+    The torch functions that mean an op have one rule. Rule and backward quantizer are texts; settings are None for full
+    precision.
     """
 
     op: str

@@ -112,11 +112,7 @@ class FitReport:
 
     @classmethod
     def from_plain(cls, plain: Any) -> FitReport:
-        """Return the report that :meth:`to_plain` wrote.
-
-        Raises:
-            TypeError: it is of another form.
-        """
+        """Return the report that :meth:`to_plain` wrote; a TypeError says that it is of another form."""
         _check_fields(cls, plain, "report")
         for each in plain["groups"]:
             _check_fields(FittedGroup, each, "report, groups")

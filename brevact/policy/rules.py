@@ -32,14 +32,7 @@ ACCEPTED_KEYS = (
 
 
 class OpRule(NamedTuple):
-    """What a rule gives to an op.
-
-    Args:
-        op: the name of the op.
-        rule: the rule as text.
-        source: the backward quantizer as text.
-        settings: what the op stores; None keeps full precision.
-    """
+    """What a rule gives to an op: rule and backward quantizer as texts, and settings, None for full precision."""
 
     op: str
     rule: str
@@ -51,12 +44,8 @@ class OpRule(NamedTuple):
 class Assignment:
     """What the rules give to a module.
 
-    Args:
-        settings: what the region of the module stores, ops with a rule of their own included; None keeps full
-            precision.
-        rule: the rule that matches the module, as text; "" for none.
-        source: the backward quantizer as text.
-        ops: what ops get in place of that.
+    The settings are those of its region, ops with a rule of their own included, or None for full precision. The rule is
+    "" where none matches; rule and backward quantizer are texts. The ops are those that get something else.
     """
 
     settings: BackwardSettings | None
@@ -87,17 +76,9 @@ def check_rules(rules: Any, argument: str) -> None:
 def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = False) -> dict[nn.Module, Assignment]:
     """Return what each module gets; the first rule that matches a module, or names an op inside, wins.
 
-    Args:
-        model: root of the modules; layers with a backward quantizer of their own are left out.
-        rules: backward quantizers, or None, by rule.
-        optional: whether some rules may match nothing.
-
-    Returns:
-        Assignments of the modules that a rule matches; if there are rules for ops, of the model in any case.
-
-    Raises:
-        TypeError: a key is no rule, or a value no backward quantizer.
-        ValueError: a rule matches nothing, or nothing that the rules before it leave.
+    Layers with a backward quantizer of their own are left out, and so is what no rule matches, but for the model where
+    there are rules for ops. Unless rules are optional, a ValueError says which one matches nothing, or nothing that the
+    rules before it leave.
     """
     of_rules, all_ops = _resolved(rules)
     of_ops = [key for key in rules if ops_of(key)]
@@ -154,14 +135,9 @@ def layers_of(model: nn.Module) -> dict[str, str]:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
-    """Raise where a model has other modules than a policy was fitted for.
+    """Raise a ValueError where a model has other modules than a policy was fitted for, by their names and kinds.
 
-    Args:
-        model: that gets the policy.
-        layers: kinds of the modules by name; a module of a class that derives from one of this name will do.
-
-    Raises:
-        ValueError: a module is missing, new or of another kind.
+    A module of a class that derives from one of this name will do.
     """
     modules = dict(modules_without_own_region(model))
     missing = [name for name in layers if name not in modules]
@@ -189,15 +165,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
 def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assignment:
     """Return what a block of code gets, where nothing is known of modules: what "*" says, and rules for ops.
 
-    Args:
-        rules: backward quantizers, or None, by rule.
-        skips_modules: whether other rules are left out.
-
-    Returns:
-        The assignment of the block.
-
-    Raises:
-        TypeError: a rule is for modules, and ``skips_modules`` is False.
+    Other rules are skipped, or raise a TypeError.
     """
     for key in rules:
         if key not in OF_BLOCKS and not ops_of(key) and not skips_modules:
@@ -215,11 +183,7 @@ def _matches_any(key: Any, names: list[str], module: nn.Module) -> bool:
 
 
 def matches(key: Any, name: str, module: nn.Module) -> bool:
-    """Return whether a rule for modules matches one of this name.
-
-    Raises:
-        TypeError: ``key`` is a function that returns neither True nor False.
-    """
+    """Return whether a rule for modules matches one of this name; a user's function must return True or False."""
     if isinstance(key, str):
         return fnmatchcase(name, key) or any(
             fnmatchcase(name[:end], key) for end, letter in enumerate(name) if letter == "."
@@ -238,8 +202,7 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
 def ops_of(key: Any) -> tuple[str, ...]:
     """Return the names of the ops that a rule is for; none if it is for modules.
 
-    Raises:
-        TypeError: it names a torch function in which no quantizer changes what is stored.
+    A torch function in which no quantizer changes what is stored raises a TypeError.
     """
     functions = key if isinstance(key, tuple) else (key,)
     if not functions or not all(map(is_torch_function, functions)):

@@ -33,14 +33,12 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object) -> str:
-    """Return a form of one line that names any object.
+    """Return a form of one line that names any object: tensors and modules by their kind, what is long cut in its
+    middle.
 
     >>> brief(torch.nn.Sequential(torch.nn.Linear(8, 8)))
     '<Sequential module>'
     >>> brief([torch.zeros(8, 3), "text", 2])
     "[<float32 Tensor of shape (8, 3)>, 'text', 2]"
-
-    Args:
-        value: anything: a tensor and a module are shown by their kind, what is long is cut in its middle.
     """
     return " ".join(_Brief().repr(value).split())

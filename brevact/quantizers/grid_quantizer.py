@@ -41,14 +41,7 @@ class GridQuantizer(Quantizer):
         """The levels that stored metadata stand for."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor, known before quantizing.
-
-        Args:
-            layout: Layout of the tensor to quantize.
-
-        Returns:
-            Codes, then the format's metadata.
-        """
+        """Codes, then the format's metadata."""
         geometry = self.geometry(layout)
         return Part("codes", torch.uint8, geometry.code_bytes), *self.metadata_parts(geometry)
 

@@ -322,12 +322,10 @@ _CPU_PIECE, _GPU_PIECE = 1 << 17, 1 << 24
 
 
 class Groups(NamedTuple):
-    """Statistics of the groups of a tensor, for kernels.
+    """Statistics of the groups of a tensor, in its memory order, for kernels: (M,) float32 means, None for 0, and
+    factors.
 
-    Args:
-        mean: (M,) float32 means, in the memory order of the tensor; None for 0.
-        scale: (M,) float32 factors.
-        place: Which is whose.
+    The place says which is whose.
     """
 
     mean: Tensor | None

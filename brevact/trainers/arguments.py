@@ -64,14 +64,10 @@ def spec_of(policy: Any) -> PolicySpec | None:
 
 
 def mix_of(words: str) -> tuple[str, dict[str, Any]]:
-    """Return kind and settings of a schedule of mixing probabilities.
+    """Return kind and settings of a schedule of mixing probabilities; a TypeError or a ValueError says what is wrong.
 
     >>> mix_of("cosine:start=0.9,end=0.1")
     ('cosine', {'start': 0.9, 'end': 0.1})
-
-    Raises:
-        TypeError: it is no text.
-        ValueError: the kind or a setting is not known, or out of range.
     """
     if not isinstance(words, str):
         raise TypeError(

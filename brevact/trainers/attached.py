@@ -22,11 +22,7 @@ _OWNERS: weakref.WeakKeyDictionary[nn.Module, AttachedPolicy] = weakref.WeakKeyD
 
 
 class AttachedPolicy:
-    """A policy that one run at a time gives a model.
-
-    Args:
-        spec: of the policy; None for the one that the model has.
-    """
+    """A policy that one run at a time gives a model; without a spec it is the one that the model has."""
 
     def __init__(self, spec: PolicySpec | None) -> None:
         self.spec = spec
@@ -36,11 +32,7 @@ class AttachedPolicy:
         self._is_ours = False
 
     def take(self, model: nn.Module) -> None:
-        """Take a model for a run.
-
-        Raises:
-            ValueError: another run has it.
-        """
+        """Take a model for a run; a ValueError says that another run has it."""
         owner = _OWNERS.get(model)
         if owner is not None and owner is not self and (owner.spec is None or has_policy(model)):
             raise ValueError(
@@ -53,14 +45,9 @@ class AttachedPolicy:
     def attach(self, batches: Sequence[Any], loss: Loss | None, rules: str | None = None) -> None:
         """Give the model its policy, in place of one that it has from here.
 
-        Args:
-            batches: on which a budget is fitted, in the first process of a distributed run.
-            loss: of the model and a batch.
-            rules: JSON of a policy that was fitted before; None for none.
-
-        Raises:
-            ValueError: the model has no policy where it is to keep it, or has one where it is to get one; or an error
-                of :func:`brevact.fit`.
+        A budget is fitted on batches and a loss in the first process of a distributed run, unless there are rules, the
+        JSON of a policy that was fitted before. A ValueError says that the model has no policy where it is to keep it,
+        or has one where it is to get one, or is an error of :func:`brevact.fit`.
         """
         assert self._model is not None
         model = self._model()

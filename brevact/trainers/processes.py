@@ -9,14 +9,10 @@ from torch import distributed
 
 
 def in_one_process(make: Callable[[], str], device: torch.device) -> str:
-    """Return what the first process makes, in all of them; where it fails, it raises there, and here an error says so.
+    """Return what the process of rank 0 makes, in all of them; where it fails, it raises there, and here a
+    RuntimeError.
 
-    Args:
-        make: called in the process of rank 0.
-        device: of the model, on which bytes travel.
-
-    Raises:
-        RuntimeError: it failed in the process of rank 0.
+    Bytes travel on the device.
     """
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return make()

@@ -100,14 +100,7 @@ class NormalizedCodes(GridQuantizer):
         return self.format.bit_width
 
     def geometry(self, layout: Layout) -> Geometry:
-        """One group of everything.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its packing grid.
-        """
+        """Blocks; all of a tensor is one group."""
         return _geometry(layout, self.format, max(layout.numel, 1), 1)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
@@ -183,14 +176,7 @@ class NormalizedQuantizer(GridQuantizer):
         return NormalizedCodes(format=self.format, rounding=self.rounding)
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks, and a group a channel.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its packing grid.
-        """
+        """Blocks, and a group a channel."""
         return _geometry(layout, self.format, *layout.groups_along(self.channel_dim))
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
@@ -199,16 +185,9 @@ class NormalizedQuantizer(GridQuantizer):
         return Part("mean", torch.float32, groups), Part("scale", torch.float32, groups)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """Mean and deviation of the finite elements of each channel, with a sign bit where there are others.
+        """(G,) float32 mean and deviation of each channel's finite elements, with a sign bit where there are others.
 
         Both are NaN for a channel without a finite element.
-
-        Args:
-            flat: (n,) tensor.
-            geometry: Its groups.
-
-        Returns:
-            `(mean, deviation)`, each (G,) float32.
         """
         low, high, missing = passes.ranges(flat, geometry)
         wide = high - low >= LARGEST_RANGE  # distances from 0 then, of which those beyond 2^125 count as 2^125

@@ -60,14 +60,7 @@ class ResidualQuantizer(GridQuantizer):
         return self.low - 1.0
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks of a tensor; all of it is one group.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its geometry.
-        """
+        """Blocks of a tensor; all of it is one group."""
         return Geometry.of_buckets(layout.numel, self.bit_width, None)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
@@ -79,16 +72,7 @@ class ResidualQuantizer(GridQuantizer):
         return ()
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """The levels.
-
-        Args:
-            geometry: Unused.
-            metadata: Unused.
-            device: Where to put them.
-
-        Returns:
-            One row of levels.
-        """
+        """One row of levels."""
         return Grid(_levels(self.bit_width, self.low, self.high, device), marks=True)
 
 

@@ -153,14 +153,7 @@ class UniformQuantizer(Quantizer):
         return type(self) is UniformQuantizer and not self.is_lossless
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor, known before quantizing.
-
-        Args:
-            layout: Layout of the tensor to quantize.
-
-        Returns:
-            Codes, minimum and scale; at 32 bits the elements' bytes as codes alone.
-        """
+        """Codes, minimum and scale; at 32 bits the elements' bytes as codes alone."""
         if self.is_lossless:
             return (Part("codes", torch.uint8, layout.numel * layout.dtype.itemsize),)
         geometry = self.geometry(layout)
@@ -178,14 +171,7 @@ class UniformQuantizer(Quantizer):
             passes.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks and groups of a tensor.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its packing grid; equal arguments share one object.
-        """
+        """Blocks and groups of a tensor; equal arguments share one object."""
         try:
             return _geometry(self, layout)
         except TypeError:  # symbols have no hash
@@ -216,14 +202,7 @@ def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
 
 
 def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:
-    """What the passes need to know of a tensor.
-
-    Args:
-        spec: Spec of a `UniformQuantizer` that is not lossless.
-
-    Returns:
-        Its plan, which the spec keeps.
-    """
+    """What the passes need to know of a tensor, whose quantizer is not lossless; the spec keeps it."""
     plan: UniformPlan | None = spec.plan
     if plan is None:
         quantizer = spec.quantizer
