@@ -130,7 +130,7 @@ class Adaptive:
         self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, bit_width)
         self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
         self._widths = self._allocate()
-        self._sensitivities = self._measured(batch)
+        self._sensitivities = sensitivities(self._plan, self._widths, batch, self._loss, self._steps)
         if not all(map(math.isfinite, self._sensitivities)):
             raise ValueError(
                 "loss: the gradient of the batch is not finite; sensitivities are measured where gradients are (a "
@@ -159,7 +159,7 @@ class Adaptive:
         if self._norms is not None:
             self._norms.finish()
         if self._steps % self._every == 0:
-            new = self._measured(batch)
+            new = sensitivities(self._plan, self._widths, batch, self._loss, self._steps)
             self._sensitivities = [
                 _OLD_SHARE * a + (1 - _OLD_SHARE) * b if math.isfinite(b) else a
                 for a, b in zip(self._sensitivities, new, strict=True)
@@ -247,6 +247,3 @@ class Adaptive:
         _log.info("step %d: bit widths %s", self._steps, widths)
         self._plan.set(widths)
         return widths
-
-    def _measured(self, batch: Any) -> list[float]:
-        return sensitivities(self._plan, self._widths, batch, self._loss, self._steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -109,13 +109,6 @@ def fit(
         return _Fit(copy_of(model), batches, loss, budget, on_pass).policy()
 
 
-class _Found(NamedTuple):
-    """A policy that was tried, and what was measured under it."""
-
-    policy: Policy
-    report: FitReport
-
-
 def _agree(report: FitReport) -> bool:
     """Whether measured and predicted noise do not differ by much."""
     return report.predicted <= _AGREE * report.harm and report.harm <= _AGREE * report.predicted
@@ -145,11 +138,11 @@ class _Fit:
             return self._best([self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))])
         for source in groups.costs:
             self._known.measure(source, FIRST_WIDTH)
-        found: list[_Found] = []
+        found: list[FitReport] = []
         for _ in range(_ROUNDS):
             widths = self._within_bytes()
             found.append(self._measured(widths))
-            if self._is_right(found[-1].report, widths):
+            if self._is_right(found[-1], widths):
                 break
         return self._best(found)
 
@@ -180,11 +173,10 @@ class _Fit:
             if not unknown:
                 return widths
 
-    def _measured(self, widths: Mapping[str, int]) -> _Found:
-        """Return the policy of these widths, and a report of what is measured under it."""
-        policy = self._groups.policy(widths)
+    def _measured(self, widths: Mapping[str, int]) -> FitReport:
+        """Return a report of what is measured under the policy of these widths."""
         with without_policy(self._model):
-            attach_policy(self._model, policy)
+            attach_policy(self._model, self._groups.policy(widths))
             memory = self._memory()
             batches = self._batches[:_TOGETHER]
             noise, bias = gradient_noise(self._model, batches, self._loss, self._exact, _DRAWS, self._count)
@@ -215,7 +207,7 @@ class _Fit:
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",
             *(self._budget.text, report.saved_bytes, report.plain_bytes, report.noise, report.predicted),
         )
-        return _Found(policy, report)
+        return report
 
     def _is_right(self, report: FitReport, widths: Mapping[str, int]) -> bool:
         """Return whether the noise is as predicted, and within the budget; if not, take note of what differs."""
@@ -228,20 +220,21 @@ class _Fit:
                 self._factor = (report.harm - known.rest) / total
         return _agree(report) and self._budget.is_met(report.saved_bytes, report.plain_bytes, report.harm)
 
-    def _best(self, found: Sequence[_Found]) -> Policy:
+    def _best(self, found: Sequence[FitReport]) -> Policy:
         """Return the policy of least noise, or of least bytes, of those within the budget; it says if there is none."""
         budget, plain = self._budget, self._groups.plain_bytes
-        met = [each for each in found if budget.is_met(each.report.saved_bytes, plain, each.report.harm)]
+        met = [each for each in found if budget.is_met(each.saved_bytes, plain, each.harm)]
         is_by_noise = (budget.noise is None) == bool(met)
-        best = min(met or found, key=lambda each: each.report.harm if is_by_noise else each.report.saved_bytes)
+        best = min(met or found, key=lambda each: each.harm if is_by_noise else each.saved_bytes)
         notes = []
         if not met:
             notes.append(f"{budget.text} was not reached in {len(found)} policies; this is the nearest one.")
-        if best.report.predicted and not _agree(best.report):
-            times = best.report.harm / best.report.predicted
+        if best.predicted and not _agree(best):
+            times = best.harm / best.predicted
             notes.append(f"The noise is {times:.2g} times what was predicted: that of the layers does not add up.")
-        report = replace(best.report, passes=self._passes, note=" ".join(notes))
-        return replace(best.policy, layers=layers_of(self._model), report=report)
+        report = replace(best, passes=self._passes, note=" ".join(notes))
+        policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
+        return replace(policy, layers=layers_of(self._model), report=report)
 
     def _memory_at(self, bit_width: int) -> MemoryReport:
         with with_quantizers(self._model, {"": quantizer_of(bit_width, attends=True)}):

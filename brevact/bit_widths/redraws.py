@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from brevact.arguments import check_state
+from brevact.arguments import check_count, check_state
 from brevact.bit_widths.layers import Plan
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_distance
@@ -59,8 +59,7 @@ def check_groups(state: Any, own: Mapping[str, Any]) -> None:
     for name in ("bit_widths", "sensitivities"):
         if len(state[name]) != len(own[name]):
             raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
-    if type(state["steps"]) is not int or state["steps"] < 0:
-        raise ValueError(f"state: steps={brief(state['steps'])}; accepted is an integer of at least 0")
+    check_count("state: steps", state["steps"], 0)
     for name, kinds, accepted in (("bit_widths", int, "integers"), ("sensitivities", (int, float), "finite numbers")):
         for value in state[name]:
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:

@@ -220,7 +220,7 @@ def _detach_policy(model: nn.Module) -> bool:
 
 def _label(assignment: Assignment) -> tuple[Any, ...]:
     """What the tables of a policy say of a module, as texts: the rule, the quantizer, and those of each op."""
-    return assignment.rule, assignment.source, tuple(each[:3] for each in assignment.ops)
+    return assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
 
 
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:

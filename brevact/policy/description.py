@@ -12,24 +12,10 @@ from brevact.autograd.hooks import regions_of
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.injectors.resolve import described
 from brevact.injectors.slot import BackwardQuantProxy
-from brevact.policy.rules import POLICY, Assignment, source_text
+from brevact.policy.rules import POLICY, Assignment, OpPolicy, source_text
 from brevact.tables import text_table
 
 _OWN = "its own"
-
-
-@dataclass(frozen=True)
-class OpPolicy:
-    """What applies to an op inside a module, in place of what applies to the module.
-
-    The torch functions that mean an op have one rule. Rule and backward quantizer are texts; settings are None for full
-    precision.
-    """
-
-    op: str
-    rule: str
-    source: str
-    settings: BackwardSettings | None
 
 
 @dataclass(frozen=True)

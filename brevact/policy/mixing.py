@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from brevact.arguments import check_model, check_state
+from brevact.arguments import check_count, check_model, check_state
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
@@ -107,8 +107,7 @@ class MixSchedule:
         """
         check_state(state, (*self._plan, "done"))
         plan, done = checked_plan({name: state[name] for name in self._plan}), state["done"]
-        if isinstance(done, bool) or not isinstance(done, int) or done < 0:
-            raise ValueError(f"done={brief(done)}; accepted is an integer of at least 0")
+        check_count("done", done, 0)
         self._plan, self._done = plan, done
         self._apply()
 
@@ -161,9 +160,7 @@ def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:
     if plan["kind"] not in _KINDS:
         raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")
     for name in ("steps", "stairs"):
-        number = plan[name]
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={brief(number)}; accepted is an integer of at least 1")
+        check_count(name, plan[name])
     for name in ("start", "end"):
         probability = plan[name]
         if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -31,8 +31,13 @@ ACCEPTED_KEYS = (
 )
 
 
-class OpRule(NamedTuple):
-    """What a rule gives to an op: rule and backward quantizer as texts, and settings, None for full precision."""
+@dataclass(frozen=True)
+class OpPolicy:
+    """What applies to an op inside a module, in place of what applies to the module.
+
+    The torch functions that mean an op have one rule. Rule and backward quantizer are texts; settings are None for full
+    precision.
+    """
 
     op: str
     rule: str
@@ -51,9 +56,9 @@ class Assignment:
     settings: BackwardSettings | None
     rule: str
     source: str
-    ops: tuple[OpRule, ...] = ()
+    ops: tuple[OpPolicy, ...] = ()
 
-    def with_ops(self, ops: tuple[OpRule, ...]) -> Assignment:
+    def with_ops(self, ops: tuple[OpPolicy, ...]) -> Assignment:
         """Return the assignment with rules for ops, which come before it."""
         settings = with_functions(self.settings, tuple((each.op, each.settings) for each in ops))
         return replace(self, settings=settings, ops=ops)
@@ -69,7 +74,8 @@ def check_rules(rules: Any, argument: str) -> None:
     if not rules:
         raise ValueError(f'{argument}: got no rules; accepted is at least one, such as {{"*": StochBackward2bit}}')
     for key in rules:
-        if not (isinstance(key, str) or are_module_types(key) or ops_of(key) or _is_function(key)):
+        is_function = callable(key) and not isinstance(key, type | nn.Module)  # of a name and a module
+        if not (isinstance(key, str) or are_module_types(key) or ops_of(key) or is_function):
             raise TypeError(f"policy rule {brief(key)} of type {type(key).__name__}: {ACCEPTED_KEYS}{_fix_of_key(key)}")
 
 
@@ -85,7 +91,10 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     names: dict[nn.Module, list[str]] = {}
     for name, module in modules_without_own_region(model):
         names.setdefault(module, []).append(name)
-    matching = {key: [module for module in names if _matches_any(key, names[module], module)] for key in of_rules}
+    matching = {
+        key: [module for module, own in names.items() if any([matches(key, name, module) for name in own])]
+        for key in of_rules
+    }
     assigned: dict[nn.Module, Assignment] = {}
     for key, modules in matching.items():
         count = len(assigned)
@@ -116,14 +125,14 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     return found
 
 
-def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpRule, ...]]:
+def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpPolicy, ...]]:
     """Return what rules for modules give, rules for ops before them included, and all rules for ops."""
     of_rules: dict[Any, Assignment] = {}
-    ops: dict[str, OpRule] = {}
+    ops: dict[str, OpPolicy] = {}
     for key, source in rules.items():
         assignment = assignment_of(key, source)
         for op in ops_of(key):
-            ops.setdefault(op, OpRule(op, assignment.rule, assignment.source, assignment.settings))
+            ops.setdefault(op, OpPolicy(op, assignment.rule, assignment.source, assignment.settings))
         if not ops_of(key):
             of_rules[key] = assignment.with_ops(tuple(ops.values()))
     return of_rules, tuple(ops.values())
@@ -176,10 +185,6 @@ def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assign
     of_rules, ops = _resolved(rules)
     found = [of_rules[key] for key in OF_BLOCKS if key in of_rules]
     return found[0] if found else Assignment(None, "", source_text(None)).with_ops(ops)
-
-
-def _matches_any(key: Any, names: list[str], module: nn.Module) -> bool:
-    return any([matches(key, name, module) for name in names])
 
 
 def matches(key: Any, name: str, module: nn.Module) -> bool:
@@ -250,11 +255,6 @@ def assignment_of(key: Any, source: Any) -> Assignment:
     """Return what a rule gives to a module that it matches, rules for ops left out."""
     settings = None if source is None else backward_settings_from(source, None, f"policy rule {rule_text(key)}")
     return Assignment(settings, rule_text(key), source_text(source))
-
-
-def _is_function(key: Any) -> bool:
-    """Whether a key, which is no torch function, is a user's function of a name and a module."""
-    return callable(key) and not isinstance(key, type | nn.Module)
 
 
 def are_module_types(key: Any) -> bool:

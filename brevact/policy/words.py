@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from dependencies.exceptions import DependencyError
 
-from brevact import injectors
 from brevact.injectors import backward_settings_from
+from brevact.injectors.saved_form import LEAVES
 from brevact.policy.presets import CONV_NET, DEFAULT, TRANSFORMER, Policy
 
-_LEAF = r"[A-Z]\w*Backward(\d\w*)?"  # Stoch-Backward-2bit, L4-Backward
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _NUMBER = r"\d+\.?\d*(?:e-?\d+)?|\.\d+(?:e-?\d+)?"
 _POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "TRANSFORMER": TRANSFORMER}
-_LEAVES = {name: leaf for name, leaf in vars(injectors).items() if re.fullmatch(_LEAF, name)}
 #: Backward quantizers and policies of the package, by name.
-KNOWN: Mapping[str, Any] = {**_LEAVES, **_POLICIES}
+KNOWN: Mapping[str, Any] = {**LEAVES, **_POLICIES}
 
 
 def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:

@@ -8,13 +8,18 @@ import torch
 from torch import distributed
 
 
+def has_others() -> bool:
+    """Return whether there are other processes in this run."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def in_one_process(make: Callable[[], str], device: torch.device) -> str:
     """Return what the process of rank 0 makes, in all of them; where it fails, it raises there, and here a
     RuntimeError.
 
     Bytes travel on the device.
     """
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if not has_others():
         return make()
     found: list[str | None] = [None]
     error = None
