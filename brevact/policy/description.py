@@ -10,8 +10,7 @@ from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors.proxies import is_quant_proxy
-from brevact.injectors.resolve import described
-from brevact.injectors.slot import BackwardQuantProxy
+from brevact.injectors.slot import BackwardQuantProxy, described
 from brevact.policy.rules import POLICY, Assignment, OpPolicy, source_text
 from brevact.tables import text_table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +11,7 @@ from brevact.arguments import check_count, check_model, check_state
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
+from brevact.injectors.resolve import with_quantizers
 from brevact.quantizers import MixingQuantizer
 from brevact.quantizers.brief import brief
 
@@ -112,13 +112,17 @@ class MixSchedule:
         self._apply()
 
     def _apply(self) -> None:
-        changed: dict[BackwardSettings, BackwardSettings] = {}  # what was one object stays one
+        changed: dict[BackwardSettings, BackwardSettings | None] = {}  # what was one object stays one
         probability = self.mix_prob
+
+        def mixed(quantizer: Any) -> Any:
+            return quantizer.with_probability(probability) if isinstance(quantizer, MixingQuantizer) else quantizer
+
         for holder, settings in self._holders():
             if all(quantizer.probability == probability for quantizer in _mixtures(settings)):
                 continue
             if settings not in changed:
-                changed[settings] = _with_probability(settings, probability)
+                changed[settings] = with_quantizers(settings, mixed)
             holder.settings = changed[settings]
 
     def _holders(self) -> list[tuple[Any, BackwardSettings]]:
@@ -143,16 +147,6 @@ def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
         return []
     own = [settings.quantizer] if isinstance(settings.quantizer, MixingQuantizer) else []
     return own + [quantizer for _, each in settings.of_functions for quantizer in _mixtures(each)]
-
-
-def _with_probability(settings: BackwardSettings | None, probability: float) -> Any:
-    if settings is None:
-        return None
-    quantizer = settings.quantizer
-    if isinstance(quantizer, MixingQuantizer):
-        quantizer = quantizer.with_probability(probability)
-    functions = tuple((name, _with_probability(each, probability)) for name, each in settings.of_functions)
-    return dataclasses.replace(settings, quantizer=quantizer, of_functions=functions)
 
 
 def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:

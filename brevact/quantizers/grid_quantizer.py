@@ -28,13 +28,13 @@ class GridQuantizer(Quantizer):
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks and groups of a tensor."""
 
-    @abstractmethod
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """What is stored beside the codes."""
+        """What is stored beside the codes: nothing where levels are fixed."""
+        return ()
 
-    @abstractmethod
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
         """Metadata of an (n,) tensor, in the types and sizes of `metadata_parts`."""
+        return ()
 
     @abstractmethod
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:

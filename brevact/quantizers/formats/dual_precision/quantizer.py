@@ -13,7 +13,7 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, MapBlocks, packed_bytes
 from brevact.quantizers import passes
 from brevact.quantizers.bits import pack_codes, unpack_codes
-from brevact.quantizers.checks import check_int
+from brevact.quantizers.checks import check_bit_width, check_int
 from brevact.quantizers.formats.uniform.quantizer import (
     BIT_WIDTHS,
     Granularity,
@@ -77,9 +77,7 @@ class DualPrecisionQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
-        check_int("bit_width", self.bit_width)
-        if self.bit_width not in BIT_WIDTHS[:-1]:
-            raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS[:-1]))}")
+        check_bit_width("bit_width", self.bit_width, BIT_WIDTHS[:-1])
         check_int("block", self.block)
         if self.block < 1:
             raise ValueError(f"block: got {self.block}; accepted is a positive int")

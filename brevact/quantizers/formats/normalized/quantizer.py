@@ -103,14 +103,6 @@ class NormalizedCodes(GridQuantizer):
         """Blocks; all of a tensor is one group."""
         return _geometry(layout, self.format, max(layout.numel, 1), 1)
 
-    def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """None."""
-        return ()
-
-    def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """None."""
-        return ()
-
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The format's levels."""
         return Grid(*_levels(self.format, device))

@@ -13,7 +13,7 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, Geometry, UniformPlan, block_size_for
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_bucket_size, check_int, member_of
+from brevact.quantizers.checks import check_bit_width, check_bucket_size, check_int, member_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
 from brevact.quantizers.quantizer import Quantizer
@@ -91,9 +91,7 @@ class UniformQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
-        check_int("bit_width", self.bit_width)
-        if self.bit_width not in BIT_WIDTHS:
-            raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}")
+        check_bit_width("bit_width", self.bit_width, BIT_WIDTHS)
         check_bucket_size("bucket_size", self.bucket_size)
         check_int("channel_dim", self.channel_dim)
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
