@@ -17,7 +17,8 @@ from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
 from brevact.bit_widths.redraws import check_groups, expected_noise, is_distributed, sensitivities
 from brevact.bit_widths.sample_norms import SampleNorms
-from brevact.policy.attach import has_policy, quantize_backward
+from brevact.policy.attach import quantize_backward
+from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.memory import memory_of

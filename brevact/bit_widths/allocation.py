@@ -11,9 +11,7 @@ ROUNDING = 1e-12
 
 
 class Option(NamedTuple):
-    """One way to store an item: what it costs, in bytes or bits, the noise that it causes, of at least 0, and which way
-    it is.
-    """
+    """One way to store an item: its cost, in bytes or bits, the noise that it causes, of at least 0, and its width."""
 
     cost: float
     noise: float

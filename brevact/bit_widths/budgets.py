@@ -20,9 +20,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Budget:
-    """What a policy may cost: a ratio, bytes, or noise and squared bias in units of minibatch noise; the others are
-    None.
-    """
+    """What a policy may cost: a ratio, bytes, or noise and squared bias in minibatch noise; the others are None."""
 
     text: str
     ratio: float | None

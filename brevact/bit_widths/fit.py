@@ -20,10 +20,11 @@ from brevact.bit_widths.fit_groups import (
     without_policy,
 )
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, Sensitivities
-from brevact.policy.attach import attach_policy, refuse_policy
+from brevact.policy.attach import attach_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
+from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
-from brevact.policy.rules import layers_of
+from brevact.policy.rules import refuse_policy
 from brevact.reports.copies import copy_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss

@@ -20,8 +20,9 @@ from brevact import injectors
 from brevact.autograd import attach_region, detach_region
 from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
 from brevact.injectors import backward_settings_from
+from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
-from brevact.policy.rules import POLICY, layers_of
+from brevact.policy.rules import POLICY
 from brevact.reports.chains import Chain, chains_of
 from brevact.reports.memory_table import MemoryReport
 

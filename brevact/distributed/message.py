@@ -69,8 +69,7 @@ class Agreement:
         self._groups: set[str] = set()
 
     def reach(self, group: Any, device: torch.device, *settings: object) -> None:
-        """Compare settings, from which the lengths and the meaning of messages follow, unless these processes have done
-        so.
+        """Compare settings, from which lengths and meaning of messages follow, unless these processes have done so.
 
         All processes of the group call this, and wait for each other; a ValueError is raised on all of them if they
         differ. The device is one that the group's backend takes.

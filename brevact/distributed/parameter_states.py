@@ -15,9 +15,7 @@ from brevact.quantizers.brief import brief
 
 @dataclass
 class ParameterState:
-    """Of one parameter: its place among those seen, and what rounding took from its gradients, None where nothing is
-    owed.
-    """
+    """Of one parameter: its place among those seen, and what rounding took from its gradients, None for nothing."""
 
     number: int
     residual: Tensor | None = None

@@ -33,8 +33,9 @@ class IntegerCodes:
         return 0 if self.minimum < 0 and not self.has_spare else 2**self.bit_width - 1
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the codes of integers that are stored as floats, uint8 up to 8 bits; what is out of range gets the
-        nearest code.
+        """Return the codes of integers that are stored as floats, uint8 up to 8 bits.
+
+        What is out of range gets the nearest code.
         """
         largest = self.minimum + self.step * (2**self.bit_width - 1 - self.has_spare)
         if self.bit_width <= 8:
@@ -57,8 +58,9 @@ class IntegerCodes:
         return codes.clamp_min(1) if self.nan_code == 0 else codes.clamp_max(self.nan_code - 1)
 
     def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
-        """Return codes where one of them is NaN, from what they stand for where none is; of one bit, the other is the
-        middle.
+        """Return codes where one of them is NaN, from what they stand for where none is.
+
+        Of one bit, the other is the middle of the two.
         """
         if self.bit_width == 1:
             values = torch.full_like(values, self.minimum + self.step / 2)

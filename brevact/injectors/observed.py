@@ -30,9 +30,7 @@ class ObservedQuantizer:
         return bool(self.statistics.roundings)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack the tensor that was observed, in whatever memory order; the seed is for stochastic
-        rounding.
-        """
+        """Quantize and pack the tensor that was observed, in whatever memory order; the seed is for random rounding."""
         form, zero_point = self.statistics.format, self.zero_point
         with as_it_is(x.device), _seeded(self.statistics.roundings, seed, x.device):
             if self.scale.numel() > 1 and 0 in x.stride():  # repeats of an element may get different codes

@@ -94,8 +94,9 @@ class ScaledCodes:
         target.as_strided((layout.numel,), (1,)).copy_(in_memory_order(values, layout))
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[ScaledCodes], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply by another tensor and write to memory, both dense in the layout's memory order; they may be
-        the same.
+        """Decode, multiply by another tensor and write to memory, which may be the same.
+
+        Both are dense in the layout's memory order.
         """
         decoded = torch.empty_like(target)
         self.decode(buffer, spec, decoded)

@@ -38,9 +38,7 @@ class BackwardQuantProxy(nn.Module):
             self.quantizer = settings.quantizer
 
     def add_tracked_module(self, layer: nn.Module) -> None:
-        """Let the whole forward of a layer run in a region with these settings; other settings in another slot are
-        refused.
-        """
+        """Let the whole forward of a layer run in a region with these settings, unless another slot holds others."""
         for name, child in layer.named_children():
             other = child if isinstance(child, BackwardQuantProxy) else getattr(child, "backward_quant", None)
             if isinstance(other, BackwardQuantProxy) and other.settings != self.settings:

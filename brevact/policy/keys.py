@@ -51,8 +51,7 @@ def key_to_plain(key: Any) -> dict[str, Any]:
 
 
 def key_from_plain(entry: Mapping[str, Any]) -> Any:
-    """Return the key that :func:`key_to_plain` wrote, of an entry with exactly one of the fields; others are not looked
-    at.
+    """Return the key that :func:`key_to_plain` wrote, of an entry with exactly one of the fields, others beside.
 
     A value of another type raises a TypeError, a name that is not known a ValueError.
     """

@@ -22,8 +22,6 @@ from brevact.quantizers.brief import brief
 POLICY = "policy"
 #: Rules that hold in a block of code: of a model, all of it, or what no other rule matches.
 OF_BLOCKS = ("*", "")
-#: Names that an error about a model lists of each kind.
-_SHOWN = 5
 ACCEPTED_KEYS = (
     "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
     'tuple of functions), name patterns ("blocks.*", "*") and functions of a name and a module that return True or '
@@ -62,6 +60,17 @@ class Assignment:
         """Return the assignment with rules for ops, which come before it."""
         settings = with_functions(self.settings, tuple((each.op, each.settings) for each in ops))
         return replace(self, settings=settings, ops=ops)
+
+
+def has_policy(model: nn.Module) -> bool:
+    """Return whether a model, or a part of it, has a policy."""
+    return any(has_region(module, POLICY) for module in model.modules())
+
+
+def refuse_policy(model: nn.Module) -> None:
+    """Raise for a model that has a policy."""
+    if has_policy(model):
+        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
 
 
 def check_rules(rules: Any, argument: str) -> None:
@@ -136,39 +145,6 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
         if not ops_of(key):
             of_rules[key] = assignment.with_ops(tuple(ops.values()))
     return of_rules, tuple(ops.values())
-
-
-def layers_of(model: nn.Module) -> dict[str, str]:
-    """Return the kinds of a model's modules by name; layers with a backward quantizer of their own are left out."""
-    return {name: type(module).__name__ for name, module in modules_without_own_region(model)}
-
-
-def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
-    """Raise a ValueError where a model has other modules than a policy was fitted for, by their names and kinds.
-
-    A module of a class that derives from one of this name will do.
-    """
-    modules = dict(modules_without_own_region(model))
-    missing = [name for name in layers if name not in modules]
-    added = [name for name in modules if name not in layers]
-    changed = [
-        f"{name or '(model)'} is a {type(module).__name__}, and was a {layers[name]}"
-        for name, module in modules.items()
-        if name in layers and layers[name] not in [kind.__name__ for kind in type(module).__mro__]
-    ]
-    if not missing and not added and not changed:
-        return
-    differences = changed[:_SHOWN] + [f"and {len(changed) - _SHOWN} more of another kind"] * (len(changed) > _SHOWN)
-    for what, names, others in (("missing", missing, added), ("new", added, ())):
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            near = difflib.get_close_matches(names[0], others, n=3, cutoff=0.4)
-            hint = f" (nearest: {', '.join(near)})" if near else ""
-            differences.append(f"{what}: {', '.join(names[:_SHOWN])}{more}{hint}")
-    raise ValueError(
-        f"policy: it was fitted for another model than this {type(model).__name__}; {'; '.join(differences)}; give it "
-        "to the model that it was fitted for (the one inside of a wrapper: model.module), or fit again"
-    )
 
 
 def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assignment:

@@ -33,8 +33,7 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object) -> str:
-    """Return a form of one line that names any object: tensors and modules by their kind, what is long cut in its
-    middle.
+    """Return a form of one line that names any object: tensors and modules by their kind, and what is long cut.
 
     >>> brief(torch.nn.Sequential(torch.nn.Linear(8, 8)))
     '<Sequential module>'

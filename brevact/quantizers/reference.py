@@ -28,9 +28,7 @@ _CHUNK = 1 << 18  # elements in flight, so that temporaries stay small beside th
 
 
 def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
-    """Pack (n,) integer codes of 1 to 32 bits into eight-plane blocks (see `PackedActivation`); further bits are
-    dropped.
-    """
+    """Pack (n,) integer codes of 1 to 32 bits, the lowest ones, into eight-plane blocks (see `PackedActivation`)."""
     out = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
     for start, stop, _ in chunks(codes.numel(), block_size):
         pack_chunk(codes[start:stop], start, bit_width, block_size, out)
@@ -194,8 +192,7 @@ def group_index(start: int, stop: int, geometry: Geometry, device: torch.device)
 
 
 def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Range of each group's finite elements, of which float64 ones are rounded to float32 first: `(low, high,
-    missing)`.
+    """Range of each group's finite elements: `(low, high, missing)`; float64 is rounded to float32 first.
 
     They are (G,) float32 smallest and largest value, infinity and -infinity where no element is finite, and int64
     numbers of elements that are not.

@@ -25,8 +25,9 @@ _CHUNK = 1 << 22  # elements in flight, so that temporaries stay small beside th
 def quantize_rows(
     flat: Tensor, rows: Tensor, size: int, spec: PackedSpec[Any], seed: int | Tensor, buffer: Tensor
 ) -> None:
-    """Quantize the buckets of a contiguous (n,) tensor with these int64 rows as a 1-D tensor of them, into the spec's
-    bytes.
+    """Quantize the buckets of a contiguous (n,) tensor with these int64 rows, as a 1-D tensor of them.
+
+    The buffer receives the bytes of the spec, which is that of the 1-D tensor.
     """
     kernels = _row_kernels(spec, flat, rows, buffer)
     if kernels is not None:

@@ -145,8 +145,9 @@ def _drawn(
 
 
 def batch_variance(gradients_B: Sequence[Gradients]) -> Estimate:
-    """Variance of gradients over at least 2 batches, summed over weights; its error is the jackknife's, NaN of 2
-    batches.
+    """Variance of gradients over at least 2 batches, summed over weights.
+
+    Its error is the jackknife's, and NaN of 2 batches.
     """
     batches = len(gradients_B)
     squares_B = torch.zeros(batches, dtype=torch.float64)

@@ -104,8 +104,7 @@ def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMem
 
 @dataclass
 class _Measured:
-    """What one forward pass stores: a row a tensor, and for each layer the others that had stored a tensor of it
-    before.
+    """What one forward pass stores: a row a tensor, and for each layer the others that had stored one of it before.
 
     The pass has a graph if its output has gradients to give.
     """

@@ -10,8 +10,9 @@ from torch import nn
 
 from brevact.autograd import has_region
 from brevact.bit_widths.spec import PolicySpec
-from brevact.policy.attach import has_policy, quantize_backward, restore_backward
+from brevact.policy.attach import quantize_backward, restore_backward
 from brevact.policy.presets import Policy
+from brevact.policy.rules import has_policy
 from brevact.reports.gradient_passes import Loss
 from brevact.trainers.arguments import refuse_to_fit
 from brevact.trainers.batches import device_of

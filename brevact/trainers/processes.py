@@ -14,10 +14,9 @@ def has_others() -> bool:
 
 
 def in_one_process(make: Callable[[], str], device: torch.device) -> str:
-    """Return what the process of rank 0 makes, in all of them; where it fails, it raises there, and here a
-    RuntimeError.
+    """Return what the process of rank 0 makes, in all of them; bytes travel on the device.
 
-    Bytes travel on the device.
+    Where it fails, it raises there, and a RuntimeError in the others.
     """
     if not has_others():
         return make()

@@ -24,9 +24,7 @@ _PROGRAMS = 1024  # that keep a large GPU busy
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel made by `triton.jit` and everything it is called with: its grid, arguments in order, and constants by
-    name.
-    """
+    """A kernel made by `triton.jit` and what it is called with: grid, arguments in order, and constants by name."""
 
     kernel: Any
     grid: tuple[int, ...]
