@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
+from brevact.injectors.proxies import modules_without_own_region
 from brevact.policy.notes import add_note
-from brevact.policy.rules import POLICY, modules_without_own_region
+from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.philox import moved_seed, seed_value
 from brevact.reports.copies import copy_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from brevact.policy.rules import modules_without_own_region
+from brevact.injectors.proxies import modules_without_own_region
 
 #: Names that an error lists of each kind.
 _SHOWN = 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,7 +15,7 @@ from brevact.autograd.op_names import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
-from brevact.injectors.proxies import is_quant_proxy
+from brevact.injectors.proxies import modules_without_own_region
 from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
@@ -244,13 +244,3 @@ def _hint(key: Any, names: list[str]) -> str:
         return "it has a backward quantizer of its own (act_quant=), which stays"
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
     return f"nearest names: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
-
-
-def modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' proxies."""
-    if has_region(module) or is_quant_proxy(module):
-        return
-    yield name, module
-    for child_name, child in module._modules.items():
-        if child is not None:
-            yield from modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)
