@@ -19,7 +19,7 @@ from brevact.bit_widths.fit_groups import (
     with_quantizers,
     without_policy,
 )
-from brevact.bit_widths.fit_noise import FIRST_WIDTH, Sensitivities
+from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
 from brevact.policy.attach import attach_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.fitted_layers import layers_of
@@ -125,7 +125,7 @@ class _Fit:
         self._passes, self._told = 0, on_pass
         self._exact = exact_gradients(model, batches, loss, self._count)
         self._groups = groups_of(model, {width: self._memory_at(width) for width in BIT_WIDTHS})
-        self._known = Sensitivities(model, self._groups, batches[:_ALONE], loss, self._exact, self._count)
+        self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, self._exact, self._count)
         #: Measured bytes beyond those that add up, and measured noise for what adds up.
         self._more_bytes, self._factor = 0, 1.0
 

@@ -26,7 +26,7 @@ _FINE = max(BIT_WIDTHS)
 _LEAST_NOISE = 1e-15
 
 
-class Sensitivities:
+class ChainNoise:
     """Measures noise of chains alone, each at a width at most once, by one draw a batch.
 
     Regions are attached to the model, which has no policy. The exact gradients are those of the batches, or of more.

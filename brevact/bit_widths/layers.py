@@ -92,16 +92,15 @@ class LayerWidths:
 @contextmanager
 def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
     """Give a model back the policy that it had, or none, where a block of code that changes it fails."""
-    before = {hook: hook.settings for module in model.modules() for hook in regions_of(module) if hook.origin == POLICY}
+    before = {hook: hook.settings for hook in _regions(model).values()}
     try:
         yield
     except BaseException:
-        for module in model.modules():
-            for hook in regions_of(module):
-                if hook in before:
-                    hook.settings = before[hook]
-                elif hook.origin == POLICY:
-                    detach_region(module, POLICY)
+        for name, hook in _regions(model).items():
+            if hook in before:
+                hook.settings = before[hook]
+            else:
+                detach_region(model.get_submodule(name), POLICY)
         raise
 
 
@@ -187,6 +186,7 @@ def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str,
 
 
 def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
+    """How layers store what they do."""
     return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
 
 

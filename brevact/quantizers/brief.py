@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,3 +43,9 @@ def brief(value: object) -> str:
     "[<float32 Tensor of shape (8, 3)>, 'text', 2]"
     """
     return " ".join(_Brief().repr(value).split())
+
+
+def did_you_mean(name: str, accepted: Iterable[str]) -> str:
+    """Return the beginning of a sentence that names the nearest accepted one; "" where none is near."""
+    nearest = difflib.get_close_matches(name, list(accepted), n=1)
+    return f"did you mean {nearest[0]}? " if nearest else ""

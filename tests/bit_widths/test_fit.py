@@ -18,7 +18,7 @@ from brevact import FitReport, Policy, StochBackward3bit
 from brevact.bit_widths.allocation import Option
 from brevact.bit_widths.budgets import budget_of
 from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, quantizer_of, with_quantizers
-from brevact.bit_widths.fit_noise import Sensitivities
+from brevact.bit_widths.fit_noise import ChainNoise
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
 
@@ -273,7 +273,7 @@ def test_sensitivities_within_a_policy_are_what_each_group_adds_to_it(model, bat
         report = memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
     groups = groups_of(model, dict.fromkeys(BIT_WIDTHS, report))
     exact = exact_gradients(model, batches, loss)
-    known = Sensitivities(model, groups, batches, loss, exact, lambda: None)
+    known = ChainNoise(model, groups, batches, loss, exact, lambda: None)
     sources = [chain.source for chain in groups.chains]
     for source in sources:
         known.measure(source, 3)
