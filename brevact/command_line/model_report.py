@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import operator
 from collections.abc import Mapping
 from pathlib import Path
@@ -146,6 +145,4 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(loss, Tensor):
         return loss
     outputs = [x.float() for x in tensors_of(found) if x.requires_grad]
-    return sum((x.square().sum() for x in outputs), torch.zeros(())) / max(
-        1, sum(map(math.prod, (x.shape for x in outputs)))
-    )
+    return sum((x.square().sum() for x in outputs), torch.zeros(())) / max(1, sum(x.numel() for x in outputs))

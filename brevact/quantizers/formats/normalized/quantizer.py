@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid
+from brevact.geometry import Geometry, Grid
 from brevact.private_names.of_torch import len_dispatch_stack
 from brevact.quantizers import passes
 from brevact.quantizers.checks import between_levels, check_bool, check_int, member_of
@@ -101,7 +101,7 @@ class NormalizedCodes(GridQuantizer):
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks; all of a tensor is one group."""
-        return _geometry(layout, self.format, max(layout.numel, 1), 1)
+        return Geometry.of_buckets(layout.numel, self.bit_width, None)
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The format's levels."""
@@ -169,7 +169,7 @@ class NormalizedQuantizer(GridQuantizer):
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks, and a group a channel."""
-        return _geometry(layout, self.format, *layout.groups_along(self.channel_dim))
+        return Geometry.of_indices(layout.numel, self.bit_width, *layout.groups_along(self.channel_dim))
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
         """Mean and deviation of each channel."""
@@ -200,18 +200,6 @@ class NormalizedQuantizer(GridQuantizer):
         mean, deviation = metadata
         levels, bounds = _levels(self.format, device)
         return Grid(levels, bounds, mean, deviation, marks=True)
-
-
-def _geometry(layout: Layout, format: NormalizedFormat, inner: int, groups: int) -> Geometry:
-    numel = layout.numel
-    return Geometry(
-        numel=numel,
-        bit_width=format.bit_width,
-        block_size=DEFAULT_BLOCK,
-        inner=max(inner, 1),
-        groups=groups if numel else 0,
-        one_run=inner * groups >= numel,
-    )
 
 
 def _levels(format: NormalizedFormat, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, Geometry, UniformPlan, block_size_for
+from brevact.geometry import LARGEST_BLOCK, Geometry, UniformPlan, block_size_for
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_bit_width, check_bucket_size, check_int, member_of
@@ -195,8 +195,8 @@ def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
         return Geometry.of_buckets(n, bit_width, quantizer.bucket_size)
     if granularity is Granularity.TENSOR:
         return Geometry.of_buckets(n, bit_width, None)
-    inner, groups = layout.groups_along(0 if granularity is Granularity.SAMPLE else quantizer.channel_dim)
-    return Geometry(n, bit_width, DEFAULT_BLOCK, inner, groups if n else 0, inner * groups >= n)
+    dim = 0 if granularity is Granularity.SAMPLE else quantizer.channel_dim
+    return Geometry.of_indices(n, bit_width, *layout.groups_along(dim))
 
 
 def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:
