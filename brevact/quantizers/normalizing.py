@@ -98,10 +98,9 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
         Tensor of the normalized one's shape and strides. NaN where the inverse deviation is; a deviation that is
         infinite, of elements that are 0 as soon as they are normalized, counts as 0.
     """
-    layout, buffer = packed.layout, packed.buffer
-    if is_traced(buffer) and _is_fused(packed, dtype):
-        return torch.ops.brevact.denormalize(buffer, mean, invstd, *packed.spec.op_arguments[:3], dtype)
-    return decode_affine(packed, reciprocal_of(invstd.to(layout.dtype)), mean, dtype)
+    if is_traced(packed.buffer) and _is_fused(packed, dtype):
+        return torch.ops.brevact.denormalize(packed.buffer, mean, invstd, *packed.spec.op_arguments[:3], dtype)
+    return decode_affine(packed, reciprocal_of(invstd.to(packed.layout.dtype)), mean, dtype)
 
 
 def reciprocal_of(invstd: Tensor) -> Tensor:
@@ -204,9 +203,8 @@ class Groups(NamedTuple):
 
 def groups_of(layout: Layout, mean: Tensor | None, scale: Tensor) -> Groups | None:
     """Statistics of the elements of a dense tensor, if their order is one that kernels know."""
-    if not layout.is_dense or layout.numel == 0 or scale.dtype is torch.float64:
-        return None
-    found = place_of(layout, tuple(scale.shape))
+    is_known = layout.is_dense and layout.numel > 0 and scale.dtype is not torch.float64
+    found = place_of(layout, tuple(scale.shape)) if is_known else None
     if found is None:
         return None
     place, order = found
@@ -239,10 +237,8 @@ def place_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Place, tuple[int, 
         sizes[position] *= size
     _, elements, row, run = sizes
     order = (*layout.dims, *(dim for dim in range(len(shape)) if dim not in layout.dims))
-    is_in_order = order == tuple(range(len(shape))) or [dim for dim in order if shape[dim] > 1] == [
-        dim for dim in range(len(shape)) if shape[dim] > 1
-    ]
-    is_whole = all(dim in layout.dims for dim in range(len(shape)) if shape[dim] > 1)
+    several = [dim for dim in order if shape[dim] > 1]
+    is_in_order, is_whole = several == sorted(several), all(dim in layout.dims for dim in several)
     return Place(elements * row * run, row, row * run, run), None if is_in_order and is_whole else order
 
 
