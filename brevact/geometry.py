@@ -18,11 +18,8 @@ SMALLEST_GAP = 2.0**-126
 def block_size_for(bucket_size: int | None) -> int:
     """Elements in a packing block: whole buckets where that stays small, so that a block needs no other metadata.
 
-    Args:
-        bucket_size: Elements that share a scale, or None where groups are not buckets.
-
-    Returns:
-        The smallest multiple of bucket_size and 8 that is at least 512, if it is at most 4096, else 512.
+    The smallest multiple of the bucket size and 8 that is at least 512, if it is at most 4096, else 512; so where
+    groups are not buckets.
     """
     if bucket_size is None:
         return DEFAULT_BLOCK
@@ -32,16 +29,7 @@ def block_size_for(bucket_size: int | None) -> int:
 
 
 def packed_bytes(numel: int, bit_width: int, block_size: int) -> int:
-    """Bytes of packed codes: bit_width bits an element, the last block rounded up to eight elements.
-
-    Args:
-        numel: Number of codes.
-        bit_width: Bits a code, 1 to 32.
-        block_size: Codes in a packing block, a multiple of 8.
-
-    Returns:
-        Number of bytes.
-    """
+    """Bytes of packed codes: bit_width bits an element, the last block rounded up to eight elements."""
     blocks, tail = numel // block_size, numel % block_size  # divmod takes no symbolic sizes
     return bit_width * (blocks * (block_size // 8) + -(-tail // 8))
 
@@ -68,18 +56,14 @@ class Geometry:
 
     @staticmethod
     def of_buckets(numel: int, bit_width: int, bucket_size: int | None) -> Geometry:
-        """Groups of consecutive elements.
-
-        Args:
-            numel: Number of elements.
-            bit_width: Bits a code.
-            bucket_size: Elements of a group, the last of which may have fewer; None for one group of all.
-
-        Returns:
-            The division.
-        """
+        """Groups of consecutive elements, the last of which may have fewer; all are one where there is no size."""
         inner = max(numel, 1) if bucket_size is None else bucket_size
         return Geometry(numel, bit_width, block_size_for(bucket_size), inner, -(-numel // inner), True)
+
+    @staticmethod
+    def of_indices(numel: int, bit_width: int, inner: int, groups: int) -> Geometry:
+        """Groups of the elements of one index of a dimension each, as `Layout.groups_along` gives them."""
+        return Geometry(numel, bit_width, DEFAULT_BLOCK, inner, groups if numel else 0, inner * groups >= numel)
 
     @property
     def code_bytes(self) -> int:

@@ -16,11 +16,7 @@ def size_text(count: int) -> str:
 
 
 def figure_kind(report: str, max_layers: int) -> Any:
-    """Return the class of matplotlib's figures.
-
-    Args:
-        report: class that draws, for the message.
-        max_layers: rows that the user asks for.
+    """Return the class of matplotlib's figures for a report of so many layers, at least 1.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -47,12 +43,7 @@ def text_table(
 ) -> str:
     """Return a table with a rule below the header and above the total.
 
-    Args:
-        header: names of the columns.
-        rows: cells, a row a line.
-        total: a last row.
-        numbers: how many columns, the last ones, are aligned to the right.
-        notes: texts behind the rows, one a row; none for no notes.
+    The last columns, as many as there are numbers, are aligned to the right. Notes stand behind the rows, one a row.
     """
     cells = [header, *rows, *([total] if total else [])]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

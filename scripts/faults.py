@@ -656,7 +656,7 @@ FAULTS = (
     ),
     Fault(
         "a fitted policy takes any model",
-        "policy/rules.py",
+        "policy/fitted_layers.py",
         "    if not missing and not added and not changed:\n",
         "    if True:\n",
         ("policy", *BIT_WIDTHS),

@@ -12,14 +12,13 @@ from typing import Any
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.autograd import has_region
 from brevact.bit_widths.allocation import Option, allocate
 from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
 from brevact.bit_widths.redraws import check_groups, expected_noise, is_distributed, sensitivities
 from brevact.bit_widths.sample_norms import SampleNorms
 from brevact.policy.attach import quantize_backward
-from brevact.policy.rules import POLICY
+from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.memory import memory_of
@@ -106,12 +105,12 @@ class Adaptive:
 
     def _start(self, batch: Any, ratio: float | None, bit_width: float | None, samples: int | None) -> None:
         """Measure bytes and sensitivities for the first time, and choose the widths."""
-        if not any(has_region(module, POLICY) for module in self._model.modules()):
+        if not has_policy(self._model):
             quantize_backward(self._model)
         self._norms = None if samples is None else SampleNorms(samples)
         self._weights = None if samples is None else SampleWeights()
-        self._layers = LayerWidths(self._model, self._weights)
-        if not self._layers.base:
+        layers = LayerWidths(self._model, self._weights)
+        if not layers.base:
             raise ValueError(
                 "model: no layer has a width that may change; accepted are StochBackward1bit to StochBackward8bit and "
                 "DitherBackward1bit to DitherBackward8bit: "
@@ -121,7 +120,7 @@ class Adaptive:
         def run(copied: nn.Module) -> Any:
             return self._loss(copied, batch)
 
-        self._plan = plan_of(self._layers, run)
+        self._plan = plan_of(layers, run)
         if not self._plan.groups:
             raise ValueError(
                 "batch: no layer packs a tensor of it; accepted is a batch of the size that trains, since small "
@@ -132,7 +131,7 @@ class Adaptive:
         self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, bit_width)
         self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
         self._widths = self._allocate()
-        self._sensitivities = self._measured(batch)
+        self._sensitivities = sensitivities(self._plan, self._widths, batch, self._loss, self._steps)
         if not all(map(math.isfinite, self._sensitivities)):
             raise ValueError(
                 "loss: the gradient of the batch is not finite; sensitivities are measured where gradients are (a "
@@ -161,7 +160,7 @@ class Adaptive:
         if self._norms is not None:
             self._norms.finish()
         if self._steps % self._every == 0:
-            new = self._measured(batch)
+            new = sensitivities(self._plan, self._widths, batch, self._loss, self._steps)
             self._sensitivities = [
                 _OLD_SHARE * a + (1 - _OLD_SHARE) * b if math.isfinite(b) else a
                 for a, b in zip(self._sensitivities, new, strict=True)
@@ -226,7 +225,7 @@ class Adaptive:
             self._norms.values = state["samples"].to("cpu", copy=True).float()
         costs = [group.costs for group in self._plan.groups]
         if all(map(operator.contains, costs, self._widths)) and self.saved_bytes <= self.budget_bytes:
-            self._layers.set(self.bit_widths)
+            self._plan.set(self._widths)
         else:
             self._widths = self._allocate()
 
@@ -247,8 +246,5 @@ class Adaptive:
         ]
         widths = [option.bit_width for option in allocate(items, self.budget_bytes - self._plan.fixed_bytes)]
         _log.info("step %d: bit widths %s", self._steps, widths)
-        self._layers.set(self._plan.of_layers(widths))
+        self._plan.set(widths)
         return widths
-
-    def _measured(self, batch: Any) -> list[float]:
-        return sensitivities(self._model, self._layers, self._plan, self._widths, batch, self._loss, self._steps)

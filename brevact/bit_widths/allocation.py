@@ -11,13 +11,7 @@ ROUNDING = 1e-12
 
 
 class Option(NamedTuple):
-    """One way to store an item.
-
-    Args:
-        cost: bytes, or bits.
-        noise: that it causes, of at least 0.
-        bit_width: which way it is.
-    """
+    """One way to store an item: its cost, in bytes or bits, the noise that it causes, of at least 0, and its width."""
 
     cost: float
     noise: float
@@ -29,23 +23,14 @@ def allocate(items: Sequence[Sequence[Option]], budget: float) -> list[Option]:
 
     From the cheapest option of each item on, the step along its convex hull that lowers the noise most for its cost
     comes first; one that no longer fits ends its item's. The noise exceeds the least possible by no more than what the
-    first step that did not fit would have lowered it by, where bits are worth less the more there are of them.
+    first step that did not fit would have lowered it by, where bits are worth less the more there are of them. A budget
+    that is less than the cheapest options cost raises a ValueError.
 
     Source: ActNN, arXiv:2104.14129, section 4.3. Differs: goes up from the cheapest, by noise for bytes.
 
     >>> sensitive, robust = ([Option(b, s / (2**b - 1) ** 2, b) for b in (1, 2, 3)] for s in (99.0, 1.0))
     >>> [option.bit_width for option in allocate([sensitive, robust], 4)]
     [3, 1]
-
-    Args:
-        items: at least one option of each.
-        budget: no less than the cheapest options together cost.
-
-    Returns:
-        An option of each item.
-
-    Raises:
-        ValueError: the cheapest options cost more than the budget.
     """
     hulls = [convex_hull(options) for options in items]
     left = budget - sum(hull[0].cost for hull in hulls)

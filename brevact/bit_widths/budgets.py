@@ -20,14 +20,7 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Budget:
-    """What a policy may cost.
-
-    Args:
-        text: as it was asked for.
-        ratio: how many times less is stored; None for a budget of another kind, and so are the others.
-        saved_bytes: bytes stored.
-        noise: noise and squared bias, in units of minibatch noise.
-    """
+    """What a policy may cost: a ratio, bytes, or noise and squared bias in minibatch noise; the others are None."""
 
     text: str
     ratio: float | None
@@ -61,12 +54,8 @@ class Budget:
     ) -> list[Option]:
         """Return an option of each item, of the least noise in the bytes, or of the least bytes for the noise.
 
-        Args:
-            items: options of each group.
-            others: bytes that are stored beside those of groups.
-            plain_bytes: bytes stored at full precision.
-            factor: measured noise for what adds up over groups.
-            rest: noise of what has no width.
+        Others are bytes stored beside those of the items, the factor is measured noise for what adds up over them, and
+        the rest is noise of what has no width.
         """
         least, most = (sum(pick(option.cost for option in options) for options in items) for pick in (min, max))
         if self.noise is None:
@@ -80,12 +69,7 @@ class Budget:
 
 
 def budget_of(*, ratio: float | None, saved_bytes: float | None, noise: float | None) -> Budget:
-    """Return the one budget that was given.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: there is none, or more than one, or it is not above 0.
-    """
+    """Return the one budget that was given; an error says where there is not exactly one, a number above 0."""
     given = {name: value for name, value in (("ratio", ratio), ("saved_bytes", saved_bytes), ("noise", noise))}
     stated = {name: value for name, value in given.items() if value is not None}
     if len(stated) != 1:
@@ -102,16 +86,10 @@ def budget_of(*, ratio: float | None, saved_bytes: float | None, noise: float | 
 
 
 def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:
-    """Return the bytes that a ratio or a uniform width stand for.
+    """Return the bytes that a ratio or a uniform width stand for, a width between integers in proportion.
 
-    Args:
-        plan: what widths are chosen from.
-        plain_bytes: of a training step at full precision; read where ``ratio`` is given.
-        ratio: how many times less than that; or None.
-        bit_width: width of all layers, between integers in proportion; or None.
-
-    Raises:
-        ValueError: the narrowest widths store more.
+    The bytes at full precision are read where there is a ratio. If the narrowest widths store more, a ValueError says
+    what is possible.
     """
     least = plan.bytes_of([min(group.costs) for group in plan.groups])
     if bit_width is not None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.autograd import has_region
 from brevact.bit_widths.budgets import Budget, budget_of
 from brevact.bit_widths.fit_groups import (
     BIT_WIDTHS,
@@ -20,11 +19,12 @@ from brevact.bit_widths.fit_groups import (
     with_quantizers,
     without_policy,
 )
-from brevact.bit_widths.fit_noise import FIRST_WIDTH, Sensitivities
+from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
 from brevact.policy.attach import attach_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
+from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
-from brevact.policy.rules import POLICY, layers_of
+from brevact.policy.rules import refuse_policy
 from brevact.reports.copies import copy_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
@@ -105,17 +105,9 @@ def fit(
         raise ValueError(
             "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
         )
-    if any(has_region(module, POLICY) for module in model.modules()):
-        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
+    refuse_policy(model)
     with progress_bar("fit", None, progress) as on_pass:
         return _Fit(copy_of(model), batches, loss, budget, on_pass).policy()
-
-
-class _Found(NamedTuple):
-    """A policy that was tried, and what was measured under it."""
-
-    policy: Policy
-    report: FitReport
 
 
 def _agree(report: FitReport) -> bool:
@@ -133,34 +125,33 @@ class _Fit:
         self._passes, self._told = 0, on_pass
         self._exact = exact_gradients(model, batches, loss, self._count)
         self._groups = groups_of(model, {width: self._memory_at(width) for width in BIT_WIDTHS})
+        self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, self._exact, self._count)
         #: Measured bytes beyond those that add up, and measured noise for what adds up.
         self._more_bytes, self._factor = 0, 1.0
 
     def policy(self) -> Policy:
         """Return the best policy that was found."""
         groups, budget = self._groups, self._budget
-        sources = [group.source for group in groups.groups]
-        least = groups.saved_bytes(dict.fromkeys(sources, min(BIT_WIDTHS)))
+        least = groups.saved_bytes(dict.fromkeys(groups.costs, min(BIT_WIDTHS)))
         if budget.bytes_of(groups.plain_bytes) < min(least, groups.plain_bytes):
             raise budget.refusal(groups.plain_bytes, least)
-        if not sources or budget.takes_all(groups.plain_bytes):
-            return self._best([self._measured(dict.fromkeys(sources, FULL_PRECISION), None)])
-        known = Sensitivities(self._model, groups, self._batches[:_ALONE], self._loss, self._exact, self._count)
-        for source in sources:
-            known.measure(source, FIRST_WIDTH)
-        found: list[_Found] = []
+        if not groups.costs or budget.takes_all(groups.plain_bytes):
+            return self._best([self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))])
+        for source in groups.costs:
+            self._known.measure(source, FIRST_WIDTH)
+        found: list[FitReport] = []
         for _ in range(_ROUNDS):
-            widths = self._within_bytes(known)
-            found.append(self._measured(widths, known))
-            if self._is_right(found[-1].report, widths, known):
+            widths = self._within_bytes()
+            found.append(self._measured(widths))
+            if self._is_right(found[-1], widths):
                 break
         return self._best(found)
 
-    def _within_bytes(self, known: Sensitivities) -> dict[str, int]:
+    def _within_bytes(self) -> dict[str, int]:
         """Return the best widths by what is known, whose measured bytes are within the budget, and hardly less."""
         groups, limit = self._groups, self._budget.bytes_of(self._groups.plain_bytes)
         for _ in range(_TRIES):
-            widths = self._chosen(known)
+            widths = self._chosen()
             with with_quantizers(self._model, groups.quantizers(widths)):
                 saved_bytes = self._memory().saved_bytes
             error = saved_bytes - self._more_bytes - groups.saved_bytes(widths)
@@ -169,41 +160,43 @@ class _Fit:
                 break
         return widths
 
-    def _chosen(self, known: Sensitivities) -> dict[str, int]:
+    def _chosen(self) -> dict[str, int]:
         """Return the best widths by what is known, which is completed where they are few bits."""
-        groups = self._groups
+        groups, known = self._groups, self._known
         while True:
-            items = [known.options(group) for group in groups.groups]
+            items = [known.options(source) for source in groups.costs]
             others = groups.fixed_bytes + self._more_bytes
             chosen = self._budget.choose(items, others, groups.plain_bytes, self._factor, known.rest)
-            widths = {group.source: each.bit_width for group, each in zip(groups.groups, chosen, strict=True)}
+            widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
             unknown = [source for source, width in widths.items() if not known.is_known(source, width)]
             for source in unknown:
                 known.measure(source, widths[source])
             if not unknown:
                 return widths
 
-    def _measured(self, widths: Mapping[str, int], known: Sensitivities | None) -> _Found:
-        """Return the policy of these widths, and a report of what is measured under it."""
-        policy = self._groups.policy(widths)
+    def _measured(self, widths: Mapping[str, int]) -> FitReport:
+        """Return a report of what is measured under the policy of these widths."""
         with without_policy(self._model):
-            attach_policy(self._model, policy)
+            attach_policy(self._model, self._groups.policy(widths))
             memory = self._memory()
             batches = self._batches[:_TOGETHER]
             noise, bias = gradient_noise(self._model, batches, self._loss, self._exact, _DRAWS, self._count)
         of_layers = {row.layer: row.saved_bytes for row in memory.rows}
         groups = tuple(
             FittedGroup(
-                *(group.source, len(group.readers), widths[group.source], of_layers.get(group.source, 0)),
-                0.0 if known is None else known.noise(group.source, widths[group.source]) * self._factor,
+                source=chain.source,
+                readers=len(chain.readers),
+                bit_width=widths[chain.source],
+                saved_bytes=of_layers.get(chain.source, 0),
+                noise=self._known.noise(chain.source, widths[chain.source]) * self._factor,
             )
-            for group in self._groups.groups
+            for chain in self._groups.chains
         )
         report = FitReport(
             budget=self._budget.text,
             saved_bytes=memory.saved_bytes,
             plain_bytes=self._groups.plain_bytes,
-            predicted=sum(each.noise for each in groups) + (0.0 if known is None else known.rest),
+            predicted=sum(each.noise for each in groups) + self._known.rest,
             noise=noise.value,
             noise_error=noise.error,
             bias=bias.value,
@@ -215,10 +208,11 @@ class _Fit:
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",
             *(self._budget.text, report.saved_bytes, report.plain_bytes, report.noise, report.predicted),
         )
-        return _Found(policy, report)
+        return report
 
-    def _is_right(self, report: FitReport, widths: Mapping[str, int], known: Sensitivities) -> bool:
+    def _is_right(self, report: FitReport, widths: Mapping[str, int]) -> bool:
         """Return whether the noise is as predicted, and within the budget; if not, take note of what differs."""
+        known = self._known
         if not _agree(report) and self._budget.noise is None:
             known.measure_within(widths)
         if not _agree(report) or self._budget.noise is not None:
@@ -227,20 +221,21 @@ class _Fit:
                 self._factor = (report.harm - known.rest) / total
         return _agree(report) and self._budget.is_met(report.saved_bytes, report.plain_bytes, report.harm)
 
-    def _best(self, found: Sequence[_Found]) -> Policy:
+    def _best(self, found: Sequence[FitReport]) -> Policy:
         """Return the policy of least noise, or of least bytes, of those within the budget; it says if there is none."""
         budget, plain = self._budget, self._groups.plain_bytes
-        met = [each for each in found if budget.is_met(each.report.saved_bytes, plain, each.report.harm)]
+        met = [each for each in found if budget.is_met(each.saved_bytes, plain, each.harm)]
         is_by_noise = (budget.noise is None) == bool(met)
-        best = min(met or found, key=lambda each: each.report.harm if is_by_noise else each.report.saved_bytes)
+        best = min(met or found, key=lambda each: each.harm if is_by_noise else each.saved_bytes)
         notes = []
         if not met:
             notes.append(f"{budget.text} was not reached in {len(found)} policies; this is the nearest one.")
-        if best.report.predicted and not _agree(best.report):
-            times = best.report.harm / best.report.predicted
+        if best.predicted and not _agree(best):
+            times = best.harm / best.predicted
             notes.append(f"The noise is {times:.2g} times what was predicted: that of the layers does not add up.")
-        report = replace(best.report, passes=self._passes, note=" ".join(notes))
-        return replace(best.policy, layers=layers_of(self._model), report=report)
+        report = replace(best, passes=self._passes, note=" ".join(notes))
+        policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
+        return replace(policy, layers=layers_of(self._model), report=report)
 
     def _memory_at(self, bit_width: int) -> MemoryReport:
         with with_quantizers(self._model, {"": quantizer_of(bit_width, attends=True)}):

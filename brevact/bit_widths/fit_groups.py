@@ -20,9 +20,10 @@ from brevact import injectors
 from brevact.autograd import attach_region, detach_region
 from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
 from brevact.injectors import backward_settings_from
+from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
-from brevact.policy.rules import POLICY, layers_of
-from brevact.reports.chains import chains_of
+from brevact.policy.rules import POLICY
+from brevact.reports.chains import Chain, chains_of
 from brevact.reports.memory_table import MemoryReport
 
 #: Bits of codes, and what stands for full precision beside them.
@@ -35,59 +36,46 @@ _LEAST_SCORE_BITS = 2
 
 
 @dataclass(frozen=True)
-class Group:
-    """A layer that packs tensors, and those that derive from it.
-
-    Args:
-        source: qualified name of the layer.
-        readers: names of the layers that derive from it, and pack nothing.
-        bytes_of: what they store, by bit width; of a layer that derives from several, the first has its bytes.
-    """
-
-    source: str
-    readers: tuple[str, ...]
-    bytes_of: Mapping[int, int]
-
-
-@dataclass(frozen=True)
 class Groups:
-    """All that a model stores.
+    """All that a model stores: chains, each of which has a width, and the rest.
 
     Args:
-        groups: in the order of the forward pass.
+        chains: in the order of the forward pass.
+        costs: bytes of each chain, by its source and its width; a layer that derives from several counts in the first.
         fixed_bytes: what no width changes: masks, statistics, small tensors.
         plain_bytes: what is stored at full precision.
         small: layers that keep tensors as they are, for they are small.
         attending: layers that compute attention.
-        parents: of each module that may have a rule, the name of the module around it; the model's own is "".
+        names: of the modules that may have a rule, each behind the module around it.
     """
 
-    groups: tuple[Group, ...]
+    chains: tuple[Chain, ...]
+    costs: Mapping[str, Mapping[int, int]]
     fixed_bytes: int
     plain_bytes: int
     small: frozenset[str]
     attending: frozenset[str]
-    parents: Mapping[str, str]
+    names: tuple[str, ...]
 
     @functools.cached_property
     def sources_of(self) -> dict[str, list[str]]:
         """Names of the layers from which each of the others derives."""
         found: dict[str, list[str]] = {}
-        for group in self.groups:
-            for reader in group.readers:
-                found.setdefault(reader, []).append(group.source)
+        for chain in self.chains:
+            for reader in chain.readers:
+                found.setdefault(reader, []).append(chain.source)
         return found
 
     def saved_bytes(self, widths: Mapping[str, int]) -> int:
-        """Return the bytes that the groups, whose sources have these widths, and all else store, by adding them up."""
-        return self.fixed_bytes + sum(group.bytes_of[widths[group.source]] for group in self.groups)
+        """Return the bytes that the chains, whose sources have these widths, and all else store, by adding them up."""
+        return self.fixed_bytes + sum(costs[widths[source]] for source, costs in self.costs.items())
 
     def widths_of_modules(self, widths: Mapping[str, int]) -> dict[str, int]:
         """Return the bit widths of the modules that differ from what is around them, of attention, and of the model."""
         lowest = min(widths.values(), default=_MOST)
         found: dict[str, int] = {}
         effective: dict[str, int] = {}
-        for name, parent in self.parents.items():
+        for name in self.names:
             if name in widths:
                 width = widths[name]
             elif name in self.sources_of:
@@ -95,7 +83,7 @@ class Groups:
             else:
                 width = _MOST if name in self.small else lowest
             effective[name] = width
-            if not name or effective[parent] != width or name in self.attending:
+            if not name or effective[name.rpartition(".")[0]] != width or name in self.attending:
                 found[name] = width
         return found
 
@@ -107,8 +95,7 @@ class Groups:
     def policy(self, widths: Mapping[str, int]) -> Policy:
         """Return the rules that give each source its bit width."""
         found = self.quantizers(widths)
-        inner_first = sorted(found, key=lambda name: -len(name.split(".")) if name else 0)
-        return Policy({_pattern(name): found[name] for name in inner_first})
+        return Policy({_pattern(name): found[name] for name in sorted(found, key=_depth, reverse=True)})
 
 
 def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
@@ -120,9 +107,6 @@ def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
         for reader in chain.readers:
             owner.setdefault(reader, chain.source)
     costs = {chain.source: dict.fromkeys((*BIT_WIDTHS, FULL_PRECISION), 0) for chain in chains}
-    fixed = 0
-    for row in finest.rows:
-        fixed += 0 if row.layer in owner else row.saved_bytes
     for op in finest.ops:  # what several layers share without a policy counts for each of them: too much at most
         if op.layer in owner and op.how in (PACKED, DERIVED):
             costs[owner[op.layer]][FULL_PRECISION] += op.tensor_bytes
@@ -131,24 +115,20 @@ def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
             if row.layer in owner:
                 costs[owner[row.layer]][width] += row.saved_bytes
     others = {op.layer for op in finest.ops if op.why != SMALL}
-    small = frozenset(op.layer for op in finest.ops) - others - owner.keys()
-    attending = frozenset(op.layer for op in finest.ops if "attention" in op.op)
-    names = layers_of(model)
     return Groups(
-        tuple(Group(chain.source, chain.readers, costs[chain.source]) for chain in chains),
-        *(fixed, finest.plain_bytes, small, attending),
-        {name: name.rpartition(".")[0] for name in sorted(names, key=lambda name: len(name.split(".")) if name else 0)},
+        chains=chains,
+        costs=costs,
+        fixed_bytes=sum(row.saved_bytes for row in finest.rows if row.layer not in owner),
+        plain_bytes=finest.plain_bytes,
+        small=frozenset(op.layer for op in finest.ops) - others - owner.keys(),
+        attending=frozenset(op.layer for op in finest.ops if "attention" in op.op),
+        names=tuple(sorted(layers_of(model), key=_depth)),
     )
 
 
 @functools.cache
 def quantizer_of(bit_width: int, *, attends: bool) -> Any:
-    """Return the backward quantizer of a bit width, None for full precision.
-
-    Args:
-        bit_width: 1 to 8, or 32.
-        attends: whether it is for what computes attention: query and key have more bits.
-    """
+    """Return the backward quantizer of a bit width, None for full precision; query and key of attention have more."""
     if bit_width == FULL_PRECISION:
         return None
     settings = {"score_bit_width": max(_LEAST_SCORE_BITS, min(_MOST, bit_width + _MORE_SCORE_BITS))} if attends else {}
@@ -173,6 +153,11 @@ def without_policy(model: nn.Module) -> Iterator[None]:
     finally:
         for module in model.modules():
             detach_region(module, POLICY)
+
+
+def _depth(name: str) -> int:
+    """Return how many modules a module of this name is inside of."""
+    return len(name.split(".")) if name else 0
 
 
 def _pattern(name: str) -> str:

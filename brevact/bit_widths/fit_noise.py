@@ -1,12 +1,13 @@
 """Noise of each layer's tensors alone, by bit width: what `fit` allocates bits by.
 
-Of a layer's group at b bits, all others at 8, two passes tell E |h - g|^2 - the same with all at 8 bits, in units of
+Of a chain at b bits, all others at 8, two passes tell E |h - g|^2 - the same with all at 8 bits, in units of
 minibatch noise: variance and squared bias together. It follows c / (2^b - 1)^2 from 3 bits on; where fewer bits are
 in question, they are measured, too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from brevact.autograd.hooks import regions_of
 from brevact.bit_widths.allocation import Option
-from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, Group, Groups, with_quantizers
+from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, Groups, with_quantizers
 from brevact.reports.gradient_noise import ExactGradients
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_norm
 
@@ -25,16 +26,10 @@ _FINE = max(BIT_WIDTHS)
 _LEAST_NOISE = 1e-15
 
 
-class Sensitivities:
-    """Measures noise of groups alone, each at a width at most once.
+class ChainNoise:
+    """Measures noise of chains alone, each at a width at most once, by one draw a batch.
 
-    Args:
-        model: module without a policy; regions are attached to it.
-        groups: what it stores.
-        batches: on which noise is measured, one draw each.
-        loss: takes the model and a batch.
-        exact: gradients of the batches, or of more, at full precision.
-        on_pass: called after each pass.
+    Regions are attached to the model, which has no policy. The exact gradients are those of the batches, or of more.
     """
 
     def __init__(
@@ -48,20 +43,23 @@ class Sensitivities:
     ) -> None:
         self._model, self._groups, self._batches, self._loss = model, groups, batches, loss
         self._exact, self._on_pass = exact, on_pass
-        self._fine = {group.source: _FINE for group in groups.groups}
+        self._fine = dict.fromkeys(groups.costs, _FINE)
         self._measured: dict[str, dict[int, float]] = {source: {} for source in self._fine}
         self._has_others = any(regions_of(module) for module in model.modules())
-        self._floor = self._error({})
+
+    @functools.cached_property
+    def _floor(self) -> float:
+        return self._error({})
 
     def measure(self, source: str, bit_width: int) -> None:
-        """Measure a group alone, unless it is known at this width."""
+        """Measure a chain alone, unless it is known at this width."""
         if bit_width not in self._measured[source]:
             self._measured[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
 
     def measure_within(self, widths: Mapping[str, int]) -> None:
-        """Measure each group beside the others at their widths: what is less with its own at 8 bits.
+        """Measure each chain beside the others at their widths: what is less with its own at 8 bits.
 
-        What is known of the group alone is forgotten.
+        What is known of the chain alone is forgotten.
         """
         whole = self._error(widths)
         for source, width in widths.items():
@@ -70,7 +68,7 @@ class Sensitivities:
                 self._measured[source] = {width: max(whole - without, _LEAST_NOISE)}
 
     def noise(self, source: str, bit_width: int) -> float:
-        """Return the noise of a group at a width, by the nearest one that is known."""
+        """Return the noise of a chain at a width, by the nearest one that is known."""
         if bit_width == FULL_PRECISION:
             return 0.0
         known = self._measured[source]
@@ -79,21 +77,21 @@ class Sensitivities:
 
     @property
     def rest(self) -> float:
-        """Noise of what has no width: of layers with ``act_quant=``."""
-        if not self._has_others:
+        """Noise of what has no width, of layers with ``act_quant=``; 0 before anything is measured."""
+        if not self._has_others or not any(self._measured.values()):
             return 0.0
         return max(0.0, self._floor - sum(self.noise(source, _FINE) for source in self._measured))
 
     def is_known(self, source: str, bit_width: int) -> bool:
-        """Return whether the noise of a group at a width is measured, or follows the law from one that is."""
+        """Return whether the noise of a chain at a width is measured, or follows the law from one that is."""
         return bit_width >= min(FIRST_WIDTH, *self._measured[source])
 
-    def options(self, group: Group) -> list[Option]:
-        """Return what a group costs, in bytes, and its noise at each width."""
-        return [Option(size, self.noise(group.source, width), width) for width, size in sorted(group.bytes_of.items())]
+    def options(self, source: str) -> list[Option]:
+        """Return what a chain costs, in bytes, and its noise at each width."""
+        return [Option(size, self.noise(source, width), width) for width, size in self._groups.costs[source].items()]
 
     def _error(self, widths: Mapping[str, int]) -> float:
-        """Return the mean squared error of the gradients in units of minibatch noise, other groups at 8 bits."""
+        """Return the mean squared error of the gradients in units of minibatch noise, other chains at 8 bits."""
         quantizers = self._groups.quantizers({**self._fine, **widths})
         errors = []
         with as_it_was(self._model), with_quantizers(self._model, quantizers):

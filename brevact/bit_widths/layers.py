@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
+from brevact.injectors.proxies import modules_without_own_region
 from brevact.policy.notes import add_note
-from brevact.policy.rules import POLICY, modules_without_own_region
+from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.philox import moved_seed, seed_value
 from brevact.reports.copies import copy_of
@@ -31,9 +32,7 @@ class _Redrawn:
     plain: type
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        fields = [field.name for field in dataclasses.fields(self.plain) if field.init]
-        plain = self.plain(**{name: getattr(self, name) for name in fields})
-        return plain.quantize(x, moved_seed(seed_value(seed, x.device), _SHIFT))
+        return _like(self, self.plain).quantize(x, moved_seed(seed_value(seed, x.device), _SHIFT))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,13 +56,9 @@ def has_width(settings: BackwardSettings | None) -> bool:
 class LayerWidths:
     """The regions of a model's policy whose widths may change, by the names of their modules.
 
-    Each module gets a region of its own, with the settings of the one that it runs in otherwise.
-
-    Settings of one kind and width are one object, so that a run makes no more of them than there are widths.
-
-    Args:
-        model: module with a policy.
-        weights: where they are given, quantizers in buckets have a width a sample, with these factors.
+    Each module gets a region of its own, with the settings of the one that it runs in otherwise. Settings of one kind
+    and width are one object, so that a run makes no more of them than there are widths. Where weights are given,
+    quantizers in buckets have a width a sample, with these factors.
     """
 
     def __init__(self, model: nn.Module, weights: SampleWeights | None = None) -> None:
@@ -97,25 +92,22 @@ class LayerWidths:
 @contextmanager
 def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
     """Give a model back the policy that it had, or none, where a block of code that changes it fails."""
-    before = {hook: hook.settings for module in model.modules() for hook in regions_of(module) if hook.origin == POLICY}
+    before = {hook: hook.settings for hook in _regions(model).values()}
     try:
         yield
     except BaseException:
-        for module in model.modules():
-            for hook in regions_of(module):
-                if hook in before:
-                    hook.settings = before[hook]
-                elif hook.origin == POLICY:
-                    detach_region(module, POLICY)
+        for name, hook in _regions(model).items():
+            if hook in before:
+                hook.settings = before[hook]
+            else:
+                detach_region(model.get_submodule(name), POLICY)
         raise
 
 
 class Group(NamedTuple):
-    """Layers that have one width.
+    """Layers that have one width: those that pack the same tensors, or of which some derive from each other's.
 
-    Args:
-        sources: layers that pack tensors: the same ones, or some that derive from each other's.
-        costs: bytes of these tensors, by the widths at which layers store what they do at the largest one.
+    The costs are the bytes of these tensors, by the widths at which layers store what they do at the largest one.
     """
 
     sources: tuple[str, ...]
@@ -126,28 +118,32 @@ class Plan(NamedTuple):
     """What widths are chosen from.
 
     Args:
+        layers: whose widths they are.
         groups: layers of one width each.
-        readers: for layers that derive from groups and pack nothing, the numbers of these groups.
-        others: layers that neither pack nor derive.
-        fixed_bytes: bytes that do not depend on the widths.
+        groups_of: for each layer the numbers of groups, of whose widths it has the least: its own; of a layer that
+            packs nothing, those that it derives from, or all. With more, what it reads would not be good enough, and
+            it would pack a tensor of its own.
         uniform_bytes: bytes of all, by the width that all layers have.
     """
 
+    layers: LayerWidths
     groups: tuple[Group, ...]
-    readers: Mapping[str, tuple[int, ...]]
-    others: tuple[str, ...]
-    fixed_bytes: int
+    groups_of: Mapping[str, tuple[int, ...]]
     uniform_bytes: Mapping[int, int]
 
     def of_layers(self, widths: Sequence[int]) -> dict[str, int]:
-        """The widths of layers for those of groups.
+        """The widths of layers for those of groups."""
+        return {name: min(widths[number] for number in numbers) for name, numbers in self.groups_of.items()}
 
-        A layer that packs nothing has the least of those that it derives from, or of all: with more, what it reads
-        would not be good enough, and it would pack a tensor of its own.
-        """
-        found = dict.fromkeys(self.others, min(widths))
-        found |= {name: min(widths[number] for number in numbers) for name, numbers in self.readers.items()}
-        return found | {name: width for group, width in zip(self.groups, widths, strict=True) for name in group.sources}
+    def set(self, widths: Sequence[int], redrawn: Collection[str] = ()) -> None:
+        """Give layers their widths for those of groups; those which are redrawn round with other random bits."""
+        self.layers.set(self.of_layers(widths), redrawn)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that do not depend on the widths."""
+        last = BIT_WIDTHS[-1]
+        return self.uniform_bytes[last] - sum(group.costs[last] for group in self.groups)
 
     def bytes_of(self, widths: Sequence[int]) -> int:
         """Bytes of a training step with these widths of groups."""
@@ -158,36 +154,39 @@ def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
     """Measure what widths cost, by a forward pass of a copy, which ``run`` calls on a batch, for each of the eight."""
     stored = {width: layers.stored(run, width) for width in BIT_WIDTHS}
     widest = stored[BIT_WIDTHS[-1]]
-    group_of, readers = _grouped(widest, layers.base)
-    roots = list(dict.fromkeys(group_of.values()))
-    members = {root: tuple(name for name, of in group_of.items() if of == root) for root in roots}
-    of_readers = {name: tuple(roots.index(group_of[source]) for source in found) for name, found in readers.items()}
+    group_of, read = _grouped(widest, layers.base)
+    members: dict[str, list[str]] = {}
+    for name, root in group_of.items():
+        members.setdefault(root, []).append(name)
+    numbers = {root: number for number, root in enumerate(members)}
+    found = {name: tuple(numbers[group_of[source]] for source in sources) for name, sources in read.items()}
+    found |= {name: (numbers[root],) for name, root in group_of.items()}
     groups = []
-    for number, root in enumerate(roots):
-        names = {*members[root], *(name for name, numbers in of_readers.items() if number in numbers)}
+    for number, sources in enumerate(members.values()):
+        names = [name for name, of in found.items() if number in of]
         same = [width for width in BIT_WIDTHS if _ways(stored[width], names) == _ways(widest, names)]
-        groups.append(Group(members[root], {width: _packed_bytes(stored[width], members[root]) for width in same}))
+        groups.append(Group(tuple(sources), {width: _packed_bytes(stored[width], sources) for width in same}))
+    groups_of = {name: found.get(name, tuple(range(len(groups)))) for name in layers.base}
     totals = {width: sum(row.saved_bytes for row in rows) for width, rows in stored.items()}
-    last = BIT_WIDTHS[-1]
-    others = tuple(name for name in layers.base if name not in group_of and name not in of_readers)
-    return Plan(tuple(groups), of_readers, others, totals[last] - sum(group.costs[last] for group in groups), totals)
+    return Plan(layers, tuple(groups), groups_of, totals)
 
 
 def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """For layers that pack, one of those that must have the same width; for others, those that they derive from."""
     group_of = {row.layer: row.layer for row in ops if row.how == PACKED and row.layer in names}
-    derive: dict[str, list[str]] = {}
+    read: dict[str, list[str]] = {}
     for row in ops:
         if row.source in group_of and row.source != row.layer and row.layer in names:
             if row.layer in group_of and row.how in (PACKED, DERIVED):
                 old, new = group_of[row.layer], group_of[row.source]
                 group_of = {name: new if of == old else of for name, of in group_of.items()}
-            elif row.how == DERIVED and row.source not in derive.setdefault(row.layer, []):
-                derive[row.layer].append(row.source)
-    return group_of, {name: found for name, found in derive.items() if found}
+            elif row.how == DERIVED:
+                read.setdefault(row.layer, []).append(row.source)
+    return group_of, read
 
 
 def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
+    """How layers store what they do."""
     return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
 
 
@@ -222,8 +221,12 @@ def _by_samples(settings: BackwardSettings, weights: SampleWeights) -> BackwardS
 
 
 def _with_width(settings: BackwardSettings, bit_width: int, is_redrawn: bool) -> BackwardSettings:
-    quantizer = settings.quantizer
+    plain: Any = type(settings.quantizer)
+    kind = {UniformQuantizer: _RedrawnUniform, SampleQuantizer: _RedrawnSample}[plain] if is_redrawn else plain
+    return dataclasses.replace(settings, quantizer=_like(settings.quantizer, kind, bit_width=bit_width))
+
+
+def _like(quantizer: Any, kind: Any, **changes: Any) -> Any:
+    """A quantizer of another class with the settings of one."""
     values = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
-    plain: Any = type(quantizer)
-    kind: Any = {UniformQuantizer: _RedrawnUniform, SampleQuantizer: _RedrawnSample}[plain] if is_redrawn else plain
-    return dataclasses.replace(settings, quantizer=kind(**values | {"bit_width": bit_width}))
+    return kind(**values | changes)

@@ -7,34 +7,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
-from brevact.arguments import check_state
-from brevact.bit_widths.layers import LayerWidths, Plan
+from brevact.arguments import check_count, check_state
+from brevact.bit_widths.layers import Plan
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients, squared_distance
 
 
-def sensitivities(
-    model: nn.Module, layers: LayerWidths, plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int
-) -> list[float]:
+def sensitivities(plan: Plan, widths: Sequence[int], batch: Any, loss: Loss, step: int) -> list[float]:
     """Measure the sensitivity of each group, on all ranks alike: half a squared distance, times (2^b - 1)^2.
 
-    Seeds follow from the training step. The model stays as it is, and the widths of its layers as the plan says.
-
-    Returns:
-        A number a group, in squared units of the gradient.
+    They are in squared units of the gradient. Seeds follow from the training step. The model stays as it is, and the
+    widths of its layers as the plan says.
     """
-    of_layers, found = plan.of_layers(widths), []
+    model, found = plan.layers.model, []
     try:
         with as_it_was(model):
             first = gradients(model, batch, loss, step, step)
             for group, width in zip(plan.groups, widths, strict=True):
-                layers.set(of_layers, redrawn=group.sources)
+                plan.set(widths, redrawn=group.sources)
                 variance = squared_distance(gradients(model, batch, loss, step, step), first) / 2
                 found.append(variance / expected_noise(1.0, width))
     finally:
-        layers.set(of_layers)
+        plan.set(widths)
     if is_distributed():
         shared = torch.tensor(found, dtype=torch.float32, device=next(model.parameters()).device)
         distributed.all_reduce(shared)
@@ -63,8 +59,7 @@ def check_groups(state: Any, own: Mapping[str, Any]) -> None:
     for name in ("bit_widths", "sensitivities"):
         if len(state[name]) != len(own[name]):
             raise ValueError(f"state: got {len(state[name])} {name}; accepted are {len(own[name])}, one a group")
-    if type(state["steps"]) is not int or state["steps"] < 0:
-        raise ValueError(f"state: steps={brief(state['steps'])}; accepted is an integer of at least 0")
+    check_count("state: steps", state["steps"], 0)
     for name, kinds, accepted in (("bit_widths", int, "integers"), ("sensitivities", (int, float), "finite numbers")):
         for value in state[name]:
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:

@@ -19,11 +19,7 @@ _MOST_BATCHES = 64
 
 
 class BatchNorms:
-    """Squared norms of the gradients that reach layers, for each sample of a batch.
-
-    Args:
-        indices: (N,) int64 indices of the samples.
-    """
+    """Squared norms of the gradients that reach layers, for each sample of a batch: (N,) int64 indices."""
 
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
@@ -64,7 +60,7 @@ class BatchNorms:
 
 
 class SampleNorms:
-    """A number a sample, 1 in the mean over a batch; 0 for samples that have not been seen.
+    """A number for each sample of a data set, 1 in the mean over a batch; 0 for samples that have not been seen.
 
     Source: ActNN, arXiv:2104.14129, section 4.3: the stale magnitude of the last epoch. Differs: one number a sample
     for all layers, the mean of the squared norms that reach them; ActNN's is one a layer.
@@ -73,9 +69,6 @@ class SampleNorms:
     >>> norms.remember(torch.tensor([0, 1]), torch.tensor([1.0, 3.0]))
     >>> norms.of(torch.tensor([0, 1, 2]))
     tensor([1., 3., 2.])
-
-    Args:
-        samples: of the data set.
     """
 
     def __init__(self, samples: int) -> None:
@@ -83,24 +76,13 @@ class SampleNorms:
         self._batches: collections.deque[BatchNorms] = collections.deque(maxlen=_MOST_BATCHES)
 
     def of(self, indices: Tensor) -> Tensor:
-        """The norms of samples; the mean of the known ones for others, 1 where none is known.
-
-        Args:
-            indices: (N,) int64 indices.
-
-        Returns:
-            (N,) float32 squared norms.
-        """
+        """The (N,) float32 squared norms of samples; the mean of the known ones for others, 1 where none is known."""
         known = self.values > 0
         mean = self.values.sum() / known.sum() if known.any() else torch.ones(())
         return torch.where(known[indices], self.values[indices], mean)
 
     def begin(self, indices: Tensor) -> BatchNorms:
-        """Return what takes the gradients of a batch; they are remembered once its backward pass has run.
-
-        Args:
-            indices: (N,) int64 indices.
-        """
+        """Return what takes the gradients of a batch; they are remembered once its backward pass has run."""
         self._batches.append(BatchNorms(indices))
         return self._batches[-1]
 
@@ -113,12 +95,7 @@ class SampleNorms:
                 self._batches.remove(batch)
 
     def remember(self, indices: Tensor, squares: Tensor) -> None:
-        """Mix new squared norms into those of before; what is not finite, or 0, changes nothing.
-
-        Args:
-            indices: (N,) int64 indices.
-            squares: (N,) float32 squared norms.
-        """
+        """Mix new (N,) squared norms into those of before; what is not finite, or 0, changes nothing."""
         old = self.values[indices]
         new = torch.where(old > 0, (1 - _NEW_SHARE) * old + _NEW_SHARE * squares, squares)
         self.values[indices] = torch.where(squares.isfinite() & (squares > 0), new, old)
@@ -131,14 +108,10 @@ class SampleNorms:
         self.values = total / count.clamp(min=1)
 
     def checked(self, indices: Any) -> Tensor:
-        """Indices of samples as an int64 tensor on the CPU.
+        """Indices of samples, a tensor, an array or a sequence, as an int64 tensor on the CPU.
 
-        Args:
-            indices: tensor, array or sequence of integers.
-
-        Raises:
-            TypeError: they are no integers.
-            ValueError: they are none, not of one dimension, or out of range.
+        A TypeError says that they are no integers, a ValueError that they are none, not of one dimension, or out of
+        range.
         """
         accepted = f"accepted are the indices of the batch's samples, integers from 0 to {len(self.values) - 1}"
         if isinstance(indices, str) or not (isinstance(indices, Tensor | Sequence) or hasattr(indices, "__array__")):

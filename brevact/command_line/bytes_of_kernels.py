@@ -35,11 +35,7 @@ def kernels_of(device: torch.device) -> str | None:
 
 
 def differing(device: torch.device) -> tuple[list[str], int]:
-    """Return the cases in which kernels write other bytes, or other values, than the laws, and how many were tried.
-
-    Args:
-        device: where they run.
-    """
+    """Return the cases in which kernels write other bytes, or other values, than the laws, and how many were tried."""
     wrong, count = [], 0
     for name in _NAMES:
         for dtype in _DTYPES:

@@ -33,13 +33,7 @@ _OPTIONAL = {
 
 
 class Finding(NamedTuple):
-    """What a check found.
-
-    Args:
-        state: `OK`, `NOTE` for what works less well, or `WRONG`.
-        text: what there is.
-        fix: what to do; "" for nothing.
-    """
+    """What a check found: `OK`, `NOTE` for what works less well, or `WRONG`; what there is; and a fix, "" for none."""
 
     state: str
     text: str

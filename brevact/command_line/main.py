@@ -22,8 +22,7 @@ _MODEL = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit status: 0, 1 for what does not work, 2 for what the user can put right.
 
-    Args:
-        arguments: the words after ``python -m brevact``; None for those of this process.
+    Without arguments it is the one of this process.
     """
     options = _parser().parse_args(arguments)
     if options.verbose:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import operator
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,14 +24,8 @@ _BATCHES = 4
 def report(options: argparse.Namespace) -> str:
     """Return the report of a command line, and write its files.
 
-    Args:
-        options: what the parser found.
-
-    Raises:
-        ImportError: there is no such module.
-        OSError: there is no such file or folder.
-        TypeError: MODEL makes no module, or the model does not take the batch.
-        ValueError: an argument is not possible.
+    An ImportError, OSError, TypeError or ValueError says that there is no such module or file, that MODEL makes no
+    module or takes no such batch, or that an argument is not possible.
     """
     spec = parse_policy(options.policy)
     shape = _shape(options.shape)
@@ -152,6 +145,4 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     if isinstance(loss, Tensor):
         return loss
     outputs = [x.float() for x in tensors_of(found) if x.requires_grad]
-    return sum((x.square().sum() for x in outputs), torch.zeros(())) / max(
-        1, sum(map(math.prod, (x.shape for x in outputs)))
-    )
+    return sum((x.square().sum() for x in outputs), torch.zeros(())) / max(1, sum(x.numel() for x in outputs))

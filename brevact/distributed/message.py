@@ -23,15 +23,7 @@ _ALIGNMENT = 16
 
 
 def message_of(packs: Sequence[PackedActivation], step: int) -> Tensor:
-    """Join packed tensors to one message.
-
-    Args:
-        packs: Tensors on one device.
-        step: Number of the step, which is part of the mark.
-
-    Returns:
-        (nbytes,) uint8 tensor, on their device.
-    """
+    """Join tensors that are packed on one device to one message, (nbytes,) uint8; its mark depends on the step."""
     specs = [pack.spec for pack in packs]
     message = packs[0].buffer.new_zeros(_starts(specs)[-1])
     message[:_ALIGNMENT] = _mark(specs, step).to(message.device)
@@ -41,15 +33,7 @@ def message_of(packs: Sequence[PackedActivation], step: int) -> Tensor:
 
 
 def packs_of(message: Tensor, specs: Sequence[PackedSpec[Any]]) -> list[PackedActivation]:
-    """Take a message apart.
-
-    Args:
-        message: What :func:`message_of` returned, on whatever process.
-        specs: Those of its packed tensors.
-
-    Returns:
-        The packed tensors, which share the message's memory.
-    """
+    """Take a message of whatever process apart into packed tensors of these specs, which share its memory."""
     starts = _starts(specs)
     return [
         PackedActivation(spec, message[start : start + spec.nbytes]) for spec, start in zip(specs, starts, strict=False)
@@ -57,26 +41,12 @@ def packs_of(message: Tensor, specs: Sequence[PackedSpec[Any]]) -> list[PackedAc
 
 
 def marks_of(messages: Tensor) -> Tensor:
-    """Return the marks of messages.
-
-    Args:
-        messages: (processes, nbytes) uint8 tensor.
-
-    Returns:
-        (processes, 16) view.
-    """
+    """Return the marks of (processes, nbytes) uint8 messages: a (processes, 16) view."""
     return messages[:, :_ALIGNMENT]
 
 
 def check_marks(marks: Tensor) -> None:
-    """Check that processes mean the same by their messages; waits for the device of the marks.
-
-    Args:
-        marks: What :func:`marks_of` returned.
-
-    Raises:
-        ValueError: If two marks differ.
-    """
+    """Raise a ValueError where processes do not mean the same by their messages; waits for the device of the marks."""
     different = (marks != marks[0]).any(1).cpu().nonzero().view(-1).tolist()
     if different:
         raise ValueError(
@@ -99,16 +69,10 @@ class Agreement:
         self._groups: set[str] = set()
 
     def reach(self, group: Any, device: torch.device, *settings: object) -> None:
-        """Compare settings, unless these processes have done so; waits for all of them.
+        """Compare settings, from which lengths and meaning of messages follow, unless these processes have done so.
 
-        Args:
-            group: Process group, whose processes all call this.
-            device: One that the group's backend takes.
-            *settings: What lengths and the meaning of messages follow from.
-
-        Raises:
-            TypeError: If the group is none.
-            ValueError: On all processes, if they differ in a setting.
+        All processes of the group call this, and wait for each other; a ValueError is raised on all of them if they
+        differ. The device is one that the group's backend takes.
         """
         if not isinstance(group, distributed.ProcessGroup):
             raise TypeError(

@@ -33,14 +33,7 @@ _UNBIASED = (UniformQuantizer, WeibullQuantizer, DualPrecisionQuantizer, SampleQ
 def pack(quantizer: ActivationQuantizer, x: Tensor, place: tuple[int, int, int], rank: int) -> PackedActivation:
     """Pack a gradient, with random bits of this rank, and with sizes that are those of all ranks.
 
-    Args:
-        quantizer: Any activation quantizer.
-        x: Gradient.
-        place: Seed of the run, step, number of the parameter: the same on all ranks.
-        rank: This process.
-
-    Returns:
-        The packed gradient, whose spec is that of all ranks.
+    The place is seed of the run, step and number of the parameter, the same on all ranks.
     """
     if isinstance(quantizer, MixingQuantizer):
         quantizer = quantizer.sized(x.numel(), _seed(*place, _ALL_RANKS))
@@ -50,12 +43,8 @@ def pack(quantizer: ActivationQuantizer, x: Tensor, place: tuple[int, int, int],
 def is_unbiased(quantizer: ActivationQuantizer) -> bool:
     """Return whether the mean of what a quantizer decodes is what it packed, as far as the package knows.
 
-    Args:
-        quantizer: Any activation quantizer.
-
-    Returns:
-        True for what is lossless, and for random rounding between levels that span a bucket. False otherwise:
-        nearest rounding, grids that clip, and quantizers of others.
+    That is so for what is lossless, and for random rounding between levels that span a bucket; not for nearest
+    rounding, grids that clip, and quantizers of others.
     """
     if isinstance(quantizer, MixingQuantizer):
         return is_unbiased(quantizer.low) and is_unbiased(quantizer.high)
@@ -65,11 +54,7 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
 
 
 def check_feedback(quantizer: ActivationQuantizer) -> None:
-    """Raise a ValueError if errors of a quantizer are larger than what it packs, measured on 4096 normal values.
-
-    Args:
-        quantizer: Any activation quantizer.
-    """
+    """Raise a ValueError if errors of a quantizer are larger than what it packs, measured on 4096 normal values."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), device="cpu")
     if (pack(quantizer, x, (0, 0, 0), 0).dequantize() - x).norm() >= x.norm():
         raise ValueError(
@@ -79,13 +64,7 @@ def check_feedback(quantizer: ActivationQuantizer) -> None:
 
 
 def check_count(name: str, value: object, at_least: int | None = None) -> None:
-    """Raise a TypeError for what is no int, and a ValueError for one that is too small.
-
-    Args:
-        name: Of the argument.
-        value: What was passed.
-        at_least: Smallest value that is accepted; None for any.
-    """
+    """Raise a TypeError for what is no int, and a ValueError for one that is too small."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {brief(value)}; accepted is an int")
     if at_least is not None and value < at_least:

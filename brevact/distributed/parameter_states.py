@@ -15,12 +15,7 @@ from brevact.quantizers.brief import brief
 
 @dataclass
 class ParameterState:
-    """Of one parameter: its place among those seen, and what rounding took from its gradients.
-
-    Args:
-        number: Place in the order of the first buckets.
-        residual: Tensor of its shape, or None where nothing is owed.
-    """
+    """Of one parameter: its place among those seen, and what rounding took from its gradients, None for nothing."""
 
     number: int
     residual: Tensor | None = None
@@ -41,16 +36,9 @@ class ParameterStates:
         return self._states[parameter]
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Return numbers and residuals by name.
+        """Return "numbers" and "residuals" by name; the tensors are copies.
 
-        Args:
-            model: Has the parameters.
-
-        Returns:
-            Dictionaries "numbers" and "residuals"; the tensors are copies.
-
-        Raises:
-            ValueError: If parameters have states, and the model has none of them.
+        A ValueError says that parameters have states, and the model has none of them.
         """
         known = {name: self._states[p] for name, p in _named(model).items() if p in self._states}
         if self._states and not known:
@@ -64,14 +52,9 @@ class ParameterStates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
-        """Replace the states of a model's parameters.
+        """Replace the states of a model's parameters by those that :meth:`state_dict` returned.
 
-        Args:
-            state: What :meth:`state_dict` returned.
-            model: Has the parameters.
-
-        Raises:
-            ValueError: If the state names parameters that the model lacks, or of other shapes.
+        A ValueError says that the model lacks parameters of it, or has others of other shapes.
         """
         named = _named(model)
         states: dict[Tensor, ParameterState] = {}
@@ -95,11 +78,7 @@ class ParameterStates:
 
 
 def check_state(state: Any) -> None:
-    """Raise a ValueError for what is no state of a hook.
-
-    Args:
-        state: What was passed to ``load_state_dict``.
-    """
+    """Raise a ValueError for what is no state of a hook."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: got {brief(state)}; accepted is what state_dict(model) returned")
     if missing := {"step", "seed", "numbers", "residuals"} - set(state):

@@ -7,7 +7,9 @@ the scale. Bit widths are read when the format is made, so that nothing waits fo
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,35 +40,31 @@ _LARGEST_MINIFLOAT = 16
 _SMALLEST_SCALE = 2.0**-65  # with it, a byte has room for flags: every fourth power of two, at least
 
 
-class Format(Protocol):
-    """What `BrevitasQuantizer` asks of a tensor quantizer of one kind."""
+class Format(ABC):
+    """What the codes of a tensor quantizer of one kind stand for; here without a zero point."""
 
     codes: IntegerCodes | MinifloatCodes
-    group: tuple[int, int] | None
-    """Dimension and size of the groups that share a scale."""
-
-    def observe(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scale and zero point, None for zero, and let the tensor quantizer update its statistics."""
-
-    def values(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """Return what the codes stand for, grouped if the quantizer has groups."""
-
-    def stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Floats, Floats | None]:
-        """Return how scale and zero point are stored."""
-
-
-class _Format:
-    """What formats without a zero point share."""
 
     def __init__(
         self, tensor_quant: nn.Module, view: nn.Module | None = None, scaling_threshold: Tensor | None = None
     ) -> None:
         self.tensor_quant = tensor_quant
+        #: Dimension and size of the groups that share a scale; None without groups.
         self.group = _group_of(view)
         self._is_signed = any(is_kind(module, SignedAbsMax) for module in tensor_quant.modules())
         self._smallest = _bound_of_powers(tensor_quant.scaling_impl, scaling_threshold)
+        _refuse_delay(getattr(tensor_quant, "int_quant", tensor_quant))
+
+    def observe(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scale and zero point, None for zero, and let the tensor quantizer update its statistics."""
+        return self.tensor_quant.scaling_impl(x), None
+
+    @abstractmethod
+    def values(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """Return what the codes stand for, grouped if the quantizer has groups."""
 
     def stored(self, scale: Tensor, zero_point: Tensor | None) -> tuple[Floats, Floats | None]:
+        """Return how scale and zero point are stored."""
         if self._smallest is None or scale.dtype == torch.float64:
             return Floats(shape=tuple(scale.shape), dtype=scale.dtype, is_signed=self._is_signed), None
         bound, threshold = self._smallest
@@ -74,7 +72,7 @@ class _Format:
         return PowersOfTwo(shape=tuple(scale.shape), dtype=scale.dtype, smallest=smallest), None
 
 
-class IntegerFormat(_Format):
+class IntegerFormat(Format):
     """``RescalingIntQuant``: (q - zero_point) * scale for integers q of a range."""
 
     def __init__(self, tensor_quant: nn.Module) -> None:
@@ -84,7 +82,6 @@ class IntegerFormat(_Format):
         threshold = tensor_quant.int_scaling_impl(tensor_quant.msb_clamp_bit_width_impl())
         int_quant = tensor_quant.int_quant
         super().__init__(tensor_quant, int_quant.input_view_impl, threshold)
-        _refuse_delay(int_quant.delay_wrapper)
         narrow = bool(int_quant.narrow_range)
         minimum = -(2 ** (bit_width - 1)) + narrow if int_quant.signed else 0
         self.codes = IntegerCodes(bit_width=bit_width, minimum=minimum, has_spare=narrow)
@@ -116,45 +113,31 @@ class IntegerFormat(_Format):
         return kind, Floats(shape=shape, dtype=dtype)
 
 
-class TernaryFormat(_Format):
+class TernaryFormat(Format):
     """``TernaryQuant``: -1, 0 or 1 times the scale."""
 
-    def __init__(self, tensor_quant: nn.Module) -> None:
-        super().__init__(tensor_quant)
-        _refuse_delay(tensor_quant.delay_wrapper)
-        self.codes = IntegerCodes(bit_width=2, minimum=-1, has_spare=True)
-
-    def observe(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.tensor_quant.scaling_impl(x), None
+    codes = IntegerCodes(bit_width=2, minimum=-1, has_spare=True)
 
     def values(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         return x.abs().gt(self.tensor_quant.threshold * scale).float() * ternary_sign_ste(x)
 
 
-class BinaryFormat(_Format):
+class BinaryFormat(Format):
     """``BinaryQuant`` and ``ClampedBinaryQuant``: -1 or 1 times the scale; zero is positive."""
 
-    def __init__(self, tensor_quant: nn.Module) -> None:
-        super().__init__(tensor_quant)
-        _refuse_delay(tensor_quant.delay_wrapper)
-        self.codes = IntegerCodes(bit_width=1, minimum=-1, step=2)
-
-    def observe(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.tensor_quant.scaling_impl(x), None
+    codes = IntegerCodes(bit_width=1, minimum=-1, step=2)
 
     def values(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         clamp = getattr(self.tensor_quant, "tensor_clamp_impl", None)
         return binary_sign_ste(x if clamp is None else clamp(x, -scale, scale))
 
 
-class MinifloatFormat(_Format):
+class MinifloatFormat(Format):
     """``FloatQuant``: minifloats times the scale."""
 
     def __init__(self, tensor_quant: nn.Module) -> None:
-        exponent, mantissa = (
-            _constant(getattr(tensor_quant, f"{name}_impl"), name, BitWidthConst)
-            for name in ("exponent_bit_width", "mantissa_bit_width")
-        )
+        exponent = _constant(tensor_quant.exponent_bit_width_impl, "exponent_bit_width", BitWidthConst)
+        mantissa = _constant(tensor_quant.mantissa_bit_width_impl, "mantissa_bit_width", BitWidthConst)
         clamp = tensor_quant.float_clamp_impl
         self.codes = MinifloatCodes(
             exponent_bit_width=exponent,
@@ -175,27 +158,21 @@ class MinifloatFormat(_Format):
         return self.tensor_quant.scaling_impl(x, self._threshold_of(self.tensor_quant)), None
 
     def values(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        quant = self.tensor_quant
-        values, _ = quant.quantize(x, scale)
-        return quant.float_clamp_impl(
-            values,
-            quant.exponent_bit_width_impl(),
-            quant.compute_max_mantissa(quant.mantissa_bit_width_impl()),
-            quant.exponent_bias_impl(),
-        )[0]
+        values, _ = self.tensor_quant.quantize(x, scale)
+        return self.tensor_quant.float_clamp_impl(values, *self._limits(self.tensor_quant))[0]
+
+    @classmethod
+    def _threshold_of(cls, quant: nn.Module) -> Tensor | None:
+        return None if quant.float_scaling_impl is None else quant.float_scaling_impl(*cls._limits(quant))
 
     @staticmethod
-    def _threshold_of(quant: nn.Module) -> Tensor | None:
-        if quant.float_scaling_impl is None:
-            return None
-        return quant.float_scaling_impl(
-            quant.exponent_bit_width_impl(),
-            quant.compute_max_mantissa(quant.mantissa_bit_width_impl()),
-            quant.exponent_bias_impl(),
-        )
+    def _limits(quant: nn.Module) -> tuple[Tensor, ...]:
+        """Width of the exponent, largest mantissa and bias: of what clamps, and of what the scale is measured by."""
+        largest = quant.compute_max_mantissa(quant.mantissa_bit_width_impl())
+        return quant.exponent_bit_width_impl(), largest, quant.exponent_bias_impl()
 
 
-_FORMATS = {
+_FORMATS: dict[type, Callable[[Any], Format]] = {
     RescalingIntQuant: IntegerFormat,
     FloatQuant: MinifloatFormat,
     TernaryQuant: TernaryFormat,
@@ -205,15 +182,10 @@ _FORMATS = {
 
 
 def format_of(tensor_quant: Any, name: str) -> Format:
-    """Return the format of a tensor quantizer.
+    """Return the format of the ``tensor_quant`` of an injector; the name is for errors.
 
-    Args:
-        tensor_quant: what the ``tensor_quant`` of an injector resolves to.
-        name: of the injector, for errors.
-
-    Raises:
-        TypeError: there is no format for its kind, or a bit width is learned.
-        ValueError: a bit width is out of range.
+    A TypeError says that there is none for its kind, or that a bit width is learned, a ValueError that one is out of
+    range.
     """
     refuse_without(BACKWARD)
     for kind, form in _FORMATS.items():
@@ -243,8 +215,9 @@ def _constant(module: nn.Module, name: str, kind: type | None = None) -> int:
     return int(value)
 
 
-def _refuse_delay(wrapper: nn.Module) -> None:
-    if not is_kind(wrapper.delay_impl, _NoDelay):
+def _refuse_delay(quant: nn.Module) -> None:
+    wrapper = getattr(quant, "delay_wrapper", None)  # that of minifloats has none
+    if wrapper is not None and not is_kind(wrapper.delay_impl, _NoDelay):
         raise ValueError(
             f"quant_delay_steps={wrapper.delay_impl.quant_delay_steps} lets a quantizer return the tensor as it is for "
             "some steps, of which there are no codes; leave it out"

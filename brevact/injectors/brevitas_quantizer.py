@@ -95,11 +95,8 @@ class BrevitasQuantizer(nn.Module):
     def for_module(self, module: nn.Module) -> BrevitasQuantizer:
         """Return a quantizer with these settings for the tensors of one module: a new one, if it collects statistics.
 
-        Args:
-            module: the module; a convolution's groups lie along dimension 1, other modules' along the last one.
-
-        Returns:
-            A quantizer of which no tensor has been seen, or one that such modules can share.
+        A convolution's groups lie along dimension 1, other modules' along the last one. No tensor has been seen by it,
+        or such modules can share it.
         """
         group_dim = group_dim_of(module)
         if self.has_state:
@@ -113,9 +110,7 @@ class BrevitasQuantizer(nn.Module):
     def observed(self, x: Tensor, place: int = 0) -> ObservedQuantizer | UniformQuantizer:
         """Take the statistics of a tensor, and return what quantizes it, now or later, without taking them again.
 
-        Args:
-            x: floating-point tensor.
-            place: which of the tensors of a forward pass it is: each has statistics of its own.
+        The place says which of the tensors of a forward pass it is: each has statistics of its own.
         """
         if x.numel() == 0:
             return _STORED_AS_IT_IS

@@ -53,18 +53,10 @@ def with_group_dim(injector: InjectorClass, group_dim: int) -> InjectorClass:
 
 
 def build_tensor_quant(injector: InjectorClass) -> tuple[nn.Module, frozenset[str]]:
-    """Build Brevitas' modules.
+    """Build the ``tensor_quant`` of an activation quantizer, without the proxy that would put it into a forward pass.
 
-    Args:
-        injector: class of an activation quantizer.
-
-    Returns:
-        Its ``tensor_quant``, without the proxy that would put it into a forward pass, and every name that was asked for
-        on the way, optional ones included.
-
-    Raises:
-        TypeError: the injector lacks a value, or quantizes nothing.
-        ValueError: Brevitas refuses a value.
+    Beside it stands every name that was asked for on the way, optional ones included. A TypeError says that the
+    injector lacks a value, or quantizes nothing, a ValueError that Brevitas refuses a value.
     """
     probe = injector.let(proxy_module=nn.Identity())
     asked = _Asked(probe.__dependencies__)

@@ -7,7 +7,6 @@ them raise an error that is an ``AttributeError`` as well, because ``help`` of a
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from brevitas.inject import ExtendedInjector, Injector, value
 from dependencies.exceptions import DependencyError
+
+from brevact.quantizers.brief import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -170,9 +171,7 @@ def _unknown(cls: InjectorClass, name: str) -> str:
     if name.startswith("_"):
         return text
     names = [known for known in cls._setting_names() if known in cls.__dependencies__]
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"{text}; {hint}Settings: {', '.join(sorted(names))}" if names else text
+    return f"{text}; {did_you_mean(name, names)}Settings: {', '.join(sorted(names))}" if names else text
 
 
 def _listed(settings: dict[str, Any]) -> str:
@@ -208,11 +207,7 @@ def added_values(injector: InjectorClass) -> dict[str, Any]:
 def written_value(spec: tuple) -> Any:
     """Return a dependency as it was written in the class body or in ``.let()``, from what the injector made of it.
 
-    Args:
-        spec: one value of ``injector.__dependencies__``.
-
-    Raises:
-        TypeError: the dependency is of a kind that cannot be written back.
+    One of a kind that cannot be written back raises a TypeError.
     """
     marker, attribute, *_ = spec
     if inspect.isclass(attribute):

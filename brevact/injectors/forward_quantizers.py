@@ -11,7 +11,6 @@ what they need at full precision; and what somebody changed (a subclass with int
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,56 +22,32 @@ from torch import Tensor, UntypedStorage, nn
 
 from brevact.autograd.eager_mode import packing_region
 from brevact.autograd.ops.fake_quantization import Integers, fake_quantize
-from brevact.autograd.ops.forward_statistics import absolute_percentile, weight_statistics
 from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
+from brevact.injectors.fused_activations import fused_activation, rectified, statistics
 from brevact.injectors.minifloats import float_quant
 from brevact.private_names.lookup import is_whole
 from brevact.private_names.of_brevitas import (
     FORWARD,
-    AbsAve,
-    AbsMax,
-    AbsMaxAve,
-    AbsMaxL2,
-    AbsMinMax,
-    AbsPercentile,
     BinaryQuant,
     CeilSte,
     ClampedBinaryQuant,
-    ConstScaling,
     DecoupledIntQuant,
     DPURoundSte,
     FloatQuant,
     FloorSte,
     FusedActivationQuantProxy,
-    Identity,
     InplaceTensorClampSte,
     IntQuant,
-    MeanSigmaStd,
-    NegativeMinOrZero,
-    NegativePercentileOrZero,
-    OverTensorView,
-    ParameterFromRuntimeStatsScaling,
-    ParameterScaling,
-    PercentileInterval,
-    RescalingIntQuant,
     RoundSte,
     RoundToZeroSte,
-    SignedAbsMax,
     StochasticRoundSte,
     TensorClamp,
     TensorClampSte,
     TernaryQuant,
-    ZeroZeroPoint,
     _NoDelay,
     _Stats,
     binary_sign_ste,
     ternary_sign_ste,
-)
-from brevact.private_names.of_torch import (
-    global_backward_hooks,
-    global_backward_pre_hooks,
-    global_forward_hooks,
-    global_forward_pre_hooks,
 )
 
 #: What rounding takes away, x - round(x), by the kind of rounding.
@@ -85,29 +60,6 @@ _RESIDUALS = {
     StochasticRoundSte: (-1.0, 1.0),
 }
 _CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
-_STATISTICS_OF_WEIGHTS = (
-    AbsAve,
-    AbsMax,
-    AbsMaxAve,
-    AbsMaxL2,
-    AbsMinMax,
-    AbsPercentile,
-    MeanSigmaStd,
-    NegativeMinOrZero,
-    NegativePercentileOrZero,
-    PercentileInterval,
-    SignedAbsMax,
-)
-
-
-class _Rectified(threading.local):
-    """The ReLU of a fused activation, while its quantizer runs: output, without a graph, and input."""
-
-    output: Tensor | None = None
-    input: Tensor | None = None
-
-
-_rectified = _Rectified()
 _widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[tuple[int, int, torch.dtype], float]]
 _widths = weakref.WeakKeyDictionary()
 
@@ -116,9 +68,9 @@ def _int_quant(
     stock: Callable, quant: IntQuant, scale: Tensor, zero_point: Tensor, bit_width: Tensor, x: Tensor
 ) -> Any:
     out = _quantize(quant, scale, zero_point, scale, zero_point, bit_width, x)
-    if out is NotImplemented and (x is _rectified.output or bit_width.requires_grad):
+    if out is NotImplemented and (x is rectified.output or bit_width.requires_grad):
         with _learning(bit_width):
-            x = torch.relu(_rectified.input) if x is _rectified.output else x
+            x = torch.relu(rectified.input) if x is rectified.output else x
             out = stock(quant, scale, zero_point, bit_width, x)
     return out
 
@@ -184,7 +136,7 @@ def _quantize(
         clips_gradients=clamp is TensorClamp,
     )
     viewed = quant.input_view_impl(x)
-    before_relu = _rectified.input if viewed is _rectified.output else None
+    before_relu = rectified.input if viewed is rectified.output else None
     return fake_quantize(region, integers, viewed, scale, zero_point, pre_scale, pre_zero_point, before_relu)
 
 
@@ -242,87 +194,6 @@ def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
     return out, scale, quant.zero_point(), quant.bit_width()
 
 
-def _stats(stock: Callable, stats: _Stats, input: Tensor) -> Any:
-    """Statistics for a scale: those of a weight are computed again, a percentile is one element of an activation."""
-    region = packing_region()
-    if region is None or type(input) not in (Tensor, nn.Parameter):
-        return NotImplemented
-    impl, rectified = stats.stats_impl, _rectified.output
-    if rectified is not None and input.untyped_storage()._cdata == rectified.untyped_storage()._cdata:
-        before_relu = _rectified.input.view(input.shape)
-        found = absolute_percentile(region, before_relu, impl.q, None, impl.keepdim, values=input)
-        return found.view(stats.stats_output_shape)
-    if not input.requires_grad:
-        return NotImplemented
-    if type(impl) not in _STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
-        return NotImplemented
-    if region.is_weight(input):
-        found = weight_statistics(region, impl, input)
-    elif type(impl) is AbsPercentile:
-        found = absolute_percentile(region, input, impl.q, impl.stats_reduce_dim, impl.keepdim)
-    else:
-        return NotImplemented
-    return found.view(stats.stats_output_shape)
-
-
-def _fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tensor) -> Any:
-    """A ReLU and the quantizer behind it, which stores one mask for both: the gradient goes to the ReLU's input."""
-    relu = fused.activation_impl
-    if type(relu) is not nn.ReLU or relu.inplace or type(x) is not Tensor or packing_region() is None:
-        return NotImplemented
-    if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x) or _is_observed(fused):
-        return NotImplemented
-    around = _rectified.output, _rectified.input
-    with torch.no_grad():
-        y = relu(x)
-    _rectified.output, _rectified.input = y, x
-    try:
-        return fused.tensor_quant(y)
-    finally:
-        _rectified.output, _rectified.input = around
-
-
-def _is_observed(fused: FusedActivationQuantProxy) -> bool:
-    """Whether somebody's hooks see, or change, what runs between the ReLU's input and the quantizer's output."""
-    everywhere = (
-        global_forward_pre_hooks,
-        global_forward_hooks,
-        global_backward_pre_hooks,
-        global_backward_hooks,
-    )
-    for hooks in everywhere:
-        for hook in hooks.values():
-            if not getattr(hook, "__module__", "").startswith("brevact."):
-                return True
-    return any(
-        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-        for child in fused.children()
-        for module in child.modules()
-    )
-
-
-def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
-    """Whether a quantizer's scale has no gradient for what is quantized, or one for a single element."""
-    if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or quant.observer_only:
-        return False
-    if type(quant.zero_point_impl) is not ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not Identity:
-        return False
-    if type(quant.int_quant.tensor_clamp_impl) is not TensorClamp:  # no mask of its own: nothing is saved
-        return False
-    scaling = quant.scaling_impl
-    if type(scaling) is not ParameterFromRuntimeStatsScaling:
-        return type(scaling) in (ConstScaling, ParameterScaling)
-    if not scaling.training or scaling.counter >= scaling.collect_stats_steps:
-        return True
-    impl = scaling.stats.stats_impl
-    return (
-        type(impl) is AbsPercentile
-        and impl.stats_reduce_dim is None
-        and type(scaling.stats_input_view_shape_impl) is OverTensorView
-        and x.is_contiguous()
-    )
-
-
 def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
     stock = kind.forward
 
@@ -345,7 +216,7 @@ if not JIT_ENABLED and is_whole(FORWARD):
         ClampedBinaryQuant: _sign_quant,
         TernaryQuant: _sign_quant,
         FloatQuant: float_quant,
-        _Stats: _stats,
-        FusedActivationQuantProxy: _fused_activation,
+        _Stats: statistics,
+        FusedActivationQuantProxy: fused_activation,
     }.items():
         _let_ask_for_region(_kind, _counterpart)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 from brevitas.quant import NoneActQuant
 from torch import nn
 
-from brevact.injectors.class_protocol import InjectorClass, is_injector, written_values
+from brevact.injectors.brevitas_source import is_act_quantizer
+from brevact.injectors.class_protocol import InjectorClass, written_values
 from brevact.injectors.injector_type import (
     FORWARD_PREFIX,
     FROM_LAYER,
     BackwardInjectorType,
     act_impl_arguments,
 )
-from brevact.private_names.of_brevitas import ActQuantProxyFromInjector, ActQuantProxyFromInjectorBase
+from brevact.private_names.of_brevitas import ActQuantProxyFromInjector
 from brevact.quantizers.brief import brief
 
 
@@ -69,15 +67,9 @@ def forward_injector_of(injector: BackwardInjectorType) -> InjectorClass:
                 f"{name}={brief(value)} sets a forward quantizer, but there is none: pass forward_quant= as well"
             )
         return NoForwardQuant.let(**overrides)
-    if not _is_forward_act_quantizer(quant):
+    if not is_act_quantizer(quant):
         raise TypeError(
             f"forward_quant={brief(quant)} is no forward activation quantizer; accepted: an injector class such as "
             "brevitas.quant.Uint8ActPerTensorFloat, or None"
         )
     return quant.let(**overrides)
-
-
-def _is_forward_act_quantizer(quant: Any) -> bool:
-    if not is_injector(quant) or "proxy_class" not in quant:
-        return False
-    return inspect.isclass(quant.proxy_class) and issubclass(quant.proxy_class, ActQuantProxyFromInjectorBase)

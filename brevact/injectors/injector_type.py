@@ -7,12 +7,11 @@ settings by the arguments of its ``@value`` functions alone.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from brevact.injectors.class_protocol import STRUCTURE, InjectorClass, InjectorType, written_values
-from brevact.quantizers.brief import brief
+from brevact.quantizers.brief import brief, did_you_mean
 
 #: What is asked of a backward quantizer from outside: by a region, by a Brevitas layer, by the slot's proxy.
 ASKED_FOR = ("backward_settings", "proxy_class", "forward_quant", "act_impl")
@@ -126,8 +125,7 @@ def _refuse_annotations(class_name: str, namespace: dict[str, Any]) -> None:
 def unknown_setting(name: str, given: Any, owner: str, accepted: Iterable[str]) -> TypeError:
     """Return the error for a setting that ``owner`` does not have; it names the nearest one and all of them."""
     accepted = sorted(accepted)
-    nearest = difflib.get_close_matches(name, accepted, n=1)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    hint = did_you_mean(name, accepted)
     forward = (
         f"; settings of a forward quantizer take the prefix {FORWARD_PREFIX}" if "forward_quant" in accepted else ""
     )

@@ -33,13 +33,9 @@ class IntegerCodes:
         return 0 if self.minimum < 0 and not self.has_spare else 2**self.bit_width - 1
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the codes of integers that are stored as floats; those out of range get the nearest code.
+        """Return the codes of integers that are stored as floats, uint8 up to 8 bits.
 
-        Args:
-            values: floating-point tensor of integers, any shape.
-
-        Returns:
-            Integer tensor of its shape, uint8 up to 8 bits.
+        What is out of range gets the nearest code.
         """
         largest = self.minimum + self.step * (2**self.bit_width - 1 - self.has_spare)
         if self.bit_width <= 8:
@@ -52,15 +48,7 @@ class IntegerCodes:
         return codes.to(torch.uint8) if self.bit_width <= 8 else codes
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the integers of codes.
-
-        Args:
-            codes: integer tensor.
-            dtype: floating-point type of the result.
-
-        Returns:
-            Tensor of its shape.
-        """
+        """Return the integers of codes in a floating-point type."""
         wide = torch.int64 if self.bit_width > 30 else torch.int32
         values = codes.to(wide).mul(self.step).add_(self.minimum).to(dtype)
         return values.masked_fill_(codes == self.nan_code, math.nan) if self.has_spare else values
@@ -70,11 +58,9 @@ class IntegerCodes:
         return codes.clamp_min(1) if self.nan_code == 0 else codes.clamp_max(self.nan_code - 1)
 
     def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
-        """Return what codes stand for where one of them is NaN; of one bit, the other is the middle of the two.
+        """Return codes where one of them is NaN, from what they stand for where none is.
 
-        Args:
-            codes: integer tensor.
-            values: what they stand for where none is.
+        Of one bit, the other is the middle of the two.
         """
         if self.bit_width == 1:
             values = torch.full_like(values, self.minimum + self.step / 2)
@@ -136,14 +122,7 @@ class MinifloatCodes:
         return (2**self.exponent_bit_width - 1) << self.mantissa_bit_width
 
     def encode(self, values: Tensor) -> Tensor:
-        """Return the codes of minifloats; where a value is none, that of the nearest one.
-
-        Args:
-            values: floating-point tensor of any shape.
-
-        Returns:
-            int32 tensor of its shape.
-        """
+        """Return the int32 codes of minifloats; where a value is none, that of the nearest one."""
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         magnitudes = values.abs().to(dtype).contiguous()
         codes = torch.bucketize(magnitudes, _boundaries(self, dtype, values.device), out_int32=True)
@@ -157,15 +136,7 @@ class MinifloatCodes:
         return codes
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the minifloats of codes.
-
-        Args:
-            codes: integer tensor.
-            dtype: floating-point type of the result.
-
-        Returns:
-            Tensor of its shape.
-        """
+        """Return the minifloats of codes in a floating-point type."""
         return _values(self, dtype, codes.device)[codes.to(torch.int32)]
 
     def without_nan_code(self, codes: Tensor) -> Tensor:
@@ -173,12 +144,7 @@ class MinifloatCodes:
         return codes.masked_fill(codes == self.nan_code, self.nan_code - 1)
 
     def decode_flagged(self, codes: Tensor, values: Tensor) -> Tensor:
-        """Return what codes stand for where one of them is NaN.
-
-        Args:
-            codes: integer tensor.
-            values: what they stand for where none is.
-        """
+        """Return codes where one of them is NaN, from what they stand for where none is."""
         return values.masked_fill(codes == self.nan_code, math.nan)
 
 

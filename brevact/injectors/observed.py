@@ -17,14 +17,7 @@ from brevact.quantizers.philox import seed_value
 
 @dataclass(frozen=True, eq=False)
 class ObservedQuantizer:
-    """Quantizes one tensor with the scale and the zero point that were taken of it.
-
-    Args:
-        name: of the injector.
-        statistics: took them.
-        scale: Brevitas' scale.
-        zero_point: Brevitas' zero point; None for zero.
-    """
+    """Quantizes one tensor with the scale and the zero point, None for zero, that statistics have taken of it."""
 
     name: str
     statistics: TensorStatistics
@@ -37,15 +30,7 @@ class ObservedQuantizer:
         return bool(self.statistics.roundings)
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
-        """Quantize and pack the tensor.
-
-        Args:
-            x: the tensor that was observed, in whatever memory order.
-            seed: key of the random bits of stochastic rounding.
-
-        Returns:
-            The packed activation.
-        """
+        """Quantize and pack the tensor that was observed, in whatever memory order; the seed is for random rounding."""
         form, zero_point = self.statistics.format, self.zero_point
         with as_it_is(x.device), _seeded(self.statistics.roundings, seed, x.device):
             if self.scale.numel() > 1 and 0 in x.stride():  # repeats of an element may get different codes

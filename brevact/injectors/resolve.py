@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -209,55 +208,26 @@ def _settable(value: Any) -> set[str]:
     )
 
 
-def described(settings: BackwardSettings, *, brief: bool = False) -> str:
-    """Return the quantizer's settings as text, and those of the region that are not the default.
-
-    Args:
-        settings: the region's settings.
-        brief: whether settings of the quantizer that are the default are left out, too, apart from the first.
-    """
-    quantizer = settings.quantizer
-    defaults = _field_defaults(quantizer)
-    stated = {name: getattr(quantizer, name) for name in defaults}
-    if brief:
-        stated = {
-            name: value for name, value in stated.items() if value != defaults[name] or name == next(iter(defaults))
-        }
-    kind = quantizer.extra_repr() if isinstance(quantizer, nn.Module) else type(quantizer).__name__
-    for name, default in _field_defaults(settings).items():
-        if name not in ("quantizer", "of_functions") and getattr(settings, name) != default:
-            stated[name] = getattr(settings, name)
-    return ", ".join([kind, *(f"{name}={_plain(value)}" for name, value in stated.items())])
-
-
-def _field_defaults(value: Any) -> dict[str, Any]:
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    return {field.name: field.default for field in fields if field.repr}
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value
-
-
 def settings_of_module(settings: BackwardSettings | None, module: nn.Module) -> BackwardSettings | None:
     """Return settings for the tensors of one module out of many: what collects statistics collects this one's own."""
-    return _with_quantizers(settings, lambda quantizer: quantizer.for_module(module))
+    return with_quantizers(settings, lambda each: each.for_module(module) if _is_brevitas(each) else each)
 
 
 def settings_of_block(settings: BackwardSettings | None) -> BackwardSettings | None:
     """Return settings for a block of code, where no module tells tensors apart: each has statistics of its own."""
-    return _with_quantizers(settings, BrevitasQuantizer.for_each_tensor)
+    return with_quantizers(settings, lambda each: each.for_each_tensor() if _is_brevitas(each) else each)
 
 
-def _with_quantizers(
-    settings: BackwardSettings | None, change: Callable[[BrevitasQuantizer], BrevitasQuantizer]
-) -> BackwardSettings | None:
-    """Return settings with the quantizers of Brevitas changed, those of ops with a rule of their own, too."""
+def _is_brevitas(quantizer: Any) -> bool:
+    return isinstance(quantizer, BrevitasQuantizer)
+
+
+def with_quantizers(settings: BackwardSettings | None, change: Callable[[Any], Any]) -> BackwardSettings | None:
+    """Return settings with their quantizer changed, and those of ops with a rule of their own, too."""
     if settings is None:
         return None
-    quantizer = settings.quantizer
-    quantizer = change(quantizer) if isinstance(quantizer, BrevitasQuantizer) else quantizer
-    functions = tuple((name, _with_quantizers(each, change)) for name, each in settings.of_functions)
+    quantizer = change(settings.quantizer)
+    functions = tuple((name, with_quantizers(each, change)) for name, each in settings.of_functions)
     if quantizer is settings.quantizer and all(
         new is old for (_, new), (_, old) in zip(functions, settings.of_functions, strict=True)
     ):

@@ -57,19 +57,12 @@ def _of_brevitas_quant() -> dict[str, InjectorClass]:
 def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
     """Return a backward quantizer as its name and the settings that differ from what the name stands for.
 
+    Settings are numbers, strings, booleans, None, and lists of them, of which :func:`from_plain` makes equal ones; full
+    precision has the name None. A user's own class or object, or a setting that is no plain value, raises a TypeError.
+
     >>> from brevact.injectors import StochBackward2bit
     >>> to_plain(StochBackward2bit.let(bucket_size=128))
     {'quantizer': 'StochBackward2bit', 'settings': {'bucket_size': 128}}
-
-    Args:
-        source: what ``backward_settings_from`` takes; None for full precision.
-
-    Returns:
-        Its "quantizer", a name or None, and its "settings", where there are any: numbers, strings, booleans, None,
-        and lists of them. :func:`from_plain` makes equal settings of it.
-
-    Raises:
-        TypeError: the quantizer is a user's own class or object, or one of its settings is no plain value.
     """
     if source is None:
         return {"quantizer": None}
@@ -86,20 +79,13 @@ def to_plain(source: BackwardQuantizer | None) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Any:
-    """Return the backward quantizer that :func:`to_plain` wrote.
+    """Return the backward quantizer that :func:`to_plain` wrote; None for full precision.
+
+    A setting that is not one of the quantizer's raises a TypeError; a name that is not known, or a value that is out of
+    range, a ValueError.
 
     >>> from_plain({"quantizer": "StochBackward2bit", "settings": {"bucket_size": 128}})
     StochBackward2bit.let(bucket_size=128)
-
-    Args:
-        plain: "quantizer" and, where there are any, "settings".
-
-    Returns:
-        What ``backward_settings_from`` takes; None for full precision.
-
-    Raises:
-        TypeError: a setting is not one of the quantizer's.
-        ValueError: the name is none of a backward quantizer, or a value is out of range.
     """
     name, given = plain["quantizer"], plain.get("settings", {})
     if not isinstance(given, dict):

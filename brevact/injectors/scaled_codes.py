@@ -56,16 +56,9 @@ class ScaledCodes:
     ) -> PackedActivation:
         """Pack code values and what scales them.
 
-        Args:
-            values: what codes stand for, as Brevitas lays it out: grouped, if there are groups.
-            scale: of shape ``self.scale.shape``; those of ``self.scale.of_flagged`` where a group is flagged.
-            zero_point: of shape ``self.zero_point.shape``, or None.
-            layout: of the activation.
-            missing: mask of what is not finite, in the shape of ``values``.
-            flagged: which groups give up a code, in the shape of ``scale``; None where a code is spare.
-
-        Returns:
-            The packed activation.
+        Values are those of the codes as Brevitas lays them out, grouped if there are groups, and so is the mask of what
+        is not finite. Scales are those of ``self.scale.of_flagged`` where a group gives up a code; nothing is flagged
+        where a code is spare.
         """
         codes = self.codes.encode(values)
         if flagged is not None:
@@ -82,13 +75,7 @@ class ScaledCodes:
         return PackedActivation(spec, buffer)
 
     def decode(self, buffer: Tensor, spec: PackedSpec[ScaledCodes], target: Tensor) -> None:
-        """Decode into memory that is dense in the layout's memory order.
-
-        Args:
-            buffer: stored bytes.
-            spec: their spec.
-            target: tensor of the layout's dtype whose memory holds the layout's elements in that order.
-        """
+        """Decode stored bytes into memory that is dense in the layout's memory order, of its dtype."""
         layout = spec.layout
         if not layout.numel:
             return
@@ -107,13 +94,9 @@ class ScaledCodes:
         target.as_strided((layout.numel,), (1,)).copy_(in_memory_order(values, layout))
 
     def decode_multiply(self, buffer: Tensor, spec: PackedSpec[ScaledCodes], other: Tensor, target: Tensor) -> None:
-        """Decode, multiply and write to memory that is dense in the layout's memory order.
+        """Decode, multiply by another tensor and write to memory, which may be the same.
 
-        Args:
-            buffer: stored bytes.
-            spec: their spec.
-            other: factor of the layout's dtype, dense in the layout's memory order.
-            target: tensor of the layout's dtype, dense in that order; may be ``other``.
+        Both are dense in the layout's memory order.
         """
         decoded = torch.empty_like(target)
         self.decode(buffer, spec, decoded)
@@ -122,14 +105,9 @@ class ScaledCodes:
 
 
 def grouped(x: Tensor, group: tuple[int, int] | None) -> Tensor:
-    """Split a dimension into groups, the last one filled up with zeros, as Brevitas does.
+    """Split a dimension into groups of a size, the last one filled up with zeros, as Brevitas does; None for no groups.
 
-    Args:
-        x: tensor of any shape; a scalar stands for a vector of one element.
-        group: dimension and group size; None for no groups.
-
-    Returns:
-        Tensor with a dimension of groups and one of their elements in place of the one.
+    A dimension of groups and one of their elements stand in its place; a scalar stands for a vector of one element.
     """
     x = x if x.dim() else x.reshape(1)
     if group is None:
@@ -144,16 +122,7 @@ def grouped(x: Tensor, group: tuple[int, int] | None) -> Tensor:
 
 
 def ungrouped(x: Tensor, group: tuple[int, int] | None, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `grouped`: drop the filling.
-
-    Args:
-        x: grouped tensor.
-        group: dimension and group size; None for no groups.
-        shape: of the tensor that was grouped.
-
-    Returns:
-        Tensor of that shape.
-    """
+    """The inverse of `grouped`, for a tensor of this shape: drop the filling."""
     if group is None or not shape:
         return x.reshape(-1)[0] if not shape else x
     dim = group[0] % len(shape)
@@ -163,12 +132,7 @@ def ungrouped(x: Tensor, group: tuple[int, int] | None, shape: tuple[int, ...]) 
 def in_memory_order(x: Tensor, layout: Layout) -> Tensor:
     """The elements of a tensor of a layout's shape, in the layout's memory order, whatever its own strides.
 
-    Args:
-        x: tensor of the layout's shape; along expanded dimensions of the layout its first element counts.
-        layout: the order.
-
-    Returns:
-        (layout.numel,) tensor.
+    Along expanded dimensions of the layout the first element counts.
     """
     if not layout.numel:
         return x.reshape(-1)[:0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import inspect
 import warnings
@@ -14,7 +16,7 @@ from brevact.autograd import BackwardSettings, attach_region
 from brevact.injectors.class_protocol import written_values
 from brevact.injectors.forward_side import forward_injector_of
 from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType
-from brevact.injectors.resolve import described, resolve
+from brevact.injectors.resolve import resolve
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import LAYERS, QuantRecurrentLayerMixin
 
@@ -36,11 +38,7 @@ class BackwardQuantProxy(nn.Module):
             self.quantizer = settings.quantizer
 
     def add_tracked_module(self, layer: nn.Module) -> None:
-        """Let the whole forward of ``layer`` run in a region with these settings.
-
-        Raises:
-            ValueError: another slot of the layer holds different settings.
-        """
+        """Let the whole forward of a layer run in a region with these settings, unless another slot holds others."""
         for name, child in layer.named_children():
             other = child if isinstance(child, BackwardQuantProxy) else getattr(child, "backward_quant", None)
             if isinstance(other, BackwardQuantProxy) and other.settings != self.settings:
@@ -58,6 +56,31 @@ class BackwardQuantProxy(nn.Module):
     def extra_repr(self) -> str:
         """Return the quantizer's settings, and those of the region that are not the default."""
         return described(self.settings)
+
+
+def described(settings: BackwardSettings, *, brief: bool = False) -> str:
+    """Return the quantizer's settings as text, and those of the region that are not the default.
+
+    In brief, settings of the quantizer that are the default are left out, too, apart from the first.
+    """
+    quantizer = settings.quantizer
+    defaults = _field_defaults(quantizer)
+    stated = {name: getattr(quantizer, name) for name in defaults}
+    if brief:
+        stated = {
+            name: value for name, value in stated.items() if value != defaults[name] or name == next(iter(defaults))
+        }
+    kind = quantizer.extra_repr() if isinstance(quantizer, nn.Module) else type(quantizer).__name__
+    for name, default in _field_defaults(settings).items():
+        if name not in ("quantizer", "of_functions") and getattr(settings, name) != default:
+            stated[name] = getattr(settings, name)
+    plain = {name: value.value if isinstance(value, enum.Enum) else value for name, value in stated.items()}
+    return ", ".join([kind, *(f"{name}={value}" for name, value in plain.items())])
+
+
+def _field_defaults(value: Any) -> dict[str, Any]:
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {field.name: field.default for field in fields if field.repr}
 
 
 def build_slot_proxy(layer: nn.Module, injector: BackwardInjectorType) -> nn.Module:

@@ -18,10 +18,8 @@ _SMALLEST_HALF = 2.0**-24  # that float16 holds, where a bound below it is zero
 class Floats:
     """Scales or zero points in the type that they were computed in; the sign of a scale is that of its flag.
 
-    Args:
-        shape: their shape, which broadcasts against the (grouped) tensor.
-        dtype: their type.
-        is_signed: whether scales may be negative. There is no room for a flag then: a flagged scale is stored as NaN.
+    Their shape broadcasts against the (grouped) tensor. Where scales may be negative there is no room for a flag: a
+    flagged scale is stored as NaN.
     """
 
     shape: tuple[int, ...]
@@ -38,12 +36,7 @@ class Floats:
         return torch.full_like(values, math.nan) if self.is_signed else values
 
     def write(self, values: Tensor, flagged: Tensor | None = None) -> Tensor:
-        """Return what is stored.
-
-        Args:
-            values: of ``shape``; those of `of_flagged` where a group is flagged.
-            flagged: which groups are; None for none.
-        """
+        """Return what is stored, of values that are those of `of_flagged` where a group is flagged."""
         return values if flagged is None or self.is_signed else torch.where(flagged, -values, values)
 
     def read(self, stored: Tensor) -> Tensor:
@@ -59,11 +52,9 @@ class Floats:
 class PowersOfTwo(Floats):
     """Powers of two above ``smallest`` in one byte each.
 
-    Byte e stands for 2^(e - 127), and byte 0 for ``smallest``, the bound that Brevitas puts on scales, which is none.
-    Bytes of powers below the bound are left over: flagged groups have these, each for one of ``spacing`` powers.
-
-    Args:
-        smallest: what is no power of two, at least 2^-65.
+    Byte e stands for 2^(e - 127), and byte 0 for ``smallest``, the bound that Brevitas puts on scales, which is none,
+    and at least 2^-65. Bytes of powers below the bound are left over: flagged groups have these, each for one of
+    ``spacing`` powers.
     """
 
     smallest: float
@@ -116,11 +107,7 @@ class PowersOfTwo(Floats):
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes(Floats):
-    """Integers of at most 8 bits in one byte each.
-
-    Args:
-        minimum: the smallest of them.
-    """
+    """Integers of at most 8 bits, from a minimum on, in one byte each."""
 
     minimum: int
 

@@ -23,10 +23,7 @@ class TensorStatistics(nn.Module):
 
     Learned scales are buffers here: no gradient reaches them, and parameters that come with the first tensors would
     surprise what was built from those of a model before (optimizers, averages of weights, flattened parameters).
-
-    Args:
-        tensor_quant: Brevitas' modules, which are changed; only frozen where they are scripted.
-        name: of the injector that they come from.
+    Brevitas' modules are changed for that; only frozen where they are scripted.
     """
 
     def __init__(self, tensor_quant: nn.Module, name: str) -> None:
@@ -40,14 +37,9 @@ class TensorStatistics(nn.Module):
         _freeze(tensor_quant)
 
     def observe(self, x: Tensor, *, collects: bool) -> tuple[Tensor, Tensor | None]:
-        """Take the statistics of a tensor.
+        """Take the statistics of a tensor: scale and zero point, None for zero, as tensors of their own.
 
-        Args:
-            x: floating-point tensor.
-            collects: whether the state may change.
-
-        Returns:
-            Scale and zero point, None for zero: tensors of their own.
+        Unless it collects, the state stays.
         """
         _, tensor = next(self._tensors(), (None, None))
         if tensor is not None and tensor.device != x.device:  # no layer holds this module and moves it

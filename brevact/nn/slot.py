@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,7 +12,7 @@ from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver, backward_
 from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_brevitas import ActQuantSolver
-from brevact.quantizers.brief import brief
+from brevact.quantizers.brief import brief, did_you_mean
 
 ACT_PREFIX = "act_"
 #: Keywords that Brevitas' mixins take although the layers do not name them.
@@ -104,11 +103,10 @@ def _check_keywords(cls: type[BackwardSlot], names: list[str], kwargs: dict[str,
             continue
         settings = known_names(act_quant) if isinstance(act_quant, BackwardInjectorType) else ()
         candidates = [*names, "act_quant", *(ACT_PREFIX + setting for setting in settings)]
-        nearest = difflib.get_close_matches(name, candidates, n=1)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise TypeError(
-            f"{name}={brief(value)} is not an argument of {cls.__name__}; {hint}Accepted: {', '.join(names)}, "
-            f"act_quant, and settings of a quantizer with the prefix of its slot: {', '.join((ACT_PREFIX, *prefixes))}"
+            f"{name}={brief(value)} is not an argument of {cls.__name__}; {did_you_mean(name, candidates)}Accepted: "
+            f"{', '.join(names)}, act_quant, and settings of a quantizer with the prefix of its slot: "
+            f"{', '.join((ACT_PREFIX, *prefixes))}"
         )
 
 
@@ -121,8 +119,7 @@ def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides:
     for name, value in overrides.items():
         if name in settings:
             continue
-        nearest = difflib.get_close_matches(name, ["act_quant", *names, *sorted(settings)], n=1)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
+        hint = did_you_mean(name, ["act_quant", *names, *sorted(settings)])
         raise TypeError(
             f"{name}={brief(value)} is not an argument of {cls.__name__}; {hint}Accepted: "
             f"{', '.join([*names, 'act_quant'])}, and settings of a backward quantizer with the prefix {ACT_PREFIX}"

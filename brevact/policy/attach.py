@@ -15,6 +15,7 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.compiled.mode import TracingMode, text_of
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
+from brevact.policy.fitted_layers import check_layers
 from brevact.policy.notes import add_note, remove_note
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
@@ -22,8 +23,8 @@ from brevact.policy.rules import (
     Assignment,
     assignments,
     block_assignment,
-    check_layers,
     check_rules,
+    refuse_policy,
     source_text,
 )
 from brevact.quantizers import ActivationQuantizer
@@ -161,12 +162,12 @@ def quantize_backward(
 def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] = MappingProxyType({})) -> M:
     """Do what :func:`quantize_backward` does without a word in the log: of a copy that is measured, say."""
     check_model(model, "quantize_backward(model, policy)", policy)
-    if any(has_region(module, POLICY) for module in model.modules()):
-        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
+    refuse_policy(model)
     for module, assignment in _assignments(model, policy, dict(overrides)).items():
         settings = settings_of_module(assignment.settings, module)
+        label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
         try:
-            attach_region(module, settings, POLICY, label=_label(assignment))
+            attach_region(module, settings, POLICY, label=label)
         except RuntimeError as error:  # of torch.jit
             _detach_policy(model)
             raise TypeError(
@@ -206,11 +207,6 @@ def _detach_policy(model: nn.Module) -> bool:
     for module in model.modules():
         remove_note(module)
     return any([detach_region(module, POLICY) for module in model.modules()])
-
-
-def _label(assignment: Assignment) -> tuple[Any, ...]:
-    """What the tables of a policy say of a module, as texts: the rule, the quantizer, and those of each op."""
-    return assignment.rule, assignment.source, tuple(each[:3] for each in assignment.ops)
 
 
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:

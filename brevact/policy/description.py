@@ -10,29 +10,11 @@ from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors.proxies import is_quant_proxy
-from brevact.injectors.resolve import described
-from brevact.injectors.slot import BackwardQuantProxy
-from brevact.policy.rules import POLICY, Assignment, source_text
+from brevact.injectors.slot import BackwardQuantProxy, described
+from brevact.policy.rules import POLICY, Assignment, OpPolicy, source_text
 from brevact.tables import text_table
 
 _OWN = "its own"
-
-
-@dataclass(frozen=True)
-class OpPolicy:
-    """What applies to an op inside a module, in place of what applies to the module.
-
-    Args:
-        op: name of the op: the torch functions that mean it have one rule.
-        rule: the policy's rule that names it, as text.
-        source: the backward quantizer by name.
-        settings: what the op stores; None for full precision.
-    """
-
-    op: str
-    rule: str
-    source: str
-    settings: BackwardSettings | None
 
 
 @dataclass(frozen=True)

@@ -26,16 +26,9 @@ _OF_RULES = (*FIELDS, "quantizer", "settings")
 
 
 def written(rules: Mapping[Any, Any], layers: Mapping[str, str] | None, report: FitReport | None, version: str) -> str:
-    """Return a policy as the text of a file.
+    """Return a policy as the text of a file, with the version of the package.
 
-    Args:
-        rules: backward quantizers, or None, by rule.
-        layers: kinds of the modules that it was fitted for, by name; None for any.
-        report: what was measured of a fitted policy; None for others.
-        version: of the package.
-
-    Raises:
-        TypeError: a key or a quantizer is a user's own, which a file cannot name.
+    A TypeError says that a key or a quantizer is a user's own, which a file cannot name.
     """
     plain: dict[str, Any] = {"brevact": version}
     plain["rules"] = [{**key_to_plain(key), **_quantizer(key, source)} for key, source in rules.items()]
@@ -66,13 +59,8 @@ def _lines(value: Any) -> str:
 def read(text: str, source: str, version: str) -> tuple[Any, ...]:
     """Return rules, layers and report of the text of a file.
 
-    Args:
-        text: what :func:`written` returned.
-        source: where it comes from, such as the path of the file, for errors.
-        version: of the package, for the error of a file that another one wrote.
-
-    Raises:
-        ValueError: it holds no policy, or names something that is not known here.
+    The source, such as the path of the file, and the version of the package are named in the ValueError for a text that
+    holds no policy, or names something that is not known here.
     """
     try:
         content = json.loads(text, object_pairs_hook=_object)

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from brevact.quantizers.brief import brief
-from brevact.tables import text_table
+from brevact.tables import MIB, text_table
 
-_MIB = 2**20
 _KINDS: dict[str, Any] = {"str": str, "int": int, "float": int | float}
 
 
@@ -86,12 +85,12 @@ class FitReport:
                 group.source or "(model)",
                 str(group.readers),
                 "full" if group.bit_width > 8 else str(group.bit_width),
-                f"{group.saved_bytes / _MIB:.3f} MiB",
+                f"{group.saved_bytes / MIB:.3f} MiB",
                 f"{group.noise:.2g}",
             )
             for group in self.groups
         ]
-        total = ("total", "", "", f"{self.saved_bytes / _MIB:.3f} MiB", f"{self.predicted:.2g}")
+        total = ("total", "", "", f"{self.saved_bytes / MIB:.3f} MiB", f"{self.predicted:.2g}")
         table = text_table(("layer that packs", "readers", "bits", "stored", "noise"), rows, total, numbers=4)
         return f"{table}\n\n{self.summary}"
 
@@ -99,7 +98,7 @@ class FitReport:
     def summary(self) -> str:
         """What was asked for, what is stored and what was measured, in one line, and what was not reached."""
         text = (
-            f"{self.budget}: {self.saved_bytes / _MIB:.2f} of {self.plain_bytes / _MIB:.2f} MiB, "
+            f"{self.budget}: {self.saved_bytes / MIB:.2f} of {self.plain_bytes / MIB:.2f} MiB, "
             f"{self.ratio:.1f} times less; noise {self.noise:.4f} ± {self.noise_error:.4f}, "
             f"bias² {self.bias:.4f} ± {self.bias_error:.4f} (predicted together: {self.predicted:.4f}), "
             "in units of minibatch noise"
@@ -112,11 +111,7 @@ class FitReport:
 
     @classmethod
     def from_plain(cls, plain: Any) -> FitReport:
-        """Return the report that :meth:`to_plain` wrote.
-
-        Raises:
-            TypeError: it is of another form.
-        """
+        """Return the report that :meth:`to_plain` wrote; a TypeError says that it is of another form."""
         _check_fields(cls, plain, "report")
         for each in plain["groups"]:
             _check_fields(FittedGroup, each, "report, groups")

@@ -26,15 +26,11 @@ FIELDS = ("name", "types", "functions", "predicate")
 def key_to_plain(key: Any) -> dict[str, Any]:
     """Return the key of a rule as a field and its value.
 
+    A type of layers of another library, or a function of the user's, raises a TypeError.
+
     >>> import torch.nn.functional as F
     >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
     ({'types': ['torch.nn.Conv2d']}, {'functions': ['cross_entropy']}, {'name': 'blocks.*'})
-
-    Args:
-        key: of the rules that ``quantize_backward`` takes.
-
-    Raises:
-        TypeError: it is a type of layers of another library, or a function of the user's.
     """
     if isinstance(key, str):
         return {"name": key}
@@ -55,14 +51,9 @@ def key_to_plain(key: Any) -> dict[str, Any]:
 
 
 def key_from_plain(entry: Mapping[str, Any]) -> Any:
-    """Return the key that :func:`key_to_plain` wrote.
+    """Return the key that :func:`key_to_plain` wrote, of an entry with exactly one of the fields, others beside.
 
-    Args:
-        entry: exactly one of the fields "name", "types", "functions" and "predicate"; others are not looked at.
-
-    Raises:
-        TypeError: the value is of another type than the field holds.
-        ValueError: there is none of these fields, or more than one; or a name is not known.
+    A value of another type raises a TypeError, a name that is not known a ValueError.
     """
     given = [field for field in FIELDS if field in entry]
     if len(given) != 1:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 from torch import nn
 
-from brevact.arguments import check_model, check_state
+from brevact.arguments import check_count, check_model, check_state
 from brevact.autograd import BackwardSettings
 from brevact.autograd.hooks import regions_of
 from brevact.injectors import BackwardQuantProxy
+from brevact.injectors.resolve import with_quantizers
 from brevact.quantizers import MixingQuantizer
 from brevact.quantizers.brief import brief
 
@@ -107,19 +107,22 @@ class MixSchedule:
         """
         check_state(state, (*self._plan, "done"))
         plan, done = checked_plan({name: state[name] for name in self._plan}), state["done"]
-        if isinstance(done, bool) or not isinstance(done, int) or done < 0:
-            raise ValueError(f"done={brief(done)}; accepted is an integer of at least 0")
+        check_count("done", done, 0)
         self._plan, self._done = plan, done
         self._apply()
 
     def _apply(self) -> None:
-        changed: dict[BackwardSettings, BackwardSettings] = {}  # what was one object stays one
+        changed: dict[BackwardSettings, BackwardSettings | None] = {}  # what was one object stays one
         probability = self.mix_prob
+
+        def mixed(quantizer: Any) -> Any:
+            return quantizer.with_probability(probability) if isinstance(quantizer, MixingQuantizer) else quantizer
+
         for holder, settings in self._holders():
             if all(quantizer.probability == probability for quantizer in _mixtures(settings)):
                 continue
             if settings not in changed:
-                changed[settings] = _with_probability(settings, probability)
+                changed[settings] = with_quantizers(settings, mixed)
             holder.settings = changed[settings]
 
     def _holders(self) -> list[tuple[Any, BackwardSettings]]:
@@ -146,24 +149,12 @@ def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
     return own + [quantizer for _, each in settings.of_functions for quantizer in _mixtures(each)]
 
 
-def _with_probability(settings: BackwardSettings | None, probability: float) -> Any:
-    if settings is None:
-        return None
-    quantizer = settings.quantizer
-    if isinstance(quantizer, MixingQuantizer):
-        quantizer = quantizer.with_probability(probability)
-    functions = tuple((name, _with_probability(each, probability)) for name, each in settings.of_functions)
-    return dataclasses.replace(settings, quantizer=quantizer, of_functions=functions)
-
-
 def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:
     """The plan of a schedule, or a ValueError that names what is out of range."""
     if plan["kind"] not in _KINDS:
         raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")
     for name in ("steps", "stairs"):
-        number = plan[name]
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={brief(number)}; accepted is an integer of at least 1")
+        check_count(name, plan[name])
     for name in ("start", "end"):
         probability = plan[name]
         if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:

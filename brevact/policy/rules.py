@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -15,15 +15,13 @@ from brevact.autograd.op_names import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
-from brevact.injectors.proxies import is_quant_proxy
+from brevact.injectors.proxies import modules_without_own_region
 from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
 POLICY = "policy"
 #: Rules that hold in a block of code: of a model, all of it, or what no other rule matches.
 OF_BLOCKS = ("*", "")
-#: Names that an error about a model lists of each kind.
-_SHOWN = 5
 ACCEPTED_KEYS = (
     "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
     'tuple of functions), name patterns ("blocks.*", "*") and functions of a name and a module that return True or '
@@ -31,14 +29,12 @@ ACCEPTED_KEYS = (
 )
 
 
-class OpRule(NamedTuple):
-    """What a rule gives to an op.
+@dataclass(frozen=True)
+class OpPolicy:
+    """What applies to an op inside a module, in place of what applies to the module.
 
-    Args:
-        op: the name of the op.
-        rule: the rule as text.
-        source: the backward quantizer as text.
-        settings: what the op stores; None keeps full precision.
+    The torch functions that mean an op have one rule. Rule and backward quantizer are texts; settings are None for full
+    precision.
     """
 
     op: str
@@ -51,23 +47,30 @@ class OpRule(NamedTuple):
 class Assignment:
     """What the rules give to a module.
 
-    Args:
-        settings: what the region of the module stores, ops with a rule of their own included; None keeps full
-            precision.
-        rule: the rule that matches the module, as text; "" for none.
-        source: the backward quantizer as text.
-        ops: what ops get in place of that.
+    The settings are those of its region, ops with a rule of their own included, or None for full precision. The rule is
+    "" where none matches; rule and backward quantizer are texts. The ops are those that get something else.
     """
 
     settings: BackwardSettings | None
     rule: str
     source: str
-    ops: tuple[OpRule, ...] = ()
+    ops: tuple[OpPolicy, ...] = ()
 
-    def with_ops(self, ops: tuple[OpRule, ...]) -> Assignment:
+    def with_ops(self, ops: tuple[OpPolicy, ...]) -> Assignment:
         """Return the assignment with rules for ops, which come before it."""
         settings = with_functions(self.settings, tuple((each.op, each.settings) for each in ops))
         return replace(self, settings=settings, ops=ops)
+
+
+def has_policy(model: nn.Module) -> bool:
+    """Return whether a model, or a part of it, has a policy."""
+    return any(has_region(module, POLICY) for module in model.modules())
+
+
+def refuse_policy(model: nn.Module) -> None:
+    """Raise for a model that has a policy."""
+    if has_policy(model):
+        raise ValueError("model already has a backward policy; call brevact.restore_backward(model) first")
 
 
 def check_rules(rules: Any, argument: str) -> None:
@@ -80,31 +83,27 @@ def check_rules(rules: Any, argument: str) -> None:
     if not rules:
         raise ValueError(f'{argument}: got no rules; accepted is at least one, such as {{"*": StochBackward2bit}}')
     for key in rules:
-        if not (isinstance(key, str) or are_module_types(key) or ops_of(key) or _is_function(key)):
+        is_function = callable(key) and not isinstance(key, type | nn.Module)  # of a name and a module
+        if not (isinstance(key, str) or are_module_types(key) or ops_of(key) or is_function):
             raise TypeError(f"policy rule {brief(key)} of type {type(key).__name__}: {ACCEPTED_KEYS}{_fix_of_key(key)}")
 
 
 def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = False) -> dict[nn.Module, Assignment]:
     """Return what each module gets; the first rule that matches a module, or names an op inside, wins.
 
-    Args:
-        model: root of the modules; layers with a backward quantizer of their own are left out.
-        rules: backward quantizers, or None, by rule.
-        optional: whether some rules may match nothing.
-
-    Returns:
-        Assignments of the modules that a rule matches; if there are rules for ops, of the model in any case.
-
-    Raises:
-        TypeError: a key is no rule, or a value no backward quantizer.
-        ValueError: a rule matches nothing, or nothing that the rules before it leave.
+    Layers with a backward quantizer of their own are left out, and so is what no rule matches, but for the model where
+    there are rules for ops. Unless rules are optional, a ValueError says which one matches nothing, or nothing that the
+    rules before it leave.
     """
     of_rules, all_ops = _resolved(rules)
     of_ops = [key for key in rules if ops_of(key)]
     names: dict[nn.Module, list[str]] = {}
     for name, module in modules_without_own_region(model):
         names.setdefault(module, []).append(name)
-    matching = {key: [module for module in names if _matches_any(key, names[module], module)] for key in of_rules}
+    matching = {
+        key: [module for module, own in names.items() if any([matches(key, name, module) for name in own])]
+        for key in of_rules
+    }
     assigned: dict[nn.Module, Assignment] = {}
     for key, modules in matching.items():
         count = len(assigned)
@@ -135,69 +134,23 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     return found
 
 
-def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpRule, ...]]:
+def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpPolicy, ...]]:
     """Return what rules for modules give, rules for ops before them included, and all rules for ops."""
     of_rules: dict[Any, Assignment] = {}
-    ops: dict[str, OpRule] = {}
+    ops: dict[str, OpPolicy] = {}
     for key, source in rules.items():
         assignment = assignment_of(key, source)
         for op in ops_of(key):
-            ops.setdefault(op, OpRule(op, assignment.rule, assignment.source, assignment.settings))
+            ops.setdefault(op, OpPolicy(op, assignment.rule, assignment.source, assignment.settings))
         if not ops_of(key):
             of_rules[key] = assignment.with_ops(tuple(ops.values()))
     return of_rules, tuple(ops.values())
 
 
-def layers_of(model: nn.Module) -> dict[str, str]:
-    """Return the kinds of a model's modules by name; layers with a backward quantizer of their own are left out."""
-    return {name: type(module).__name__ for name, module in modules_without_own_region(model)}
-
-
-def check_layers(model: nn.Module, layers: Mapping[str, str]) -> None:
-    """Raise where a model has other modules than a policy was fitted for.
-
-    Args:
-        model: that gets the policy.
-        layers: kinds of the modules by name; a module of a class that derives from one of this name will do.
-
-    Raises:
-        ValueError: a module is missing, new or of another kind.
-    """
-    modules = dict(modules_without_own_region(model))
-    missing = [name for name in layers if name not in modules]
-    added = [name for name in modules if name not in layers]
-    changed = [
-        f"{name or '(model)'} is a {type(module).__name__}, and was a {layers[name]}"
-        for name, module in modules.items()
-        if name in layers and layers[name] not in [kind.__name__ for kind in type(module).__mro__]
-    ]
-    if not missing and not added and not changed:
-        return
-    differences = changed[:_SHOWN] + [f"and {len(changed) - _SHOWN} more of another kind"] * (len(changed) > _SHOWN)
-    for what, names, others in (("missing", missing, added), ("new", added, ())):
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            near = difflib.get_close_matches(names[0], others, n=3, cutoff=0.4)
-            hint = f" (nearest: {', '.join(near)})" if near else ""
-            differences.append(f"{what}: {', '.join(names[:_SHOWN])}{more}{hint}")
-    raise ValueError(
-        f"policy: it was fitted for another model than this {type(model).__name__}; {'; '.join(differences)}; give it "
-        "to the model that it was fitted for (the one inside of a wrapper: model.module), or fit again"
-    )
-
-
 def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assignment:
     """Return what a block of code gets, where nothing is known of modules: what "*" says, and rules for ops.
 
-    Args:
-        rules: backward quantizers, or None, by rule.
-        skips_modules: whether other rules are left out.
-
-    Returns:
-        The assignment of the block.
-
-    Raises:
-        TypeError: a rule is for modules, and ``skips_modules`` is False.
+    Other rules are skipped, or raise a TypeError.
     """
     for key in rules:
         if key not in OF_BLOCKS and not ops_of(key) and not skips_modules:
@@ -210,16 +163,8 @@ def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assign
     return found[0] if found else Assignment(None, "", source_text(None)).with_ops(ops)
 
 
-def _matches_any(key: Any, names: list[str], module: nn.Module) -> bool:
-    return any([matches(key, name, module) for name in names])
-
-
 def matches(key: Any, name: str, module: nn.Module) -> bool:
-    """Return whether a rule for modules matches one of this name.
-
-    Raises:
-        TypeError: ``key`` is a function that returns neither True nor False.
-    """
+    """Return whether a rule for modules matches one of this name; a user's function must return True or False."""
     if isinstance(key, str):
         return fnmatchcase(name, key) or any(
             fnmatchcase(name[:end], key) for end, letter in enumerate(name) if letter == "."
@@ -238,8 +183,7 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
 def ops_of(key: Any) -> tuple[str, ...]:
     """Return the names of the ops that a rule is for; none if it is for modules.
 
-    Raises:
-        TypeError: it names a torch function in which no quantizer changes what is stored.
+    A torch function in which no quantizer changes what is stored raises a TypeError.
     """
     functions = key if isinstance(key, tuple) else (key,)
     if not functions or not all(map(is_torch_function, functions)):
@@ -289,11 +233,6 @@ def assignment_of(key: Any, source: Any) -> Assignment:
     return Assignment(settings, rule_text(key), source_text(source))
 
 
-def _is_function(key: Any) -> bool:
-    """Whether a key, which is no torch function, is a user's function of a name and a module."""
-    return callable(key) and not isinstance(key, type | nn.Module)
-
-
 def are_module_types(key: Any) -> bool:
     """Return whether the key of a rule is a type of modules, or a tuple of such."""
     kinds = key if isinstance(key, tuple) and key else (key,)
@@ -305,13 +244,3 @@ def _hint(key: Any, names: list[str]) -> str:
         return "it has a backward quantizer of its own (act_quant=), which stays"
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
     return f"nearest names: {', '.join(near)}" if near else "see [name for name, _ in model.named_modules()]"
-
-
-def modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' proxies."""
-    if has_region(module) or is_quant_proxy(module):
-        return
-    yield name, module
-    for child_name, child in module._modules.items():
-        if child is not None:
-            yield from modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)

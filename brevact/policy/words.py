@@ -15,42 +15,32 @@ from typing import Any
 import torch
 from dependencies.exceptions import DependencyError
 
-from brevact import injectors
 from brevact.injectors import backward_settings_from
+from brevact.injectors.saved_form import LEAVES
 from brevact.policy.presets import CONV_NET, DEFAULT, TRANSFORMER, Policy
 
-_LEAF = r"[A-Z]\w*Backward(\d\w*)?"  # Stoch-Backward-2bit, L4-Backward
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _NUMBER = r"\d+\.?\d*(?:e-?\d+)?|\.\d+(?:e-?\d+)?"
 _POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "TRANSFORMER": TRANSFORMER}
-_LEAVES = {name: leaf for name, leaf in vars(injectors).items() if re.fullmatch(_LEAF, name)}
 #: Backward quantizers and policies of the package, by name.
-KNOWN: Mapping[str, Any] = {**_LEAVES, **_POLICIES}
+KNOWN: Mapping[str, Any] = {**LEAVES, **_POLICIES}
 
 
 def quantizer_of(words: str) -> tuple[Any, dict[str, Any]]:
     """Return the backward quantizer or the policy that words name, and the settings that they change.
 
+    A name that is not known, or a setting that is not of the form ``name=value``, raises a ValueError.
+
     >>> leaf, settings = quantizer_of("StochBackward2bit:bucket_size=256,rounding=nearest")
     >>> leaf.__name__, settings
     ('StochBackward2bit', {'bucket_size': 256, 'rounding': 'nearest'})
-
-    Args:
-        words: a name, such as "StochBackward2bit" or "DEFAULT"; behind a colon, settings with commas between them.
-
-    Raises:
-        ValueError: there is no such name, or a setting is not of the form ``name=value``.
     """
     name, separator, rest = words.partition(":")
     return named(name), settings_of(rest.split(",")) if separator else {}
 
 
 def named(name: str) -> Any:
-    """Return the backward quantizer or the policy of a name; policies in small letters, too.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Return the backward quantizer or the policy of a name, policies in small letters, too; others are refused."""
     found = KNOWN.get(name, _POLICIES.get(name.upper()))
     if found is None:
         small = {each.lower(): each for each in KNOWN}
@@ -64,16 +54,10 @@ def named(name: str) -> Any:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return settings of a quantizer by name.
+    """Return settings of a quantizer by name: Python literals, dtypes or plain words. Other forms raise a ValueError.
 
     >>> settings_of(["bucket_size=256", "scale_dtype=torch.float32"])
     {'bucket_size': 256, 'scale_dtype': torch.float32}
-
-    Args:
-        words: "setting=value" each; a value is a Python literal, a dtype such as torch.float32, or a plain word.
-
-    Raises:
-        ValueError: one is not of this form.
     """
     found = {}
     for each in words:
@@ -87,13 +71,7 @@ def settings_of(words: Sequence[str]) -> dict[str, Any]:
 def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
     """Return a backward quantizer, or a policy with each of its quantizers, with settings changed.
 
-    Args:
-        source: a backward quantizer or a policy.
-        settings: by name; checked here.
-
-    Raises:
-        TypeError: a setting is not known.
-        ValueError: a value is out of range.
+    A setting that is not known raises a TypeError, a value that is out of range a ValueError.
     """
     try:
         if isinstance(source, Policy):
@@ -109,16 +87,11 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
 def budget_of(words: str) -> dict[str, float] | None:
     """Return the argument of ``brevact.fit`` that words stand for, or None where they are no budget.
 
+    A number that is not above 0, not finite or less than a byte raises a ValueError, and so do letters that are large
+    or small and should not be.
+
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
-
-    Args:
-        words: how many times less is stored, such as "24x"; bytes, such as "512MiB"; or noise in units of that between
-            minibatches, such as "noise=0.05".
-
-    Raises:
-        ValueError: the number is not above 0, or not finite, or less than a byte; or letters are large or small that
-            are not.
     """
     found = re.fullmatch(rf"(noise=)?([-+]?{_NUMBER})(x|{'|'.join(_UNITS)})?", words, re.IGNORECASE)
     if found is None or (found[1] is None) == (found[3] is None):

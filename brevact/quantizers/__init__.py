@@ -16,16 +16,15 @@ from brevact.quantizers.formats.uniform.quantizer import Granularity, UniformQua
 from brevact.quantizers.formats.weibull.quantizer import WeibullQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import (
-    PointFunction,
     decode_affine,
     decode_in_one_pass,
-    decode_through,
     denormalize,
     normalize,
     quantize_normalized,
 )
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import draw_seed
+from brevact.quantizers.point_functions import PointFunction, decode_through
 from brevact.quantizers.quantizer import quantize
 from brevact.quantizers.rounding import Rounding
 from brevact.quantizers.text_form import from_text, to_text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,14 +35,17 @@ class _Brief(reprlib.Repr):
 
 
 def brief(value: object) -> str:
-    """Return a form of one line that names any object.
+    """Return a form of one line that names any object: tensors and modules by their kind, and what is long cut.
 
     >>> brief(torch.nn.Sequential(torch.nn.Linear(8, 8)))
     '<Sequential module>'
     >>> brief([torch.zeros(8, 3), "text", 2])
     "[<float32 Tensor of shape (8, 3)>, 'text', 2]"
-
-    Args:
-        value: anything: a tensor and a module are shown by their kind, what is long is cut in its middle.
     """
     return " ".join(_Brief().repr(value).split())
+
+
+def did_you_mean(name: str, accepted: Iterable[str]) -> str:
+    """Return the beginning of a sentence that names the nearest accepted one; "" where none is near."""
+    nearest = difflib.get_close_matches(name, list(accepted), n=1)
+    return f"did you mean {nearest[0]}? " if nearest else ""

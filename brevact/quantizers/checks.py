@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import TypeVar
 
@@ -45,6 +46,13 @@ def check_int(name: str, value: object) -> None:
     """Raise a TypeError for what is no int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {brief(value)} of type {type(value).__name__}; accepted is an int")
+
+
+def check_bit_width(name: str, value: object, accepted: Sequence[int]) -> None:
+    """Raise for what is no int, or none of the accepted widths."""
+    check_int(name, value)
+    if value not in accepted:
+        raise ValueError(f"{name}: got {value}; accepted are {', '.join(map(str, accepted))}")
 
 
 def check_bool(name: str, value: object) -> None:

@@ -28,27 +28,20 @@ class GridQuantizer(Quantizer):
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks and groups of a tensor."""
 
-    @abstractmethod
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """What is stored beside the codes."""
+        """What is stored beside the codes: nothing where levels are fixed."""
+        return ()
 
-    @abstractmethod
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
         """Metadata of an (n,) tensor, in the types and sizes of `metadata_parts`."""
+        return ()
 
     @abstractmethod
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The levels that stored metadata stand for."""
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor, known before quantizing.
-
-        Args:
-            layout: Layout of the tensor to quantize.
-
-        Returns:
-            Codes, then the format's metadata.
-        """
+        """Codes, then the format's metadata."""
         geometry = self.geometry(layout)
         return Part("codes", torch.uint8, geometry.code_bytes), *self.metadata_parts(geometry)
 

@@ -27,11 +27,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def prefer_huge_pages(x: Tensor) -> None:
-    """Ask the kernel to back a tensor's memory with huge pages as it is first written; no more than a hint.
-
-    Args:
-        x: Tensor that owns its storage and has not been written.
-    """
+    """Ask the kernel to back the memory of a tensor that was not written with huge pages; no more than a hint."""
     nbytes = x.untyped_storage().nbytes()
     if nbytes < SMALLEST or not x.is_cpu or (madvise := _madvise()) is None:
         return

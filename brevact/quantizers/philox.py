@@ -28,17 +28,9 @@ def draw_seed(device: torch.device | str = "cpu") -> Tensor:
 
 
 def seed_value(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
-    """Check a seed, or draw one.
+    """Check a seed, an int taken modulo 2**64 or a 0-d int64 tensor, or draw one where it is None.
 
-    Args:
-        seed: Integer (taken modulo 2**64), 0-d int64 tensor, or None for `draw_seed`.
-        device: Device of the generator to draw from.
-
-    Returns:
-        An int in [-2**63, 2**63), or a 0-d int64 tensor.
-
-    Raises:
-        TypeError: If the seed is anything else.
+    The result is an int in [-2**63, 2**63) or a tensor; a seed of another kind raises a TypeError.
     """
     if type(seed) is int and -(2**63) <= seed < 2**63:
         return seed
@@ -59,15 +51,7 @@ def seed_value(seed: int | Tensor | None, device: torch.device) -> int | Tensor:
 
 
 def moved_seed(seed: int | Tensor, shift: int) -> int | Tensor:
-    """Another seed: this one plus a number, modulo 2**64.
-
-    Args:
-        seed: Int in [-2**63, 2**63), or 0-d int64 tensor, which wraps around by itself.
-        shift: Any int.
-
-    Returns:
-        A seed of the same kind.
-    """
+    """Another seed of the same kind: an int in [-2**63, 2**63), or a 0-d int64 tensor, plus a number, modulo 2**64."""
     shift = (shift + 2**63) % 2**64 - 2**63
     return seed + shift if isinstance(seed, Tensor) else (seed + shift + 2**63) % 2**64 - 2**63
 
@@ -75,15 +59,10 @@ def moved_seed(seed: int | Tensor, shift: int) -> int | Tensor:
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, rounds: int) -> tuple[Tensor, ...]:
     """Philox4x32: four 32-bit words of random bits for each 128-bit counter under a 64-bit key.
 
+    Counters are four int64 tensors of one shape that hold words, least significant first, and so are the results. The
+    key is a 0-d int64 tensor. Most libraries have 10 rounds, and this one `ROUNDS`.
+
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011, section 3.3.
-
-    Args:
-        counter: Four int64 tensors of one shape that hold 32-bit words, least significant first.
-        key: 0-d int64 tensor, all 64 bits used.
-        rounds: Number of rounds: 10 in most libraries, `ROUNDS` here.
-
-    Returns:
-        Four int64 tensors of 32-bit words, the counter's shape.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key & _LOW_32, (key >> 32) & _LOW_32
@@ -97,16 +76,9 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor, roun
 
 
 def column_bits(columns: Tensor, seed: Tensor) -> Tensor:
-    """16 random bits for each of the eight elements of packing columns.
+    """16 random bits for each of the eight elements of packing columns: (8, C) int64 of (C,) int64 column indices c.
 
     Element i takes half `i >> 2` (0 = the low one) of word `i & 3` of `philox4x32((c lo, c hi, 0, 0), seed, ROUNDS)`.
-
-    Args:
-        columns: int64 tensor of C column indices c.
-        seed: 0-d int64 tensor.
-
-    Returns:
-        int64 tensor (8, C) with values in [0, 65536).
     """
     zero = torch.zeros_like(columns)
     words = torch.stack(philox4x32((columns & _LOW_32, columns >> 32, zero, zero), seed, ROUNDS))

@@ -28,16 +28,7 @@ _CHUNK = 1 << 18  # elements in flight, so that temporaries stay small beside th
 
 
 def pack(codes: Tensor, bit_width: int, block_size: int) -> Tensor:
-    """Pack codes into eight-plane blocks (see `PackedActivation`).
-
-    Args:
-        codes: (n,) integer tensor; bits above bit_width are dropped.
-        bit_width: Bits a code, 1 to 32.
-        block_size: Codes in a block, a multiple of 8.
-
-    Returns:
-        uint8 tensor of `packed_bytes(n, bit_width, block_size)` bytes.
-    """
+    """Pack (n,) integer codes of 1 to 32 bits, the lowest ones, into eight-plane blocks (see `PackedActivation`)."""
     out = codes.new_empty(packed_bytes(codes.numel(), bit_width, block_size), dtype=torch.uint8)
     for start, stop, _ in chunks(codes.numel(), block_size):
         pack_chunk(codes[start:stop], start, bit_width, block_size, out)
@@ -57,17 +48,7 @@ def pack_chunk(codes: Tensor, start: int, bit_width: int, block_size: int, out: 
 
 
 def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tensor:
-    """The inverse of `pack`.
-
-    Args:
-        packed: uint8 tensor made by `pack`.
-        bit_width: Bits a code, 1 to 32.
-        numel: Number of codes n.
-        block_size: Codes in a block.
-
-    Returns:
-        (n,) tensor of codes: int32, or int64 at 32 bits.
-    """
+    """The inverse of `pack`: (n,) int32 codes, or int64 at 32 bits."""
     out = packed.new_empty(numel, dtype=torch.int32 if bit_width < 32 else torch.int64)
     for start, stop, columns in chunks(numel, block_size):
         out[start:stop] = unpack_chunk(packed, bit_width, start, stop, columns, block_size)
@@ -75,21 +56,12 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
 
 
 def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimum_dtype: torch.dtype):
-    """Minimum m and scale s of each group, rounded to the types in which they are stored.
+    """(G,) minimum m and scale s of each group, rounded to the types in which they are stored: bfloat16 or float32.
 
     m = round_down(min), s = round_up((max - m) / levels) with levels = 2^b - 1, 0 for a constant group. A group that
     holds NaN or an infinity, too, is flagged: min and max are those of its finite elements, levels = max(2^b - 2, 1),
-    and the sign bit of s is set, that of 0 as well. A group without a finite element gets m = s = NaN. See
-    `bounded` for ranges that float32 has no room for.
-
-    Args:
-        flat: (n,) floating-point tensor.
-        geometry: Groups of the tensor.
-        scale_dtype: bfloat16 or float32.
-        minimum_dtype: bfloat16 or float32.
-
-    Returns:
-        `(minimum, scale)`, each (G,).
+    and the sign bit of s is set, that of 0 as well. A group without a finite element gets m = s = NaN. See `bounded`
+    for ranges that float32 has no room for.
     """
     low, high, missing = group_ranges(flat, geometry)
     flagged, empty = missing > 0, low > high
@@ -113,12 +85,7 @@ def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimu
 def shifts(seed: Tensor, groups: int) -> Tensor:
     """By how many steps the levels of groups are shifted where they are: u = (w >> 8) / 2^24 - 1/2 in [-1/2, 1/2).
 
-    Args:
-        seed: 0-d int64 tensor.
-        groups: Number of groups.
-
-    Returns:
-        (G,) float32; w is word 0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
+    (G,) float32; w is word 0 of `philox4x32((g lo, g hi, 1, 0), seed, ROUNDS)` for group g.
     """
     group = torch.arange(groups, device=seed.device)
     counter = (group & 0xFFFFFFFF, group >> 32, torch.ones_like(group), torch.zeros_like(group))
@@ -126,14 +93,7 @@ def shifts(seed: Tensor, groups: int) -> Tensor:
 
 
 def parts_of_steps(steps: Tensor) -> Tensor:
-    """Where between two levels positions lie, d = rint(256 (t - floor(t))).
-
-    Args:
-        steps: float32 positions t on the grid.
-
-    Returns:
-        int64, 0 to 256.
-    """
+    """Where between two levels float32 positions t lie, d = rint(256 (t - floor(t))), int64 from 0 to 256."""
     return ((steps - steps.floor()) * 256.0).round().to(torch.int64)
 
 
@@ -161,13 +121,7 @@ def bounded(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Ends of ranges that float32 has room for: -2^125 and 2^125 at most where the range is 2^128 - 2^122 or more.
 
     What lies beyond counts as the end. Such a range means that a mask, say, left the lowest float among other values.
-
-    Args:
-        low: (G,) float32 lower ends; may be NaN.
-        high: (G,) float32 upper ends.
-
-    Returns:
-        `(low, high)`.
+    Ends that are NaN stay.
     """
     wide = high - low >= LARGEST_RANGE  # the difference may be infinite
     return (
@@ -177,17 +131,10 @@ def bounded(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_codes(steps: Tensor, random_bits: Tensor | None) -> Tensor:
-    """Round positions on the grid to codes.
+    """Round (n,) float32 positions t in [0, 2^b - 1] on the grid to int64 codes.
 
-    Nearest: half to even. Stochastic: floor(t) + ((D + r) >> 16) with D = rint(65536 (t - floor(t))), so that the
-    chance of rounding up is the fraction and grid points stay.
-
-    Args:
-        steps: (n,) float32 positions t in [0, 2^b - 1].
-        random_bits: (n,) int64 bits r in [0, 65536), or None to round to nearest.
-
-    Returns:
-        (n,) int64 codes.
+    Nearest: half to even. Stochastic, with (n,) int64 random bits r in [0, 65536): floor(t) + ((D + r) >> 16) with D =
+    rint(65536 (t - floor(t))), so that the chance of rounding up is the fraction and grid points stay.
     """
     if random_bits is None:
         return steps.round().to(torch.int64)
@@ -245,15 +192,10 @@ def group_index(start: int, stop: int, geometry: Geometry, device: torch.device)
 
 
 def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Range of each group's finite elements.
+    """Range of each group's finite elements: `(low, high, missing)`; float64 is rounded to float32 first.
 
-    Args:
-        flat: (n,) floating-point tensor; float64 is rounded to float32 first.
-        geometry: Its groups.
-
-    Returns:
-        `(low, high, missing)`: (G,) float32 smallest and largest value, infinity and -infinity where no element is
-        finite, and int64 numbers of elements that are not.
+    They are (G,) float32 smallest and largest value, infinity and -infinity where no element is finite, and int64
+    numbers of elements that are not.
     """
     n, inner, groups = geometry.numel, geometry.inner, geometry.groups
     flat = flat.float()

@@ -25,15 +25,9 @@ _CHUNK = 1 << 22  # elements in flight, so that temporaries stay small beside th
 def quantize_rows(
     flat: Tensor, rows: Tensor, size: int, spec: PackedSpec[Any], seed: int | Tensor, buffer: Tensor
 ) -> None:
-    """Quantize the buckets of these rows as a 1-D tensor of them.
+    """Quantize the buckets of a contiguous (n,) tensor with these int64 rows, as a 1-D tensor of them.
 
-    Args:
-        flat: (n,) contiguous tensor that holds them.
-        rows: int64 indices of its buckets.
-        size: Elements of a bucket.
-        spec: Spec of the 1-D tensor.
-        seed: Key of the random bits, a signed 64-bit int or 0-d int64 tensor.
-        buffer: Receives the bytes of the spec.
+    The buffer receives the bytes of the spec, which is that of the 1-D tensor.
     """
     kernels = _row_kernels(spec, flat, rows, buffer)
     if kernels is not None:
@@ -51,15 +45,9 @@ def quantize_rows(
 def dequantize_rows(
     buffer: Tensor, spec: PackedSpec[Any], rows: Tensor, size: int, other: Tensor | None, target: Tensor
 ) -> None:
-    """Decode a 1-D tensor of buckets into their places in a tensor, and multiply.
+    """Decode a 1-D tensor of buckets into the places of their int64 rows in a contiguous (n,) tensor, and multiply.
 
-    Args:
-        buffer: Bytes of the spec.
-        spec: Spec of the 1-D tensor.
-        rows: int64 indices of the buckets.
-        size: Elements of a bucket.
-        other: (n,) contiguous factor, or None.
-        target: (n,) contiguous result; may be `other`.
+    The factor is contiguous, and may be the result.
     """
     kernels = _row_kernels(spec, target, rows, buffer, other)
     if kernels is not None:

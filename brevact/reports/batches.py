@@ -22,14 +22,9 @@ _INPUTS_ALONE = "of (inputs, targets), pass the inputs alone: memory_report(mode
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments that a batch stands for.
+    """Return the positional and the keyword arguments that a batch stands for: a tensor, a tuple or list, or a mapping.
 
-    Args:
-        model: module that is called with them.
-        batch: a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
-
-    Raises:
-        TypeError: ``batch`` is no batch, or has arguments that ``model.forward`` does not take.
+    What is no batch, or does not fit ``model.forward``, raises a TypeError.
     """
     _refuse_no_batch(batch)
     args: tuple[Any, ...]
@@ -84,15 +79,7 @@ def _refusal(model: nn.Module, signature: inspect.Signature, batch: Any, args: t
 
 @contextmanager
 def explained(batch: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[None]:
-    """Where a model fails on a tuple or list, say that it was called with several arguments.
-
-    Args:
-        batch: as the user passed it.
-        arguments: what it stands for.
-
-    Raises:
-        TypeError: the model raised an error, which is the cause.
-    """
+    """Where a model fails on a tuple or list, say in a TypeError that it was called with several arguments."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:

@@ -21,11 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 def copy_of(model: M) -> M:
     """Return a copy of a model, its regions included, without gradients and hooks of parameters.
 
-    Args:
-        model: any module.
-
-    Raises:
-        ValueError: it cannot be copied.
+    A model that cannot be copied raises a ValueError.
     """
     if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
         raise ValueError("model: some lazy modules have no parameters yet; call the model on a batch first")

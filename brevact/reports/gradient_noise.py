@@ -38,9 +38,7 @@ class Estimate(NamedTuple):
 class Distortion(NamedTuple):
     """What quantization does to gradients, in the unit of :class:`ExactGradients`.
 
-    Args:
-        noise: variance over seeds, summed over weights.
-        bias: squared norm of the mean error.
+    Noise is the variance over seeds, summed over weights, and bias the squared norm of the mean error.
     """
 
     noise: Estimate
@@ -48,12 +46,10 @@ class Distortion(NamedTuple):
 
 
 class ExactGradients(NamedTuple):
-    """Gradients of some batches without backward quantization.
+    """Gradients of some batches without backward quantization: those of the parameters that train, for each batch.
 
-    Args:
-        of_batches: those of the parameters that train, for each batch.
-        unit: their variance between batches, summed over weights; of one batch, the squared norm.
-        seed: of the random numbers that the model draws.
+    Their unit is the variance between batches, summed over weights; of one batch, the squared norm. The seed is that of
+    the random numbers that the model draws.
     """
 
     of_batches: list[Gradients]
@@ -75,18 +71,9 @@ def exact_gradients(
 ) -> ExactGradients:
     """Return the gradients of batches without backward quantization: a pass for each, and one more.
 
-    The model is afterwards as it was.
-
-    Args:
-        model: module, measured in training mode.
-        batches: at least one; what ``loss`` takes.
-        loss: takes the model and a batch, and returns a scalar.
-        on_pass: called after each pass.
-
-    Raises:
-        TypeError: the loss is no tensor.
-        ValueError: no parameter trains or gets a gradient; the loss is no scalar, is not finite, or differs from one
-            call to the next; or the gradients of all batches are equal.
+    The model is measured in training mode, and afterwards as it was. A TypeError or a ValueError says that the loss is
+    no scalar tensor, is not finite, or differs from one call to the next; that no parameter trains or gets a gradient;
+    or that the gradients of all batches are equal.
     """
     seed = torch.initial_seed() % _MOST_SEED
     with as_it_was(model), regions_disabled():
@@ -116,20 +103,10 @@ def gradient_noise(
 ) -> Distortion:
     """Return noise and squared bias of the gradients of a model with backward quantization: batches x draws passes.
 
-    The model is afterwards as it was. What is held at a time are two gradients in their own precision and one in
-    float64.
-
-    Args:
-        model: module with backward quantization, measured in training mode.
-        batches: those of ``exact``, or the first of them.
-        loss: takes the model and a batch, and returns a scalar.
-        exact: gradients of the same weights without quantization.
-        draws: seeds a batch, at least 2; no two batches share one.
-        on_pass: called after each pass.
-
-    Returns:
-        Noise and bias^2. Their errors are those of the mean over batches and that of the unit, as if the two were
-        independent; the latter is left out where it is not known, of fewer than 3 batches.
+    The model is measured in training mode, and afterwards as it was. The batches are those of the exact gradients, or
+    the first of them; each has draws of its own, at least 2. What is held at a time are two gradients in their own
+    precision and one in float64. Errors are those of the mean over batches and that of the unit, as if the two were
+    independent; the latter is left out where it is not known, of fewer than 3 batches.
     """
     noise_B, bias_B = noise_of_batches(model, batches, loss, exact, draws, on_pass)
     return Distortion(in_units(noise_B, exact.unit), in_units(bias_B, exact.unit))
@@ -168,10 +145,9 @@ def _drawn(
 
 
 def batch_variance(gradients_B: Sequence[Gradients]) -> Estimate:
-    """Variance of gradients over batches, summed over weights; its error is the jackknife's.
+    """Variance of gradients over at least 2 batches, summed over weights.
 
-    Args:
-        gradients_B: of at least 2 batches; of 2, the error is NaN.
+    Its error is the jackknife's, and NaN of 2 batches.
     """
     batches = len(gradients_B)
     squares_B = torch.zeros(batches, dtype=torch.float64)
@@ -186,13 +162,8 @@ def batch_variance(gradients_B: Sequence[Gradients]) -> Estimate:
 def variance_and_bias(drawn: Iterable[Gradients], exact: Gradients) -> tuple[float, float]:
     """Unbiased estimates of the variance and of the squared bias of random gradients, summed over weights.
 
-    Args:
-        drawn: at least 2 independent ones, of which running sums are kept.
-        exact: what they estimate.
-
-    Returns:
-        sum_w S_w^2, which is exactly 0 for draws that are equal, and |mean - exact|^2 - sum_w S_w^2 / D, which may be
-        negative.
+    Of at least 2 independent draws running sums are kept. The variance sum_w S_w^2 is exactly 0 for draws that are
+    equal; the bias |mean - exact|^2 - sum_w S_w^2 / D may be negative.
     """
     draws = iter(drawn)
     first = next(draws)
@@ -212,11 +183,9 @@ def variance_and_bias(drawn: Iterable[Gradients], exact: Gradients) -> tuple[flo
 
 
 def in_units(values_B: Tensor, unit: Estimate) -> Estimate:
-    """Return the mean of figures of batches in a unit; its error is NaN for one batch.
+    """Return the mean of figures of independent batches in a unit; its error is NaN for one batch.
 
-    Args:
-        values_B: figures of independent batches.
-        unit: whose error is left out where it is NaN.
+    The unit's own error is left out where it is NaN.
     """
     mean = float(values_B.mean())
     error = float(values_B.std() / math.sqrt(len(values_B))) if len(values_B) > 1 else math.nan

@@ -26,12 +26,8 @@ MOST_DIFFERENCE = 1e-2
 def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization: int | None = None) -> Gradients:
     """Return the gradients of the parameters that train; buffers, and gradients of other tensors, stay as they are.
 
-    Args:
-        model: module, whose gradients are None afterwards.
-        batch: what ``loss`` takes.
-        loss: takes the model and a batch, and returns a scalar.
-        seed: of torch's generators, for what the model draws.
-        quantization: seed of its quantizers; None lets them draw from torch's generator.
+    Those of the model are None afterwards. One seed is that of torch's generators, for what the model draws; the other
+    is that of its quantizers, which draw from torch's generator without it.
     """
     before = [
         (module, name, buffer, buffer.clone())
@@ -115,10 +111,8 @@ def squared_distance(found: Gradients, other: Gradients) -> float:
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Run a block that trains a model; gradients, training mode and torch's generators are afterwards as before.
 
-    Hooks that run once a gradient is accumulated, optimizers that step during backward for example, do not run.
-
-    Args:
-        model: with parameters that train, or else a ValueError says so.
+    Hooks that run once a gradient is accumulated, optimizers that step during backward for example, do not run. A model
+    in which no parameter trains raises a ValueError.
     """
     if not any(p.requires_grad for p in model.parameters()):
         count = sum(1 for _ in model.parameters())

@@ -135,15 +135,7 @@ def gradient_report(
 
 
 class _Measurement:
-    """What chains of a model do to its gradients.
-
-    Args:
-        model: copy with backward quantization.
-        batches: those of ``exact``.
-        loss: takes the model and a batch, and returns a scalar.
-        exact: gradients without quantization.
-        on_pass: called after each pass.
-    """
+    """What chains of a model, a copy with backward quantization, do to its gradients."""
 
     def __init__(
         self,

@@ -23,10 +23,8 @@ FINE_BIT_WIDTH = 8
 class Isolation:
     """Lets some layers of a model store what its policy says, and all others the same at 8 bits.
 
-    Not at full precision: the same tensors are packed, and the same derive, as under the policy.
-
-    Args:
-        model: module with backward quantization; it is changed for good, so pass a copy.
+    Not at full precision: the same tensors are packed, and the same derive, as under the policy. The model is changed
+    for good: it is a copy.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -61,11 +59,7 @@ class Isolation:
 
 @dataclass(frozen=True, kw_only=True)
 class StandIn(UniformQuantizer):
-    """Stores at 8 bits what another quantizer would store: what derives from what, and from how many bits, stays.
-
-    Args:
-        stands_for: the other quantizer.
-    """
+    """Stores at 8 bits what another quantizer would store: what derives from what, and from how many bits, stays."""
 
     stands_for: Any = None
 
@@ -103,14 +97,11 @@ def _finer(quantizer: Any) -> Any:
 
 
 def fine(settings: BackwardSettings | None) -> BackwardSettings | None:
-    """Return settings that store the same tensors at 8 bits, evenly spaced; what is exact stays.
+    """Return settings that store the same tensors at 8 bits, evenly spaced; what is exact stays, and so does None.
 
     >>> import brevact
     >>> fine(BackwardSettings(brevact.quantizer(brevact.NearestBackward2bit))).quantizer.bit_width
     8
-
-    Args:
-        settings: of a region; None for full precision.
     """
     if settings is None:
         return None

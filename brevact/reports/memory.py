@@ -69,10 +69,8 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
     """Measure what a training forward pass of a model stores for backward, as :func:`memory_report` does.
 
-    Args:
-        model: module, with or without backward quantization.
-        run: calls a copy of the model, and computes a loss of its output, say, which then counts, too.
-        arguments: tensors that it works on.
+    A function runs a copy of the model, and computes a loss of its output, say, which then counts, too. The arguments
+    are tensors that it works on.
     """
     note = ""
     saved = _measure(model, run)
@@ -100,23 +98,15 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
 
 
 def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMemory, ...]:
-    """Measure how each op of a model stores its tensors, as :func:`memory_of` does, without the plain model beside it.
-
-    Args:
-        model: module with backward quantization.
-        run: calls a copy of the model, and computes a loss of its output, say, which then counts, too.
-    """
+    """Measure how each op of a model stores its tensors, as :func:`memory_of` does, without the plain model."""
     return tuple(_measure(model, run).ops)
 
 
 @dataclass
 class _Measured:
-    """What one forward pass stores.
+    """What one forward pass stores: a row a tensor, and for each layer the others that had stored one of it before.
 
-    Args:
-        ops: a row a tensor.
-        shared: for each layer, the others that had stored a tensor of it before.
-        has_graph: whether its output has gradients to give.
+    The pass has a graph if its output has gradients to give.
     """
 
     ops: list[OpMemory] = field(default_factory=list)

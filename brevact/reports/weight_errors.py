@@ -34,13 +34,7 @@ def layers_with_formula(model: nn.Module, batch: Any, loss: Loss, seed: int) -> 
     """Return the layers whose exact weight gradient is the product of input and gradient at the output, by name.
 
     Those are linear layers and convolutions of any class, but for those that compute with another weight than their
-    own, or share it. It takes an exact pass.
-
-    Args:
-        model: module, whose gradients are None afterwards.
-        batch: what ``loss`` takes.
-        loss: takes the model and a batch, and returns a scalar.
-        seed: of torch's generators, for what the model draws.
+    own, or share it. It takes an exact pass, after which gradients are None; the seed is for what the model draws.
     """
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     layers = {}
@@ -59,18 +53,9 @@ def weight_errors(
 ) -> dict[str, float]:
     """Return the squared error that decoded inputs bring into the weight gradient of each layer.
 
-    It takes a pass, and holds the inputs of the layers, as training without quantization does.
-
-    Args:
-        model: module with backward quantization, whose gradients are None afterwards.
-        layers: of the model, by name: what :func:`layers_with_formula` gives.
-        batch: what ``loss`` takes.
-        loss: takes the model and a batch, and returns a scalar.
-        seed: of torch's generators, for what the model draws.
-        quantization: seed of its quantizers.
-
-    Returns:
-        Squared norms by the names of the layers that ran; none for one whose input has changed since.
+    It takes a pass, and holds the inputs of the layers, as training without quantization does; gradients are None
+    afterwards. There is none for a layer that did not run, or whose input has changed since. One seed is for what the
+    model draws, the other for its quantizers.
     """
     found = _errors(model, layers, batch, loss, seed, quantization)
     return {name: error for name, (error, _) in found.items()}

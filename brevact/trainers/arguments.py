@@ -7,22 +7,23 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import distributed, nn
+from torch import nn
 
-from brevact.arguments import check_state
+from brevact.arguments import check_count, check_state
 from brevact.bit_widths.spec import PolicySpec, parse_policy
 from brevact.policy.mixing import checked_plan
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.words import settings_of
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import check_loss
+from brevact.trainers.processes import has_others
 
 
 def check_steps(**intervals: Any) -> None:
     """Raise a ValueError for numbers of steps that are neither None nor at least 1."""
     for name, steps in intervals.items():
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ValueError(f"{name}={brief(steps)}; accepted is an integer of at least 1, or None")
+        if steps is not None:
+            check_count(name, steps, more=", or None")
 
 
 def check_run(batches: Any, loss: Any) -> None:
@@ -38,8 +39,7 @@ def check_run(batches: Any, loss: Any) -> None:
 def check_values(state: Any, own: Mapping[str, Any]) -> None:
     """Raise a TypeError or a ValueError for what is not the state of a training policy, in its own values."""
     check_state(state, own)
-    if type(state["steps"]) is not int or state["steps"] < 0:
-        raise ValueError(f"state: steps={brief(state['steps'])}; accepted is an integer of at least 0")
+    check_count("state: steps", state["steps"], 0)
     for name, kinds, accepted in (("noise", (int, float), "a number"), ("rules", str, "JSON text of a policy")):
         if state[name] is not None and (isinstance(state[name], bool) or not isinstance(state[name], kinds)):
             raise TypeError(f"state: {name}={brief(state[name])}; accepted is {accepted}, or None")
@@ -64,14 +64,10 @@ def spec_of(policy: Any) -> PolicySpec | None:
 
 
 def mix_of(words: str) -> tuple[str, dict[str, Any]]:
-    """Return kind and settings of a schedule of mixing probabilities.
+    """Return kind and settings of a schedule of mixing probabilities; a TypeError or a ValueError says what is wrong.
 
     >>> mix_of("cosine:start=0.9,end=0.1")
     ('cosine', {'start': 0.9, 'end': 0.1})
-
-    Raises:
-        TypeError: it is no text.
-        ValueError: the kind or a setting is not known, or out of range.
     """
     if not isinstance(words, str):
         raise TypeError(
@@ -93,8 +89,7 @@ def mix_of(words: str) -> tuple[str, dict[str, Any]]:
 
 def refuse_to_fit(model: nn.Module) -> None:
     """Raise where a model talks to other processes, which one process alone cannot measure."""
-    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    if several and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    if has_others() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ValueError(
             "policy: a budget is fitted in one process, where SyncBatchNorm waits for the others; fit it in a run of "
             'one process, save it with policy.save("policy.json"), and pass "policy.json"'

@@ -12,7 +12,7 @@ from brevact.autograd import has_region
 from brevact.bit_widths.spec import PolicySpec
 from brevact.policy.attach import quantize_backward, restore_backward
 from brevact.policy.presets import Policy
-from brevact.policy.rules import POLICY
+from brevact.policy.rules import has_policy
 from brevact.reports.gradient_passes import Loss
 from brevact.trainers.arguments import refuse_to_fit
 from brevact.trainers.batches import device_of
@@ -23,11 +23,7 @@ _OWNERS: weakref.WeakKeyDictionary[nn.Module, AttachedPolicy] = weakref.WeakKeyD
 
 
 class AttachedPolicy:
-    """A policy that one run at a time gives a model.
-
-    Args:
-        spec: of the policy; None for the one that the model has.
-    """
+    """A policy that one run at a time gives a model; without a spec it is the one that the model has."""
 
     def __init__(self, spec: PolicySpec | None) -> None:
         self.spec = spec
@@ -37,13 +33,9 @@ class AttachedPolicy:
         self._is_ours = False
 
     def take(self, model: nn.Module) -> None:
-        """Take a model for a run.
-
-        Raises:
-            ValueError: another run has it.
-        """
+        """Take a model for a run; a ValueError says that another run has it."""
         owner = _OWNERS.get(model)
-        if owner is not None and owner is not self and (owner.spec is None or _has_policy(model)):
+        if owner is not None and owner is not self and (owner.spec is None or has_policy(model)):
             raise ValueError(
                 "model: another training policy is at work on it; a trainer takes one callback of brevact: remove the "
                 "other, or, after a run that was interrupted, call its end()"
@@ -54,26 +46,21 @@ class AttachedPolicy:
     def attach(self, batches: Sequence[Any], loss: Loss | None, rules: str | None = None) -> None:
         """Give the model its policy, in place of one that it has from here.
 
-        Args:
-            batches: on which a budget is fitted, in the first process of a distributed run.
-            loss: of the model and a batch.
-            rules: JSON of a policy that was fitted before; None for none.
-
-        Raises:
-            ValueError: the model has no policy where it is to keep it, or has one where it is to get one; or an error
-                of :func:`brevact.fit`.
+        A budget is fitted on batches and a loss in the first process of a distributed run, unless there are rules, the
+        JSON of a policy that was fitted before. A ValueError says that the model has no policy where it is to keep it,
+        or has one where it is to get one, or is an error of :func:`brevact.fit`.
         """
         assert self._model is not None
         model = self._model()
         assert model is not None
         if self.spec is None:
-            if not any(has_region(module) or has_region(module, POLICY) for module in model.modules()):
+            if not (has_policy(model) or any(map(has_region, model.modules()))):
                 raise ValueError(
                     "policy=None is the policy that the model has, and it has none; give it one, or pass a text, such "
                     'as "default"'
                 )
             return
-        if self._is_ours and _has_policy(model):
+        if self._is_ours and has_policy(model):
             restore_backward(model)
         policy, self.fitted = self.spec.source, None
         if self.spec.needs_fit:
@@ -89,11 +76,7 @@ class AttachedPolicy:
         """Take the policy off the model, if it is from here, and leave the model to other runs."""
         model = None if self._model is None else self._model()
         if model is not None and _OWNERS.get(model) is self:  # a copy of this object has no model
-            if self._is_ours and _has_policy(model):
+            if self._is_ours and has_policy(model):
                 restore_backward(model)
             del _OWNERS[model]
         self._model, self._is_ours = None, False
-
-
-def _has_policy(model: nn.Module) -> bool:
-    return any(has_region(module, POLICY) for module in model.modules())

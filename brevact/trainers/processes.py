@@ -8,17 +8,17 @@ import torch
 from torch import distributed
 
 
+def has_others() -> bool:
+    """Return whether there are other processes in this run."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def in_one_process(make: Callable[[], str], device: torch.device) -> str:
-    """Return what the first process makes, in all of them; where it fails, it raises there, and here an error says so.
+    """Return what the process of rank 0 makes, in all of them; bytes travel on the device.
 
-    Args:
-        make: called in the process of rank 0.
-        device: of the model, on which bytes travel.
-
-    Raises:
-        RuntimeError: it failed in the process of rank 0.
+    Where it fails, it raises there, and a RuntimeError in the others.
     """
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if not has_others():
         return make()
     found: list[str | None] = [None]
     error = None

@@ -28,12 +28,9 @@ FIRST_STATE = {"steps": 0, "noise": None, "adaptive": None, "mix_schedule": None
 
 
 class Run:
-    """A run of one model, from its beginning to its end.
+    """A run of one model, as it trains, with its policy, from its beginning to its end.
 
-    Args:
-        model: as it trains, with its policy.
-        batches: what is measured on.
-        loss: takes the model and a batch; None where nothing is measured.
+    Batches and a loss are what is measured; without a loss nothing is.
     """
 
     def __init__(self, model: nn.Module, batches: list[Any], loss: Loss | None) -> None:

@@ -207,10 +207,8 @@ class TrainingPolicy:
         That of a run that has ended stays; between a checkpoint that was loaded and the run that goes on from it, it is
         that of the checkpoint.
         """
-        if self._run is None and self._resumed is not None:
-            return dict(self._resumed)
-        if self._run is None and self._ended is not None:
-            return self._ended
+        if self._run is None and (kept := self._resumed or self._ended):
+            return dict(kept)
         return {
             "policy": None if self.spec is None else self.spec.text,
             "rules": None if self.fitted is None else self.fitted.to_json(),

@@ -24,15 +24,7 @@ _PROGRAMS = 1024  # that keep a large GPU busy
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and everything it is called with.
-
-    Args:
-        kernel: Function made by `triton.jit`.
-        grid: Number of programs along each axis.
-        arguments: Values of the parameters that are no compile-time constants, in order.
-        constants: Values of those that are, by name.
-        threads: Threads of a program.
-    """
+    """A kernel made by `triton.jit` and what it is called with: grid, arguments in order, and constants by name."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -81,11 +73,7 @@ def seed_on(device: torch.device, seed: int | Tensor | None) -> Tensor | None:
 class Tiling:
     """How programs divide a tensor: tiles of whole blocks if blocks are a power of two, else single blocks.
 
-    Args:
-        rows: Blocks of a tile; 0 for a single block of any size.
-        columns: Columns of a block, rounded up to a power of two.
-        threads: Threads of a program.
-        programs: Number of programs.
+    Of single blocks, of any size, there are 0 rows. Columns are those of a block, rounded up to a power of two.
     """
 
     rows: int
@@ -96,16 +84,9 @@ class Tiling:
 
 @functools.lru_cache(maxsize=4096)
 def tiling(numel: int, block_size: int, itemsize: int, least: int = 0) -> Tiling:
-    """Tiles in which each thread's part of a plane is one widest access.
+    """Tiles in which each thread's part of a plane is one widest access, of at least so many elements.
 
-    Args:
-        numel: Number of elements.
-        block_size: Elements of a block, a multiple of 8.
-        itemsize: Bytes of an element.
-        least: Elements that a tile has to hold at least, a power of two.
-
-    Returns:
-        The tiling.
+    That least number is a power of two.
     """
     blocks = -(-numel // block_size)
     columns = next_power_of_2(block_size // 8)
@@ -135,15 +116,9 @@ class GroupTiling:
 
 
 def group_tiling(geometry: Geometry, tile: int, least: int = 1) -> GroupTiling:
-    """Tiles of whole runs of several groups, or pieces of one run.
+    """Tiles of whole runs of several groups, or pieces of one run, of a power of two of elements.
 
-    Args:
-        geometry: Groups of the tensor.
-        tile: Elements of a tile, a power of two.
-        least: Elements of a group that a part has at least.
-
-    Returns:
-        The tiling.
+    A part of a group has at least so many of its elements.
     """
     inner, groups = geometry.inner, geometry.groups
     repeats = 1 if geometry.one_run else geometry.numel // (inner * groups)

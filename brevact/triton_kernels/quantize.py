@@ -200,29 +200,9 @@ def quantize_ragged_block(
 ):  # fmt: skip
     """Range, round and pack one block of whole groups, of any size. The second read of x comes from the cache.
 
-    Args:
-        x_ptr: Elements.
-        codes_ptr: Packed codes, written.
-        scale_ptr: Scales, written.
-        minimum_ptr: Minima, written.
-        seed_ptr: Seed, int64.
-        mean_ptr: Statistics of a normalization and what follows, see `Normalization`; unused for PLACE = 0.
-        factor_ptr: Its factors.
-        outer: Elements of a row.
-        places: Groups of a row.
-        span: Elements of all groups that lie behind each other.
-        run: Elements of one of these.
-        first: First element of the block (int64).
-        count: Elements of the block (int32), at most BLOCK.
-        BIT_WIDTH: Bits a code.
-        STOCHASTIC: Rounding.
-        DITHERED: Whether groups may shift their levels; then STOCHASTIC as well.
-        INNER: Elements of a group, a divisor of BLOCK.
-        BLOCK: Elements of a block.
-        GROUPS_2: BLOCK // INNER rounded up to a power of two.
-        INNER_2: INNER rounded up to a power of two.
-        COLUMNS_2: BLOCK // 8 rounded up to a power of two.
-        PLACE: See `geometry.Place`.
+    Arguments are those of `quantize_whole_blocks` but for the block's first element (int64), the count of its elements
+    (int32, at most BLOCK), INNER, which is any divisor of BLOCK, and what is rounded up to powers of two: GROUPS_2 for
+    BLOCK // INNER, INNER_2 for INNER, COLUMNS_2 for BLOCK // 8.
     """
     lane = tl.arange(0, INNER_2)[None, :]
     element = tl.arange(0, GROUPS_2)[:, None] * INNER + lane

@@ -18,7 +18,7 @@ from brevact import FitReport, Policy, StochBackward3bit
 from brevact.bit_widths.allocation import Option
 from brevact.bit_widths.budgets import budget_of
 from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, quantizer_of, with_quantizers
-from brevact.bit_widths.fit_noise import Sensitivities
+from brevact.bit_widths.fit_noise import ChainNoise
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
 
@@ -123,11 +123,11 @@ def test_bytes_of_groups_add_up_at_any_widths(model, batches):
         with with_quantizers(model, {"": quantizer_of(width, attends=False)}):
             reports[width] = report()
     groups = groups_of(model, reports)
-    assert {"stem.1", "blocks.a*.body.1", "blocks.ab.body.4"} <= {group.source for group in groups.groups}
+    assert {"stem.1", "blocks.a*.body.1", "blocks.ab.body.4"} <= {chain.source for chain in groups.chains}
     assert any(len(sources) == 2 for sources in groups.sources_of.values())
     draw = random.Random(0)
     for _ in range(6):
-        widths = {group.source: draw.choice(BIT_WIDTHS) for group in groups.groups}
+        widths = {chain.source: draw.choice(BIT_WIDTHS) for chain in groups.chains}
         with with_quantizers(model, groups.quantizers(widths)):
             attached = report().saved_bytes
         brevact.quantize_backward(model, groups.policy(widths))
@@ -139,7 +139,7 @@ def test_policy_of_groups_gives_each_module_what_was_attached(model, batches):
     with with_quantizers(model, {"": quantizer_of(8, attends=False)}):
         report = memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
     groups = groups_of(model, dict.fromkeys(BIT_WIDTHS, report))
-    widths = {group.source: 1 + place % 8 for place, group in enumerate(groups.groups)}
+    widths = {chain.source: 1 + place % 8 for place, chain in enumerate(groups.chains)}
     wanted = groups.widths_of_modules(widths)
     brevact.quantize_backward(model, groups.policy(widths))
     rows = {row.module: row.settings.quantizer.bit_width for row in brevact.backward_policy(model).rows}
@@ -273,8 +273,8 @@ def test_sensitivities_within_a_policy_are_what_each_group_adds_to_it(model, bat
         report = memory_of(model, lambda copied: loss(copied, batches[0]), batches[0])
     groups = groups_of(model, dict.fromkeys(BIT_WIDTHS, report))
     exact = exact_gradients(model, batches, loss)
-    known = Sensitivities(model, groups, batches, loss, exact, lambda: None)
-    sources = [group.source for group in groups.groups]
+    known = ChainNoise(model, groups, batches, loss, exact, lambda: None)
+    sources = [chain.source for chain in groups.chains]
     for source in sources:
         known.measure(source, 3)
         assert not known.is_known(source, 2) and known.is_known(source, 4)

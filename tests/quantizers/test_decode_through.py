@@ -18,6 +18,7 @@ from brevact.quantizers import (
     decode_affine,
     decode_through,
     normalizing,
+    point_functions,
 )
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from tests.quantizers.test_normalizing import ORDERS, sample
@@ -53,8 +54,8 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 def is_looked_up(packed, scale: Tensor | None) -> bool:
-    place = None if scale is None else normalizing._groups(packed.layout, None, scale).place
-    return normalizing._long_segments(plan_of(packed.spec).geometry, place) is not None
+    place = None if scale is None else normalizing.groups_of(packed.layout, None, scale).place
+    return point_functions._long_segments(plan_of(packed.spec).geometry, place) is not None
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -70,7 +70,7 @@ def check_normalized(
     plan = plan_of(law.spec)
     there = [None if part is None else part.to(device) for part in (mean, invstd, invstd.reciprocal())]
     seed = torch.tensor(SEED, device=device) if quantizer.is_stochastic else None
-    norm = normalizing._groups(layout, there[0], there[1])
+    norm = normalizing.groups_of(layout, there[0], there[1])
     assert one_pass(plan.geometry) and fits(norm.place, layout.numel)
     buffer = filled(law.spec.nbytes, torch.uint8, device)
     triton_kernels.quantize_normalized(layout.flatten(x).to(device), plan, seed, *norm, buffer)
@@ -78,7 +78,7 @@ def check_normalized(
         assert torch.equal(part.cpu().view(torch.uint8), want.view(torch.uint8)), (quantizer, layout)
     for shift in {there[0], None}:
         target = filled(layout.numel, x.dtype, device)
-        norm = normalizing._groups(layout, shift, there[2])
+        norm = normalizing.groups_of(layout, shift, there[2])
         triton_kernels.denormalize(buffer, plan, *norm, None, None, target)
         values = law.dequantize() * invstd.reciprocal()
         values = values if shift is None else values + mean

@@ -13,7 +13,7 @@ from torch import Tensor
 from brevact.geometry import DEFAULT_BLOCK, MapBlocks, packed_bytes
 from brevact.quantizers import passes
 from brevact.quantizers.bits import pack_codes, unpack_codes
-from brevact.quantizers.checks import check_int
+from brevact.quantizers.checks import check_bit_width, check_int
 from brevact.quantizers.formats.uniform.quantizer import (
     BIT_WIDTHS,
     Granularity,
@@ -77,9 +77,7 @@ class DualPrecisionQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
-        check_int("bit_width", self.bit_width)
-        if self.bit_width not in BIT_WIDTHS[:-1]:
-            raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS[:-1]))}")
+        check_bit_width("bit_width", self.bit_width, BIT_WIDTHS[:-1])
         check_int("block", self.block)
         if self.block < 1:
             raise ValueError(f"block: got {self.block}; accepted is a positive int")
@@ -93,14 +91,7 @@ class DualPrecisionQuantizer(Quantizer):
         object.__setattr__(self, "_residual", residual)
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor, known before quantizing.
-
-        Args:
-            layout: Layout of the tensor to quantize.
-
-        Returns:
-            Codes and minimum of the residual, block means, and bits of the scale.
-        """
+        """Codes and minimum of the residual, block means, and bits of the scale."""
         blocks = self.blocks(layout)
         return (
             Part("codes", torch.uint8, packed_bytes(layout.numel, self.bit_width, DEFAULT_BLOCK)),
@@ -110,14 +101,7 @@ class DualPrecisionQuantizer(Quantizer):
         )
 
     def blocks(self, layout: Layout) -> MapBlocks:
-        """Maps and blocks of a tensor.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its division; equal arguments share one object.
-        """
+        """Maps and blocks of a tensor; equal arguments share one object."""
         try:
             return map_blocks(layout, self.block)
         except TypeError:  # symbols have no hash
@@ -177,20 +161,14 @@ class DualPrecisionQuantizer(Quantizer):
 def map_blocks(layout: Layout, block: int) -> MapBlocks:
     """Maps of a tensor: one for each index of the first two axes (of the first, if there are no more than two).
 
-    Axes of size 1 at the end are left out first: (N, C, 1, 1) is divided as (N, C).
+    Axes of size 1 at the end are left out first: (N, C, 1, 1) is divided as (N, C). An expanded axis counts as one of
+    size 1: its repeats are not stored. Of more than five axes, the last three are a map's. A tensor without elements
+    has no maps.
 
     >>> map_blocks(Layout.of(torch.empty(4, 16, 14, 14)), 8)
     MapBlocks(maps=64, sides=(1, 14, 14), block=(1, 8, 8))
     >>> map_blocks(Layout.of(torch.empty(4, 100)), 8)
     MapBlocks(maps=4, sides=(1, 1, 100), block=(1, 1, 8))
-
-    Args:
-        layout: Layout of the tensor. An expanded axis counts as one of size 1: its repeats are not stored. Of more
-            than five axes, the last three are a map's.
-        block: Side of a block.
-
-    Returns:
-        The division; a tensor without elements has no maps.
     """
     shape = layout.shape[: max(layout.dims, default=-1) + 1]
     shape = tuple(size if d in layout.dims else 1 for d, size in enumerate(shape))

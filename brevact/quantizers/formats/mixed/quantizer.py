@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from brevact.quantizers.checks import check_int
+from brevact.quantizers.checks import check_bit_width
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer, check_probability
 from brevact.quantizers.formats.uniform.quantizer import BIT_WIDTHS, Granularity, UniformQuantizer
 from brevact.quantizers.rounding import Rounding
@@ -57,11 +57,7 @@ class MixedQuantizer(MixingQuantizer):
         """Validate, and turn strings into enums."""
         check_probability("mix_prob", self.mix_prob)
         for name in ("bit_width", "mix_bit_width"):
-            width = getattr(self, name)
-            check_int(name, width)
-            if width not in BIT_WIDTHS[:-1]:
-                accepted = ", ".join(map(str, BIT_WIDTHS[:-1]))
-                raise ValueError(f"{name}: got {width}; accepted are {accepted}")
+            check_bit_width(name, getattr(self, name), BIT_WIDTHS[:-1])
         plain = self._of(self.bit_width)  # checks the rest
         if plain.granularity not in (Granularity.BUCKET, Granularity.TENSOR):
             raise ValueError(

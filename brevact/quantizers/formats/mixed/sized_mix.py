@@ -61,25 +61,14 @@ class SizedMix(Quantizer):
         return True
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor.
-
-        Args:
-            layout: Its layout, of `numel` elements.
-
-        Returns:
-            The buckets of either kind, and the mask.
-        """
+        """The buckets of either kind, and the mask."""
         low, high = self.specs(layout)
         aligned = -(-low.nbytes // 4) * 4
         sizes = {"low": aligned, "high": high.nbytes, "mask": packed_bytes(self._buckets, 1, DEFAULT_BLOCK)}
         return tuple(Part(name, torch.uint8, size) for name, size in sizes.items())
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
-        """Choose the high buckets, and write those of either kind.
-
-        Raises:
-            ValueError: If the tensor has another number of distinct elements.
-        """
+        """Choose the high buckets, and write those of either kind; a tensor of another size is refused."""
         numel, specs = spec.layout.numel, self.specs(spec.layout)
         if numel != self.numel:
             raise ValueError(
@@ -109,14 +98,7 @@ class SizedMix(Quantizer):
                 row_dispatch.dequantize_rows(pack[: part.nbytes], part, own, self.size, factor, flat)
 
     def specs(self, layout: Layout) -> tuple[PackedSpec[Any], PackedSpec[Any]]:
-        """Specs of the 1-D tensors of low and of high elements.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            `(low, high)`.
-        """
+        """Specs of the 1-D tensors of low and of high elements."""
         high = self.high_count * self.size + (self.numel % self.size if self.high_tail else 0)
         numels = ((self.low, self.numel - high), (self.high, high))
         a, b = (PackedSpec(quantizer, Layout((n,), (1,), layout.dtype)) for quantizer, n in numels)

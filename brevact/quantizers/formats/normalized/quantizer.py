@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, Geometry, Grid
+from brevact.geometry import Geometry, Grid
 from brevact.private_names.of_torch import len_dispatch_stack
 from brevact.quantizers import passes
 from brevact.quantizers.checks import between_levels, check_bool, check_int, member_of
@@ -100,23 +100,8 @@ class NormalizedCodes(GridQuantizer):
         return self.format.bit_width
 
     def geometry(self, layout: Layout) -> Geometry:
-        """One group of everything.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its packing grid.
-        """
-        return _geometry(layout, self.format, max(layout.numel, 1), 1)
-
-    def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """None."""
-        return ()
-
-    def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """None."""
-        return ()
+        """Blocks; all of a tensor is one group."""
+        return Geometry.of_buckets(layout.numel, self.bit_width, None)
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The format's levels."""
@@ -183,15 +168,8 @@ class NormalizedQuantizer(GridQuantizer):
         return NormalizedCodes(format=self.format, rounding=self.rounding)
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks, and a group a channel.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its packing grid.
-        """
-        return _geometry(layout, self.format, *layout.groups_along(self.channel_dim))
+        """Blocks, and a group a channel."""
+        return Geometry.of_indices(layout.numel, self.bit_width, *layout.groups_along(self.channel_dim))
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
         """Mean and deviation of each channel."""
@@ -199,16 +177,9 @@ class NormalizedQuantizer(GridQuantizer):
         return Part("mean", torch.float32, groups), Part("scale", torch.float32, groups)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """Mean and deviation of the finite elements of each channel, with a sign bit where there are others.
+        """(G,) float32 mean and deviation of each channel's finite elements, with a sign bit where there are others.
 
         Both are NaN for a channel without a finite element.
-
-        Args:
-            flat: (n,) tensor.
-            geometry: Its groups.
-
-        Returns:
-            `(mean, deviation)`, each (G,) float32.
         """
         low, high, missing = passes.ranges(flat, geometry)
         wide = high - low >= LARGEST_RANGE  # distances from 0 then, of which those beyond 2^125 count as 2^125
@@ -229,18 +200,6 @@ class NormalizedQuantizer(GridQuantizer):
         mean, deviation = metadata
         levels, bounds = _levels(self.format, device)
         return Grid(levels, bounds, mean, deviation, marks=True)
-
-
-def _geometry(layout: Layout, format: NormalizedFormat, inner: int, groups: int) -> Geometry:
-    numel = layout.numel
-    return Geometry(
-        numel=numel,
-        bit_width=format.bit_width,
-        block_size=DEFAULT_BLOCK,
-        inner=max(inner, 1),
-        groups=groups if numel else 0,
-        one_run=inner * groups >= numel,
-    )
 
 
 def _levels(format: NormalizedFormat, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -101,14 +101,7 @@ class SampleQuantizer(Quantizer):
         object.__setattr__(self, "rounding", self._of_width(NARROWEST, self.bucket_size).rounding)
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor, known before quantizing.
-
-        Args:
-            layout: Layout of the tensor to quantize.
-
-        Returns:
-            The packed samples of all widths, with some bytes to align them, and the widths.
-        """
+        """The packed samples of all widths, with some bytes to align them, and the widths."""
         if layout.numel == 0:
             return (Part("packs", torch.uint8, 0),)
         division = self._division(layout)
@@ -132,14 +125,7 @@ class SampleQuantizer(Quantizer):
                 row_dispatch.quantize_rows(flat, rows, own.quantizer.bucket_size, own, own_key, pack)
 
     def bit_widths(self, packed: PackedActivation) -> Tensor:
-        """The widths that a tensor's samples have.
-
-        Args:
-            packed: What :meth:`quantize` returned, of a tensor that is not empty.
-
-        Returns:
-            uint8 tensor of a width each.
-        """
+        """The uint8 widths that the samples of a quantized tensor, which is not empty, have."""
         return packed.spec.split(packed.buffer)[1]
 
     def packs(self, packed: PackedActivation) -> list[tuple[PackedActivation, Tensor]]:

@@ -12,7 +12,6 @@ from brevact.geometry import Geometry, Grid
 from brevact.quantizers.brief import brief
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.packed import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,35 +59,11 @@ class ResidualQuantizer(GridQuantizer):
         return self.low - 1.0
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks of a tensor; all of it is one group.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its geometry.
-        """
+        """Blocks of a tensor; all of it is one group."""
         return Geometry.of_buckets(layout.numel, self.bit_width, None)
 
-    def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
-        """Nothing is stored beside the codes."""
-        return ()
-
-    def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """Nothing depends on the tensor."""
-        return ()
-
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
-        """The levels.
-
-        Args:
-            geometry: Unused.
-            metadata: Unused.
-            device: Where to put them.
-
-        Returns:
-            One row of levels.
-        """
+        """One row of levels."""
         return Grid(_levels(self.bit_width, self.low, self.high, device), marks=True)
 
 

@@ -61,14 +61,7 @@ class SignMagnitudeLevels(GridQuantizer):
             )
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks, and a group a bucket.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its packing grid.
-        """
+        """Blocks, and a group a bucket."""
         return Geometry.of_buckets(layout.numel, (2 * self.levels).bit_length(), self.bucket)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
@@ -76,16 +69,9 @@ class SignMagnitudeLevels(GridQuantizer):
         return (Part("scale", self.scale_dtype, geometry.groups),)
 
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
-        """Scale of each bucket's finite elements, rounded up to its type; NaN where there are none.
+        """(G,) scale of each bucket's finite elements, rounded up to its type; NaN where there are none.
 
         The L2 norm counts magnitudes in 65535ths of the largest one, so that it is the same on every device.
-
-        Args:
-            flat: (n,) tensor.
-            geometry: Its groups.
-
-        Returns:
-            `(scale,)`, (G,).
         """
         low, high, _ = passes.ranges(flat, geometry)
         largest = torch.maximum(-low, high)  # level 1 is not exceeded, but where bfloat16 ends

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brevact.geometry import DEFAULT_BLOCK, LARGEST_BLOCK, Geometry, UniformPlan, block_size_for
+from brevact.geometry import LARGEST_BLOCK, Geometry, UniformPlan, block_size_for
 from brevact.quantizers import passes
 from brevact.quantizers.brief import brief
-from brevact.quantizers.checks import check_bucket_size, check_int, member_of
+from brevact.quantizers.checks import check_bit_width, check_bucket_size, check_int, member_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedSpec, Part
 from brevact.quantizers.quantizer import Quantizer
@@ -91,9 +91,7 @@ class UniformQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
-        check_int("bit_width", self.bit_width)
-        if self.bit_width not in BIT_WIDTHS:
-            raise ValueError(f"bit_width: got {self.bit_width}; accepted are {', '.join(map(str, BIT_WIDTHS))}")
+        check_bit_width("bit_width", self.bit_width, BIT_WIDTHS)
         check_bucket_size("bucket_size", self.bucket_size)
         check_int("channel_dim", self.channel_dim)
         object.__setattr__(self, "rounding", member_of("rounding", Rounding, self.rounding))
@@ -153,14 +151,7 @@ class UniformQuantizer(Quantizer):
         return type(self) is UniformQuantizer and not self.is_lossless
 
     def parts(self, layout: Layout) -> tuple[Part, ...]:
-        """What is stored for a tensor, known before quantizing.
-
-        Args:
-            layout: Layout of the tensor to quantize.
-
-        Returns:
-            Codes, minimum and scale; at 32 bits the elements' bytes as codes alone.
-        """
+        """Codes, minimum and scale; at 32 bits the elements' bytes as codes alone."""
         if self.is_lossless:
             return (Part("codes", torch.uint8, layout.numel * layout.dtype.itemsize),)
         geometry = self.geometry(layout)
@@ -178,14 +169,7 @@ class UniformQuantizer(Quantizer):
             passes.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks and groups of a tensor.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its packing grid; equal arguments share one object.
-        """
+        """Blocks and groups of a tensor; equal arguments share one object."""
         try:
             return _geometry(self, layout)
         except TypeError:  # symbols have no hash
@@ -211,19 +195,12 @@ def _geometry(quantizer: UniformQuantizer, layout: Layout) -> Geometry:
         return Geometry.of_buckets(n, bit_width, quantizer.bucket_size)
     if granularity is Granularity.TENSOR:
         return Geometry.of_buckets(n, bit_width, None)
-    inner, groups = layout.groups_along(0 if granularity is Granularity.SAMPLE else quantizer.channel_dim)
-    return Geometry(n, bit_width, DEFAULT_BLOCK, inner, groups if n else 0, inner * groups >= n)
+    dim = 0 if granularity is Granularity.SAMPLE else quantizer.channel_dim
+    return Geometry.of_indices(n, bit_width, *layout.groups_along(dim))
 
 
 def plan_of(spec: PackedSpec[UniformQuantizer]) -> UniformPlan:
-    """What the passes need to know of a tensor.
-
-    Args:
-        spec: Spec of a `UniformQuantizer` that is not lossless.
-
-    Returns:
-        Its plan, which the spec keeps.
-    """
+    """What the passes need to know of a tensor, whose quantizer is not lossless; the spec keeps it."""
     plan: UniformPlan | None = spec.plan
     if plan is None:
         quantizer = spec.quantizer

@@ -49,20 +49,12 @@ class SideFits:
 
     @staticmethod
     def of(sums_G6: Tensor, below: Tensor, above: Tensor, size: Tensor, count: int) -> SideFits:
-        """Fit.
+        """Fit distributions to (G, 6) float64 moments, those of the values below the middle, then of those above it.
+
+        Each are number, sum and sum of squares in units, of buckets of a (G,) size whose minimum and maximum are (G,)
+        distances below and above the middle. The count of levels is 4, 8 or 16.
 
         Source: TinyScript, ICML 2020, algorithm 1.
-
-        Args:
-            sums_G6: (G, 6) float64 moments in units: number, sum and sum of squares of the values below the middle,
-                then of those above it.
-            below: (G,) float64 distance of the minimum from the middle, in units.
-            above: (G,) float64 distance of the maximum from the middle, in units.
-            size: (G,) float64 numbers of elements.
-            count: N: 4, 8 or 16.
-
-        Returns:
-            The fits.
         """
         table = level_table(count, sums_G6.device)
         number_4G, first_4G, second_4G, reach_4G = _magnitudes(sums_G6, below, above, size)
@@ -73,13 +65,10 @@ class SideFits:
         return SideFits(count, table, rows_4G, mean_4G, first_4G, second_4G, reach_4G, zeros)
 
     def variances(self, *, keep_zeros: bool) -> Tensor:
-        """Variance that is expected of each set, summed over the bucket.
+        """Variance that is expected of each set, summed over the bucket: (G, N + 1) float64 in squared units.
 
-        Args:
-            keep_zeros: Whether sets without zero are out of the question where zero is between the ends.
-
-        Returns:
-            (G, N + 1) float64 in squared units, infinity for what is out of the question.
+        It is infinite for what is out of the question: sets without zero, too, where zeros are kept and it is between
+        the ends.
         """
         costs_4GN = self.table.costs[self.rows_4G] * (self.first_4G * self.mean_4G)[..., None]
         costs_4GN[..., 0] = self.reach_4G * self.first_4G - self.second_4G  # known: nothing lies between 0 and the end
@@ -95,14 +84,9 @@ class SideFits:
         return torch.cat((split, no_zero[:, None], one_sided.t()), 1)
 
     def levels(self, chosen: Tensor) -> Tensor:
-        """Levels between the minimum and the maximum.
+        """Levels between the minimum and the maximum of the (G,) sets chosen: (G, N - 2) float64, ascending, in units.
 
-        Args:
-            chosen: (G,) int64 sets.
-
-        Returns:
-            (G, N - 2) float64, ascending, in units: distances from the middle, for set N - 1 from the maximum, for N
-            from the minimum.
+        They are distances from the middle, for set N - 1 from the maximum, for N from the minimum.
         """
         kinds_2G = torch.where(chosen >= self.count - 1, 2, 0) + torch.arange(2, device=chosen.device)[:, None]
         starts_2G = self.rows_4G.gather(0, kinds_2G) * self.table.levels.shape[1]

@@ -55,15 +55,7 @@ class LevelTable:
     levels: Tensor
 
     def rows(self, square_ratio: Tensor, end: Tensor) -> Tensor:
-        """Row of the closest shape and end.
-
-        Args:
-            square_ratio: E[x^2] / E[x]^2, float64 of any shape.
-            end: Largest values in units of the mean, of the same shape.
-
-        Returns:
-            int64 rows.
-        """
+        """int64 rows of the closest shape, by E[x^2] / E[x]^2, and end, by the largest value in units of the mean."""
         shape = torch.bucketize(square_ratio, self.shape_bounds)
         return torch.bucketize(shape + end / (end + 1.0), self.end_bounds) + shape
 
@@ -76,26 +68,15 @@ def constants() -> Iterator[None]:
 
 
 def sides(count: int) -> tuple[tuple[bool, int], ...]:
-    """Sides (zero, m) among which N levels are dealt out.
+    """Sides (zero, m) among which 4, 8 or 16 levels are dealt out.
 
-    Args:
-        count: N: 4, 8 or 16.
-
-    Returns:
-        With zero and 0 to N - 3 levels, without zero and N / 2 - 1, with zero and N - 2.
+    With zero and 0 to N - 3 levels, without zero and N / 2 - 1, with zero and N - 2.
     """
     return (*((True, m) for m in range(count - 2)), (False, count // 2 - 1), (True, count - 2))
 
 
 def level_columns(chosen: tuple[tuple[bool, int], ...]) -> dict[tuple[bool, int], range]:
-    """Columns of the levels of each side where sides lie one after the other.
-
-    Args:
-        chosen: Sides (zero, m).
-
-    Returns:
-        Columns by side.
-    """
+    """Columns of the levels of each side where sides lie one after the other."""
     result, start = {}, 0
     for side in chosen:
         result[side] = range(start, start + side[1])
@@ -105,15 +86,7 @@ def level_columns(chosen: tuple[tuple[bool, int], ...]) -> dict[tuple[bool, int]
 
 @functools.lru_cache(maxsize=64)
 def level_table(count: int, device: torch.device) -> LevelTable:
-    """The table of a number of levels, interpolated between the nodes of the file.
-
-    Args:
-        count: N: 4, 8 or 16.
-        device: Where it is needed.
-
-    Returns:
-        The table; equal arguments share one.
-    """
+    """The table of 4, 8 or 16 levels, interpolated between the nodes of the file; equal arguments share one."""
     with constants():
         shape_bounds, nodes = read_file()
         known, columns = level_columns(SIDES), [0, *(1 + SIDES.index(side) for side in sides(count))]
@@ -133,11 +106,7 @@ def level_table(count: int, device: torch.device) -> LevelTable:
 
 
 def read_file() -> tuple[Tensor, Tensor]:
-    """The numbers of the file.
-
-    Returns:
-        (SHAPES - 1,) bounds and (SHAPE_NODES, END_NODES, columns) nodes, float64.
-    """
+    """The numbers of the file: (SHAPES - 1,) bounds and (SHAPE_NODES, END_NODES, columns) nodes, float64."""
     numbers = array("f", (files(__package__) / FILE).read_bytes())
     if sys.byteorder == "big":
         numbers.byteswap()

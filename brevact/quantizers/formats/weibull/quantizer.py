@@ -82,14 +82,7 @@ class WeibullQuantizer(GridQuantizer):
         check_bool("keep_zeros", self.keep_zeros)
 
     def geometry(self, layout: Layout) -> Geometry:
-        """Blocks, and a group a bucket.
-
-        Args:
-            layout: Layout of the tensor.
-
-        Returns:
-            Its packing grid.
-        """
+        """Blocks, and a group a bucket."""
         return Geometry.of_buckets(layout.numel, self.bit_width, self.bucket_size)
 
     def metadata_parts(self, geometry: Geometry) -> tuple[Part, ...]:
@@ -101,14 +94,9 @@ class WeibullQuantizer(GridQuantizer):
     def fit(self, flat: Tensor, geometry: Geometry) -> tuple[Tensor, ...]:
         """Choose the levels of each bucket.
 
-        Args:
-            flat: (n,) tensor.
-            geometry: Its buckets.
-
-        Returns:
-            Minimum, maximum and offset, each (G,) float32, and (G, 2^bit_width - 2) bfloat16 ascending distances from
-            the offset, the last one infinity where something is not finite. Minimum and maximum are NaN for buckets
-            without a finite element.
+        Minimum, maximum and offset are (G,) float32, the first two NaN for buckets without a finite element. Levels are
+        (G, 2^bit_width - 2) bfloat16 ascending distances from the offset, the last one infinity where something is not
+        finite.
         """
         low, high, missing = passes.ranges(flat, geometry)
         empty = torch.isnan(low)

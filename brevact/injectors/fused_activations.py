@@ -1,0 +1,139 @@
+"""A ReLU and Brevitas' quantizer behind it as one, inside a region, and the statistics that scales come from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brevact.autograd.eager_mode import packing_region
+from brevact.autograd.ops.forward_statistics import absolute_percentile, weight_statistics
+from brevact.private_names.of_brevitas import (
+    AbsAve,
+    AbsMax,
+    AbsMaxAve,
+    AbsMaxL2,
+    AbsMinMax,
+    AbsPercentile,
+    ConstScaling,
+    FusedActivationQuantProxy,
+    Identity,
+    IntQuant,
+    MeanSigmaStd,
+    NegativeMinOrZero,
+    NegativePercentileOrZero,
+    OverTensorView,
+    ParameterFromRuntimeStatsScaling,
+    ParameterScaling,
+    PercentileInterval,
+    RescalingIntQuant,
+    SignedAbsMax,
+    TensorClamp,
+    ZeroZeroPoint,
+    _Stats,
+)
+from brevact.private_names.of_torch import (
+    global_backward_hooks,
+    global_backward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+)
+
+_STATISTICS_OF_WEIGHTS = (
+    AbsAve,
+    AbsMax,
+    AbsMaxAve,
+    AbsMaxL2,
+    AbsMinMax,
+    AbsPercentile,
+    MeanSigmaStd,
+    NegativeMinOrZero,
+    NegativePercentileOrZero,
+    PercentileInterval,
+    SignedAbsMax,
+)
+
+
+class _Rectified(threading.local):
+    """The ReLU of a fused activation, while its quantizer runs: output, without a graph, and input."""
+
+    output: Tensor | None = None
+    input: Tensor | None = None
+
+
+rectified = _Rectified()
+
+
+def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
+    """Statistics for a scale: those of a weight are computed again, a percentile is one element of an activation."""
+    region = packing_region()
+    if region is None or type(input) not in (Tensor, nn.Parameter):
+        return NotImplemented
+    impl, y, x = stats.stats_impl, rectified.output, rectified.input
+    if x is not None and y is not None and input.untyped_storage()._cdata == y.untyped_storage()._cdata:
+        found = absolute_percentile(region, x.view(input.shape), impl.q, None, impl.keepdim, values=input)
+        return found.view(stats.stats_output_shape)
+    if not input.requires_grad:
+        return NotImplemented
+    if type(impl) not in _STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
+        return NotImplemented
+    if region.is_weight(input):
+        found = weight_statistics(region, impl, input)
+    elif type(impl) is AbsPercentile:
+        found = absolute_percentile(region, input, impl.q, impl.stats_reduce_dim, impl.keepdim)
+    else:
+        return NotImplemented
+    return found.view(stats.stats_output_shape)
+
+
+def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tensor) -> Any:
+    """A ReLU and the quantizer behind it, which stores one mask for both: the gradient goes to the ReLU's input."""
+    relu = fused.activation_impl
+    if type(relu) is not nn.ReLU or relu.inplace or type(x) is not Tensor or packing_region() is None:
+        return NotImplemented
+    if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x) or _is_observed(fused):
+        return NotImplemented
+    around = rectified.output, rectified.input
+    with torch.no_grad():
+        y = relu(x)
+    rectified.output, rectified.input = y, x
+    try:
+        return fused.tensor_quant(y)
+    finally:
+        rectified.output, rectified.input = around
+
+
+def _is_observed(fused: FusedActivationQuantProxy) -> bool:
+    """Whether somebody's hooks see, or change, what runs between the ReLU's input and the quantizer's output."""
+    everywhere = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
+    others = (getattr(hook, "__module__", "") for hooks in everywhere for hook in hooks.values())
+    return not all(name.startswith("brevact.") for name in others) or any(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+        for child in fused.children()
+        for module in child.modules()
+    )
+
+
+def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
+    """Whether a quantizer's scale has no gradient for what is quantized, or one for a single element."""
+    if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or quant.observer_only:
+        return False
+    if type(quant.zero_point_impl) is not ZeroZeroPoint or type(quant.int_quant.input_view_impl) is not Identity:
+        return False
+    if type(quant.int_quant.tensor_clamp_impl) is not TensorClamp:  # no mask of its own: nothing is saved
+        return False
+    scaling = quant.scaling_impl
+    if type(scaling) is not ParameterFromRuntimeStatsScaling:
+        return type(scaling) in (ConstScaling, ParameterScaling)
+    if not scaling.training or scaling.counter >= scaling.collect_stats_steps:
+        return True
+    impl = scaling.stats.stats_impl
+    return (
+        type(impl) is AbsPercentile
+        and impl.stats_reduce_dim is None
+        and type(scaling.stats_input_view_shape_impl) is OverTensorView
+        and x.is_contiguous()
+    )

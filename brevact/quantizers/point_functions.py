@@ -1,0 +1,144 @@
+"""Decoding with a function on the way: applied to what codes stand for, where that is less than the elements."""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from brevact.geometry import Geometry, Place, Segments
+from brevact.private_names.of_torch import is_functorch_tensor
+from brevact.quantizers import passes
+from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.normalizing import FUSED, decode_affine, groups_of, is_uniform
+from brevact.quantizers.packed import PackedActivation
+
+#: Elements of a segment from which on a table pays; at 4 bits it has a quarter of the tensor's size then.
+_LEAST_OF_SEGMENTS = 64
+#: Elements to which a function is applied at once: few enough for a cache on the CPU, enough for a whole GPU.
+_CPU_PIECE, _GPU_PIECE = 1 << 17, 1 << 24
+
+
+class PointFunction(Protocol):
+    """A function of one number, applied to each element of a tensor; hashable, equal where it computes the same."""
+
+    def __hash__(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return a new tensor of the shape and strides of `x`."""
+        ...
+
+
+def decode_through(
+    packed: PackedActivation,
+    function: PointFunction,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    dtype: torch.dtype,
+    grad: Tensor | None = None,
+) -> Tensor:
+    """Decode a tensor z and apply a function behind an affine map: f(z * scale + shift), or its product with `grad`.
+
+    Up to 4 bits, where runs of elements that share a bucket and a scale (see `geometry.Segments`) have 64 elements or
+    more in the mean, the function is applied to a table of what the codes of each run stand for, and elements are
+    looked up there: equal codes of a run have equal values. Otherwise, it is applied to pieces of the decoded tensor.
+    Torch's own functions may differ by roundings between the two, as they do between elements of one tensor on the CPU.
+    Which way is taken depends on quantizer, layout, types and the shape of `scale` alone.
+
+    Args:
+        packed: A packed tensor.
+        function: The function f; it is applied to float32, bfloat16 or float16 tensors of any shape, or to float64.
+        scale: Factors, of a shape that broadcasts to that of the tensor; None for 1.
+        shift: What to add, of the same shape as `scale`; None for 0.
+        dtype: Data type of what the function is applied to.
+        grad: Tensor of the packed one's shape, to multiply; None for the values alone.
+
+    Returns:
+        Tensor of the packed one's shape and strides (dense ones where those leave gaps), of the type that the function
+        gives. With a gradient it is of the type of `grad * values`, and of the strides of one that lies in the same
+        memory order, otherwise of those that torch gives the product.
+    """
+    layout, buffer = packed.layout, packed.buffer
+    if layout.numel == 0 or not layout.is_dense or not _has_memory(buffer, scale, shift):
+        values = function(decode_affine(packed, scale, shift, dtype))
+        return values if grad is None else grad * values
+    other = grad if grad is not None and _is_readable(grad, layout) else None
+    found = _looked_up(packed, function, scale, shift, dtype, other) if is_uniform(packed, dtype) else None
+    values = _in_pieces(decode_affine(packed, scale, shift, dtype), function, other) if found is None else found
+    return values if grad is None or other is not None else grad * values
+
+
+def _looked_up(
+    packed: PackedActivation,
+    function: PointFunction,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    dtype: torch.dtype,
+    other: Tensor | None,
+) -> Tensor | None:
+    """What `decode_through` returns, by a table of all codes of all segments; None where segments are short."""
+    layout, buffer = packed.layout, packed.buffer
+    mean, factor, place = None, None, None
+    if shift is not None and scale is None:
+        scale = torch.ones_like(shift)
+    if scale is not None:
+        norm = groups_of(layout, shift, scale)
+        if norm is None:
+            return None
+        mean, factor, place = norm
+    plan = plan_of(packed.spec)
+    segments = _long_segments(plan.geometry, place)
+    if segments is None:
+        return None
+    levels = torch.empty(segments.rows, 1 << plan.geometry.bit_width, dtype=dtype, device=buffer.device)
+    passes.map_levels(buffer, plan, layout.dtype, mean, factor, place, segments, levels)
+    table = function(levels)
+    del levels
+    if table.dtype not in FUSED:
+        return None
+    target = layout if other is None else Layout.of(other)
+    wanted = table.dtype if other is None else torch.promote_types(table.dtype, other.dtype)
+    values = target.empty(buffer.device, wanted)
+    passes.look_up(buffer, plan, segments, table.float().contiguous(), other, values)
+    return values
+
+
+def _in_pieces(x: Tensor, function: PointFunction, other: Tensor | None) -> Tensor:
+    """function(x), times a tensor of its memory order; `x` is overwritten, and temporaries are of a piece each."""
+    layout = Layout.of(x)
+    flat, factor = layout.flatten(x), None if other is None else layout.flatten(other)
+    step = _GPU_PIECE if x.is_cuda else max(_CPU_PIECE, torch.get_num_threads() << 15)
+    result = flat
+    for start in range(0, layout.numel, step):
+        piece = function(flat[start : start + step])
+        if factor is not None:
+            piece = factor[start : start + step] * piece
+        if start == 0 and piece.dtype is not x.dtype:
+            result = layout.flatten(layout.empty(x.device, piece.dtype))
+        result[start : start + step] = piece
+    return layout.restore(result)
+
+
+@functools.lru_cache(maxsize=4096)
+def _long_segments(geometry: Geometry, place: Place | None) -> Segments | None:
+    """Segments of a tensor, if codes are few, and elements of a segment are many in the mean."""
+    if geometry.bit_width > 4:
+        return None
+    segments = Segments.of(geometry, place)
+    return segments if geometry.numel >= _LEAST_OF_SEGMENTS * segments.rows else None
+
+
+def _has_memory(buffer: Tensor, *statistics: Tensor | None) -> bool:
+    """Whether bytes and statistics are plain tensors, and none of a traced graph or of a transform of torch.func."""
+    if type(buffer) is not Tensor or is_functorch_tensor(buffer):
+        return False
+    return all(x is None or not is_functorch_tensor(x) for x in statistics)
+
+
+def _is_readable(grad: Tensor, layout: Layout) -> bool:
+    """Whether a gradient may be read as it lies, and is no part of a graph."""
+    is_constant = not (grad.requires_grad and torch.is_grad_enabled())
+    return grad.dtype in FUSED and is_constant and not is_functorch_tensor(grad) and layout.matches(grad)
