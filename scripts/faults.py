@@ -580,9 +580,30 @@ FAULTS = (
     Fault(
         "dilated windows lose their place",
         "autograd/ops/pooling.py",
-        "coordinate = code % self.extent[dim] * self.dilation[dim] + self._start(dim, code)",
-        "coordinate = code % self.extent[dim] + self._start(dim, code)",
+        "step = self.dilation[dim] * stride",
+        "step = stride",
         OPS,
+    ),
+    Fault(
+        "a sum is written over what others read",
+        "autograd/expressions.py",
+        "addend, bits, overwrites=is_new)",
+        "addend, bits, overwrites=True)",
+        ("autograd/test_derived.py",),
+    ),
+    Fault(
+        "a sum behind a mask keeps what is outside of it",
+        "cpu_kernels/dequantize.py",
+        "store(values, e, load(values, e) if load(bits, e) else np.float32(0.0))",
+        "store(values, e, load(values, e))",
+        ("cpu_kernels/test_passes.py",),
+    ),
+    Fault(
+        "a planned batch norm is decoded without its bias",
+        "autograd/norm_decoders.py",
+        "return self.plan.decode_affine(tensors[0], tensors[1], tensors[2] if self.has[1] else None)",
+        "return self.plan.decode_affine(tensors[0], tensors[1], None)",
+        ("autograd/test_derived.py", "autograd/test_short_ways.py"),
     ),
     Fault(
         "a layer has the bytes of its last tensor alone",

@@ -241,6 +241,17 @@ def test_sums_and_masks_of_large_tensors_are_decoded_in_one_pass(
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_a_sum_leaves_what_is_kept_as_it_is(monkeypatch):
+    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    with region(FOUR):
+        y, decoded = normalized(norm="batch")
+        kept = known_values.find(y, FOUR)
+    x = torch.randn(y.shape)
+    before, parts = x.clone(), [((x,), decoders.AS_IT_IS), kept]
+    found = expressions._in_one_pass(expressions.Call(torch.add, (0, 1), -1), parts)
+    assert torch.equal(x, before) and torch.equal(found, kept[1].decode(kept[0]) + x)
+
+
 @pytest.mark.parametrize("act", [F.relu, lambda x: x])
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_sum_takes_the_memory_of_what_was_decoded_first(packs, act, monkeypatch):

@@ -22,6 +22,8 @@ class Block(nn.Module):
         conv, norm = _KINDS[dims]
         self.stem, self.first = conv(3, 12, 1), conv(12, 12, 3, **{"padding": 1, **options})
         self.norms = nn.ModuleList([norm(12), norm(12)])
+        for parameter in self.norms.parameters():
+            nn.init.uniform_(parameter, 0.5, 1.5)
         self.last, self.activation = conv(12, 4, 1), activation
 
     def forward(self, x):
