@@ -244,7 +244,7 @@ def test_sums_and_masks_of_large_tensors_are_decoded_in_one_pass(
 def test_a_sum_leaves_what_is_kept_as_it_is(monkeypatch):
     monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
     with region(FOUR):
-        y, decoded = normalized(norm="batch")
+        y, _ = normalized(norm="batch")
         kept = known_values.find(y, FOUR)
     x = torch.randn(y.shape)
     before, parts = x.clone(), [((x,), decoders.AS_IT_IS), kept]
