@@ -113,12 +113,12 @@ class BackwardSettings:
     """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
 
     draws_size: bool = field(init=False, repr=False, compare=False)
-    """Whether the quantizer first draws on the host how many bytes a tensor takes (``sized``)."""
+    """Whether the quantizer first draws on the host how many bytes a tensor takes (``with_drawn_size``)."""
     quantizes_forward: bool = field(init=False, repr=False, compare=False)
     """Whether norms go on with the values that are stored, in eval mode and without gradients too."""
 
     observes: bool = field(init=False, repr=False, compare=False)
-    """Whether the quantizer has statistics, which it takes of each tensor in the forward pass (``observed``)."""
+    """Whether the quantizer takes statistics of each tensor in the forward pass (``with_statistics_of``)."""
 
     is_exact: bool = field(init=False, repr=False, compare=False)
     """Whether activations are stored as they are, and only what is exact is packed: masks, codes of the forward."""
@@ -169,11 +169,11 @@ class BackwardSettings:
         derives = self.derive_min_bits > 0 and not (self.is_exact or self.is_lossless)
         object.__setattr__(self, "derives", derives)
         object.__setattr__(self, "derives_curved", derives and bits_of(self.quantizer) >= self.derive_min_bits)
-        object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "sized", None)))
-        rounds = getattr(self.quantizer, "of_normalized", None) is not None
+        object.__setattr__(self, "draws_size", callable(getattr(self.quantizer, "with_drawn_size", None)))
+        rounds = getattr(self.quantizer, "for_normalized", None) is not None
         rounds = rounds and getattr(self.quantizer, "quantize_forward", False)
         object.__setattr__(self, "quantizes_forward", bool(rounds))
-        object.__setattr__(self, "observes", callable(getattr(self.quantizer, "observed", None)))
+        object.__setattr__(self, "observes", callable(getattr(self.quantizer, "with_statistics_of", None)))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
             fields = self._fields[1:-1]
@@ -214,9 +214,9 @@ class BackwardSettings:
         return self.quantizes_forward or any(each is not None and each.changes_forward for _, each in self.of_functions)
 
     @functools.cached_property
-    def of_normalized(self) -> BackwardSettings | None:
+    def for_normalized(self) -> BackwardSettings | None:
         """How norms store a normalized input; None: norms store their input, as other ops do."""
-        quantizer = getattr(self.quantizer, "of_normalized", None)
+        quantizer = getattr(self.quantizer, "for_normalized", None)
         if quantizer is None:
             return None
         least = 0 if self.quantizes_forward else self.min_numel

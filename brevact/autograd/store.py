@@ -76,7 +76,7 @@ class Store(EagerKeeper):
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""
-        return self._keep(x, self.settings.of_normalized, True, norm)
+        return self._keep(x, self.settings.for_normalized, True, norm)
 
     def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
         # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.
@@ -93,11 +93,11 @@ class Store(EagerKeeper):
             quantizer = settings.quantizer
             if settings.draws_size:
                 numel = Layout.of(x).numel
-                quantizer = quantizer.sized(numel, numel if repeats else self.seeds.next_on_host())
+                quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
             if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
                 x = x.detach()
             if settings.observes:
-                quantizer = quantizer.observed(norm.normalize(x) if normalizes else x, place)
+                quantizer = quantizer.with_statistics_of(norm.normalize(x) if normalizes else x, place)
             seed = self.seeds.next(x.device) if quantizer.is_stochastic else 0
             found = pack(x, quantizer, settings.save_mode, seed, norm if normalizes else None)
             if slot is not None:

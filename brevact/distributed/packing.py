@@ -36,7 +36,7 @@ def pack(quantizer: ActivationQuantizer, x: Tensor, place: tuple[int, int, int],
     The place is seed of the run, step and number of the parameter, the same on all ranks.
     """
     if isinstance(quantizer, MixingQuantizer):
-        quantizer = quantizer.sized(x.numel(), _seed(*place, _ALL_RANKS))
+        quantizer = quantizer.with_drawn_size(x.numel(), _seed(*place, _ALL_RANKS))
     return quantizer.quantize(x, _seed(*place, rank))
 
 

@@ -107,7 +107,7 @@ class BrevitasQuantizer(nn.Module):
         """Return a quantizer with these settings that quantizes each tensor by its own statistics."""
         return self._like(self.group_dim, collects=False) if self.has_state else self
 
-    def observed(self, x: Tensor, place: int = 0) -> ObservedQuantizer | UniformQuantizer:
+    def with_statistics_of(self, x: Tensor, place: int = 0) -> ObservedQuantizer | UniformQuantizer:
         """Take the statistics of a tensor, and return what quantizes it, now or later, without taking them again.
 
         The place says which of the tensors of a forward pass it is: each has statistics of its own.
@@ -142,7 +142,7 @@ class BrevitasQuantizer(nn.Module):
         Returns:
             The packed activation, on the device of ``x``.
         """
-        return self.observed(x).quantize(x, seed)
+        return self.with_statistics_of(x).quantize(x, seed)
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> BrevitasQuantizer:
         """Apply ``fn`` to nothing: Brevitas' calibration ends the collection of all quantizers that it reaches so."""

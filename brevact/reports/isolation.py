@@ -80,7 +80,7 @@ _OF_ONE_SIZE = _OfOneSize()
 class _MixtureStandIn(StandIn):
     """Stands in for a mixture, which draws a quantizer for each tensor."""
 
-    def sized(self, numel: int, host_seed: int) -> StandIn:
+    def with_drawn_size(self, numel: int, host_seed: int) -> StandIn:
         """Return what stores a tensor of so many elements, as a mixture does."""
         return StandIn(bit_width=self.bit_width, rounding=self.rounding, stands_for=_OF_ONE_SIZE)
 
@@ -92,7 +92,7 @@ def _finer(quantizer: Any) -> Any:
         return UniformQuantizer(bit_width=FINE_BIT_WIDTH, **form)
     if isinstance(quantizer, UniformQuantizer):
         form = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
-    kind = _MixtureStandIn if hasattr(quantizer, "sized") else StandIn
+    kind = _MixtureStandIn if hasattr(quantizer, "with_drawn_size") else StandIn
     return kind(**(form | {"bit_width": FINE_BIT_WIDTH, "stands_for": quantizer}))
 
 

@@ -112,7 +112,7 @@ def levels_in(case: Case, saved: Saved, x: Tensor, chosen: BackwardSettings) -> 
     """The normalized values that stored codes stand for, with the shape and memory order of x."""
     (codes,) = (t for t in saved.tensors if t.dtype is torch.uint8)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    settings = chosen if case is RMS else chosen.of_normalized or chosen
+    settings = chosen if case is RMS else chosen.for_normalized or chosen
     layout = Layout.of(normalize(x, None, torch.ones((), dtype=dtype)))
     return PackedActivation(PackedSpec.of(settings.quantizer, layout), codes).dequantize()
 
@@ -420,7 +420,7 @@ def test_frozen_norms_round_by_their_own_statistics(make):
             t.detach().view(view) for t in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
         )
         z = (x - mean) * torch.rsqrt(var + norm.eps)
-        levels = ROUNDED.quantizer.of_normalized.quantize(z).dequantize()
+        levels = ROUNDED.quantizer.for_normalized.quantize(z).dequantize()
         out, grads, saved = run(norm, x, ROUNDED)
         assert torch.equal(out, levels * weight + bias)
         g = weights_like(out)
@@ -526,15 +526,15 @@ def test_attached_regions_round_in_eval_mode_and_leave_no_trace():
     with torch.no_grad():
         rounded = norm(x)
     z = x / (1 + norm.eps) ** 0.5
-    assert torch.equal(rounded, ROUNDED.quantizer.of_normalized.quantize(z).dequantize())
+    assert torch.equal(rounded, ROUNDED.quantizer.for_normalized.quantize(z).dequantize())
     assert brevact.autograd.current_region() is None and torch._C._len_torch_function_stack() == 0
 
 
 def test_other_quantizers_do_not_round_the_forward_pass():
     assert not BackwardSettings(UniformQuantizer()).quantizes_forward
-    assert BackwardSettings(UniformQuantizer()).of_normalized is None
+    assert BackwardSettings(UniformQuantizer()).for_normalized is None
     assert not normalized().quantizes_forward and ROUNDED.quantizes_forward
-    assert ROUNDED.of_normalized.quantizer == NormalizedQuantizer(format="L4").of_normalized
+    assert ROUNDED.for_normalized.quantizer == NormalizedQuantizer(format="L4").for_normalized
 
 
 def test_rms_norm_has_no_form_of_its_own_for_levels():

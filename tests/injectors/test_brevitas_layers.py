@@ -237,7 +237,7 @@ def test_a_layer_collects_for_a_bounded_number_of_tensors():
     quantizer = layer.act_quant.quantizer
     assert len(quantizer.tensors) > 1
     for place in (0, 1000, 1001):
-        quantizer.observed(torch.randn(8) * place, place)
+        quantizer.with_statistics_of(torch.randn(8) * place, place)
     assert len(quantizer.tensors) <= 65
     assert quantizer.tensors["-1"].tensor_quant.scaling_impl.counter == 0
 

@@ -419,7 +419,7 @@ def test_evaluation_before_any_statistics_uses_those_of_the_tensor():
 def test_earlier_packs_keep_their_scale():
     quantizer = brevact.quantizer(Int8ActPerTensorFloatBatchQuant2d)
     packed = quantizer.quantize(activations())
-    observed = quantizer.observed(activations())
+    observed = quantizer.with_statistics_of(activations())
     before, decoded = packed.dequantize(), observed.quantize(activations()).dequantize()
     quantizer.quantize(activations() * 50)
     assert torch.equal(packed.dequantize(), before)

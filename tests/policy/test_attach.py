@@ -302,7 +302,7 @@ def test_norms_round_their_output_by_the_rule_for_them_in_eval_mode_too():
 class Observing(UniformQuantizer):
     """Tells the tensors of a region apart by their places."""
 
-    def observed(self, x: Tensor, place: int) -> UniformQuantizer:
+    def with_statistics_of(self, x: Tensor, place: int) -> UniformQuantizer:
         places.append((x.numel(), place))
         return self
 

@@ -60,7 +60,7 @@ def test_every_bucket_is_equally_likely_to_be_high():
 def test_buckets_are_drawn_independently():
     # Var of the number of high buckets is that of a binomial: n p (1 - p), with a standard error of 2 / draws.
     quantizer, draws, n = MixedQuantizer(bucket_size=8), 2000, 40
-    numbers = torch.tensor([float(quantizer.sized(8 * n, seed).high_count) for seed in range(draws)])
+    numbers = torch.tensor([float(quantizer.with_drawn_size(8 * n, seed).high_count) for seed in range(draws)])
     assert abs(numbers.var() / (n / 4) - 1) <= 5 * (2 / draws) ** 0.5
 
 
@@ -218,7 +218,7 @@ def test_another_probability_is_another_quantizer():
 
 
 def test_a_tensor_of_another_size_than_was_drawn_for_raises():
-    sized = MixedQuantizer(bucket_size=64).sized(6400, 0)
+    sized = MixedQuantizer(bucket_size=64).with_drawn_size(6400, 0)
     with pytest.raises(ValueError, match="6464 distinct elements"):
         sized.quantize(torch.randn(6464))
 

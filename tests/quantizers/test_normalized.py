@@ -41,7 +41,7 @@ FORMULAS = {
 def test_levels_are_those_of_the_formula(format):
     torch.manual_seed(0)
     x = torch.cat((torch.randn(50_000) * 3, torch.linspace(-40, 40, 20_001), torch.randn(1000) * 1e-3))
-    got = NormalizedQuantizer(format=format).of_normalized.quantize(x).dequantize().double()
+    got = NormalizedQuantizer(format=format).for_normalized.quantize(x).dequantize().double()
     want = FORMULAS[format.value](x.double())
     off = ~torch.isclose(got, want, rtol=2**-23, atol=0.0)
     # Bounds are float32: only values within a unit in the last place of one may go the other way.
@@ -52,7 +52,7 @@ def test_levels_are_those_of_the_formula(format):
 
 @pytest.mark.parametrize("format", NormalizedFormat)
 def test_every_code_has_its_level_and_zero_counts_as_positive(format):
-    q = NormalizedQuantizer(format=format).of_normalized
+    q = NormalizedQuantizer(format=format).for_normalized
     levels, bounds = format.halves()
     assert len(levels) == 2 ** (format.bit_width - 1) == len(bounds) + 1
     exact = torch.tensor([-level for level in reversed(levels)] + levels)
@@ -72,7 +72,7 @@ def test_normal_values_have_the_correlation_and_deviation_of_table_2(format, cor
     """By integration over quantiles, whose error is far below half a unit of the table's last digit, and 5e-5 of L2."""
     count = 2_000_000
     x = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count).float()
-    y = NormalizedQuantizer(format=format).of_normalized.quantize(x).dequantize().double()
+    y = NormalizedQuantizer(format=format).for_normalized.quantize(x).dequantize().double()
     x = x.double()
     found = (x * y).mean() / (x.square().mean() * y.square().mean()).sqrt()
     # The paper rounds what it gives to three digits; L2's constant 1.034 itself is rounded, to half of 0.001 relative.
@@ -83,7 +83,7 @@ def test_normal_values_have_the_correlation_and_deviation_of_table_2(format, cor
 @pytest.mark.parametrize("format", ["L3", "L4", "L5", "U4", "U5", "U8", "O4"])
 def test_stochastic_rounding_is_unbiased_inside_the_grid(format):
     torch.manual_seed(0)
-    q = NormalizedQuantizer(format=format, rounding="stochastic").of_normalized
+    q = NormalizedQuantizer(format=format, rounding="stochastic").for_normalized
     end = NormalizedFormat(format).halves()[0][-1]
     x = torch.linspace(-end, end, 400)
     draws = torch.stack([q.quantize(x, seed=seed).dequantize().double() for seed in range(1000)])
@@ -95,7 +95,7 @@ def test_stochastic_rounding_is_unbiased_inside_the_grid(format):
 
 def test_stochastic_rounding_keeps_levels():
     x = torch.tensor(NormalizedFormat.L4.halves()[0])
-    q = NormalizedQuantizer(format="L4", rounding=Rounding.STOCHASTIC).of_normalized
+    q = NormalizedQuantizer(format="L4", rounding=Rounding.STOCHASTIC).for_normalized
     assert all(torch.equal(q.quantize(x, seed=seed).dequantize(), x) for seed in range(50))
 
 
@@ -120,7 +120,7 @@ def test_channels_store_their_mean_and_deviation(memory_format):
 def test_normalized_values_store_codes_alone():
     x = torch.randn(4096)
     for format in NormalizedFormat:
-        packed = NormalizedQuantizer(format=format).of_normalized.quantize(x)
+        packed = NormalizedQuantizer(format=format).for_normalized.quantize(x)
         assert packed.nbytes == 512 * format.bit_width
 
 
@@ -143,7 +143,7 @@ def test_wrong_settings_raise(setting, error, message):
 def test_levels_of_fake_tensors_and_of_real_ones_are_kept_apart(format):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 8)
-    for quantizer in (NormalizedQuantizer(format=format), NormalizedQuantizer(format=format).of_normalized):
+    for quantizer in (NormalizedQuantizer(format=format), NormalizedQuantizer(format=format).for_normalized):
         expected = quantizer.quantize(x).dequantize()
         normalized._kept_levels.cache_clear()  # as in a process that begins with fake tensors
         with FakeTensorMode():

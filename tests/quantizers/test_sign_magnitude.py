@@ -146,7 +146,7 @@ def test_settings_survive_their_text_form_and_strings():
     quantizer = SignMagnitudeQuantizer(bucket=None, rounding="nearest", use_max=False, scale_dtype=torch.bfloat16)
     assert quantizer.rounding is Rounding.NEAREST
     assert from_text(to_text(quantizer)) == quantizer
-    sized = quantizer.with_probability(0.5).sized(1000, 3)
+    sized = quantizer.with_probability(0.5).with_drawn_size(1000, 3)
     assert from_text(to_text(sized)) == sized
 
 

@@ -222,7 +222,7 @@ class _TracedRegion(Keeper):
         return pack(x.detach(), quantizer, self.settings.save_mode, key, norm)
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
-        return _TracedRegion(self.settings.of_normalized, []).keep(x, norm=norm)
+        return _TracedRegion(self.settings.for_normalized, []).keep(x, norm=norm)
 
     def keep_activation(self, x: Tensor) -> Saved:
         # Without a gradient it is a mask or a buffer, which somebody holds anyway.
@@ -238,7 +238,7 @@ class _TracedRegion(Keeper):
         """
         numel = int(Layout.of(x).numel)
         seed = (torch.default_generator.initial_seed() ^ rank_seed()) + numel * _PLACES + _next_place()
-        return self.settings.quantizer.sized(numel, seed % 2**63)
+        return self.settings.quantizer.with_drawn_size(numel, seed % 2**63)
 
     def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
         """What is drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""

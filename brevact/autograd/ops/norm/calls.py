@@ -60,7 +60,7 @@ def _torch_batch_norm(
         norm = Frozen(torch.batch_norm, *running, momentum, eps, cudnn_enabled)
         return apply(region, norm, input, weight, bias)
     norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
-    is_torchs = requires_grad(input, weight) and region.settings.of_normalized is None
+    is_torchs = requires_grad(input, weight) and region.settings.for_normalized is None
     runner = region.torch_runner(input, *running) if is_torchs else None
     if runner is not None:
         return runner.run_torch_norm(norm, input, weight, bias)

@@ -7,7 +7,7 @@ other scales in one bucket do not add their noise to each other's gradients. Bat
 packs its input by a plan where it can (`planned_batch_norm`). Otherwise it is torch's own op where that is possible, as
 convolutions are, and is given x^ / invstd + mean.
 
-A quantizer with ``of_normalized`` stores x^ on a fixed grid. Where a group held NaN or an infinity its invstd is NaN,
+A quantizer with ``for_normalized`` stores x^ on a fixed grid. Where a group held NaN or an infinity its invstd is NaN,
 and so are the gradients. With ``quantize_forward`` the affine step reads the stored values in place of x^, and the
 gradient passes straight through: out = weight * x^ + bias, rounded. Source: Graham, arXiv:1702.08231, sections 1.3 to
 1.5.
@@ -57,7 +57,7 @@ class _Norm(Saving):
         reads_x = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         x, w, b = _to_autocast(norm, input, weight, bias)
         ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
-        if norm.has_mean and region.settings.of_normalized is not None:
+        if norm.has_mean and region.settings.for_normalized is not None:
             out, kept = _run_levels(region, norm, input, x, w, b)
         else:
             out, mean, invstd = norm.forward(x, w, b)

@@ -79,7 +79,7 @@ class MixingQuantizer(ABC):
         """Whether the codes depend on the seed: by rounding, or by the choice of the buckets."""
         return self.low.is_stochastic or self.high.is_stochastic or 0 < self.probability < 1
 
-    def sized(self, numel: int, host_seed: int) -> BucketQuantizer | SizedMix:
+    def with_drawn_size(self, numel: int, host_seed: int) -> BucketQuantizer | SizedMix:
         """Draw how many buckets of a tensor are high.
 
         Args:
@@ -119,7 +119,7 @@ class MixingQuantizer(ABC):
         refuse_wrapped(x)
         numel = Layout.of(x).numel
         if not self.is_stochastic:
-            return self.sized(numel, 0).quantize(x)
+            return self.with_drawn_size(numel, 0).quantize(x)
         key = seed_value(seed, x.device)
         on_host = not isinstance(key, Tensor) or (key.is_cpu and not is_traced(key))
         if on_host:
@@ -127,7 +127,7 @@ class MixingQuantizer(ABC):
         else:
             with disable_modes():
                 host_seed = int(torch.randint(2**63 - 1, (), device="cpu"))
-        return self.sized(numel, host_seed).quantize(x, key)
+        return self.with_drawn_size(numel, host_seed).quantize(x, key)
 
 
 def check_probability(name: str, value: object) -> None:

@@ -73,7 +73,7 @@ class SizedMix(Quantizer):
         if numel != self.numel:
             raise ValueError(
                 f"x: got a tensor of {numel} distinct elements; the numbers of buckets were drawn for one of "
-                f"{self.numel}; quantize it by the MixingQuantizer, or call its sized with that number"
+                f"{self.numel}; quantize it by the MixingQuantizer, or call its with_drawn_size with that number"
             )
         assert seed is not None  # a mix is always stochastic
         with torch.no_grad():

@@ -113,7 +113,7 @@ class NormalizedQuantizer(GridQuantizer):
     """Quantizer to fixed levels of (x - mean) / deviation, with the mean and standard deviation of each channel.
 
     A batch, layer, group or instance norm in a region stores the codes of what it has normalized itself
-    (`of_normalized`), and no metadata. Elsewhere each channel stores float32 mean and deviation, computed from values
+    (`for_normalized`), and no metadata. Elsewhere each channel stores float32 mean and deviation, computed from values
     counted in 65535ths of the channel's range, so that they are the same on every device; a constant channel decodes
     exactly. There is no code for 0: sign(0) is taken as +1.
 
@@ -124,7 +124,7 @@ class NormalizedQuantizer(GridQuantizer):
     `quantize_forward` asks for.
 
     >>> q = NormalizedQuantizer(format="L4")
-    >>> q.of_normalized.quantize(torch.tensor([-20.0, -0.3, 0.0, 0.7, 0.8, 2.9])).dequantize()
+    >>> q.for_normalized.quantize(torch.tensor([-20.0, -0.3, 0.0, 0.7, 0.8, 2.9])).dequantize()
     tensor([-16.0000,  -0.2500,   0.1250,   0.5000,   1.0000,   2.0000])
 
     Args:
@@ -163,7 +163,7 @@ class NormalizedQuantizer(GridQuantizer):
         return self.format.bit_width
 
     @property
-    def of_normalized(self) -> NormalizedCodes:
+    def for_normalized(self) -> NormalizedCodes:
         """The same format for values that are normalized already."""
         return NormalizedCodes(format=self.format, rounding=self.rounding)
 
