@@ -336,7 +336,7 @@ FAULTS = (
         "other settings get the packs of the first",
         "autograd/sharing.py",
         "x.dtype, x.is_neg(), settings)",
-        "x.dtype, x.is_neg())",
+        "x.dtype, x.is_neg(), (None, *settings[1:]))",
         REGIONS,
     ),
     Fault(

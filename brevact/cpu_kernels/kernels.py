@@ -25,7 +25,8 @@ class Kernel:
         self._task: Task | None = None
         self._address: int | None = None
         self._function: Callable[[int], None] | None = None
-        self.words = ctypes.c_int64 * (function.__code__.co_argcount + 1)
+        self._count = function.__code__.co_argcount + 1
+        self._array = ctypes.c_int64 * self._count
         _kernels.append(self)
 
     @property
@@ -45,6 +46,16 @@ class Kernel:
         if self._task is None:
             self._task = Task(self.__module__, self.__name__, stem_of(self.__wrapped__))
         return self._task
+
+    def words(self, *values: int) -> ctypes.Array:
+        """Words of the C function, of which ctypes would leave out some without a word.
+
+        Raises:
+            TypeError: There are more or fewer.
+        """
+        if len(values) != self._count:
+            raise TypeError(f"{self.__name__} takes {self._count - 1} arguments, and got {len(values) - 1}")
+        return self._array(*values)
 
     def __call__(self, *arguments: int) -> None:
         """Run the blocks from the last but one argument to the last one, in this thread, without the GIL."""

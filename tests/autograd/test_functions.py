@@ -12,16 +12,11 @@ from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.quantizers import PackedActivation, Rounding
 from tests.autograd import ops
 from tests.autograd.measuring import Mirrored, settings, watch_saved
-from tests.crosses import taking_turns
 
 EXACT_VALUES = settings(bit_width=32)
 
 
-def name_of(value: ops.Op | torch.dtype) -> str:
-    return value.name if isinstance(value, ops.Op) else str(value)
-
-
-by_name = {"ids": name_of}
+by_name = {"ids": lambda op: op.name}
 
 
 def run(op: ops.Op, function, x: Tensor, chosen: BackwardSettings | None, seed: int = 0):
@@ -51,7 +46,8 @@ def test_forward_is_bit_equal(op):
             assert torch.equal(stored.state_dict()[key], value), key
 
 
-@pytest.mark.parametrize("op, dtype", taking_turns(ops.ALL, [torch.float32, torch.float64]), ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("op", ops.ALL, **by_name)
 def test_gradients_at_full_precision_are_torchs_own(op, dtype):
     # 32 bits store each tensor as it is: what remains is the formula of the backward pass.
     function = op.make()
@@ -228,7 +224,8 @@ def test_channels_last_strides_and_gradients(op):
         torch.testing.assert_close(grad, reference, rtol=tolerance, atol=tolerance * reference.abs().max().item())
 
 
-@pytest.mark.parametrize("op, dtype", taking_turns(MAPS, [torch.bfloat16, torch.float16]), ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", MAPS, **by_name)
 def test_half_precision_runs_as_torch_does(op, dtype):
     function = op.make()
     function = function.to(dtype) if isinstance(function, nn.Module) else function

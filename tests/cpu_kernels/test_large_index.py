@@ -44,7 +44,7 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
     assert torch.equal(codes, pack(q, bit_width, BLOCK))
 
     y = torch.full((BLOCK,), float("nan"))
-    dequantize_blocks(*pointers, 0, y.data_ptr() - 4 * first, table.address, 0, first_block, first_block + 1)
+    dequantize_blocks(*pointers, 0, y.data_ptr() - 4 * first, table.address, 0, 0, first_block, first_block + 1)
     assert torch.equal(y, m + s * q)
 
 

@@ -54,3 +54,10 @@ def test_largest_blocks_fit_small_stacks():
     environment = {**os.environ, "OMP_STACKSIZE": "64k"}
     run = subprocess.run([sys.executable, "-c", SMALL_STACKS], env=environment, timeout=120, check=False)
     assert run.returncode == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 1 << 12])
+def test_a_kernel_refuses_another_number_of_arguments(blocks: int):
+    """Words that are left out would be 0: no step from block to block, and no end."""
+    with pytest.raises(TypeError, match="fill_blocks takes 7 arguments, and got 6"):
+        share(fill_blocks, (0, 0, 4, 0), blocks, 512, 2)

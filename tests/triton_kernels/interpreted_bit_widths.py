@@ -25,9 +25,9 @@ def test_quantize_bytes_for_every_bit_width(bit_width: int, rounding: Rounding, 
 
 
 @pytest.mark.parametrize("bit_width", [2, 24])
-def test_quantize_rounds_halves_to_even(bit_width: int):
-    """Every position is half of an integer, or one."""
-    x = torch.arange(512) / 2
+def test_quantize_rounds_to_the_nearest_and_halves_to_even(bit_width: int):
+    """Every position is a quarter of an integer, two, three or four."""
+    x = torch.arange(512) / 4
     x[-1] = 2**bit_width - 1
     x = x.clamp(max=2**bit_width - 1)
     quantizer = UniformQuantizer(bit_width=bit_width, rounding=Rounding.NEAREST, scale_dtype=torch.float32)
