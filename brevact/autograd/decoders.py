@@ -98,7 +98,7 @@ class PackedOnBackward(NamedTuple):
         return self._pack(tensors).dequantize_multiply(grad)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].nbytes
+        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # of symbols, too
 
 
 class _Mask(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -141,7 +141,7 @@ def _fused(expression: Call, parts: list[Saved], grad: Tensor | None) -> Tensor 
 
 def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor], *, is_whole: bool = False) -> Tensor:
     """Value of an expression; ``is_whole`` says that it is no part of another one, which may read the same sources."""
-    if is_whole and (found := _in_one_pass(expression, parts)) is not None:
+    if is_whole and (found := _in_one_pass(expression, parts, decoded)) is not None:
         return found
     if isinstance(expression, int):
         if expression not in decoded:
@@ -159,41 +159,42 @@ def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor
     return expression.function(*(_value(operand, parts, decoded) for operand in expression.operands))
 
 
-def _in_one_pass(expression: Call | int, parts: list[Saved]) -> Tensor | None:
-    """Value of the output of a norm, of its sum with another source, of both times a mask; each is read once.
+def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor | None:
+    """Value of the output of a norm, of its sum with another source, or of both times a mask, decoded in one pass.
 
-    None for other expressions, and where a decoder takes more than one pass.
+    None for other expressions, and where that takes more than one pass; what was decoded on the way is in ``decoded``.
     """
     if isinstance(expression, int):
         return None
-    total: Call | int = expression
+    total: Any = expression
     mask = None
     if isinstance(expression.function, ByMask):
         total, mask = expression.operands
         if expression.function.factor != 1.0:
             return None
-    operands = (total,) if isinstance(total, int) else total.operands if total.function in _SUMS else ()
+    operands = [total] if isinstance(total, int) else total.operands if any(total.function is f for f in _SUMS) else ()
     if not operands or not all([isinstance(operand, int) for operand in operands]):
         return None
-    sources = sorted((parts[operand] for operand in operands), key=_is_output)  # type: ignore[index]
-    tensors, decoder = sources[-1]
-    if not _is_output(sources[-1]) or decoder.is_read_again(tensors):  # type: ignore[attr-defined]
+    *others, last = sorted(operands, key=lambda number: _is_output(parts[number]))
+    tensors, decoder = cast("tuple[tuple[Tensor, ...], Any]", parts[last])
+    if not _is_output(parts[last]) or not decoder.is_affine or decoder.is_read_again(tensors) or last in others:
         return None
     bits = None
     if mask is not None:
-        layout = Layout.of_sizes(decoder.shape, decoder.source.stride(tensors), decoder.dtype)  # type: ignore[attr-defined]
-        bits = parts[mask][1].bits(parts[mask][0], layout)  # type: ignore[attr-defined, index]
+        layout = Layout.of_sizes(decoder.shape, decoder.source.stride(tensors), decoder.dtype)
+        packed, of_mask = cast("tuple[tuple[Tensor, ...], Any]", parts[cast("int", mask)])
+        bits = of_mask.bits(packed, layout)
         if bits is None:
             return None
-    addend, is_new = None, False
-    if len(sources) == 2:
-        if decoder.dtype is not torch.float32:  # type: ignore[attr-defined]
-            return None
-        addend = sources[0][1].decode(sources[0][0])
-        if addend.shape != decoder.shape:  # type: ignore[attr-defined]
-            return None
-        is_new = _is_new(addend, sources[0])
-    return decoder.decode_in_one_pass(tensors, addend, bits, overwrites=is_new)  # type: ignore[attr-defined, no-any-return]
+    if not others:
+        return cast("Tensor | None", decoder.decode_in_one_pass(tensors, None, bits, overwrites=False))
+    if decoder.dtype is not torch.float32:
+        return None
+    addend = decoded[others[0]] = parts[others[0]][1].decode(parts[others[0]][0])
+    if addend.shape != decoder.shape:
+        return None
+    is_new = _is_new(addend, parts[others[0]])
+    return cast("Tensor | None", decoder.decode_in_one_pass(tensors, addend, bits, overwrites=is_new))
 
 
 def _is_output(source: Saved) -> bool:
@@ -201,7 +202,7 @@ def _is_output(source: Saved) -> bool:
     return hasattr(source[1], "decode_in_one_pass")
 
 
-_SUMS = frozenset((torch.add, Tensor.add, Tensor.__add__))
+_SUMS = torch.add, Tensor.add, Tensor.__add__
 
 
 def _is_new(values: Tensor, source: Saved) -> bool:

@@ -168,7 +168,7 @@ class PackedOnBackward(Centred):
     normalized_in_graph = Centred.normalized
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.FULL_PRECISION, tensors[0].nbytes
+        return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # of symbols, too
 
 
 class OutputDecoder(NamedTuple):
@@ -213,6 +213,11 @@ class OutputDecoder(NamedTuple):
         """Return whether the decoded tensor is held for other readers."""
         return is_held(self.shape.numel(), tensors[0])
 
+    @property
+    def is_affine(self) -> bool:
+        """Whether packed values are multiplied by weights, as :meth:`decode_in_one_pass` does."""
+        return self.has[0] and isinstance(self.source, PackedDecoder)
+
     def decode_in_one_pass(
         self, tensors: tuple[Tensor, ...], addend: Tensor | None, mask: Tensor | None, *, overwrites: bool
     ) -> Tensor | None:
@@ -224,8 +229,6 @@ class OutputDecoder(NamedTuple):
             mask: the packed mask, of a tensor in the memory order of the output.
             overwrites: see ``addend``.
         """
-        if self.is_read_again(tensors):
-            return None
         if self.plan is not None and (addend is None or self.plan.matches(addend)):
             shift = tensors[2] if self.has[1] else None
             return self.plan.decode_affine(tensors[0], tensors[1], shift, addend, mask, overwrites=overwrites)

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from brevact.arguments import check_model
 from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
-from brevact.autograd.storage_report import DERIVED, NO_QUANTIZER, PACKED, recording
+from brevact.autograd.storage_report import DERIVED, FULL_PRECISION, NO_QUANTIZER, ON_BACKWARD, PACKED, recording
 from brevact.autograd.storages import storage_address
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.policy.attach import attach_policy
@@ -171,10 +171,12 @@ def _measure(
             layer, size = running[-1], 0 if place in held else x.untyped_storage().nbytes()
             how, why = stored.how, stored.why
             if how == DERIVED:
-                if x.dtype is torch.uint8 and place in held:
+                is_packed = x.dtype is torch.uint8
+                is_source = is_packed or 0 < stored.tensor_bytes <= x.nbytes  # as it is, to be packed on backward
+                if is_source and place in held:
                     source = held[place][1]
-                if x.dtype is torch.uint8 and place not in held:  # the source itself
-                    how = PACKED
+                if is_source and place not in held:
+                    how, why = (PACKED, why) if is_packed else (FULL_PRECISION, ON_BACKWARD)
                 else:
                     why = f"derived from {source or '(model)'}"
                     held.setdefault(place, (x, source))

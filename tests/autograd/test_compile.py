@@ -280,6 +280,25 @@ GROUPS_AND_WIDTHS = {
 }
 
 
+@pytest.mark.parametrize("act", [F.silu, lambda x: F.silu(x, inplace=True)])
+def test_dynamic_sizes_of_what_is_quantized_on_backward(act):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+        def forward(self, x):
+            return self.last(act(self.first(x)))
+
+    net = brevact.quantize_backward(Net(), brevact.StochBackward4bit.let(save_mode=SaveMode.QUANTIZE_ON_BACKWARD))
+    run = compiled(net, dynamic=True)
+    for sizes in ((2, 3, 28, 32), (3, 3, 40, 29)):
+        x = torch.randn(sizes)
+        assert torch.allclose(run(x), net(x), atol=1e-5)
+        run(x).square().mean().backward()
+    assert all(x.grad.isfinite().all() and x.grad.any() for x in net.parameters())
+
+
 @pytest.mark.parametrize("name, dynamic", taking_turns(list(GROUPS_AND_WIDTHS), [True, False]))
 def test_groups_and_widths_compile(name, dynamic):
     quantizer = GROUPS_AND_WIDTHS[name]

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from brevact import StochBackward2bit, StochBackward4bit, StochBackward8bit
 from brevact.autograd import SaveMode, decoded_last, decoders, derivations, expressions, known_values, region
 from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.store import find_packed
+from brevact.quantizers import PackedActivation
 from tests.autograd.measuring import settings, watch_saved
 
 FOUR = settings(bit_width=4)
@@ -233,12 +235,37 @@ def test_sums_and_masks_of_large_tensors_are_decoded_in_one_pass(
             x for _ in range(2) for x in torch.autograd.grad(total, wanted, retain_graph=True, materialize_grads=True)
         ]
 
-    monkeypatch.setattr(expressions, "_in_one_pass", lambda expression, parts: None)
+    monkeypatch.setattr(expressions, "_in_one_pass", lambda *_: None)
     expected = run()
     monkeypatch.undo()
     monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
     found = run()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_expressions_of_functions_without_a_hash():
+    weight = torch.randn(4, 8, 3, 3, requires_grad=True)
+    with region(FOUR):
+        y = F.batch_norm(images() * 1, None, None, torch.ones(8, requires_grad=True), training=True)
+        out = F.conv2d(y.repeat_interleave(np.array(2), 2), weight)
+    assert torch.autograd.grad(out.sum(), weight)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("norm", [lambda x: F.batch_norm(x, None, None, training=True), lambda x: F.group_norm(x, 2)])
+@pytest.mark.parametrize("mode", SaveMode)
+def test_each_source_of_a_sum_is_decoded_once(mode, norm, monkeypatch):
+    """Where one pass does not do, since there is no weight, what was decoded for it is not thrown away."""
+    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    weight, found = torch.randn(4, 8, 3, 3, requires_grad=True), []
+    decode = PackedActivation.dequantize
+    with region(settings(save_mode=mode)):
+        x, other = images() * 1, images() * 1
+        beside = F.conv2d(other, weight, padding=1)
+        out = F.conv2d(F.relu(norm(x) + other), weight, padding=1)
+    monkeypatch.setattr(PackedActivation, "dequantize", lambda packed: found.append(packed) or decode(packed))
+    torch.autograd.grad(out.sum(), weight)
+    del beside
+    assert len(found) == 2
 
 
 def test_a_sum_leaves_what_is_kept_as_it_is(monkeypatch):
@@ -248,7 +275,7 @@ def test_a_sum_leaves_what_is_kept_as_it_is(monkeypatch):
         kept = known_values.find(y, FOUR)
     x = torch.randn(y.shape)
     before, parts = x.clone(), [((x,), decoders.AS_IT_IS), kept]
-    found = expressions._in_one_pass(expressions.Call(torch.add, (0, 1), -1), parts)
+    found = expressions._in_one_pass(expressions.Call(torch.add, (0, 1), -1), parts, {})
     assert torch.equal(x, before) and torch.equal(found, kept[1].decode(kept[0]) + x)
 
 

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from brevact.cpu_kernels.fill import fill_blocks
 from brevact.cpu_kernels.teams import SMALLEST_SHARE, share
 from tests.cpu_kernels.example_kernels import count
 

@@ -378,6 +378,14 @@ def test_a_row_without_plain_bytes_says_why():
     assert line.endswith("plain stores the tensor of 2, which counts there")
 
 
+def test_a_function_in_place_has_the_row_of_the_copy_that_it_keeps():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(inplace=True), nn.Conv2d(8, 8, 1))
+    brevact.quantize_backward(model, brevact.StochBackward4bit.let(save_mode=brevact.SaveMode.QUANTIZE_ON_BACKWARD))
+    rows = {row.layer: row for row in brevact.memory_report(model, torch.randn(8, 3, 32, 32)).rows}
+    assert rows["1"].saved_bytes == 4 * 8 * 8 * 30 * 30 and rows["2"].saved_bytes == 0
+    assert "derived from 1" in rows["2"].note
+
+
 def test_a_row_that_stores_nothing_says_what_derives_it():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 1))
     report = brevact.memory_report(brevact.quantize_backward(model), torch.randn(8, 3, 32, 32))

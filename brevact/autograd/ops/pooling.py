@@ -78,7 +78,7 @@ class _Windows(NamedTuple):
     def position(self, index: Tensor) -> Tensor:
         """Flat input index (.., *outputs) -> position in the window (elements,), int32.
 
-        It is looked up by the distance: dividing each index takes 60 times as long. Where a window is wider than the
+        It is looked up by the distance: dividing each index takes far longer. Where a window is wider than the
         input, two positions may have one distance; either gives the index back.
         """
         distance, farthest = self._distances(index.device)
