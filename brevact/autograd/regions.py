@@ -45,10 +45,9 @@ _is_grad_enabled = torch.is_grad_enabled
 class Region(Store):
     """One entry of the stack of active regions; the outermost one owns the mode, the seeds and the module list.
 
-    Args:
-        settings: what ops inside store, or None for full precision.
-        owner: the module whose forward runs in the region; None for a ``with`` block.
-        norms_only: whether nothing is packed, and norms alone go on with rounded values: for a module in eval mode.
+    Without settings its ops keep full precision. The owner is the module whose forward runs in it, None for a ``with``
+    block. With ``norms_only`` nothing is packed, and norms alone go on with rounded values, as in a module in eval
+    mode.
     """
 
     def __init__(

@@ -73,14 +73,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class SeedStream:
-    """Seeds of one root region.
+    """Seeds of one root region, for the forward of a module, its owner, or for a ``with`` block.
 
     CPU seeds are Python integers; on other devices they are 0-d int64 tensors on the device, drawn there, so that no
-    draw synchronizes.
-
-    Args:
-        owner: module whose forward runs in the region; None for a ``with`` block.
-        replays: whether the region belongs to the recomputation of a non-reentrant checkpoint.
+    draw synchronizes. A stream replays where the region belongs to the recomputation of a non-reentrant checkpoint.
     """
 
     def __init__(self, owner: object = None, *, replays: bool = False) -> None:

@@ -69,9 +69,7 @@ class ModelState:
     """The weights that a root region knows by their storage.
 
     Parameters and buffers of the modules that run, and what is computed from them without a gradient (a sign, a mask).
-
-    Args:
-        owner: the module that the region belongs to; None: modules are noticed as they run.
+    Without an owner, the module that the region belongs to, modules are noticed as they run.
     """
 
     def __init__(self, owner: nn.Module | None) -> None:

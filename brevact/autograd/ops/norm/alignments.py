@@ -26,8 +26,7 @@ def along_last_dims(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 class OverChannels(NamedTuple):
     """One mean and one deviation a channel, or a channel of a sample; so of weights.
 
-    Args:
-        eps: of a norm that keeps variances: what is added to them; None for one that keeps inverse deviations.
+    A norm that keeps variances adds ``eps`` to them; it is None for one that keeps inverse deviations.
     """
 
     eps: float | None = None
@@ -57,11 +56,7 @@ class OverLastDims(NamedTuple):
 
 
 class OverGroups(NamedTuple):
-    """One mean and one deviation a group of the channels of a sample; weights are one number a channel.
-
-    Args:
-        groups: number of groups.
-    """
+    """One mean and one deviation a group of the channels of a sample; weights are one number a channel."""
 
     groups: int
 

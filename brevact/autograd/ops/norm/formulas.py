@@ -65,20 +65,11 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm by the statistics of the batch, as PyTorch computes it.
+    """Batch norm of an (N, C, ...) tensor by the statistics of the batch, as PyTorch computes it; the others are (C,)
+    each.
 
-    Args:
-        x: (N, C, ...) floating-point tensor.
-        weight: (C,) factors.
-        bias: (C,) offsets.
-        running_mean: (C,) means, moved by a part of the difference.
-        running_var: (C,) variances, moved.
-        momentum: the part.
-        eps: added to variances.
-        cudnn_enabled: whether cuDNN may run on a GPU.
-
-    Returns:
-        The output, and the (C,) means and inverse deviations.
+    It moves the running statistics by a part of the difference, the momentum, and returns the output, means and inverse
+    deviations. cuDNN may run on a GPU where that is enabled.
     """
     running = running_mean, running_var
     out, mean, invstd, _, _ = batch_norm_impl_index(x, weight, bias, *running, True, momentum, eps, cudnn_enabled)
