@@ -18,11 +18,6 @@ def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.reshape(samples, shape[1], *[1] * (len(shape) - 2))
 
 
-def along_last_dims(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Give numbers of the last dimensions of a tensor of this shape as many dimensions as it has."""
-    return x.view(*[1] * (len(shape) - x.dim()), *x.shape)
-
-
 class OverChannels(NamedTuple):
     """One mean and one deviation a channel, or a channel of a sample; so of weights.
 
@@ -49,7 +44,7 @@ class OverLastDims(NamedTuple):
         return statistic
 
     def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return along_last_dims(weight, shape)
+        return weight.view(*[1] * (len(shape) - weight.dim()), *weight.shape)
 
     def inverse(self, spread: Tensor) -> Tensor:
         return in_float32(spread)
