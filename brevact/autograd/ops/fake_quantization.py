@@ -178,16 +178,7 @@ class _WeightFakeQuantization(Saving):
     is_brevact = False  # what it returns is a weight
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        integers: Integers,
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor,
-        pre_scale: Tensor,
-        pre_zero_point: Tensor,
-    ) -> Tensor:
-        given = (x, scale, zero_point, pre_scale, pre_zero_point)
+    def forward(ctx: Any, integers: Integers, *given: Tensor) -> Tensor:
         out = integers.quantized(*given)
         save(ctx, exact=given)
         ctx.integers = integers
@@ -197,13 +188,14 @@ class _WeightFakeQuantization(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, zero_point, pre_scale, pre_zero_point = load(ctx)
+        x, *constants = load(ctx)
+        scale, zero_point, pre_scale, pre_zero_point = constants
         integers = ctx.integers
         _, rounded, q = integers.of(x, pre_scale, pre_zero_point)
         blocked = integers.blocked(rounded)
         through = (grad * scale).to(q.dtype)
         clipped = through if blocked is None else masked_fill_(through.clone(), blocked, 0.0)
-        shapes = (scale.shape, zero_point.shape, pre_scale.shape, pre_zero_point.shape)
+        shapes = tuple(each.shape for each in constants)
         needs = ctx.needs_input_grad[1:]
         return None, *_gradients(needs, shapes, grad, q - zero_point, through, clipped, x / pre_scale, pre_scale)
 
