@@ -31,13 +31,7 @@ from brevact.autograd.store import Store
 from brevact.autograd.transforms import is_distributed
 from brevact.autograd.weights import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
-from brevact.private_names.of_torch import (
-    REGIONS,
-    is_any_autocast_enabled,
-    pop_hooks,
-    push_hooks,
-    top_hooks,
-)
+from brevact.private_names.of_torch import REGIONS, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
 
 _is_grad_enabled = torch.is_grad_enabled
 

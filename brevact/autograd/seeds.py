@@ -48,9 +48,8 @@ _lock = threading.Lock()
 _in_use: collections.Counter[int] = collections.Counter()  # bases of the regions that are active, in all threads
 _recomputed: tuple[int, int] = (-1, 0)  # the backward pass that runs, and how many regions it has entered
 _MOST_ROOTS = 1 << 16
-_roots: collections.OrderedDict[int, int] = (
-    collections.OrderedDict()
-)  # ids of their owners, by base: root regions of forwards
+#: Ids of the owners of root regions of forwards, by base.
+_roots: collections.OrderedDict[int, int] = collections.OrderedDict()
 _given: Iterator[int] | None = None  # seeds of regions, one after the other, in all threads
 
 

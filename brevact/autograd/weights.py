@@ -23,15 +23,9 @@ _WEIGHT_NUMEL = "brevact.weight_numel"
 #: Nodes of layers, which ran where no region saw them: what they return is an activation.
 _PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
-    *(
-        "ConvolutionBackward",
-        "EmbeddingBackward",
-        "NativeBatchNormBackward",
-        "CudnnBatchNormBackward",
-        "MiopenBatchNormBackward",
-        "NativeLayerNormBackward",
-    ),
-    *("NativeGroupNormBackward", "ScaledDotProduct", "MaxPool", "AvgPool", "IndexSelectBackward"),
+    *("ConvolutionBackward", "EmbeddingBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward"),
+    *("MiopenBatchNormBackward", "NativeLayerNormBackward", "NativeGroupNormBackward", "ScaledDotProduct"),
+    *("MaxPool", "AvgPool", "IndexSelectBackward"),
 )
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
 _MAX_NODES = 128

@@ -17,9 +17,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @kernel
 def fill_blocks(target, mask, itemsize, value, numel, start, stop):
-    """Overwrite the elements of blocks start to stop, of 2, 4 or 8 bytes, where a bool of the mask is set, by these
-    bits.
-    """
+    """Overwrite the elements of blocks start to stop, of 2, 4 or 8 bytes, by these bits where the mask is set."""
     first = start * BLOCK
     count = min(stop * BLOCK, numel) - first
     bits = advance(u8_at(mask), first)
