@@ -79,12 +79,9 @@ def quality_of(decoder: Any) -> Quality:
 class Derivation(NamedTuple):
     """How a result derives from what keeps the operands of an op, whatever their values.
 
-    Args:
-        decoder: of the result; None where it depends on too much.
-        picks: which of the operands' tensors the decoder reads, in its order.
-        is_light: whether the packed sources, once they are decoded, are no larger than a few results.
-        small: which of the operands' tensors are sources that are kept as they are.
-        holds: what the key in the table is made of the identities of.
+    The decoder is None where the result depends on too much, and reads the operands' tensors at ``picks``, in that
+    order. It is light where the packed sources, once they are decoded, are no larger than a few results. Those at
+    ``small`` are sources that are kept as they are, and the key in the table is made of the identities of ``holds``.
     """
 
     decoder: Derived | None
@@ -110,16 +107,12 @@ _CONSTANTS = (
 
 
 class Way(NamedTuple):
-    """What is known of the function by which a tensor derives.
+    """What is known of the function by which a tensor derives: it takes the tensors, and returns the one that is kept.
 
-    Args:
-        function: takes the tensors, and returns the one that is kept.
-        is_curved: whether it is not linear in each operand.
-        is_pointwise: whether an element of the result depends on the elements at its place alone.
-        most_packed: packed tensors of several operands that the result may depend on.
-        is_jointly_linear: whether it is linear in all operands together. Others are curved where two operands read the
-            same packed tensor, since they multiply its errors with each other.
-        adds: whether it adds or subtracts its operands, element by element.
+    It is curved if it is not linear in each operand, pointwise if an element of the result depends on the elements at
+    its place alone, and jointly linear if it is linear in all operands together: others are curved where two operands
+    read the same packed tensor, since they multiply its errors with each other. It ``adds`` if it adds or subtracts its
+    operands, element by element. The result may depend on ``most_packed`` packed tensors of several operands.
     """
 
     function: Callable[..., Tensor] | ByMask

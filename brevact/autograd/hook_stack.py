@@ -29,12 +29,10 @@ class _Suspended:
 
 
 class HookStack:
-    """The place of a region's hooks; entered inside another region's, they take their place.
+    """The place of a region's hooks, a pair that packs and unpacks; entered inside another region's, they take their
+    place.
 
-    Args:
-        pair: hooks that pack and unpack.
-        around: those of the region around it, if there is one.
-        is_empty: whether there are none: in a region of full precision.
+    It is empty in a region of full precision. ``around`` is the place of the region around it, if there is one.
     """
 
     def __init__(self, pair: tuple[Callable, Callable], around: HookStack | None, *, is_empty: bool) -> None:

@@ -23,12 +23,8 @@ from brevact.quantizers import Layout, pack_codes, unpack_codes
 class _Moved(NamedTuple):
     """Decoder of what an op returned that moved known tensors.
 
-    Args:
-        func: the op.
-        leaves: its arguments, an index in place of each tensor that is decoded.
-        spec: structure of the arguments.
-        sources: for each of those tensors, the end of what keeps it among the kept tensors, and its decoder.
-        nbytes: of the result.
+    In the leaves of its arguments, whose structure is ``spec``, an index stands in place of each tensor that is
+    decoded. Its sources are, for each of those, the end of what keeps it among the kept tensors, and its decoder.
     """
 
     func: Callable[..., Tensor]
@@ -87,11 +83,7 @@ def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> 
 def follow_indices(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
     """Remember the codes of the elements of a known tensor that pooling has picked.
 
-    Args:
-        input: (..., *sizes) tensor.
-        index: (..., *outputs) flat indices into the ``rank`` last dimensions of ``input``.
-        out: (..., *outputs) elements at these indices.
-        rank: number of spatial dimensions.
+    The indices have the shape of the result, and are flat ones into the ``rank`` last dimensions of the input.
     """
     known = known_values.find(input)
     found = None if known is None else _codes_of(*known)

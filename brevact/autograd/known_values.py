@@ -32,16 +32,11 @@ class IntegerCodes(NamedTuple):
     """Decoder of (q - z) * s: q are stored as codes, z and s as they are, and which q are NaN.
 
     Kept tensors are the packed codes, z and s. NaN has the last code, if that is spare. If not, a mask of one bit an
-    element follows where an integer is NaN; on devices that would have to be waited for, and in traced graphs, z is
-    NaN instead, and all that is decoded.
+    element follows where an integer is NaN; on devices that would have to be waited for, and in traced graphs, z is NaN
+    instead, and all that is decoded.
 
-    Args:
-        layout: of q, with its floating-point type.
-        bit_width: bits a code.
-        minimum: integer that code 0 stands for.
-        step: distance of neighbouring integers.
-        nbytes: of the tensor.
-        has_spare: whether the last code stands for no integer (a narrow range, three values in two bits).
+    The layout is that of q, with its floating-point type; code 0 stands for the minimum, and the step is the distance
+    of neighbouring integers. A spare code stands for no integer (a narrow range, three values in two bits).
     """
 
     layout: Layout
@@ -163,14 +158,11 @@ _KNOWN = "_brevact_known"
 def register(
     x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, *, is_dirty: bool = False, scope: Any = None
 ) -> None:
-    """Remember what gives the values of ``x`` back.
+    """Remember the decoder that gives the values of ``x``, dense and alone in its storage, back from these tensors.
 
-    Args:
-        x: dense tensor, the only one in its storage.
-        tensors: what an op that keeps ``x`` hands to autograd instead.
-        decoder: turns them into ``x``.
-        is_dirty: whether a Function that has changed ``x`` in place is about to say so, which counts as a change.
-        scope: the checkpoint in which the region runs; None outside of one.
+    An op that keeps ``x`` hands the tensors to autograd in its place. It is dirty if a Function that has changed it in
+    place is about to say so, which counts as a change; the scope is the checkpoint in which the region runs, None
+    outside of one.
     """
     if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
         return
@@ -216,14 +208,10 @@ def find(
 ) -> tuple[tuple[Tensor, ...], Any] | None:
     """Return what keeps ``x``, or what it views, and its decoder, if it is known.
 
-    Not if a scale or a weight that it was computed from has changed since.
-
-    Args:
-        x: any tensor.
-        settings: of the region that reads it, whose own error a derived tensor's may take the place of; None where
-            ``x`` must be known without a loss.
-        scope: the checkpoint in which the region runs. What derives from packed tensors is known in the scope in which
-            it was computed alone: a checkpoint that computes again finds the same as in its forward pass.
+    Not if a scale or a weight that it was computed from has changed since. The settings are those of the region that
+    reads it, whose own error a derived tensor's may take the place of; None where ``x`` must be known without a loss.
+    What derives from packed tensors is known in the scope, the checkpoint, in which it was computed alone: a checkpoint
+    that computes again finds the same as in its forward pass.
     """
     try:
         entry: _Entry | None = getattr(x.untyped_storage(), _KNOWN, None)

@@ -42,14 +42,11 @@ class Normalizer(Protocol):
 
 
 class NormInput(NamedTuple):
-    """The input of a norm that is about to be kept.
+    """The input of a norm that is about to be kept, with one mean and one spread (what the norm keeps of the
+    deviations) a group.
 
-    Args:
-        norm: the norm.
-        mean: one number a group; None for norms without means.
-        spread: what the norm keeps of the deviations, one number a group.
-        dtype: in which the input is read in backward.
-        alone: whether an input that is kept without a loss is kept without its statistics, which somebody else keeps.
+    The mean is None for norms without means, and the dtype is that in which the input is read in backward. Where it is
+    ``alone``, and kept without a loss, it is kept without its statistics, which somebody else keeps.
     """
 
     norm: Normalizer

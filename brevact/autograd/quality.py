@@ -10,9 +10,8 @@ from brevact.autograd.settings import BackwardSettings, bits_of, seen_as
 class Quality(NamedTuple):
     """How good a derived tensor is: that of the worst of its sources.
 
-    Args:
-        quantizer: of the packed source; None where all sources are kept without a loss.
-        is_curved: whether a curved function of a packed source lies on the way.
+    The quantizer is that of the packed source, None where all sources are kept without a loss; it is curved if a curved
+    function of a packed source lies on the way.
     """
 
     quantizer: Any = None

@@ -31,13 +31,7 @@ from brevact.autograd.store import Store
 from brevact.autograd.transforms import is_distributed
 from brevact.autograd.weights import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
-from brevact.private_names.of_torch import (
-    REGIONS,
-    is_any_autocast_enabled,
-    pop_hooks,
-    push_hooks,
-    top_hooks,
-)
+from brevact.private_names.of_torch import REGIONS, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -45,10 +39,9 @@ _is_grad_enabled = torch.is_grad_enabled
 class Region(Store):
     """One entry of the stack of active regions; the outermost one owns the mode, the seeds and the module list.
 
-    Args:
-        settings: what ops inside store, or None for full precision.
-        owner: the module whose forward runs in the region; None for a ``with`` block.
-        norms_only: whether nothing is packed, and norms alone go on with rounded values: for a module in eval mode.
+    Without settings its ops keep full precision. The owner is the module whose forward runs in it, None for a ``with``
+    block. With ``norms_only`` nothing is packed, and norms alone go on with rounded values, as in a module in eval
+    mode.
     """
 
     def __init__(

@@ -33,12 +33,7 @@ from brevact.autograd.weights_again import remember
 
 
 class SavedTensorHooks(HookStack):
-    """The saved-tensor hooks of one region, which keep what torch's own ops save.
-
-    Args:
-        region: the region.
-        around: the hooks of the region around it, if there is one.
-    """
+    """The saved-tensor hooks of one region, inside those ``around`` it, which keep what torch's own ops save."""
 
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
         super().__init__((self._pack, unpack), around, is_empty=region.settings is None)

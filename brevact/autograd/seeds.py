@@ -48,9 +48,8 @@ _lock = threading.Lock()
 _in_use: collections.Counter[int] = collections.Counter()  # bases of the regions that are active, in all threads
 _recomputed: tuple[int, int] = (-1, 0)  # the backward pass that runs, and how many regions it has entered
 _MOST_ROOTS = 1 << 16
-_roots: collections.OrderedDict[int, int] = (
-    collections.OrderedDict()
-)  # ids of their owners, by base: root regions of forwards
+#: Ids of the owners of root regions of forwards, by base.
+_roots: collections.OrderedDict[int, int] = collections.OrderedDict()
 _given: Iterator[int] | None = None  # seeds of regions, one after the other, in all threads
 
 
@@ -73,14 +72,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class SeedStream:
-    """Seeds of one root region.
+    """Seeds of one root region, for the forward of a module, its owner, or for a ``with`` block.
 
     CPU seeds are Python integers; on other devices they are 0-d int64 tensors on the device, drawn there, so that no
-    draw synchronizes.
-
-    Args:
-        owner: module whose forward runs in the region; None for a ``with`` block.
-        replays: whether the region belongs to the recomputation of a non-reentrant checkpoint.
+    draw synchronizes. A stream replays where the region belongs to the recomputation of a non-reentrant checkpoint.
     """
 
     def __init__(self, owner: object = None, *, replays: bool = False) -> None:

@@ -101,12 +101,9 @@ class SharedPacks:
 
 
 class Slot:
-    """The place of one tensor in the table.
+    """The place of one tensor in the table: in the part for its storage, of this address, under a key.
 
-    Args:
-        packs: part of the table for its storage.
-        key: what it is apart from that; the last item is the key of the settings, and what goes with them.
-        address: of its storage.
+    The key is what the tensor is apart from that; its last item is the key of the settings, and what goes with them.
     """
 
     __slots__ = ("_address", "_key", "_packs", "found")

@@ -57,17 +57,13 @@ class Store(EagerKeeper):
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.
 
-        A view of a parameter, learned queries that several samples share, is none.
+        It is packed once if it is to be shared: it outlives this op as a tensor that other ops may save too. Of the
+        input of a norm, the normalized values are packed, and its statistics kept beside. A view of a parameter,
+        learned queries that several samples share, is no activation.
 
-        Args:
-            x: floating-point tensor of any shape and strides.
-            share: whether ``x`` outlives this op as a tensor that other ops may save too; it is then packed once.
-            norm: where ``x`` is the input of a norm: its normalized values are packed, and its statistics kept beside.
-
-        Returns:
-            What is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x`` derives
-            from; otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements, or
-            the settings are exact.
+        Returns what is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x``
+        derives from; otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements,
+        or the settings are exact.
         """
         if x._is_view() and is_parameter(x._base):
             kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)

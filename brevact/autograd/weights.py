@@ -23,15 +23,9 @@ _WEIGHT_NUMEL = "brevact.weight_numel"
 #: Nodes of layers, which ran where no region saw them: what they return is an activation.
 _PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
-    *(
-        "ConvolutionBackward",
-        "EmbeddingBackward",
-        "NativeBatchNormBackward",
-        "CudnnBatchNormBackward",
-        "MiopenBatchNormBackward",
-        "NativeLayerNormBackward",
-    ),
-    *("NativeGroupNormBackward", "ScaledDotProduct", "MaxPool", "AvgPool", "IndexSelectBackward"),
+    *("ConvolutionBackward", "EmbeddingBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward"),
+    *("MiopenBatchNormBackward", "NativeLayerNormBackward", "NativeGroupNormBackward", "ScaledDotProduct"),
+    *("MaxPool", "AvgPool", "IndexSelectBackward"),
 )
 #: Chains from a weight to its fake-quantized form are some 30 nodes long.
 _MAX_NODES = 128
@@ -69,9 +63,7 @@ class ModelState:
     """The weights that a root region knows by their storage.
 
     Parameters and buffers of the modules that run, and what is computed from them without a gradient (a sign, a mask).
-
-    Args:
-        owner: the module that the region belongs to; None: modules are noticed as they run.
+    Without an owner, the module that the region belongs to, modules are noticed as they run.
     """
 
     def __init__(self, owner: nn.Module | None) -> None:

@@ -77,13 +77,10 @@ class _Kept:
 
 
 class _Step:
-    """One op of a recipe.
+    """One op of a recipe, and the device type and dtype of the autocast in which it ran, or None.
 
-    Args:
-        compute: the op.
-        leaves: its arguments, a step or the place of a kept tensor for each that is a tensor.
-        spec: structure of the arguments.
-        autocast: device type and dtype of the autocast in which it ran, or None.
+    In the leaves of its arguments, whose structure is ``spec``, a step or the place of a kept tensor stands for each
+    that is a tensor.
     """
 
     __slots__ = ("autocast", "compute", "leaves", "spec")
@@ -115,13 +112,8 @@ def _value(leaf: Any, values: dict[Any, Tensor]) -> Any:
 
 
 class Recipe(NamedTuple):
-    """Decoder of a weight that is computed again from the kept tensors.
-
-    Args:
-        places: of the kept tensors, in their order.
-        step: the last one.
-        steps: how many there are.
-        nbytes: of the weight.
+    """Decoder of a weight that is computed again from the kept tensors, at these places, by a step and those that it
+    reads.
     """
 
     places: tuple[_Kept, ...]

@@ -117,11 +117,7 @@ def _is_sure(total, bound, n):
 
 @inlined
 def _store_statistics(words, channel, mean, squares, n):
-    """Store mean and inverse deviation of a channel, and move the running ones, as ATen rounds them.
-
-    Returns:
-        The inverse deviation.
-    """
+    """Store mean and inverse deviation of a channel, move the running ones as ATen rounds them; return the inverse."""
     variance = np.float32(squares / np.float32(n))
     invstd = np.float32(np.float64(1.0) / np.sqrt(np.float64(variance) + float64_of(load(words, EPS))))
     store(f32_at(load(words, MEAN)), channel, mean)
@@ -141,13 +137,7 @@ def _store_statistics(words, channel, mean, squares, n):
 
 @kernel
 def normalize_channels(words_at, start, stop):
-    """Normalize blocks start to stop of channels by their own statistics.
-
-    Args:
-        words_at: Address of the words.
-        start: First block.
-        stop: One past the last block.
-    """
+    """Normalize blocks start to stop of channels by their own statistics, as the words at this address say."""
     words = i64_at(words_at)
     samples, channels, size = load(words, SAMPLES), load(words, CHANNELS), load(words, SIZE)
     together, stride, n = load(words, TOGETHER), channels * size, samples * size

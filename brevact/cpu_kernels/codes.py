@@ -46,17 +46,9 @@ def _low_words(source, item_size, first, count, mask, codes):
 
 @kernel
 def pack_blocks(source, item_size, packed, bit_width, block, numel, start, stop):
-    """Pack blocks start to stop.
+    """Pack blocks start to stop of codes of 1 to 32 bits, of at most `memory.LARGEST_BLOCK` codes each.
 
-    Args:
-        source: Address of the codes.
-        item_size: Bytes of an integer of the source: 1, 2, 4 or 8. A narrower one than bit_width must be unsigned.
-        packed: Address of the packed codes.
-        bit_width: Bits a code, 1 to 32.
-        block: Codes in a block, at most `memory.LARGEST_BLOCK`.
-        numel: Number of codes.
-        start: First block.
-        stop: One past the last block.
+    Integers of the source have 1, 2, 4 or 8 bytes; narrower ones than the codes must be unsigned.
     """
     codes = u32_scratch(block)
     mask = np.uint32((np.int64(1) << bit_width) - 1)
@@ -72,18 +64,7 @@ def pack_blocks(source, item_size, packed, bit_width, block, numel, start, stop)
 
 @kernel
 def unpack_blocks(packed, target, item_size, bit_width, block, numel, start, stop):
-    """Unpack blocks start to stop.
-
-    Args:
-        packed: Address of the packed codes.
-        target: Address of the codes.
-        item_size: Bytes of an integer of the target: 4, or 8.
-        bit_width: Bits a code, 1 to 32.
-        block: Codes in a block, at most `memory.LARGEST_BLOCK`.
-        numel: Number of codes.
-        start: First block.
-        stop: One past the last block.
-    """
+    """Unpack blocks start to stop, see `pack_blocks`, to integers of 4 or 8 bytes."""
     codes = u32_scratch(block)
     for index in range(start, stop):
         first = index * block

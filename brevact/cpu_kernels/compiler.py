@@ -54,9 +54,7 @@ end:
 def main(folder: str, *tasks: str) -> None:
     """Compile kernels that are not there yet. Each is compiled by one of the processes that look at the folder.
 
-    Args:
-        folder: Where files are written.
-        *tasks: Module, name and stem of the file of each kernel, with colons between.
+    A task is module, name and stem of the file of a kernel, with colons between.
     """
     sys.modules["brevact.cpu_kernels.memory"] = intrinsics  # here, kernels are written in these names
     if hasattr(os, "nice"):
@@ -102,11 +100,7 @@ def _held(lock: IO[str] | None, place: int, waits: bool) -> Iterator[bool]:
 
 
 def object_of(kernel: Any) -> bytes:
-    """An object file with the C function that :class:`kernels.Kernel` describes.
-
-    Args:
-        kernel: Function that Numba compiles, of integers, the last two of which are a run of blocks.
-    """
+    """An object file with the C function that :class:`kernels.Kernel` describes."""
     count = kernel.py_func.__code__.co_argcount - 2
     arguments_at = words(count)
 

@@ -109,17 +109,9 @@ def _decode_each(q, count, group, scale, minimum, top, limit, flagged, table):
 
 @inlined
 def _decode_segments(q, first, count, scale, minimum, limit, flagged, table):
-    """Replace the codes of elements first to first + count by their values, in place.
+    """Replace the float32 codes of elements first to first + count by their values, in place.
 
-    Args:
-        q: float32 codes.
-        first: First element.
-        count: Number of elements.
-        scale: Address of the scales.
-        minimum: Address of the minima.
-        limit: Largest finite value of the result's type.
-        flagged: Whether groups of one element each may be flagged.
-        table: The table.
+    The limit is the largest finite value of the result's type. Without ``flagged`` no group of one element is flagged.
     """
     inner, groups = load(table, INNER), load(table, GROUPS)
     scale_kind, minimum_kind = load(table, SCALE_KIND), load(table, MINIMUM_KIND)
@@ -141,13 +133,7 @@ def _decode_segments(q, first, count, scale, minimum, limit, flagged, table):
 def emit_rows(values, other, target, first, count, table):
     """Write float32 values to elements first to first + count of the rows, and multiply; see `floats.emit_product`.
 
-    Args:
-        values: float32 pointer.
-        other: Address of the factor, 0 for none.
-        target: Address of the tensor that holds the rows; may be `other`.
-        first: First element.
-        count: Number of elements.
-        table: The table of the rows.
+    The target is the tensor that holds the rows; it may be the factor, `other`, which is 0 for none.
     """
     kind, inner = load(table, KIND), load(table, INNER)
     e = 0
@@ -254,12 +240,7 @@ def denormalize(
 def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tensor | None, target: Tensor) -> None:
     """Decode a tensor of groups into their places in another one, and multiply.
 
-    Args:
-        buffer: Bytes of the plan.
-        plan: Plan of the 1-D tensor of these groups.
-        rows: (G,) int64 indices of the groups.
-        other: (n,) contiguous factor, or None.
-        target: (n,) contiguous result; may be `other`.
+    The plan is that of the 1-D tensor of these groups, whose (G,) indices are `rows`; the target may be the factor.
     """
     rows = rows.contiguous()
     _dequantize(buffer, table_of(plan, target.dtype, NEAREST, rows.data_ptr()), plan, other, target)

@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels.floats import FLOAT32, emit, emit_product, limit_of, limited
-from brevact.cpu_kernels.groups import (
-    BIT_WIDTH,
-    BLOCK,
-    GROUPS,
-    INNER,
-    KIND,
-    NEAREST,
-    NUMEL,
-    is_flagged,
-)
+from brevact.cpu_kernels.groups import BIT_WIDTH, BLOCK, GROUPS, INNER, KIND, NEAREST, NUMEL, is_flagged
 from brevact.cpu_kernels.memory import (
     advance,
     f32_at,

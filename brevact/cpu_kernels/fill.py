@@ -17,17 +17,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @kernel
 def fill_blocks(target, mask, itemsize, value, numel, start, stop):
-    """Overwrite the masked elements of blocks start to stop.
-
-    Args:
-        target: Address of the elements.
-        mask: Address of the bools.
-        itemsize: Bytes of an element: 2, 4 or 8.
-        value: Bits of what is written.
-        numel: Number of elements.
-        start: First block.
-        stop: One past the last block.
-    """
+    """Overwrite the elements of blocks start to stop, of 2, 4 or 8 bytes, by these bits where the mask is set."""
     first = start * BLOCK
     count = min(stop * BLOCK, numel) - first
     bits = advance(u8_at(mask), first)

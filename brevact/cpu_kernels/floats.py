@@ -5,17 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from brevact.cpu_kernels.memory import (
-    advance,
-    bits_of,
-    f32_at,
-    f64_at,
-    float_of,
-    inlined,
-    load,
-    store,
-    u16_at,
-)
+from brevact.cpu_kernels.memory import advance, bits_of, f32_at, f64_at, float_of, inlined, load, store, u16_at
 
 FLOAT32, BFLOAT16, FLOAT16, FLOAT64, BOOL = range(5)
 """Codes of the types; elements of the last one are read as masks alone."""
@@ -85,18 +75,7 @@ def float_to_bfloat16(x):
 
 @inlined
 def stage(source, kind, first, count, scratch):
-    """Elements first to first + count of a tensor as float32.
-
-    Args:
-        source: Address of the tensor.
-        kind: Code of its type.
-        first: First element.
-        count: Number of elements.
-        scratch: float32 pointer, used unless the tensor is float32 itself.
-
-    Returns:
-        float32 pointer to the elements.
-    """
+    """Pointer to elements first to first + count of a tensor as float32: its own, if it is that, else the scratch."""
     if kind == FLOAT32:
         return advance(f32_at(source), first)
     if kind == FLOAT64:
@@ -116,15 +95,7 @@ def stage(source, kind, first, count, scratch):
 
 @inlined
 def emit(values, target, kind, first, count):
-    """Write float32 values to elements first to first + count of a tensor, rounded half to even.
-
-    Args:
-        values: float32 pointer.
-        target: Address of the tensor.
-        kind: Code of its type.
-        first: First element.
-        count: Number of elements.
-    """
+    """Write float32 values to elements first to first + count of a tensor of this kind, rounded half to even."""
     if kind == FLOAT32:
         y32 = advance(f32_at(target), first)
         for e in range(count):
@@ -145,15 +116,9 @@ def emit(values, target, kind, first, count):
 
 @inlined
 def emit_product(values, other, target, kind, first, count):
-    """Round float32 values to a type, multiply by elements of a tensor of that type, round and write.
+    """Round float32 values to a kind, multiply by the elements of `other`, which has it too, round and write.
 
-    Args:
-        values: float32 pointer.
-        other: Address of the factor.
-        target: Address of the product; may be `other`.
-        kind: Code of both types.
-        first: First element.
-        count: Number of elements.
+    The target may be `other`.
     """
     if kind == FLOAT32:
         o32, y32 = advance(f32_at(other), first), advance(f32_at(target), first)

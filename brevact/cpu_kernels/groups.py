@@ -106,19 +106,10 @@ def _write(address, kind, index, value):
 
 @inlined
 def calibrate(low, high, flagged, group, scale, minimum, table):
-    """Store minimum and scale of a group whose finite elements have this range of keys; see `reference.calibrate`.
+    """Store minimum and scale of a group whose finite elements have this range of keys, and return them.
 
-    Args:
-        low: Lowest key, above `high` where there is no finite element.
-        high: Highest key.
-        flagged: Whether there are elements that are not finite.
-        group: Which group.
-        scale: Address of the scales.
-        minimum: Address of the minima.
-        table: The tensor's table.
-
-    Returns:
-        (minimum, scale).
+    The lowest key is above the highest where there is no such element; the group is flagged if there are others. See
+    `reference.calibrate`.
     """
     m, s = np.float32(np.nan), np.float32(np.nan)
     top = (np.int64(1) << load(table, BIT_WIDTH)) - 1
@@ -186,17 +177,9 @@ def in_one_run(first, count, table):
 
 @inlined
 def stage_rows(source, first, count, scratch, table):
-    """Elements first to first + count of the rows as float32; see `floats.stage`.
+    """Pointer to elements first to first + count of the rows as float32, see `floats.stage`.
 
-    Args:
-        source: Address of the tensor that holds the rows.
-        first: First element.
-        count: Number of elements.
-        scratch: float32 pointer, used unless the elements are float32 and lie behind each other.
-        table: The table of the rows.
-
-    Returns:
-        float32 pointer to the elements.
+    The source is the tensor that holds the rows; the scratch is used unless they are float32 and lie behind each other.
     """
     kind, inner = load(table, KIND), load(table, INNER)
     if in_one_run(first, count, table):
@@ -217,14 +200,7 @@ def stage_rows(source, first, count, scratch, table):
 def calibrate_groups(keys_at, parts, scale, minimum, table_at, start, stop):
     """Join the key ranges that parts of the tensor gave, and store minimum and scale of groups start to stop.
 
-    Args:
-        keys_at: Address of `parts` times the keys and counts of `ranges.extend_ranges`.
-        parts: Number of parts.
-        scale: Address of the scales.
-        minimum: Address of the minima.
-        table_at: Address of the table.
-        start: First group.
-        stop: One past the last group.
+    For each part there are the keys and counts of `ranges.extend_ranges`.
     """
     table = i64_at(table_at)
     groups = load(table, GROUPS)

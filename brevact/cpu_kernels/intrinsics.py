@@ -201,14 +201,7 @@ def words(count: int):
 
 
 def inlined(function):
-    """Compile for use inside kernels, always inlined.
-
-    Args:
-        function: Function to compile.
-
-    Returns:
-        The compiled function.
-    """
+    """Compile for use inside kernels, always inlined."""
     return numba.njit(function, nogil=True, error_model="numpy", forceinline=True)
 
 

@@ -16,8 +16,7 @@ class Kernel:
     Its C function takes the address of int64 words: the arguments, the number of blocks, the blocks of a piece, and the
     first block that nobody has taken. It takes pieces until none is left, so that any number of threads may call it.
 
-    Args:
-        function: Function of a module, to be compiled; its source is in the names of :mod:`memory`.
+    The function is one of a module, with its source in the names of :mod:`memory`.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -31,11 +30,7 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Address of the C function, compiled when it is first asked for.
-
-        Raises:
-            RuntimeError: It cannot be compiled.
-        """
+        """Address of the C function, compiled when it is first asked for; a RuntimeError says that it cannot be."""
         while self._address is None:
             self._address = load(find(self.task.stem) or compilers().wait_for(self.task, _usual()))
         return self._address
@@ -78,8 +73,7 @@ def _usual() -> list[Task]:
 def prepare() -> None:
     """Find out whether kernels can be compiled, if none is there yet: returns when the first one is.
 
-    Raises:
-        ImportError: They cannot be compiled here.
+    An ImportError says that they cannot.
     """
     if not any(find(kernel.task.stem) for kernel in _kernels):
         try:

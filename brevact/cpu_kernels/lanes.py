@@ -35,16 +35,8 @@ def lanes(typing_context):
 def look_up_lanes(typing_context, low, high, shift, mask, row, out):
     """out[j] = row[(low[j] | high[j] << 8) >> shift & mask] for the first `lanes()` numbers j.
 
-    Nothing happens where the processor has no lanes.
-
-    Args:
-        typing_context: Numba's.
-        low: uint8 pointer.
-        high: uint8 pointer.
-        shift: uint32.
-        mask: uint32, at most 15.
-        row: float32 pointer to 16 values.
-        out: float32 pointer, written.
+    Low and high are bytes, shift and mask uint32, the mask at most 15; the row has 16 float32 values. Nothing happens
+    where the processor has no lanes.
     """
 
     def codegen(context, builder, signature, args):

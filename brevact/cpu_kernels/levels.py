@@ -81,17 +81,9 @@ def _blend(z, count, levels, steps, size, t):
 
 @inlined
 def place(z, count, levels, steps, size, stochastic, t, scratch):
-    """Positions of values on a row of levels.
+    """Write positions of values on a row of levels to `t`; `steps` is what rounding needs beside the levels.
 
-    Args:
-        z: float32 pointer to values.
-        count: Number of values.
-        levels: float32 pointer to the levels.
-        steps: float32 pointer to what rounding needs beside them.
-        size: Levels of the row.
-        stochastic: Rounding.
-        t: float32 pointer to the positions, written.
-        scratch: float32 pointer to as many numbers.
+    All are float32; the scratch has room for as many numbers as there are values.
     """
     q = as_i32(t)
     if not stochastic:

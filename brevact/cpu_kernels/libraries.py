@@ -40,14 +40,7 @@ _OF_PROCESSOR = {
 
 
 def stem_of(function: Callable[..., None]) -> str:
-    """Start of the name of the file of a kernel.
-
-    Args:
-        function: The kernel's Python function.
-
-    Raises:
-        ImportError: Numba is not installed.
-    """
+    """Start of the name of the file of a kernel, a Python function; an ImportError says that Numba is missing."""
     path = Path(inspect.getfile(function))
     own = b"" if path.parent == PACKAGE else path.read_bytes()
     names = {name for name in os.environ if name.startswith("NUMBA_")} - _WITHOUT_EFFECT

@@ -16,37 +16,20 @@ _WIDE_TILE = 1024
 
 
 def columns_of_tile(block_width: int, width: int) -> int:
-    """Columns of a tile: whole blocks.
-
-    Args:
-        block_width: Columns of a block.
-        width: Columns of a map.
-
-    Returns:
-        The number, at most `memory.LARGEST_BLOCK` if a block has no more.
-    """
+    """Columns of a tile: whole blocks, at most `memory.LARGEST_BLOCK` columns if a block has no more."""
     return min(max(_WIDE_TILE // block_width, 1), -(-width // block_width)) * block_width
 
 
 def rows_at_once(block_height: int, width: int) -> int:
     """Rows of a line of blocks that are subtracted from or added to as one: all, where maps are narrow, or one.
 
-    Args:
-        block_height: Rows of a block.
-        width: Columns of a map.
-
-    Returns:
-        The number. Rows follow each other in memory; more than one are no more than a wide tile.
+    They follow each other in memory; more than one are no more than a wide tile.
     """
     return block_height if block_height * width <= _WIDE_TILE else 1
 
 
 class MapTable:
-    """Maps and blocks of a tensor, as the kernels of block means read them.
-
-    Args:
-        blocks: Division of a tensor with elements, of at most `memory.LARGEST_BLOCK` columns a block.
-    """
+    """Maps and blocks, of at most `memory.LARGEST_BLOCK` columns, of a tensor with elements, as kernels read them."""
 
     def __init__(self, blocks: MapBlocks) -> None:
         tile = columns_of_tile(blocks.block[2], blocks.sides[2])

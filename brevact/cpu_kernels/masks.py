@@ -60,16 +60,7 @@ def _set_bits(source, kind, first, count, scratch, bits):
 
 @kernel
 def pack_mask_blocks(source, kind, packed, numel, start, stop):
-    """Pack blocks start to stop of a mask.
-
-    Args:
-        source: Address of the elements.
-        kind: Code of their type.
-        packed: Address of the packed mask.
-        numel: Number of elements.
-        start: First block.
-        stop: One past the last block.
-    """
+    """Pack blocks start to stop of a mask from elements of this kind, a code of `floats`."""
     bits, scratch = u8_scratch(BLOCK), f32_scratch(BLOCK)
     for index in range(start, stop):
         first = index * BLOCK
@@ -101,15 +92,7 @@ def spread_bits(packed, first, count, bits):
 
 @kernel
 def unpack_mask_blocks(packed, target, numel, start, stop):
-    """Unpack blocks start to stop of a mask to bools.
-
-    Args:
-        packed: Address of the packed mask.
-        target: Address of the bools.
-        numel: Number of elements.
-        start: First block.
-        stop: One past the last block.
-    """
+    """Unpack blocks start to stop of a mask to bools."""
     bits = u8_scratch(BLOCK)
     for index in range(start, stop):
         first = index * BLOCK
@@ -166,17 +149,9 @@ def _keep_or_scale(grad, target, kind, first, count, bits, slope):
 
 @kernel
 def mask_multiply_blocks(packed, grad, target, kind, slope_bits, numel, start, stop):
-    """where(mask, grad, slope * grad) of blocks start to stop.
+    """where(mask, grad, slope * grad) of blocks start to stop; the target may be the gradients themselves.
 
-    Args:
-        packed: Address of the packed mask.
-        grad: Address of the gradients.
-        target: Address of the result; may be `grad`.
-        kind: Code of the type of both.
-        slope_bits: Bits of the factor (float64) where the mask is unset; 0.0 gives +0.
-        numel: Number of elements.
-        start: First block.
-        stop: One past the last block.
+    The slope is given as the bits of a float64; 0.0 gives +0. The kind is that of gradients and target.
     """
     bits = u8_scratch(BLOCK)
     slope = float64_of(slope_bits)

@@ -44,15 +44,7 @@ def _next(base, group, in_row, in_inner, run, inner, outer, row):
 def _write_out(first, count, words, has_mean, means, scales, mean_of, scale_of):
     """Write mean and scale of each element, of short runs; memory for `LANES` elements more is written, too.
 
-    Args:
-        first: First element.
-        count: Number of elements.
-        words: Pointer to the words, whose runs have at most `LANES` elements.
-        has_mean: Whether there are means.
-        means: float32 pointer to one mean a group.
-        scales: float32 pointer to one scale a group.
-        mean_of: float32 pointer, written; not if there are no means.
-        scale_of: float32 pointer, written.
+    Runs have at most `LANES` elements, and there are one mean and one scale a group; without means none are written.
     """
     inner, run, outer, row = load(words, INNER), load(words, RUN), load(words, OUTER), load(words, ROW)
     base, in_row, in_inner = _start(first, words)
@@ -75,16 +67,9 @@ def _single_run(in_row, in_inner, count, inner, outer):
 
 @inlined
 def normalize_elements(x, first, count, words_at, mean_of, scale_of, z):
-    """(x - mean) * scale of elements first to first + count, as `normalizing.normalize` defines it.
+    """(x - mean) * scale of elements first to first + count, as `normalizing.normalize` defines it; z is not x.
 
-    Args:
-        x: float32 pointer.
-        first: First element.
-        count: Number of elements.
-        words_at: Address of the words.
-        mean_of: float32 pointer to `SCRATCH` elements.
-        scale_of: Another one.
-        z: float32 pointer, written; not `x`.
+    ``mean_of`` and ``scale_of`` point to scratch, of `SCRATCH` elements each.
     """
     words = i64_at(words_at)
     means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0
@@ -128,14 +113,7 @@ def normalize_elements(x, first, count, words_at, mean_of, scale_of, z):
 def denormalize_elements(z, first, count, words_at, mean_of, scale_of, limit):
     """clamp(z * scale + mean, -limit, limit) in place, as `normalizing.denormalize` defines it.
 
-    Args:
-        z: float32 pointer.
-        first: First element.
-        count: Number of elements.
-        words_at: Address of the words.
-        mean_of: float32 pointer to `SCRATCH` elements.
-        scale_of: Another one.
-        limit: Largest value, or infinity.
+    The scratch is that of `normalize_elements`; the limit is the largest value, or infinity.
     """
     words = i64_at(words_at)
     means, scales, has_mean = f32_at(load(words, MEAN)), f32_at(load(words, SCALE)), load(words, MEAN) != 0

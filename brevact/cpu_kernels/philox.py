@@ -43,17 +43,9 @@ def shift_of(group, k0, k1):
 
 @inlined
 def column_words(first, columns, k0, k1, w0, w1, w2, w3):
-    """Four random words for each of a run of columns.
+    """Write four random words, w0 to w3, for each of a run of columns, whose indices are the counters.
 
-    Args:
-        first: int64 index of the first column: the counter.
-        columns: Number of columns.
-        k0: Low half of the seed, in a uint64.
-        k1: High half of the seed, in a uint64.
-        w0: uint32 pointer for word 0 of every column.
-        w1: Word 1.
-        w2: Word 2.
-        w3: Word 3.
+    The halves of the seed, k0 the low one, are 32 bits each in a uint64.
     """
     a1, b1 = _bump(k0, _W0), _bump(k1, _W1)
     a2, b2 = _bump(a1, _W0), _bump(b1, _W1)

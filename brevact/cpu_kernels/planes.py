@@ -13,12 +13,7 @@ _U1, _U8, _U31 = np.uint32(1), np.uint32(8), np.uint32(31)
 def words_to_bytes(low, high, columns, bit_width, out):
     """Write the bytes of columns whose eight codes are two halves of four codes, for bit widths to 8.
 
-    Args:
-        low: uint32 pointer, codes 0 to 3 of each column, packed.
-        high: uint32 pointer, codes 4 to 7.
-        columns: Number of columns W.
-        bit_width: Bits a code b.
-        out: uint8 pointer to b * W bytes.
+    Words hold the codes of a column packed, 0 to 3 in the low one, 4 to 7 in the high one; there are b bytes a column.
     """
     half = np.uint32(4 * bit_width)
     for k in range(min(bit_width, 4)):
@@ -35,15 +30,7 @@ def words_to_bytes(low, high, columns, bit_width, out):
 
 @inlined
 def bytes_to_words(source, columns, bit_width, low, high):
-    """The inverse of `words_to_bytes`.
-
-    Args:
-        source: uint8 pointer to b * W bytes.
-        columns: Number of columns W.
-        bit_width: Bits a code b, at most 8.
-        low: uint32 pointer, receives codes 0 to 3 of each column.
-        high: uint32 pointer, receives codes 4 to 7.
-    """
+    """The inverse of `words_to_bytes`."""
     mask = np.uint32((1 << (4 * bit_width)) - 1)
     shift = np.uint32(4 * bit_width)
     if bit_width == 1:
@@ -77,14 +64,7 @@ def bytes_to_words(source, columns, bit_width, low, high):
 
 @inlined
 def codes_to_bytes(codes, columns, bit_width, out):
-    """Write the bytes of columns from separate codes, for any bit width.
-
-    Args:
-        codes: uint32 pointer to 8 * W codes below 2^b.
-        columns: Number of columns W.
-        bit_width: Bits a code b.
-        out: uint8 pointer to b * W bytes.
-    """
+    """Write the b * W bytes of W columns from 8 * W separate codes below 2^b, uint32, for any bit width b."""
     for k in range(bit_width):
         i = 8 * k // bit_width
         right = np.uint32(8 * k - i * bit_width)
@@ -101,14 +81,7 @@ def codes_to_bytes(codes, columns, bit_width, out):
 
 @inlined
 def bytes_to_codes(source, columns, bit_width, codes):
-    """The inverse of `codes_to_bytes`.
-
-    Args:
-        source: uint8 pointer to b * W bytes.
-        columns: Number of columns W.
-        bit_width: Bits a code b.
-        codes: uint32 pointer, receives 8 * W codes.
-    """
+    """The inverse of `codes_to_bytes`."""
     mask = np.uint32((np.int64(1) << bit_width) - 1)
     for i in range(8):
         k = i * bit_width // 8

@@ -180,17 +180,7 @@ def _mark(x, columns, block_width, low):
 
 @kernel
 def split_maps_tiles(source, kind, low_at, residual_at, table_at, start, stop):
-    """Means and residual of tiles start to stop.
-
-    Args:
-        source: Address of the elements, map by map.
-        kind: Code of their type.
-        low_at: Address of the float16 means.
-        residual_at: Address of the float32 residual.
-        table_at: Address of the table.
-        start: First tile.
-        stop: One past the last tile.
-    """
+    """Write float16 means and the float32 residual of tiles start to stop of elements that lie map by map."""
     table = i64_at(table_at)
     width, plane = load(table, WIDTH), load(table, HEIGHT) * load(table, WIDTH)
     low, residual = u16_at(low_at), f32_at(residual_at)
@@ -225,17 +215,9 @@ def split_maps_tiles(source, kind, low_at, residual_at, table_at, start, stop):
 
 @kernel
 def join_maps_tiles(residual_at, low_at, other, target, kind, table_at, start, stop):
-    """Add the means to the residual in tiles start to stop, and multiply.
+    """Add float16 means to the float32 residual in tiles start to stop, and multiply.
 
-    Args:
-        residual_at: Address of the float32 residual.
-        low_at: Address of the float16 means.
-        other: Address of a factor of the target's type, 0 for none.
-        target: Address of the result; may be `residual_at` or `other`.
-        kind: Code of its type.
-        table_at: Address of the table.
-        start: First tile.
-        stop: One past the last tile.
+    The factor, 0 for none, has the kind of the target, which may be the residual or the factor itself.
     """
     table = i64_at(table_at)
     width, plane = load(table, WIDTH), load(table, HEIGHT) * load(table, WIDTH)

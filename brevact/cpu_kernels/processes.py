@@ -30,13 +30,7 @@ _FIRST = ("batch_norm", "quantize", "dequantize", "masks", "segments")
 
 
 class Task(NamedTuple):
-    """A kernel to compile.
-
-    Args:
-        module: Where its function is.
-        name: Of the function.
-        stem: Start of the name of its file.
-    """
+    """A kernel to compile: the module and the name of its function, and the start of the name of its file."""
 
     module: str
     name: str
@@ -78,12 +72,7 @@ class Compilers:
     def wait_for(self, wanted: Task, others: Sequence[Task]) -> Path:
         """Return the file of a kernel when it is there; made in a folder of this process if it cannot be elsewhere.
 
-        Args:
-            wanted: The kernel.
-            others: What is compiled as well, afterwards too.
-
-        Raises:
-            RuntimeError: It cannot be compiled.
+        Others are compiled as well, afterwards too. A RuntimeError says that it cannot be compiled.
         """
         places, begin = iter((writable_folder, folder_of_process)), time.monotonic()
         while True:

@@ -220,14 +220,10 @@ def quantize_normalized(
 
 
 def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
-    """Quantize the tensor of some groups of another one, which are read where they lie.
+    """Quantize the tensor of some groups of another one, flat and contiguous, which are read where they lie.
 
-    Args:
-        flat: (n,) contiguous tensor that holds the groups.
-        rows: (G,) int64 indices of the groups.
-        plan: Plan of the 1-D tensor of these groups, each a run of elements.
-        seed: Signed 64-bit int or 0-d int64 tensor, None for nearest.
-        buffer: Receives the bytes of the plan, zero where it has padding.
+    The plan is that of the 1-D tensor of these groups, each a run of elements, whose (G,) indices are `rows`. Without a
+    seed codes are rounded to nearest. The buffer is zero where the plan has padding.
     """
     rows = rows.contiguous()  # in a name, so that its memory lives on
     _quantize(flat, table_of(plan, flat.dtype, rounding_of(plan, seed), rows.data_ptr()), plan, seed, buffer)

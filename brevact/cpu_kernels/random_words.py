@@ -16,15 +16,7 @@ BLOCK = 1024
 
 @kernel
 def random_word_blocks(seed, words_at, count, start, stop):
-    """Random 32-bit words of blocks start to stop: word i is word i & 3 of column i >> 2, see `column_words`.
-
-    Args:
-        seed: Key of the random bits.
-        words_at: Address of int64 words.
-        count: Number of words.
-        start: First block.
-        stop: One past the last block.
-    """
+    """Write random 32-bit words of blocks start to stop, as int64: word i is word i & 3 of column i >> 2."""
     k0, k1 = halves_of(seed)
     columns = BLOCK // 4
     w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)

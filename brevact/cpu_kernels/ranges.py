@@ -90,14 +90,8 @@ def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
 def range_keys(source: int, table: GroupTable, threads: int) -> np.ndarray:
     """Ranges of the groups of parts of a tensor; a second pass only where something is not finite.
 
-    Args:
-        source: Address of the elements.
-        table: The tensor's table.
-        threads: Most threads to use.
-
-    Returns:
-        (parts, 3, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, and numbers of
-        elements that are not finite.
+    Returned are (parts, 3, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, and numbers
+    of elements that are not finite.
     """
     geometry = table.geometry
     parts = parts_of(geometry, threads)

@@ -131,17 +131,9 @@ def map_levels_blocks(scale, minimum, norm_at, segments_at, target, target_kind,
 
 @inlined
 def _look_up_columns(packed, columns, plane, bit_width, start, stop, row, out):
-    """Values of columns start to stop of a plane.
+    """Write the values of columns start to stop of a plane of a block to their places among those of the block.
 
-    Args:
-        packed: uint8 pointer to the block.
-        columns: Columns of the block.
-        plane: Number of the plane.
-        bit_width: Bits a code.
-        start: First column.
-        stop: One past the last one.
-        row: float32 pointer to the values of the codes, with room for 16.
-        out: float32 pointer to the values of the block, written.
+    The row has the values of the codes, and room for 16.
     """
     mask, at = np.uint32((1 << bit_width) - 1), plane * bit_width
     shift, low = np.uint32(at & 7), advance(packed, (at >> 3) * columns)

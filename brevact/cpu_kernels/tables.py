@@ -15,16 +15,11 @@ from brevact.geometry import Geometry, UniformPlan
 
 
 class GroupTable:
-    """Blocks and groups of a tensor, as the kernels of quantizers read them.
+    """Blocks, of at most `memory.LARGEST_BLOCK` elements, and groups of a tensor, as the kernels of quantizers read
+    them.
 
-    Args:
-        geometry: Blocks of at most `memory.LARGEST_BLOCK` elements, and groups.
-        dtype: Type of the elements.
-        rounding: `groups.NEAREST`, `STOCHASTIC` or `DITHERED`.
-        scale_dtype: Type of the scales.
-        minimum_dtype: Type of the minima.
-        rows: Address of int64 indices, where the tensor is made of some groups of another one, at whose address its
-            elements are read and written: group g is row rows[g], of `inner` elements. 0 otherwise.
+    Where the tensor is made of some groups of another one, ``rows`` is the address of their int64 indices, else 0:
+    elements are read and written at the other one's address, group g as its row rows[g] of `inner` elements.
     """
 
     def __init__(

@@ -50,12 +50,7 @@ if hasattr(os, "register_at_fork"):
 def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: int, most_threads: int) -> None:
     """Call `kernel(*arguments, start, stop)` over pieces that cover all blocks, on several threads where that pays.
 
-    Args:
-        kernel: Works on a run of blocks.
-        arguments: What it takes before `start` and `stop`.
-        blocks: Number of blocks.
-        block_size: Elements in a block.
-        most_threads: Threads of the team, the caller among them.
+    A block has `block_size` elements; the caller is one of the threads.
     """
     if most_threads == 1 or blocks * block_size < 2 * SMALLEST_SHARE:
         if blocks:

@@ -105,16 +105,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def share(function: Callable[[int, int], None], blocks: int, block_size: int, threads: int) -> None:
-    """Call `function(start, stop)` over pieces that cover all blocks, on several threads.
+    """Call `function(start, stop)`, which releases the GIL, over pieces that cover all blocks, on several threads.
 
-    Args:
-        function: Works on a run of blocks; releases the GIL.
-        blocks: Number of blocks.
-        block_size: Elements in a block.
-        threads: Most threads to use, the caller among them.
-
-    Raises:
-        BaseException: What a piece raised, or an interrupt of the caller, when no thread is in `function` any more.
+    A block has `block_size` elements; the caller is one of the threads. What a piece raised, or an interrupt of the
+    caller, is raised when no thread is in `function` any more.
     """
     threads = min(threads, blocks * block_size // SMALLEST_SHARE)
     if threads <= 1:

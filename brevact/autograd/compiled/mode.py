@@ -77,10 +77,8 @@ class RegionMode(TorchFunctionMode):
 class TracingMode(RegionMode):
     """The region of a module that Dynamo inlines, or of a ``with`` block in traced code.
 
-    Args:
-        text: what ops inside store.
-        owner: the module whose forward runs in the region; None for a ``with`` block.
-        norms_only: whether nothing is packed, and norms alone go on with rounded values: for a module in eval mode.
+    It has the settings of what ops inside store as text, the module whose forward runs in it, None for a ``with``
+    block, and what :class:`brevact.autograd.regions.Region` says of norms.
     """
 
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:

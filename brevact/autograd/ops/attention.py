@@ -226,12 +226,4 @@ STORED = Stored(
     "query and key at 8 bits (`score_bit_width`; 5 in `DEFAULT`), value packed; the backward pass attends again",
     "bias below 2 % of its norm",
 )
-OPS = (
-    Op(
-        (F.scaled_dot_product_attention,),
-        _scaled_dot_product_attention,
-        STORED,
-        is_bit_exact=False,
-        is_layer=True,
-    ),
-)
+OPS = (Op((F.scaled_dot_product_attention,), _scaled_dot_product_attention, STORED, is_bit_exact=False, is_layer=True),)

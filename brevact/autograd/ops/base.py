@@ -63,8 +63,7 @@ def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) 
 def load(ctx: Any) -> list[Any]:
     """Return what :func:`save` was given: :class:`SavedValue` for kept items, exact tensors, and None for None.
 
-    Raises:
-        RuntimeError: the gradient is to be differentiated again.
+    A RuntimeError says that the gradient is to be differentiated again.
     """
     if _is_grad_enabled():  # create_graph=True: the gradient would be a constant to a second backward pass
         raise RuntimeError(NO_DOUBLE_BACKWARD)
@@ -200,13 +199,7 @@ def as_number(x: Any) -> Any:
 
 
 class Value(NamedTuple):
-    """A function of one tensor, the first argument of a torch function; never in place.
-
-    Args:
-        function: of torch.
-        args: its other arguments.
-        kwargs: its keyword arguments.
-    """
+    """A torch function of one tensor, its first argument, with the other ones; never in place."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]

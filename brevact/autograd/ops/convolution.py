@@ -173,11 +173,8 @@ STORED = Stored(
 )
 OPS = (
     *(
-        Op(everywhere(f"conv{dims}d"), _convolution_handler(dims), STORED, saves=Saves.FACTORS, is_layer=True)
-        for dims in (1, 2, 3)
-    ),
-    *(
-        Op(everywhere(f"conv_transpose{dims}d"), _transposed_handler(dims), STORED, saves=Saves.FACTORS, is_layer=True)
+        Op(everywhere(f"{name}{dims}d"), handler(dims), STORED, saves=Saves.FACTORS, is_layer=True)
+        for name, handler in (("conv", _convolution_handler), ("conv_transpose", _transposed_handler))
         for dims in (1, 2, 3)
     ),
     Op(everywhere("conv_tbc", "convolution"), saves=Saves.FACTORS),

@@ -20,13 +20,7 @@ from torch import Tensor
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_activation, is_inplace, load, save
-from brevact.autograd.ops.norm.written_out import (
-    dims_of_inverses,
-    dims_of_rows,
-    is_deviation,
-    is_inverse,
-    keep_by_rows,
-)
+from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, is_inverse, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Saved

@@ -33,19 +33,11 @@ from brevact.quantizers import Layout, ResidualQuantizer, masked_fill_
 
 @dataclass(frozen=True, eq=False)
 class Integers:
-    """How a forward quantizer gets from x / s + z to integers.
+    """How a forward quantizer gets from x / s + z to integers: it rounds, with the identity as its gradient, and clips.
 
-    Args:
-        round: rounds, with the identity as its gradient.
-        clamp: clips integers to the bounds.
-        minimum: smallest integer, 0-d tensor.
-        maximum: largest integer, 0-d tensor.
-        lowest: the smallest integer as a number.
-        bit_width: bits a code.
-        residual: bounds of what rounding takes away, x - round(x).
-        is_narrow: whether the range leaves the last code to NaN.
-        repeats: whether rounding the same numbers again gives the same integers.
-        clips_gradients: whether the gradient of a clipped element is zero.
+    The minimum is there as a 0-d tensor and as a number, ``lowest``. The residual has the bounds of what rounding takes
+    away, x - round(x). A narrow range leaves the last code to NaN, and rounding repeats if it gives the same integers
+    of the same numbers again.
     """
 
     round: Callable[[Tensor], Tensor]
@@ -186,16 +178,7 @@ class _WeightFakeQuantization(Saving):
     is_brevact = False  # what it returns is a weight
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        integers: Integers,
-        x: Tensor,
-        scale: Tensor,
-        zero_point: Tensor,
-        pre_scale: Tensor,
-        pre_zero_point: Tensor,
-    ) -> Tensor:
-        given = (x, scale, zero_point, pre_scale, pre_zero_point)
+    def forward(ctx: Any, integers: Integers, *given: Tensor) -> Tensor:
         out = integers.quantized(*given)
         save(ctx, exact=given)
         ctx.integers = integers
@@ -205,13 +188,14 @@ class _WeightFakeQuantization(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, zero_point, pre_scale, pre_zero_point = load(ctx)
+        x, *constants = load(ctx)
+        scale, zero_point, pre_scale, pre_zero_point = constants
         integers = ctx.integers
         _, rounded, q = integers.of(x, pre_scale, pre_zero_point)
         blocked = integers.blocked(rounded)
         through = (grad * scale).to(q.dtype)
         clipped = through if blocked is None else masked_fill_(through.clone(), blocked, 0.0)
-        shapes = (scale.shape, zero_point.shape, pre_scale.shape, pre_zero_point.shape)
+        shapes = tuple(each.shape for each in constants)
         needs = ctx.needs_input_grad[1:]
         return None, *_gradients(needs, shapes, grad, q - zero_point, through, clipped, x / pre_scale, pre_scale)
 
@@ -228,19 +212,10 @@ def fake_quantize(
 ) -> Any:
     """Fake-quantize to integers: (clip(round(x / pre_scale + pre_zero_point)) - zero_point) * scale.
 
-    Args:
-        region: the region that stores what backward needs.
-        integers: how the quantizer rounds and clips.
-        x: activation or weight.
-        scale: multiplies the integers, of a shape that broadcasts to that of ``x``.
-        zero_point: what they are shifted back by.
-        pre_scale: divides ``x``; often the scale itself.
-        pre_zero_point: what the quotient is shifted by; often the zero point itself.
-        before_relu: if ``x`` is a ReLU's output, its input: the gradient goes there, and one mask stands for both. No
-            zero point must have a gradient then, which elements at zero would add to.
-
-    Returns:
-        The fake-quantized tensor; ``NotImplemented`` where stock ops must run.
+    Scales and zero points broadcast to the activation or weight ``x``; those before rounding are often the ones behind
+    it. If ``x`` is a ReLU's output, ``before_relu`` is its input: the gradient goes there, and one mask stands for
+    both; no zero point must have a gradient then, which elements at zero would add to. Returns ``NotImplemented`` where
+    stock ops must run.
     """
     given = (scale, zero_point, pre_scale, pre_zero_point)
     weight = region.is_weight(x)

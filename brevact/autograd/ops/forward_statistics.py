@@ -47,16 +47,8 @@ def absolute_percentile(
 ) -> Tensor:
     """Percentile of the magnitudes of an activation: the gradient goes to one element, whose place and sign are kept.
 
-    Args:
-        region: the region that runs.
-        x: activation, of two dimensions unless all of it counts.
-        q: percentage.
-        dim: dimension that is reduced, or None for all elements.
-        keepdim: whether it stays, with size 1.
-        values: if ``x`` is the input of a ReLU whose output counts, that output.
-
-    Returns:
-        The percentile, as ``brevitas.core.stats.AbsPercentile`` computes it.
+    It is that of ``brevitas.core.stats.AbsPercentile``, ``q`` percent over ``dim`` of an activation of two dimensions,
+    or over all of it. If ``x`` is the input of a ReLU whose output counts, ``values`` is that output.
     """
     values = x.detach() if values is None else values
     flat = x

@@ -52,11 +52,7 @@ def _gather(region: Keeper, func: Callable, input: Tensor, dim: int, index: Tens
     if kwargs.pop("sparse_grad", False) or kwargs or not _looks_up(region, input, index) or not isinstance(dim, int):
         return NotImplemented
     return region.apply(
-        _Lookup,
-        lambda x, i: func(x, dim, i),
-        lambda zeros, i, g: zeros.scatter_add_(dim, i, g),
-        input,
-        index,
+        _Lookup, lambda x, i: func(x, dim, i), lambda zeros, i, g: zeros.scatter_add_(dim, i, g), input, index
     )
 
 
@@ -131,13 +127,8 @@ class _GridSample(Saving):
         run = aten.grid_sampler_2d_backward if x.dim() == 4 else aten.grid_sampler_3d_backward
         wanted = list(ctx.needs_input_grad[3:])
         grads = run(grad, x.to(grad.dtype), grid.to(grad.dtype), *ctx.options, wanted)
-        dtypes = ctx.input_like[2], grid.dtype
-        return (
-            None,
-            None,
-            None,
-            *(g.to(dtype) if needed else None for g, dtype, needed in zip(grads, dtypes, wanted, strict=True)),
-        )
+        like = zip(grads, (ctx.input_like[2], grid.dtype), wanted, strict=True)
+        return None, None, None, *(g.to(dtype) if needed else None for g, dtype, needed in like)
 
 
 def _grid_sampler(
@@ -192,10 +183,7 @@ OPS = (
     Op((F.pad, nn_pad), _pad, Stored("padding", NOTHING, EXACT)),  # the second one is what Dynamo sees of the first
     Op((F.grid_sample,), _grid_sample, _GRID),
     Op(_GRID_SAMPLERS, _grid_sampler, _GRID),
-    Op(
-        (Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))),
-        looks_up=True,
-    ),
+    Op((Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))), looks_up=True),
     Op(everywhere("embedding"), stored=_STORED, saves=Saves.PLACES, is_layer=True),
     Op(everywhere("embedding_bag"), saves=Saves.FACTORS, is_layer=True),
     Op((F.pad,), moves=True),

@@ -23,6 +23,8 @@ from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
+#: A loss of input, target and weight.
+_Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class _Options(NamedTuple):
@@ -37,13 +39,7 @@ class _Options(NamedTuple):
 class _CrossEntropy(Saving):
     @staticmethod
     def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-        options: _Options,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
+        ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
     ) -> Tensor:
         out = call(input, target, weight)
         p = torch.softmax(input, options.class_dim, dtype=out.dtype)
@@ -62,13 +58,7 @@ class _CrossEntropy(Saving):
 class _NegativeLogLikelihood(Saving):
     @staticmethod
     def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-        options: _Options,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
+        ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
     ) -> Tensor:
         save(ctx, exact=(target, weight))
         ctx.options, ctx.input_like = options, (input.shape, input.dtype)

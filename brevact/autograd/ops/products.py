@@ -201,11 +201,7 @@ _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
 _STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
 OPS = (
     Op(
-        (
-            *(getattr(home, name) for home in (torch, Tensor) for name in _TWO),
-            torch.linalg.matmul,
-            Tensor.__matmul__,
-        ),
+        (*(getattr(home, name) for home in (torch, Tensor) for name in _TWO), torch.linalg.matmul, Tensor.__matmul__),
         _multiply,
         _STORED,
         is_bit_exact=False,

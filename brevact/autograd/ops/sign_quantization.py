@@ -25,11 +25,8 @@ from brevact.quantizers import Layout
 class Signs:
     """How a binary or ternary forward quantizer gets from x to the integers that the scale multiplies.
 
-    Args:
-        of: returns the integers of x under a scale, and the mask of what is not clipped, or None.
-        bit_width: bits a code.
-        step: distance of neighbouring integers; the smallest is -1.
-        has_zero: whether there is a zero, which stops the gradient.
+    ``of`` returns the integers of x under a scale, -1 and then a step from each other, and the mask of what is not
+    clipped, or None. A zero stops the gradient.
     """
 
     of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -111,17 +108,10 @@ class _WeightSignQuantization(Saving):
 
 
 def quantize_signs(region: EagerKeeper, signs: Signs, x: Tensor, scale: Tensor, *, clipped: bool) -> Any:
-    """Fake-quantize to -1 and 1, or -1, 0 and 1, times a scale.
+    """Fake-quantize an activation or weight to -1 and 1, or -1, 0 and 1, times a scale that broadcasts to it.
 
-    Args:
-        region: the region that stores what backward needs.
-        signs: how the quantizer finds the integers.
-        x: activation or weight.
-        scale: of a shape that broadcasts to that of ``x``.
-        clipped: whether ``x`` is clipped to minus and plus the scale first, through which the scale gets gradients.
-
-    Returns:
-        The fake-quantized tensor; ``NotImplemented`` where stock ops must run.
+    If it is clipped to minus and plus the scale first, the scale gets gradients through that, too. Returns
+    ``NotImplemented`` where stock ops must run.
     """
     if not is_quantizable(region, x, (scale,)):
         return NotImplemented

@@ -146,11 +146,9 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
 
 
 def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -> Callable:
-    """Make the handler of a function.
+    """Make the handler of a function from a rule that gives the derivative, and has the function's parameters.
 
-    Args:
-        rule: gives the derivative; it has the function's parameters.
-        is_gentle: whether a rounding error of the input is a small one of the function, of bounded slope and few turns.
+    It is gentle if a rounding error of the input is a small one of the function, of bounded slope and few turns.
     """
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:

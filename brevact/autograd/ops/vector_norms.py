@@ -69,13 +69,7 @@ class _Norm(Saving):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        region: Keeper,
-        call: Callable[..., Tensor],
-        group: _Group,
-        eps: float,
-        a: Tensor,
-        b: Tensor | None,
+        ctx: Any, region: Keeper, call: Callable[..., Tensor], group: _Group, eps: float, a: Tensor, b: Tensor | None
     ) -> Tensor:
         out = call(a) if b is None else call(a, b)
         difference = a if b is None else a - b + eps
@@ -146,10 +140,8 @@ class _CosineSimilarity(Saving):
         pairs = (u, v, norm_x), (v, u, norm_y)
         for (own, other, norm), needed in zip(pairs, ctx.needs_input_grad[4:], strict=True):
             bounded = norm.clamp_min(ctx.eps)
-            lengthened = (
-                (ctx.eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
-            )  # bounded / norm, where that overflows
-            along = cosine * own * lengthened
+            # The last factor is bounded / norm, where that overflows.
+            along = cosine * own * (ctx.eps / norm).clamp_min_(1).masked_fill_(norm == 0, 0)
             grads.append((grad * (other - along) / bounded).sum_to_size(own.shape) if needed else None)
         return None, None, None, None, *grads
 
@@ -287,13 +279,7 @@ def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, d
 
 
 def _normalize(
-    region: Keeper,
-    func: Callable,
-    input: Tensor,
-    p: float = 2.0,
-    dim: Any = 1,
-    eps: float = 1e-12,
-    out: None = None,
+    region: Keeper, func: Callable, input: Tensor, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None
 ) -> Any:
     group = _group(input, dim) if p == 2 and out is None and _packs(region, input) else None
     if group is None:

@@ -18,16 +18,10 @@ def along_channels(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.reshape(samples, shape[1], *[1] * (len(shape) - 2))
 
 
-def along_last_dims(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Give numbers of the last dimensions of a tensor of this shape as many dimensions as it has."""
-    return x.view(*[1] * (len(shape) - x.dim()), *x.shape)
-
-
 class OverChannels(NamedTuple):
     """One mean and one deviation a channel, or a channel of a sample; so of weights.
 
-    Args:
-        eps: of a norm that keeps variances: what is added to them; None for one that keeps inverse deviations.
+    A norm that keeps variances adds ``eps`` to them; it is None for one that keeps inverse deviations.
     """
 
     eps: float | None = None
@@ -50,18 +44,14 @@ class OverLastDims(NamedTuple):
         return statistic
 
     def align_weight(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        return along_last_dims(weight, shape)
+        return weight.view(*[1] * (len(shape) - weight.dim()), *weight.shape)
 
     def inverse(self, spread: Tensor) -> Tensor:
         return in_float32(spread)
 
 
 class OverGroups(NamedTuple):
-    """One mean and one deviation a group of the channels of a sample; weights are one number a channel.
-
-    Args:
-        groups: number of groups.
-    """
+    """One mean and one deviation a group of the channels of a sample; weights are one number a channel."""
 
     groups: int
 

@@ -65,20 +65,11 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch norm by the statistics of the batch, as PyTorch computes it.
+    """Batch norm of an (N, C, ...) tensor by the statistics of the batch, as PyTorch computes it; the others are (C,)
+    each.
 
-    Args:
-        x: (N, C, ...) floating-point tensor.
-        weight: (C,) factors.
-        bias: (C,) offsets.
-        running_mean: (C,) means, moved by a part of the difference.
-        running_var: (C,) variances, moved.
-        momentum: the part.
-        eps: added to variances.
-        cudnn_enabled: whether cuDNN may run on a GPU.
-
-    Returns:
-        The output, and the (C,) means and inverse deviations.
+    It moves the running statistics by a part of the difference, the momentum, and returns the output, means and inverse
+    deviations. cuDNN may run on a GPU where that is enabled.
     """
     running = running_mean, running_var
     out, mean, invstd, _, _ = batch_norm_impl_index(x, weight, bias, *running, True, momentum, eps, cudnn_enabled)
@@ -230,11 +221,25 @@ class Frozen(Norm):
 
 
 @dataclass(eq=False)
-class LayerNorm(Norm):
-    """Layer norm over the last dimensions; weight and bias are one number an element of those."""
+class _OfLastDims(Norm):
+    """A norm over the last dimensions; weight and bias are one number an element of those."""
 
     normalized_shape: tuple[int, ...]
-    eps: float
+    eps: float | None
+
+    @property
+    def alignment(self) -> Alignment:
+        return OverLastDims()
+
+    @property
+    def key(self) -> Hashable:
+        return self.name, self.normalized_shape, self.eps
+
+
+@dataclass(eq=False)
+class LayerNorm(_OfLastDims):
+    """Layer norm over the last dimensions."""
+
     name = "layer_norm"
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,14 +250,6 @@ class LayerNorm(Norm):
     ) -> Gradients:
         # Of the bias ATen reads the dtype: the weight's.
         return _layer_norm_backward(grad, x, self.normalized_shape, mean, invstd, weight, weight, mask)
-
-    @property
-    def alignment(self) -> Alignment:
-        return OverLastDims()
-
-    @property
-    def key(self) -> Hashable:
-        return self.name, self.normalized_shape, self.eps
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.sum_to_size(self.normalized_shape)
@@ -301,11 +298,9 @@ def _format_of(x: Tensor) -> torch.memory_format:
 
 
 @dataclass(eq=False)
-class RMSNorm(Norm):
+class RMSNorm(_OfLastDims):
     """RMS norm over the last dimensions: x * invstd with the inverse root of the mean square in place of invstd."""
 
-    normalized_shape: tuple[int, ...]
-    eps: float | None
     name = "rms_norm"
     has_mean = False
 
@@ -313,7 +308,7 @@ class RMSNorm(Norm):
         self, x: Tensor, weight: Tensor | None, bias: None
     ) -> tuple[Tensor, None, Tensor]:
         if x.is_cuda and not self._is_fused(x, weight):  # ATen's own fused kernel is for one dtype and memory order
-            square, eps = x.to(_accumulated(x.dtype)).square(), self.eps
+            square, eps = x.to(torch.promote_types(x.dtype, torch.float32)).square(), self.eps
             eps = torch.finfo(square.dtype).eps if eps is None else eps
             invstd = square.mean(self._dims, keepdim=True).add_(eps).rsqrt_()
             return torch.rms_norm(x, self.normalized_shape, weight, self.eps), None, invstd
@@ -337,14 +332,6 @@ class RMSNorm(Norm):
         return grad_input, grad_weight, None
 
     @property
-    def alignment(self) -> Alignment:
-        return OverLastDims()
-
-    @property
-    def key(self) -> Hashable:
-        return self.name, self.normalized_shape, self.eps
-
-    @property
     def _dims(self) -> tuple[int, ...]:
         return tuple(range(-len(self.normalized_shape), 0))
 
@@ -352,7 +339,3 @@ class RMSNorm(Norm):
     def _is_fused(x: Tensor, weight: Tensor | None) -> bool:
         is_alike = fused_rms_norm_backward is not None and (weight is None or weight.dtype is x.dtype)
         return is_alike and suggest_memory_format(x) is torch.contiguous_format
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -32,13 +32,7 @@ _OVER_CHANNELS = OverChannels()
 
 
 class _Plan(NamedTuple):
-    """What depends on the sizes of a call alone.
-
-    Args:
-        packing: how the input is packed.
-        source: decoder of the input, by which its packed values are shared.
-        output: decoder of the output.
-    """
+    """What depends on the sizes of a call alone: how the input is packed, and the decoders of input and output."""
 
     packing: NormalizedPlan
     source: PackedDecoder
@@ -136,11 +130,9 @@ def run(
 ) -> Tensor | None:
     """Run ``F.batch_norm``, with its arguments, by the statistics of the batch, and pack its input.
 
-    Around the region are no hooks and no report; the input is an activation that was computed in it.
-
-    Returns:
-        The output; None where more is to be done than to pack the input and to derive the output from it: something is
-        known of the input, or an argument is of another kind than in most nets.
+    Around the region are no hooks and no report; the input is an activation that was computed in it. None is returned
+    where more is to be done than to pack the input and to derive the output from it: something is known of the input,
+    or an argument is of another kind than in most nets.
     """
     if training is not True or type(eps) is not float or eps <= 0.0:
         return None
