@@ -34,13 +34,16 @@ from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_s
 X, OUT, MEAN, INVSTD, WEIGHT, BIAS, RUNNING_MEAN, RUNNING_VAR = range(8)
 """Fields of the words of a call that are addresses of float32 arrays, 0 for what is missing."""
 
-SAMPLES, CHANNELS, SIZE, TOGETHER, MOMENTUM, EPS = range(8, 14)
+SAMPLES, CHANNELS, SIZE, CHANNELS_OF_BLOCK, MOMENTUM, EPS = range(8, 14)
 """Fields of sizes, of the channels of a block, and of the bits of two float64 numbers."""
 
 PIECE = 1024
 """Elements of a sample that are worked on together, and lanes of the sums: scratch of 17 KiB."""
 
-_TOGETHER = 256  # elements of a sample in a block of small maps
+TOGETHER = 256
+"""Elements of a sample in a block of small maps."""
+
+_FEW_LANES = 32
 _ROUNDING = np.float64(2.0**-52 * 1.01)
 """Most by which two float64 sums of the same n terms differ, over n and the sum of magnitudes: 2^-53 for each sum."""
 _LOST = np.float64(2.0**-126)
@@ -49,7 +52,7 @@ _SUBNORMAL = 5e-324
 
 
 @inlined
-def _fill(target, lanes, count, value):
+def fill_run(target, lanes, count, value):
     for e in range(count):
         store(target, lanes + e, value)
 
@@ -86,11 +89,18 @@ def _add_squares(x, samples, stride, run, lanes, mean_of, sums):
 
 
 @inlined
-def _sum_of(sums, first, lanes):
-    """Sum of the lanes of one channel."""
+def sum_of(sums, first, lanes):
+    """Sum of the lanes of one channel, which are overwritten: halves are added until few are left."""
+    at = advance(sums, first)
+    while lanes > _FEW_LANES:
+        half = lanes // 2
+        lanes -= half
+        other = advance(at, lanes)
+        for e in range(half):
+            store(at, e, load(at, e) + load(other, e))
     total = np.float64(0.0)
-    for e in range(first, first + lanes):
-        total += load(sums, e)
+    for e in range(lanes):
+        total += np.float64(load(at, e))
     return total
 
 
@@ -140,7 +150,7 @@ def normalize_channels(words_at, start, stop):
     """Normalize blocks start to stop of channels by their own statistics, as the words at this address say."""
     words = i64_at(words_at)
     samples, channels, size = load(words, SAMPLES), load(words, CHANNELS), load(words, SIZE)
-    together, stride, n = load(words, TOGETHER), channels * size, samples * size
+    together, stride, n = load(words, CHANNELS_OF_BLOCK), channels * size, samples * size
     lanes = min(size, PIECE)
     sums, mean_or_factor_of, offset_of = f64_scratch(PIECE), f32_scratch(PIECE), f32_scratch(PIECE)
     totals = f64_scratch(together)
@@ -151,12 +161,12 @@ def normalize_channels(words_at, start, stop):
         x, out = advance(f32_at(load(words, X)), first * size), advance(f32_at(load(words, OUT)), first * size)
         _add_all(x, samples, stride, run, count * lanes, sums)
         for c in range(count):
-            total = _sum_of(sums, c * lanes, lanes)
+            total = sum_of(sums, c * lanes, lanes)
             store(totals, c, total)
-            _fill(mean_or_factor_of, c * lanes, lanes, np.float32(total / np.float64(n)))
+            fill_run(mean_or_factor_of, c * lanes, lanes, np.float32(total / np.float64(n)))
         _add_squares(x, samples, stride, run, count * lanes, mean_or_factor_of, sums)
         for c in range(count):
-            mean, squares = load(mean_or_factor_of, c * lanes), _sum_of(sums, c * lanes, lanes)
+            mean, squares = load(mean_or_factor_of, c * lanes), sum_of(sums, c * lanes, lanes)
             # The sum of magnitudes is at most the root of n times the sum of squares, which is that of the squared
             # differences and n mean^2; the factor is for the rounding of the squares.
             moment = squares + np.float64(n) * (np.float64(mean) * np.float64(mean) + _LOST)
@@ -170,8 +180,8 @@ def normalize_channels(words_at, start, stop):
             if load(words, WEIGHT):
                 factor = np.float32(factor * load(f32_at(load(words, WEIGHT)), first + c))
             offset = load(f32_at(load(words, BIAS)), first + c) if load(words, BIAS) else np.float32(0.0)
-            _fill(offset_of, c * lanes, lanes, fma(-mean, factor, offset))
-            _fill(mean_or_factor_of, c * lanes, lanes, factor)
+            fill_run(offset_of, c * lanes, lanes, fma(-mean, factor, offset))
+            fill_run(mean_or_factor_of, c * lanes, lanes, factor)
         for sample in range(samples):
             for piece in range(0, run, PIECE):
                 source, target = advance(x, sample * stride + piece), advance(out, sample * stride + piece)
@@ -200,18 +210,23 @@ def batch_norm(
     return _run(x, weight, bias, running_mean, running_var, momentum, eps) if gives_bits_of_torch() else NotImplemented
 
 
-def _is_taken(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None
-) -> bool:
-    """Whether the kernel reads these tensors.
+def is_dense_map(x: Tensor) -> bool:
+    """Whether a tensor is contiguous and float32, of several channels and elements a map.
 
     Those of one channel, or of one element a map, are contiguous in two orders of memory: ATen may choose the other.
     """
     if x.dtype is not torch.float32 or x.dim() < 3 or not x.is_contiguous():
         return False
-    samples, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
-    if channels < 2 or size < 2 or samples == 0 or (running_mean is None) != (running_var is None):
+    return x.shape[1] > 1 and x.shape[0] > 0 and x.shape[2:].numel() > 1
+
+
+def _is_taken(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None
+) -> bool:
+    """Whether the kernel reads these tensors."""
+    if not is_dense_map(x) or (running_mean is None) != (running_var is None):
         return False
+    channels = x.shape[1]
     for y in (weight, bias, running_mean, running_var):
         if y is not None and not (y.dtype is torch.float32 and y.shape == (channels,) and y.is_contiguous()):
             return False
@@ -231,7 +246,7 @@ def _run(
     samples, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, invstd = x.new_empty(channels), x.new_empty(channels)
-    together = max(_TOGETHER // size, 1)
+    together = max(TOGETHER // size, 1)
     arrays = x, out, mean, invstd, weight, bias, running_mean, running_var
     words = (ctypes.c_int64 * (EPS + 1))(
         *[0 if y is None else y.data_ptr() for y in arrays], *(samples, channels, size, together)

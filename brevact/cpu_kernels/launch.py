@@ -1,4 +1,4 @@
-"""The passes of `quantizers.passes`, and a batch norm, by name: launchers, each beside the CPU kernel that it runs.
+"""The passes of `quantizers.passes`, and those of a batch norm, by name: launchers, each beside the CPU kernel that it runs.
 
 They have the names, the parameters and the bytes of the laws, take tensors that :func:`takes` accepts, and return
 NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays. Those of
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels.batch_norm import batch_norm
+from brevact.cpu_kernels.batch_norm_backward import centred_batch_norm_backward
 from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.dequantize_grid import dequantize_grid
@@ -27,6 +28,7 @@ from brevact.cpu_kernels.segments import look_up, map_levels
 
 __all__ = [
     "batch_norm",
+    "centred_batch_norm_backward",
     "denormalize",
     "dequantize_grid",
     "dequantize_rows",

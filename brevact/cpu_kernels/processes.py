@@ -25,7 +25,7 @@ PATIENCE = 3.0
 
 _MOST_PROCESSES = 4
 _POLL = 0.01
-_FIRST = ("batch_norm", "quantize", "dequantize", "masks", "segments")
+_FIRST = ("batch_norm", "quantize", "dequantize", "batch_norm_backward", "masks", "segments")
 """Modules of the kernels that a training step needs."""
 
 

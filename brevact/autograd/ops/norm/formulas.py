@@ -31,27 +31,15 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 _OVER_CHANNELS = OverChannels()
 
-#: From so many elements on ATen reads a map many at a time; with so many channels and elements another order pays.
-_LARGE_MAP, _MANY_CHANNELS, _MANY_ELEMENTS = 8, 32, 1 << 13
-
-
+@run_by_kernels
 def centred_batch_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor | None, invstd: Tensor, eps: float, mask: list[bool]
+    x: Tensor, grad: Tensor, weight: Tensor | None, invstd: Tensor, eps: float, mask: list[bool]
 ) -> Gradients:
-    """Return the gradients of batch norm by the statistics of the batch, from its input less the means.
+    """Gradients of batch norm by the statistics of the batch, from its input less the means, which may be overwritten.
 
-    On the CPU, ATen reads maps of less than eight elements one element at a time. With channels last it takes a half
-    to a quarter of that time, both changes of the memory order included; it adds the terms of sums in another order.
+    The kernel adds the terms of sums in another order than ATen.
     """
-    shape, mean = x.shape, torch.zeros_like(invstd)
-    is_small = 1 < shape[2:].numel() < _LARGE_MAP
-    is_worth_it = is_small and shape[1] >= _MANY_CHANNELS and x.numel() >= _MANY_ELEMENTS
-    if not (is_worth_it and x.is_cpu and x.is_contiguous()):
-        return batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, mask)
-    maps = *shape[:2], -1, 1
-    grad, x = (each.reshape(maps).contiguous(memory_format=torch.channels_last) for each in (grad, x))
-    grad_input, *sums = batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, mask)
-    return None if grad_input is None else grad_input.contiguous().view(shape), *sums
+    return batch_norm_backward(grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, eps, mask)
 
 
 @run_by_kernels

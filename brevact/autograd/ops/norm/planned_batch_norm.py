@@ -114,7 +114,7 @@ class _PlannedBatchNorm(Saving):
         buffer, invstd, weight = ctx.saved_tensors
         x = ctx.packing.dequantize_centred(buffer, invstd)
         mask = list(ctx.needs_input_grad[4:])
-        return None, None, None, None, *centred_batch_norm_backward(grad, x, weight, invstd, ctx.eps, mask)
+        return None, None, None, None, *centred_batch_norm_backward(x, grad, weight, invstd, ctx.eps, mask)
 
 
 def run(
