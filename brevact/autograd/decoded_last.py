@@ -22,33 +22,30 @@ MOST_HELD = 1 << 18
 
 
 class _Held:
-    """A decoded tensor, and what it was decoded from."""
+    """A decoded tensor, and what it was decoded from: codes, and weights, which are held as well."""
 
-    __slots__ = ("_decoder", "_sources", "_values", "_version")
+    __slots__ = ("_codes", "_decoder", "_values", "_versions", "_weights")
 
     def __init__(self, decoder: Any, tensors: tuple[Tensor, ...], values: Tensor) -> None:
-        self._decoder, self._version = decoder, values._version
+        self._decoder, self._weights = decoder, tensors[1:]
         self._values: Tensor | None = values
-        codes, *rest = (x.untyped_storage() for x in tensors)
-        references = weakref.ref(codes, self._drop), *map(weakref.ref, rest)
-        self._sources = [(storage, _place(x)) for storage, x in zip(references, tensors, strict=True)]
+        self._versions = [x._version for x in (values, *tensors)]
+        self._codes = weakref.ref(tensors[0].untyped_storage(), self._drop)
 
     def _drop(self, reference: weakref.ref[UntypedStorage]) -> None:
-        self._values = None
+        self._values, self._weights = None, ()
 
     def find(self, decoder: Any, tensors: tuple[Tensor, ...]) -> Tensor | None:
         """Return the tensor, if it is what this decoder makes of these tensors, and nobody has changed it."""
-        if decoder is not self._decoder or self._values is None or self._values._version != self._version:
+        values = self._values
+        if values is None or decoder is not self._decoder or len(tensors) != len(self._weights) + 1:
             return None
-        for x, (storage, place) in zip(tensors, self._sources, strict=True):
-            if _place(x) != place or storage() is not x.untyped_storage():
+        for x, weight in zip(tensors[1:], self._weights, strict=True):
+            if x is not weight:
                 return None
-        return self._values
-
-
-def _place(x: Tensor) -> tuple[Any, ...]:
-    """What tells a tensor from others in its storage: rows of one parameter are weights of several norms."""
-    return x._version, x.storage_offset(), x.shape, x.stride(), x.dtype
+        if [x._version for x in (values, *tensors)] != self._versions:
+            return None
+        return values if self._codes() is tensors[0].untyped_storage() else None
 
 
 class _Last(threading.local):

@@ -192,8 +192,7 @@ def _derive_anew(
             small.append(places[id(kept[0])])
         elif not quality_of(decoder).is_exact:
             decoded_bytes += decoder.described(kept)[1]
-    sources = tuple((decoder, len(tensors)) for tensors, decoder in found.sources)
-    decoder = Derived(expression, sources, tuple(like.shape), stride, like.dtype, quality, lasts)
+    decoder = Derived.of(expression, found.sources, like, stride, quality, lasts=lasts)
     picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
     is_light = is_traced(like) or decoded_bytes <= MOST_DECODED * like.nbytes
     return Derivation(decoder, picks, is_light, tuple(small))

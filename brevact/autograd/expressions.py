@@ -15,7 +15,16 @@ from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import is_any_autocast_enabled
-from brevact.quantizers import Layout, is_traced
+from brevact.quantizers import Layout, PointFunction, is_traced
+
+
+class _Composed(NamedTuple):
+    """A pointwise expression of one source, as a function of one number."""
+
+    expression: Call
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.expression.of(x)
 
 
 class Call(NamedTuple):
@@ -40,19 +49,15 @@ class Call(NamedTuple):
         """Return the value of a pointwise expression of one source, x."""
         return self.function(*(operand.of(x) if isinstance(operand, Call) else x for operand in self.operands))
 
+    @property
+    def as_function(self) -> PointFunction:
+        """A pointwise expression of one source as a function of one tensor."""
+        return self.function if len(self.operands) == 1 and isinstance(self.operands[0], int) else _Composed(self)
+
     def renumbered(self, numbers: Sequence[int]) -> Call:
         """Return the expression for sources that have other numbers."""
         operands = [o.renumbered(numbers) if isinstance(o, Call) else numbers[o] for o in self.operands]
         return Call(self.function, tuple(operands), -1 if self.only < 0 else numbers[self.only])
-
-
-class _Composed(NamedTuple):
-    """A pointwise expression of one source, as a function of one number."""
-
-    expression: Call
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.expression.of(x)
 
 
 class ByMask(NamedTuple):
@@ -86,6 +91,8 @@ class Derived:
         dtype: of the tensor.
         quality: of the tensor.
         lasts: whether the next training step derives the tensor by the same object.
+        function: the expression as a function of its one source, if it is pointwise, and the source is decoded through
+            functions.
     """
 
     expression: Call
@@ -95,6 +102,23 @@ class Derived:
     dtype: torch.dtype
     quality: Quality
     lasts: bool
+    function: PointFunction | None
+
+    @staticmethod
+    def of(
+        expression: Call,
+        sources: Sequence[Saved],
+        like: Tensor,
+        stride: tuple[int, ...] | None,
+        quality: Quality,
+        *,
+        lasts: bool,
+    ) -> Derived:
+        """Return the decoder of a tensor of the sizes of ``like`` from what keeps its sources."""
+        numbered = tuple((decoder, len(tensors)) for tensors, decoder in sources)
+        is_fused = expression.only >= 0 and hasattr(numbered[0][0], "decode_through")
+        function = expression.as_function if is_fused else None
+        return Derived(expression, numbered, tuple(like.shape), stride, like.dtype, quality, lasts, function)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._computed(tensors, None)
@@ -121,22 +145,23 @@ class Derived:
         return self._computed_plainly(tensors, grad)
 
     def _computed_plainly(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
-        parts = self.parts(tensors)
-        if grad is not None:
-            product = _fused(self.expression, parts, grad)
-            if product is not None:
-                return product
-        values = _with_strides(_value(self.expression, parts, {}, is_whole=True).to(self.dtype), self.stride)
+        if self.function is None:
+            values = _value(self.expression, self.parts(tensors), {}, is_whole=True)
+        else:
+            values = self.sources[0][0].decode_through(tensors, self.function, grad)  # type: ignore[attr-defined]
+            if grad is not None:
+                return values
+        values = _with_strides(values if values.dtype is self.dtype else values.to(self.dtype), self.stride)
         return values if grad is None else grad * values
 
 
-def _fused(expression: Call, parts: list[Saved], grad: Tensor | None) -> Tensor | None:
+def _fused(expression: Call, parts: list[Saved]) -> Tensor | None:
     """Value of a pointwise expression of one source, which its decoder computes on the way; None for others."""
     if expression.only < 0:
         return None
     tensors, decoder = parts[expression.only]
     decode_through = getattr(decoder, "decode_through", None)
-    return None if decode_through is None else decode_through(tensors, _Composed(expression), grad)
+    return None if decode_through is None else decode_through(tensors, expression.as_function)
 
 
 def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor], *, is_whole: bool = False) -> Tensor:
@@ -153,7 +178,7 @@ def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor
         values = _value(operand, parts, decoded)
         overwrites = is_whole and isinstance(operand, int) and _is_new(values, parts[operand])
         return expression.function.product(values, parts[mask], overwrites=overwrites)  # type: ignore[index]
-    fused = _fused(expression, parts, None)
+    fused = _fused(expression, parts)
     if fused is not None:
         return fused
     return expression.function(*(_value(operand, parts, decoded) for operand in expression.operands))

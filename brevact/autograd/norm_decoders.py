@@ -238,7 +238,7 @@ class OutputDecoder(NamedTuple):
         self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
     ) -> Tensor:
         if self.is_read_again(tensors):
-            values = function(self.decode(tensors))
+            values = function(decoded(self, tensors, self._decode))
             return values if grad is None else grad * values
         packed, scale, shift = self._read(tensors)
         return decode_through(packed, function, scale, shift, self.dtype, grad)

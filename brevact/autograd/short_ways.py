@@ -18,7 +18,6 @@ from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import derive
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.ops.base import Value
 from brevact.autograd.ops.norm import planned_batch_norm
 from brevact.autograd.ops.smooth import run_torch, run_torch_by_output
 from brevact.autograd.weights import ModelState, is_known_activation, is_parameter_or_view
@@ -68,15 +67,13 @@ _INPLACE = frozenset(("inplace",))
 
 
 def _activation(function: Callable[..., Tensor], run_as_torch: Callable[..., Tensor | None]) -> ShortWay:
-    value = Value(function, (), ())
-
     def run(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
         if len(args) != 1 or (kwargs and (kwargs.keys() != _INPLACE or kwargs["inplace"])):
             return None
         (input,) = args
         if not is_known_activation(input) or not region.packs_layer_input(input) or input.numel() > MOST_HELD:
             return None
-        return run_as_torch(region, value, input)
+        return run_as_torch(region, function, input)
 
     return run
 

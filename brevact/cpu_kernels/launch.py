@@ -1,4 +1,4 @@
-"""The passes of `quantizers.passes`, and those of a batch norm, by name: launchers, each beside the CPU kernel that it runs.
+"""The passes of `quantizers.passes`, and a batch norm's, by name: launchers, each beside the CPU kernel that it runs.
 
 They have the names, the parameters and the bytes of the laws, take tensors that :func:`takes` accepts, and return
 NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays. Those of

@@ -38,14 +38,15 @@ class Block(nn.Module):
 def _step(model, x, quantizer, ways, monkeypatch):
     """Outputs, gradients and buffers, and the bytes of all that is packed, by some short ways."""
     model, packed, empty = brevact.quantize_backward(copy.deepcopy(model), quantizer), [], PackedSpec.empty
-    monkeypatch.setattr(eager_mode, "SHORT_WAYS", ways)
-    monkeypatch.setattr(PackedSpec, "empty", lambda spec, like: packed.append(spec.nbytes) or empty(spec, like))
     torch.manual_seed(1)
-    out = model(x)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(eager_mode, "SHORT_WAYS", ways)
+        patch.setattr(PackedSpec, "empty", lambda spec, like: packed.append(spec.nbytes) or empty(spec, like))
+        out = model(x)
     return (out, *torch.autograd.grad(out.square().sum(), list(model.parameters())), *model.buffers()), packed
 
 
+@pytest.mark.usefixtures("sums_of_aten")
 @pytest.mark.parametrize(
     ("dims", "activation", "options", "quantizer"),
     [
@@ -86,6 +87,7 @@ def _nested(x):
     return torch.nested.as_nested_tensor(list(x.flatten(2)))
 
 
+@pytest.mark.usefixtures("sums_of_aten")
 @pytest.mark.parametrize(
     "call",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import BackwardSettings, SaveMode, eager_mode, region
-from brevact.autograd.ops.norm import formulas
 from brevact.autograd.regions import Region
 from brevact.quantizers import Rounding, denormalize, normalize
 from brevact.quantizers.normalizing_plans import NormalizedPlan
@@ -29,6 +27,7 @@ def gradients(layer: nn.Module, x: Tensor, chosen, grad_out: Tensor) -> tuple[Te
     return torch.autograd.grad(out, [leaf, *layer.parameters()], grad_out)
 
 
+@pytest.mark.usefixtures("sums_of_aten")
 def test_statistics_of_many_channels_are_not_packed():
     """Of 5000 channels each statistic is large enough, by the settings that users have."""
     x, grad_out = torch.randn(4, 5000, 8), torch.randn(4, 5000, 8)
@@ -44,55 +43,6 @@ def test_statistics_of_many_channels_are_not_packed():
         grad_out, decoded, norm.weight, None, None, torch.zeros_like(mean), invstd, True, norm.eps, [True] * 3
     )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("shape", [(64, 80, 2), (16, 200, 2, 2), (1, 2048, 1, 5), (8, 300, 1, 2, 3)])
-@pytest.mark.parametrize("given", ["dense", "expanded", "channels last"])
-@pytest.mark.parametrize("has_weight", [True, False])
-def test_gradients_of_batch_norms_of_small_maps(shape, given, has_weight, monkeypatch):
-    """ATen's formula up to the rounding of sums, whose order is another one, in the memory order of the input."""
-    torch.manual_seed(0)
-    dims, c, n = [0, *range(2, len(shape))], shape[1], math.prod(shape) // shape[1]
-    grad = torch.randn(*shape[:-1], 1).expand(shape) if given == "expanded" else torch.randn(shape)
-    grad = grad.transpose(1, -1).contiguous().transpose(1, -1) if given == "channels last" else grad
-    x, invstd = torch.randn(shape), torch.rand(c) + 0.5
-    weight = torch.randn(c) if has_weight else None
-    orders = []
-    backward = formulas.batch_norm_backward
-    monkeypatch.setattr(
-        formulas, "batch_norm_backward", lambda *args: orders.append(args[1].stride(1)) or backward(*args)
-    )
-    found = formulas.centred_batch_norm_backward(grad, x, weight, invstd, 1e-5, [True, has_weight, has_weight])
-    assert orders == [1]
-
-    def formula(grad, x, weight, sign):
-        """Gradients of input, weight and bias, and with signs of +1 of absolute values the sizes of their terms."""
-        wide = [1, c, *[1] * (len(shape) - 2)]
-        scale, total, product = invstd.double().view(wide), grad.sum(dims), (grad * x).sum(dims)
-        weight = 1.0 if weight is None else weight.view(wide)
-        rest = total.view(wide) / n + x * scale.square() * product.view(wide) / n
-        return weight * scale * (grad + sign * rest), product * invstd, total
-
-    doubles = [None if each is None else each.double() for each in (grad, x, weight)]
-    expected, sizes = formula(*doubles, -1), formula(*(None if each is None else each.abs() for each in doubles), 1)
-    assert found[0].is_contiguous() and found[0].shape == x.shape
-    # A sum of n products in any order is off by n + 1 roundings at most; ten more are for what becomes of it.
-    for a, b, size in zip(found, expected, sizes, strict=True):
-        assert a is None or bool(((a - b).abs() <= (n + 11) * EPS / 2 * size).all())
-    assert (found[1] is not None) == has_weight
-
-
-@pytest.mark.parametrize("shape", [(64, 80), (64, 80, 8), (64, 80, 1, 1), (2, 80, 2, 2), (4096, 4, 2)])
-@pytest.mark.parametrize("mask", [[True] * 3, [False, True, True], [True, False, False]])
-def test_gradients_of_other_batch_norms_are_those_of_aten(shape, mask):
-    torch.manual_seed(0)
-    arguments = torch.randn(shape), torch.randn(shape), torch.randn(shape[1]), torch.rand(shape[1]) + 0.5
-    grad, x, weight, invstd = arguments
-    found = formulas.centred_batch_norm_backward(*arguments, 1e-5, mask)
-    expected = aten.native_batch_norm_backward(
-        grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, 1e-5, mask
-    )
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("computed", [False, True])
@@ -256,6 +206,7 @@ class Branches(nn.Module):
         return self.second(a + b)
 
 
+@pytest.mark.usefixtures("sums_of_aten")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": None}], ids=str)
 @pytest.mark.parametrize("rounding", list(Rounding))
@@ -303,6 +254,7 @@ def test_planned_batch_norms_refuse_changed_weights_and_second_derivatives():
         out.sum().backward()
 
 
+@pytest.mark.usefixtures("sums_of_aten")
 def test_planned_batch_norms_mark_what_is_not_finite(unplanned):
     found = []
     for _ in range(2):

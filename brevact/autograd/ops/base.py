@@ -16,7 +16,7 @@ from brevact.autograd.norm_decoders import WithStatistics
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Saved
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names.of_torch import is_functorch_tensor
-from brevact.quantizers import is_traced
+from brevact.quantizers import PointFunction, is_traced
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -206,14 +206,15 @@ class Value(NamedTuple):
     kwargs: tuple[tuple[str, Any], ...]
 
     @staticmethod
-    def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+    def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PointFunction:
         """Return the function that a call computes, of what follows its first argument: of numbers, as they are now."""
         function = out_of_place(function)
         args, kwargs = tuple(map(as_number, args)), {key: as_number(value) for key, value in kwargs.items()}
         position = _inplace_position(function)
         if position is not None and position <= len(args):
             args = (*args[: position - 1], False, *args[position:])
-        return Value(function, args, tuple((key, value) for key, value in kwargs.items() if key != "inplace"))
+        named = tuple((key, value) for key, value in kwargs.items() if key != "inplace")
+        return Value(function, args, named) if args or named else function
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.function(x, *self.args, **dict(self.kwargs))

@@ -26,6 +26,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_small, reported
+from brevact.quantizers import PointFunction
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
 Derivative = Callable[[Tensor, Tensor], Tensor]
@@ -50,7 +51,7 @@ class _Smooth(Saving):
         region: Keeper,
         call: Callable[[Tensor], Tensor],
         derivative: Derivative,
-        value: Value | None,
+        value: PointFunction | None,
         input: Tensor,
         inplace: bool,
     ) -> Tensor:
@@ -176,7 +177,7 @@ def _fixed(derivative: Derivative) -> Callable[..., Derivative]:
     return lambda input, inplace=False: derivative
 
 
-def run_torch(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
+def run_torch(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls.
 
     None where a Function must run.
@@ -194,7 +195,7 @@ def run_torch(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
     return out
 
 
-def run_torch_by_output(region: Keeper, function: Value, input: Tensor) -> Tensor | None:
+def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, whose gradient reads its output: a function of the packed input, which serves readers.
 
     None where a Function must run.

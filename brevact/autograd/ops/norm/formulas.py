@@ -31,6 +31,7 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 _OVER_CHANNELS = OverChannels()
 
+
 @run_by_kernels
 def centred_batch_norm_backward(
     x: Tensor, grad: Tensor, weight: Tensor | None, invstd: Tensor, eps: float, mask: list[bool]
