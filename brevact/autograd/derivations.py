@@ -80,15 +80,22 @@ class Derivation(NamedTuple):
     """How a result derives from what keeps the operands of an op, whatever their values.
 
     The decoder is None where the result depends on too much, and reads the operands' tensors at ``picks``, in that
-    order. It is light where the packed sources, once they are decoded, are no larger than a few results. Those at
-    ``small`` are sources that are kept as they are, and the key in the table is made of the identities of ``holds``.
+    order, or all of them. It is light where the packed sources, once they are decoded, are no larger than a few
+    results. Those at ``small`` are sources that are kept as they are, and the key in the table is made of the
+    identities of ``holds``.
     """
 
     decoder: Derived | None
-    picks: tuple[int, ...] = ()
+    picks: tuple[int, ...] | None = None
     is_light: bool = True
     small: tuple[int, ...] = ()
     holds: tuple[Any, ...] = ()
+
+    def of(self, tensors: tuple[Tensor, ...]) -> Saved | None:
+        """Return what keeps the result, of the operands' tensors; None where it depends on too much."""
+        if self.decoder is None:
+            return None
+        return tensors if self.picks is None else tuple([tensors[place] for place in self.picks]), self.decoder
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
         """Return whether sources are no larger than a few results, and what is kept as it is has a bit an element."""
@@ -123,28 +130,27 @@ class Way(NamedTuple):
     adds: bool = False
 
 
-def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[list[Tensor], Derivation]:
+def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[tuple[Tensor, ...], Derivation]:
     """Return the tensors of all operands, and how a result of these sizes derives from them."""
-    tensors = [x for kept, _ in operands for x in kept]
-    numbers = list(map(id, tensors))
+    tensors: tuple[Tensor, ...] = ()
+    decoders: tuple[Any, ...] = ()
+    for kept, decoder in operands:
+        tensors += kept
+        decoders += (decoder,)
+    numbers = tuple(map(id, tensors))
     first = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
-    places = map(first.__getitem__, numbers)
-    decoders = tuple([decoder for _, decoder in operands])
-    for decoder in decoders:
-        if not getattr(decoder, "lasts", False):
-            return tensors, _derive_anew(way, operands, like, first, lasts=False)
+    key = (way, like.shape, like.stride(), like.dtype, *map(id, decoders), *map(first.__getitem__, numbers))
     try:
-        key = (way, Layout.of(like), *map(id, decoders), *places)
-        found = _derivations.get(key)
+        return tensors, _derivations[key]  # which holds the decoders: no other object has the identity of one
+    except KeyError:
+        lasts = all(getattr(decoder, "lasts", False) for decoder in decoders) and _is_constant(way.function)
     except TypeError:  # symbols, and arguments of some functions, have no hash
-        return tensors, _derive_anew(way, operands, like, first, lasts=False)
-    if found is None:
-        if not _is_constant(way.function):
-            return tensors, _derive_anew(way, operands, like, first, lasts=False)
-        found = _derive_anew(way, operands, like, first, lasts=True)._replace(holds=decoders)
+        lasts = False
+    found = _derive_anew(way, operands, like, first, lasts=lasts)
+    if lasts:
         if len(_derivations) >= _MOST_DERIVATIONS:
             _derivations.clear()
-        _derivations[key] = found
+        _derivations[key] = found._replace(holds=decoders)
     return tensors, found
 
 
@@ -193,7 +199,9 @@ def _derive_anew(
         elif not quality_of(decoder).is_exact:
             decoded_bytes += decoder.described(kept)[1]
     decoder = Derived.of(expression, found.sources, like, stride, quality, lasts=lasts)
-    picks = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
+    picks: tuple[int, ...] | None = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
+    if picks == tuple(range(sum(len(kept) for kept, _ in operands))):
+        picks = None
     is_light = is_traced(like) or decoded_bytes <= MOST_DECODED * like.nbytes
     return Derivation(decoder, picks, is_light, tuple(small))
 
@@ -216,4 +224,4 @@ def function_of(
     The result has the sizes, strides and dtype of ``like``. The other arguments are those of :class:`Way`.
     """
     tensors, found = derivation(Way(function, is_curved, is_pointwise), operands, like)
-    return None if found.decoder is None else (tuple([tensors[place] for place in found.picks]), found.decoder)
+    return found.of(tensors)

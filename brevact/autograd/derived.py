@@ -13,6 +13,7 @@ behind it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -20,17 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from brevact.autograd import known_values
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of, quality_of
 from brevact.autograd.expressions import ByMask
-from brevact.autograd.keeper import Keeper
+from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.normalizing import Normalizer, output_of
-from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
-from brevact.quantizers import is_traced
+from brevact.quantizers import PointFunction, is_traced
 
 #: Packed tensors that one is put together of.
 MOST_MOVED = 4
@@ -78,9 +79,27 @@ def derive(
         kept.append(found)
     if is_known:
         way = Way(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds)
-        tensors, way = derivation(way, kept, out)
-        if way.decoder is not None and way.is_worth_it(tensors, out):
-            region.register(out, (tuple([tensors[place] for place in way.picks]), way.decoder), is_dirty=is_dirty)
+        tensors, found = derivation(way, kept, out)
+        result = found.of(tensors)
+        if result is not None and found.is_worth_it(tensors, out):
+            region.register(out, result, is_dirty=is_dirty)
+
+
+@functools.lru_cache(maxsize=1024)
+def _curved(function: PointFunction) -> Way:
+    return Way(function, is_curved=True)
+
+
+def derive_curved(region: EagerKeeper, out: Tensor, function: PointFunction, source: Saved) -> None:
+    """Remember the same of what a curved function of elements has made of a tensor, which the source keeps."""
+    tensors, found = derivation(_curved(function), (source,), out)
+    result = found.of(tensors)
+    if result is None or not found.is_worth_it(tensors, out):
+        return
+    if result[1].stride is None:  # it may have gaps
+        region.register(out, result)
+    else:
+        known_values.register_new(out, *result, region.hooks.scope)
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:
@@ -110,9 +129,7 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
     """
     known, settings = region.find_known(x), region.settings
     if known is not None:
-        quality = quality_of(known[1])
-        is_good = Quality(quality.quantizer, is_curved=True).serves(settings)
-        return known if is_good else None
+        return known if quality_of(known[1]).serves(settings, bends=True) else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
     if is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED:

@@ -139,17 +139,9 @@ class View(NamedTuple):
 _view = one_object_each(View)
 
 
-class _Entry(NamedTuple):
-    version: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    decoder: Any
-    quality: Quality
-    scope: Any
-
+#: Of a tensor: version, shape, strides and dtype; what keeps it: tensors, their versions and the decoder; its quality,
+#: and the scope.
+_Entry = tuple[int, torch.Size, tuple[int, ...], torch.dtype, tuple[Tensor, ...], tuple[int, ...], Any, Quality, Any]
 
 #: Attribute of a storage under which it carries what is known of it, which so ends with it.
 _KNOWN = "_brevact_known"
@@ -176,23 +168,25 @@ def register(
     _register(x, x._version + is_dirty, storage, tensors, decoder, scope)
 
 
-def register_new(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any) -> None:
-    """Remember the same of a tensor that has just been made, dense and of its own, outside of checkpoints."""
-    _register(x, x._version, x.untyped_storage(), tensors, decoder, None)
+def register_new(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, scope: Any = None) -> None:
+    """Remember the same of a tensor that has just been made, dense and alone in its storage."""
+    _register(x, x._version, x.untyped_storage(), tensors, decoder, scope)
 
 
 def _register(
     x: Tensor, version: int, storage: UntypedStorage, tensors: tuple[Tensor, ...], decoder: Any, scope: Any
 ) -> None:
     quality = getattr(decoder, "quality", EXACT)
-    entry = _Entry(version, x.shape, x.stride(), x.dtype, tensors, versions_of(tensors), decoder, quality, scope)
-    setattr(storage, _KNOWN, entry)
+    storage.__dict__[_KNOWN] = (
+        *(version, x.shape, x.stride(), x.dtype),
+        *(tensors, versions_of(tensors), decoder, quality, scope),
+    )
 
 
 def is_marked(x: Tensor) -> bool:
     """Return whether something was known of a tensor, be it of an earlier version."""
     try:
-        return hasattr(x.untyped_storage(), _KNOWN)
+        return _KNOWN in x.untyped_storage().__dict__
     except (NotImplementedError, RuntimeError):  # no storage
         return False
 
@@ -214,22 +208,25 @@ def find(
     that computes again finds the same as in its forward pass.
     """
     try:
-        entry: _Entry | None = getattr(x.untyped_storage(), _KNOWN, None)
-    except (NotImplementedError, RuntimeError):  # no storage
+        entry: _Entry | None = x.untyped_storage().__dict__.get(_KNOWN)
+        if entry is None or entry[0] != x._version:
+            return None
+    except (NotImplementedError, RuntimeError):  # no storage, or no version
         return None
-    if entry is None or x.is_inference() or entry.version != x._version or entry.dtype is not x.dtype or x.is_neg():
+    _, shape, stride, dtype, tensors, versions, decoder, quality, own_scope = entry
+    if dtype is not x.dtype or x.is_neg():
         return None
     try:
-        for kept, version in zip(entry.tensors, entry.versions, strict=True):
+        for kept, version in zip(tensors, versions, strict=True):
             if kept._version != version:
                 return None
     except RuntimeError:  # inference tensors have no version
-        if entry.versions != versions_of(entry.tensors):
+        if versions != versions_of(tensors):
             return None
-    if entry.quality.quantizer is not None:
-        if settings is None or entry.scope is not scope or not entry.quality.serves(settings):
+    if quality.quantizer is not None:
+        if settings is None or own_scope is not scope or not quality.serves(settings):
             return None
-    if entry.shape == x.shape and entry.stride == x.stride() and not x.storage_offset():
-        return entry.tensors, entry.decoder
-    make = _view if getattr(entry.decoder, "lasts", False) else View
-    return entry.tensors, make(entry.decoder, tuple(x.shape), x.stride(), x.storage_offset())
+    if shape == x.shape and stride == x.stride() and not x.storage_offset():
+        return tensors, decoder
+    make = _view if getattr(decoder, "lasts", False) else View
+    return tensors, make(decoder, tuple(x.shape), x.stride(), x.storage_offset())

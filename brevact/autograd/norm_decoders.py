@@ -171,27 +171,36 @@ class PackedOnBackward(Centred):
         return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # of symbols, too
 
 
-class OutputDecoder(NamedTuple):
+class OutputDecoder:
     """Decoder of the output of a norm, x^ * weight + bias; its tensors are what keeps x^, the weight and the bias.
 
     Where a plan packed x^, and there is a weight, the plan decodes, in fewer calls.
+
+    Args:
+        alignment: of the weight and the bias.
+        source: decodes x^.
+        count: number of its tensors.
+        has: whether there are a weight and a bias.
+        shape: of the output.
+        dtype: of the output.
+        plan: of x^.
     """
 
-    alignment: Alignment
-    source: PackedDecoder | PackedOnBackward
-    count: int
-    has: tuple[bool, bool]
-    shape: torch.Size
-    dtype: torch.dtype
-    plan: NormalizedPlan | None = None
+    __slots__ = ("_numel", "alignment", "count", "dtype", "has", "lasts", "plan", "quality", "shape", "source")
 
-    @property
-    def quality(self) -> Quality:
-        return self.source.quality
-
-    @property
-    def lasts(self) -> bool:
-        return self.source.lasts
+    def __init__(
+        self,
+        alignment: Alignment,
+        source: PackedDecoder | PackedOnBackward,
+        count: int,
+        has: tuple[bool, bool],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        plan: NormalizedPlan | None = None,
+    ) -> None:
+        self.alignment, self.source, self.count, self.has = alignment, source, count, has
+        self.shape, self.dtype, self.plan = shape, dtype, plan
+        self._numel, self.quality, self.lasts = shape.numel(), source.quality, source.lasts
 
     def _read(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
         packed = self.source.packed(tensors[: self.count])
@@ -211,7 +220,7 @@ class OutputDecoder(NamedTuple):
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         """Return whether the decoded tensor is held for other readers."""
-        return is_held(self.shape.numel(), tensors[0])
+        return is_held(self._numel, tensors[0])
 
     @property
     def is_affine(self) -> bool:
@@ -246,7 +255,7 @@ class OutputDecoder(NamedTuple):
     multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.DERIVED, self.shape.numel() * self.dtype.itemsize
+        return storage_report.DERIVED, self._numel * self.dtype.itemsize
 
 
 class Zeros(NamedTuple):

@@ -22,14 +22,17 @@ class Quality(NamedTuple):
         """Whether nothing was lost on the way."""
         return self.quantizer is None
 
-    def serves(self, settings: BackwardSettings) -> bool:
-        """Return whether a reader with these settings loses nothing by a derived tensor in place of a packed one."""
+    def serves(self, settings: BackwardSettings, *, bends: bool = False) -> bool:
+        """Return whether a reader with these settings loses nothing by a derived tensor in place of a packed one.
+
+        It ``bends`` if it reads a curved function of the tensor.
+        """
         if self.quantizer is None:
             return True
-        reader = settings.quantizer
+        reader, is_curved = settings.quantizer, bends or self.is_curved
         if self.quantizer is reader:  # of most chains
-            return settings.derives and (not self.is_curved or settings.derives_curved)
-        if not settings.derives or (self.is_curved and bits_of(self.quantizer) < settings.derive_min_bits):
+            return settings.derives and (not is_curved or settings.derives_curved)
+        if not settings.derives or (is_curved and bits_of(self.quantizer) < settings.derive_min_bits):
             return False
         if seen_as(self.quantizer) == seen_as(reader):
             return True

@@ -99,8 +99,9 @@ class ModelState:
     @staticmethod
     def mark_activation(output: Tensor) -> None:
         """Note that what a layer returned is none, so that nobody has to walk through the graph to find out."""
-        if output.grad_fn is not None:
-            output.grad_fn.metadata[_WEIGHT_NUMEL] = 0
+        node = output.grad_fn
+        if node is not None:
+            node.metadata[_WEIGHT_NUMEL] = 0
 
     def mark_weight(self, output: Any, *, weight: bool) -> None:
         """Note whether what an op returned is a weight: on its graph node, or by its storage if it has none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from brevact.cpu_kernels.libraries import find, load, stem_of
 from brevact.cpu_kernels.processes import Task, compilers
@@ -19,21 +20,34 @@ class Kernel:
     The function is one of a module, with its source in the names of :mod:`memory`.
     """
 
+    address: int
+    """Address of the C function, compiled when it is first asked for."""
+
+    function: Callable[[ctypes.Array], None]
+    """The C function, which takes :meth:`words`, and runs without the GIL."""
+
     def __init__(self, function: Callable[..., None]) -> None:
         functools.update_wrapper(self, function)
         self._task: Task | None = None
-        self._address: int | None = None
-        self._function: Callable[[int], None] | None = None
         self._count = function.__code__.co_argcount + 1
         self._array = ctypes.c_int64 * self._count
         _kernels.append(self)
 
-    @property
-    def address(self) -> int:
-        """Address of the C function, compiled when it is first asked for; a RuntimeError says that it cannot be."""
-        while self._address is None:
-            self._address = load(find(self.task.stem) or compilers().wait_for(self.task, _usual()))
-        return self._address
+    def __getattr__(self, name: str) -> Any:
+        """Find `address` or `function` when it is first asked for; a RuntimeError says that it cannot be compiled.
+
+        Not by `functools.cached_property`: that of Python 3.11 holds a lock, which a fork would copy.
+        """
+        if name == "address":
+            address = None
+            while address is None:
+                address = load(find(self.task.stem) or compilers().wait_for(self.task, _usual()))
+            self.address = address
+            return address
+        if name == "function":
+            self.function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+            return self.function
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def task(self) -> Task:
@@ -54,11 +68,8 @@ class Kernel:
 
     def __call__(self, *arguments: int) -> None:
         """Run the blocks from the last but one argument to the last one, in this thread, without the GIL."""
-        if self._function is None:
-            self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
         *others, start, stop = arguments
-        words = self.words(*others, stop, stop - start, start)
-        self._function(ctypes.addressof(words))
+        self.function(self.words(*others, stop, stop - start, start))
 
 
 _kernels: list[Kernel] = []

@@ -23,7 +23,7 @@ SMALLEST_SHARE = 1 << 13
 _PIECES_PER_THREAD = 4  # so that uneven threads finish together
 
 
-def _find_team() -> Callable[[int, int, int, int], None] | None:
+def _find_team() -> Callable[[int, ctypes.Array, int, int], None] | None:
     """`GOMP_parallel(function, argument, threads, flags)` of the OpenMP library that PyTorch loaded, if it did."""
     try:
         parallel = ctypes.CDLL(None).GOMP_parallel
@@ -54,11 +54,10 @@ def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: i
     """
     if most_threads == 1 or blocks * block_size < 2 * SMALLEST_SHARE:
         if blocks:
-            kernel(*arguments, 0, blocks)
+            kernel.function(kernel.words(*arguments, blocks, blocks, 0))
     elif _parallel is None:
         threads.share(functools.partial(kernel, *arguments), blocks, block_size, most_threads)
     else:
         # The whole team, as PyTorch does: a smaller one would end the threads that the next op needs.
         step = max(-(-blocks // (most_threads * _PIECES_PER_THREAD)), SMALLEST_SHARE // (2 * block_size), 1)
-        words = kernel.words(*arguments, blocks, step, 0)
-        _parallel(kernel.address, ctypes.addressof(words), most_threads, 0)
+        _parallel(kernel.address, kernel.words(*arguments, blocks, step, 0), most_threads, 0)

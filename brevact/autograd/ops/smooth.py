@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derivations import function_of
-from brevact.autograd.derived import derive, keep_smooth, keep_source
-from brevact.autograd.keeper import Keeper
+from brevact.autograd.derived import derive, derive_curved, keep_smooth, keep_source
+from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_small, reported
@@ -177,39 +177,40 @@ def _fixed(derivative: Derivative) -> Callable[..., Derivative]:
     return lambda input, inplace=False: derivative
 
 
-def run_torch(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
+def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls.
 
     None where a Function must run.
     """
-    runner = region.torch_runner(input)
-    if runner is None:
+    hooks = region.torch_runner(input)
+    if hooks is None:
         return None
     if input.numel() < region.settings.min_numel:
-        return runner.run_torch_function(function, input, keep_small(input))
+        return hooks.run_torch_function(function, input, keep_small(input))
     source = keep_source(region, input)
     if source is None:
         return None
-    out = runner.run_torch_function(function, input, reported(source))
-    derive(region, out, function, ((input, source),), is_curved=True)
+    out = hooks.run_torch_function(function, input, reported(source))
+    if region.settings.derives:
+        derive_curved(region, out, function, source)
     return out
 
 
-def run_torch_by_output(region: Keeper, function: PointFunction, input: Tensor) -> Tensor | None:
+def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, whose gradient reads its output: a function of the packed input, which serves readers.
 
     None where a Function must run.
     """
-    runner = region.torch_runner(input)
-    if runner is None:
+    hooks = region.torch_runner(input)
+    if hooks is None:
         return None
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
-        return runner.run_torch_function(function, input, None)  # hooks keep the small output
+        return hooks.run_torch_function(function, input, None)  # hooks keep the small output
     source = keep_source(region, input)
     kept = None if source is None else function_of(function, (source,), input, is_curved=True)
     if kept is None:
         return None
-    out = runner.run_torch_function(function, input, reported(kept))
+    out = hooks.run_torch_function(function, input, reported(kept))
     region.register(out, kept)
     return out
 
