@@ -31,14 +31,14 @@ class _WeakTensor:
 
     __slots__ = ("_dtype", "_storage", "_tensor", "_view")
 
-    def __init__(self, tensor: Tensor, source: int) -> None:
+    def __init__(self, tensor: Tensor, source: int = 0) -> None:
         self._tensor = weakref.ref(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata == source:  # an alias of the source lives as long as the source, kept by a node or not
             self._storage = None
         else:
             self._storage, self._dtype = weakref.ref(storage), tensor.dtype
-            self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
+            self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def __call__(self) -> Tensor | None:
         tensor = referent(self._tensor)
@@ -98,6 +98,12 @@ class SharedPacks:
         storage = x.untyped_storage()
         key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
         return Slot(self.packs_of(storage), key, storage._cdata)
+
+    def add(self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any) -> None:
+        """Remember what keeps a tensor, no negative view, of which nothing was known: new tensors."""
+        packs = self.packs_of(x.untyped_storage())
+        key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, False, settings)
+        packs[key] = (list(map(_WeakTensor, tensors)), decoder)
 
 
 class Slot:

@@ -184,6 +184,14 @@ def slot_of(x: Tensor, settings: BackwardSettings, repeats: bool, *norm: Hashabl
     return None if norm == (None,) else _shared.slot(x, (settings.key, repeats, *norm))
 
 
+def share_new(x: Tensor, settings: BackwardSettings, norm: Hashable, kept: Saved) -> None:
+    """Let ops find the normalized values of ``x``, of which nothing was known, in what has just been made to keep them.
+
+    Their key is that of a norm.
+    """
+    _shared.add(x, (settings.key, False, norm), *kept)
+
+
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:
     """Keep ``x``, or its normalized values, packed, or to be packed with this seed when backward starts."""
     if norm is not None:

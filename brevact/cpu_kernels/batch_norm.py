@@ -28,7 +28,11 @@ from brevact.cpu_kernels.memory import (
     load,
     store,
 )
+from brevact.cpu_kernels.normalize import words_of
+from brevact.cpu_kernels.quantize import quantize
+from brevact.cpu_kernels.tables import rounding_of, uniform_table
 from brevact.cpu_kernels.teams import share
+from brevact.geometry import Place, UniformPlan
 from brevact.private_names.of_torch import batch_norm_impl_index, len_dispatch_stack
 
 X, OUT, MEAN, INVSTD, WEIGHT, BIAS, RUNNING_MEAN, RUNNING_VAR = range(8)
@@ -247,14 +251,47 @@ def _run(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, invstd = x.new_empty(channels), x.new_empty(channels)
     together = max(TOGETHER // size, 1)
-    arrays = x, out, mean, invstd, weight, bias, running_mean, running_var
-    words = (ctypes.c_int64 * (EPS + 1))(
-        *[0 if y is None else y.data_ptr() for y in arrays], *(samples, channels, size, together)
+    words = _WORDS(
+        *(x.data_ptr(), out.data_ptr(), mean.data_ptr(), invstd.data_ptr()),
+        *(0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
+        *(0 if running_mean is None else running_mean.data_ptr(), 0 if running_var is None else running_var.data_ptr()),
+        *(samples, channels, size, together, _bits_of(momentum), _bits_of(eps)),
     )
-    struct.pack_into("=2d", words, 8 * MOMENTUM, momentum, eps)
     blocks, elements = -(-channels // together), together * size * samples
     share(normalize_channels, (ctypes.addressof(words),), blocks, elements, torch.get_num_threads())
     return out, mean, invstd
+
+
+_WORDS = ctypes.c_int64 * (EPS + 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bits_of(number: float) -> int:
+    """Bits of a float64 number, as a signed integer."""
+    return struct.unpack("=q", struct.pack("=d", number))[0]
+
+
+def packed_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    plan: UniformPlan,
+    seed: int | None,
+    place: Place,
+    buffer: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`batch_norm` takes, where the groups of the plan lie in blocks."""
+    table = uniform_table(plan, x.dtype, rounding_of(plan, seed))
+    if not table.fused:
+        return NotImplemented
+    found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
+    if found is not NotImplemented:
+        quantize(x, table, plan, seed, buffer, words_of(found[1], found[2], place))
+    return found
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.batch_norm import batch_norm
+from brevact.cpu_kernels.batch_norm import batch_norm, packed_batch_norm
 from brevact.cpu_kernels.batch_norm_backward import centred_batch_norm_backward
 from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
@@ -41,6 +41,7 @@ __all__ = [
     "moments",
     "pack_codes",
     "pack_mask",
+    "packed_batch_norm",
     "quantize_grid",
     "quantize_normalized",
     "quantize_rows",

@@ -199,7 +199,7 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """One read of the elements where groups lie in blocks, else two."""
-    _quantize(x, uniform_table(plan, x.dtype, rounding_of(plan, seed)), plan, seed, buffer)
+    quantize(x, uniform_table(plan, x.dtype, rounding_of(plan, seed)), plan, seed, buffer)
 
 
 def quantize_normalized(
@@ -215,8 +215,7 @@ def quantize_normalized(
     table = uniform_table(plan, x.dtype, rounding_of(plan, seed))
     if not table.fused:
         return NotImplemented
-    words = words_of(mean, factor, place)
-    _quantize(x, table, plan, seed, buffer, ctypes.addressof(words))
+    quantize(x, table, plan, seed, buffer, words_of(mean, factor, place))
 
 
 def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
@@ -226,17 +225,23 @@ def quantize_rows(flat: Tensor, rows: Tensor, plan: UniformPlan, seed: int | Ten
     seed codes are rounded to nearest. The buffer is zero where the plan has padding.
     """
     rows = rows.contiguous()  # in a name, so that its memory lives on
-    _quantize(flat, table_of(plan, flat.dtype, rounding_of(plan, seed), rows.data_ptr()), plan, seed, buffer)
+    quantize(flat, table_of(plan, flat.dtype, rounding_of(plan, seed), rows.data_ptr()), plan, seed, buffer)
 
 
-def _quantize(
-    x: Tensor, table: GroupTable, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor, norm: int = 0
+def quantize(
+    x: Tensor,
+    table: GroupTable,
+    plan: UniformPlan,
+    seed: int | Tensor | None,
+    buffer: Tensor,
+    norm: ctypes.Array | None = None,
 ) -> None:
-    """Quantize, and normalize on the way by the words at an address."""
+    """Quantize, and normalize on the way by these words."""
     source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     if not table.fused:
         keys = range_keys(source, table, threads)
         calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address, 0, plan.geometry.groups)
-    arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address, norm)
+    arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address)
+    arguments += (0 if norm is None else ctypes.addressof(norm),)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)

@@ -22,7 +22,8 @@ class NormalizedPlan(NamedTuple):
 
     >>> x, mean, invstd = torch.randn(8, 4, 16), torch.zeros(4), torch.ones(4)
     >>> plan = plan_of_channels(UniformQuantizer(bit_width=8), Layout.of(x))
-    >>> buffer = plan.quantize(x, mean, invstd, seed=0)
+    >>> buffer = plan.spec.empty(x)
+    >>> passes.quantize_normalized(x, plan.plan, 0, mean, invstd, plan.place, buffer)
     >>> bool((plan.dequantize_centred(buffer, invstd) - x).abs().max() < 0.05)
     True
 
@@ -39,22 +40,6 @@ class NormalizedPlan(NamedTuple):
     def matches(self, x: Tensor) -> bool:
         """Whether a tensor is one of float32 whose elements lie densely in the memory order of the layout."""
         return x.dtype is torch.float32 and self.spec.layout.matches(x)
-
-    def quantize(self, x: Tensor, mean: Tensor, invstd: Tensor, seed: int | None) -> Tensor:
-        """Quantize (x - mean) * invstd; the bytes are those of :func:`quantize_normalized`.
-
-        Args:
-            x: Plain float32 tensor of the layout.
-            mean: (C,) contiguous float32 means.
-            invstd: (C,) contiguous float32 inverse deviations.
-            seed: Signed 64-bit int; None for a quantizer that rounds to nearest.
-
-        Returns:
-            The stored bytes.
-        """
-        buffer = self.spec.empty(x)
-        passes.quantize_normalized(x, self.plan, seed, mean, invstd, self.place, buffer)
-        return buffer
 
     def dequantize_centred(self, buffer: Tensor, invstd: Tensor) -> Tensor:
         """Decode x less its means; the values are those of :func:`denormalize`.

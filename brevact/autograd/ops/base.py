@@ -81,16 +81,18 @@ def load(ctx: Any) -> list[Any]:
 class Saving(torch.autograd.Function):
     """A Function that saves packed activations by :func:`save`; reading them, by :func:`load`, is not differentiable.
 
-    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs.
+    ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs. A class whose
+    forward ``returns_new`` memory says so.
     """
 
     is_brevact = True
+    returns_new = False
     record: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.record = super(torch.autograd.Function, cls).apply
-        if "forward" in vars(cls):
+        if "forward" in vars(cls) and not cls.returns_new:
             cls.forward = staticmethod(_returning_no_views(cls.forward))
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from brevact.autograd.norm_decoders import Alignment
 from brevact.autograd.ops.norm.alignments import OverChannels, OverGroups, OverLastDims
+from brevact.geometry import Place, UniformPlan
 from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
     fused_rms_norm_backward,
     suggest_memory_format,
 )
+from brevact.quantizers import passes
 from brevact.quantizers.backends import run_by_kernels
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -30,6 +32,26 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
 _OVER_CHANNELS = OverChannels()
+
+
+@run_by_kernels
+def packed_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    plan: UniformPlan,
+    seed: int | None,
+    place: Place,
+    buffer: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`batch_norm` of a tensor, whose normalized values are quantized as `passes.quantize_normalized` does it."""
+    found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
+    passes.quantize_normalized(x, plan, seed, found[1], found[2], place, buffer)
+    return found
 
 
 @run_by_kernels

@@ -18,11 +18,10 @@ from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.norm_decoders import OutputDecoder, PackedDecoder, output_decoder, packed_decoder
 from brevact.autograd.ops.base import Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
-from brevact.autograd.ops.norm.formulas import BatchNorm, batch_norm, centred_batch_norm_backward
+from brevact.autograd.ops.norm.formulas import BatchNorm, centred_batch_norm_backward, packed_batch_norm
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.sharing import Slot
-from brevact.autograd.store import slot_of
+from brevact.autograd.store import share_new
 from brevact.autograd.weights import ModelState
 from brevact.quantizers import Layout
 from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
@@ -79,24 +78,25 @@ _MOST_PLANS = 4096
 
 
 class _PlannedBatchNorm(Saving):
+    returns_new = True
+
     @staticmethod
     def forward(
         ctx: Any,
         region: EagerKeeper,
         plan: _Plan,
         settings: tuple[Tensor | None, Tensor | None, float, float],
-        slot: Slot | None,
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        out, mean, invstd = batch_norm(input, weight, bias, *settings, False)
-        packing = plan.packing
-        seed = region.seeds.next(input.device) if packing.spec.quantizer.is_stochastic else None
-        buffer = packing.quantize(input, mean, invstd, seed)
-        if slot is not None:
-            slot.fill((buffer, invstd), plan.source)
-        if region.settings.derives and out.stride() == packing.spec.layout.result_stride:
+        spec, uniform, place = plan.packing
+        seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
+        buffer = spec.empty(input)
+        out, _, invstd = packed_batch_norm(input, weight, bias, *settings, uniform, seed, place, buffer)
+        norm = (BatchNorm.name, settings[-1]), input.dtype
+        share_new(input, region.settings, norm, ((buffer, invstd), plan.source))
+        if region.settings.derives and out.stride() == spec.layout.result_stride:
             affine = []  # as they are now, see `as_now`
             if weight is not None:
                 affine.append(weight.clone() if region.is_distributed else weight.detach())
@@ -104,7 +104,7 @@ class _PlannedBatchNorm(Saving):
                 affine.append(bias.clone())
             known_values.register_new(out, (buffer, *affine), plan.output)
         ctx.save_for_backward(buffer, invstd, weight)
-        ctx.packing, ctx.eps = packing, settings[-1]
+        ctx.packing, ctx.eps = plan.packing, settings[-1]
         return out
 
     @staticmethod
@@ -113,8 +113,8 @@ class _PlannedBatchNorm(Saving):
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         buffer, invstd, weight = ctx.saved_tensors
         x = ctx.packing.dequantize_centred(buffer, invstd)
-        mask = list(ctx.needs_input_grad[4:])
-        return None, None, None, None, *centred_batch_norm_backward(x, grad, weight, invstd, ctx.eps, mask)
+        mask = list(ctx.needs_input_grad[3:])
+        return None, None, None, *centred_batch_norm_backward(x, grad, weight, invstd, ctx.eps, mask)
 
 
 def run(
@@ -134,32 +134,19 @@ def run(
     where more is to be done than to pack the input and to derive the output from it: something is known of the input,
     or an argument is of another kind than in most nets.
     """
-    if training is not True or type(eps) is not float or eps <= 0.0:
+    if training is not True or type(eps) is not float or eps <= 0.0 or not input.is_cpu or input._is_view():
         return None
-    if not (_is_constant(running_mean) and _is_constant(running_var)):
+    for statistic in (running_mean, running_var):  # tensors without gradient, as layers have them
+        if statistic is not None and (type(statistic) is not Tensor or statistic.requires_grad):
+            return None
+    for y in (weight, bias):
+        if y is not None and not (type(y) is nn.Parameter and y.dtype is torch.float32 and y.is_cpu):
+            return None
+    if input.is_neg() or input.layout is not torch.strided or input.untyped_storage().__dict__:
         return None
-    if not input.is_cpu or input._is_view() or input.is_neg() or known_values.is_marked(input):
-        return None
-    if not (_is_plain(weight) and _is_plain(bias)):
-        return None
-    settings = region.settings
-    plan = _plan_of(settings, input, weight, bias)
+    plan = _plan_of(region.settings, input, weight, bias)
     if plan is None:
         return None
-    slot = slot_of(input, settings, False, ((BatchNorm.name, eps), input.dtype))
-    if slot is not None and slot.found is not None:
-        return None
-    norm = running_mean, running_var, momentum, eps
-    out: Tensor = region.apply(_PlannedBatchNorm, plan, norm, slot, input, weight, bias)
+    out: Tensor = region.apply(_PlannedBatchNorm, plan, (running_mean, running_var, momentum, eps), input, weight, bias)
     ModelState.mark_activation(out)
     return out
-
-
-def _is_constant(statistic: Tensor | None) -> bool:
-    """Whether a running statistic is a tensor without gradient, as layers have it, or there is none."""
-    return statistic is None or (type(statistic) is Tensor and not statistic.requires_grad)
-
-
-def _is_plain(weight: Tensor | None) -> bool:
-    """Whether a weight is a float32 parameter on the CPU, as layers have it, or there is none."""
-    return weight is None or (type(weight) is nn.Parameter and weight.dtype is torch.float32 and weight.is_cpu)
