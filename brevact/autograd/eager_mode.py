@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import MethodWrapperType
+from types import FrameType, MethodWrapperType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
@@ -83,7 +83,11 @@ class EagerMode(compiled_mode.RegionMode):
             return compiled_mode.traced_call(self, func, types, args, kwargs)
         if frame_callback() is not None:  # between the graphs of a compiled model
             return compiled_mode.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
-        if type(func) is MethodWrapperType or func in METADATA:
+        if func in SHORT_WAYS:
+            result = self._shortly(func, types, args, kwargs, sys._getframe(1))
+            if result is not None:
+                return result
+        elif type(func) is MethodWrapperType or func in METADATA:
             if func in UNVERSIONED and args and is_activation(args[0]):
                 known_values.forget(args[0])
             if stores_nothing(func, args):
@@ -120,13 +124,9 @@ class EagerMode(compiled_mode.RegionMode):
                 check_rounding()
             with region.hooks.suspended:
                 return func(*args, **kwargs)
-        short, handler = SHORT_WAYS.get(func), HANDLERS.get(func)
-        if (short or handler) and running.forwards and not is_alive(sys._getframe(1)):
+        handler = HANDLERS.get(func)
+        if handler and running.forwards and not is_alive(sys._getframe(1)):
             return func(*args, **kwargs)
-        if short is not None and region.is_alone and not storage_report.recorders and not is_any_autocast_enabled():
-            result = short(region, func, args, kwargs)
-            if result is not None:
-                return result
         is_inside = is_in_algorithm(sys._getframe(1))
         operands = operands_of(region, tensors_in((args, kwargs))) if func in _OVERWRITES else None
         if handler and not is_inside and not (func in NORMS and region.makes_weight(func, args, kwargs)):
@@ -155,7 +155,29 @@ class EagerMode(compiled_mode.RegionMode):
             _follow(region, func, args, kwargs, result, operands)
         return result
 
+    def _shortly(
+        self, func: Callable, types: tuple[type, ...], args: tuple, kwargs: dict[str, Any], caller: FrameType
+    ) -> Tensor | None:
+        """Run a function by its short way where the region packs, alone; None where more has to be found out."""
+        regions = active.regions
+        if not regions:
+            return None
+        region = regions[-1]
+        if not region.is_alone or not region.packs or storage_report.recorders:
+            return None
+        if region.by_op and OP_NAMES.get(func) in region.by_op:
+            return None
+        for kind in types:
+            if kind not in _PLAIN_TYPES:
+                return None
+        if not _is_grad_enabled() or top_hooks(True) != region.hooks.pair or is_transformed():
+            return None
+        if is_any_autocast_enabled() or not is_alive(caller):
+            return None
+        return SHORT_WAYS[func](region, func, args, kwargs)
 
+
+_PLAIN_TYPES = frozenset((Tensor, nn.Parameter))
 _FOLLOWED = {
     **dict.fromkeys(SUMS, Kind.SUM),
     **dict.fromkeys(BILINEAR, Kind.BILINEAR),
@@ -181,7 +203,9 @@ def _follow(
     kind = _FOLLOWED[func]
     if func in MOVES:
         follow_exactly(func, args, kwargs, result)
-    if type(result) is not Tensor or not region.settings.derives or region.find_known(result) is not None:
+    if type(result) is not Tensor or not region.settings.derives:
+        return
+    if region.find_known(result) is not None if func in _OVERWRITES else known_values.is_marked(result):
         return
     tensors = tensors_in((args, kwargs))
     if kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():

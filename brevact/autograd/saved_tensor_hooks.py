@@ -150,6 +150,8 @@ class SavedTensorHooks(HookStack):
             known = self._region.find_known(x) if is_input else None
             if known is not None and x.numel() >= self._region.settings.min_numel:
                 kept = reported(known)
+            elif layer is not None and x.is_floating_point() and x.numel() < self._region.settings.min_numel:
+                kept = keep_small(x)
             else:
                 with self.suspended:  # a quantizer may use autograd, too
                     kept = self._region.keep(x) if is_input else self._keep(x)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derivations import MOST_DECODED
-from brevact.autograd.derived import derive
+from brevact.autograd.derived import Kind, derive, follow, operands_of
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.norm import planned_batch_norm
 from brevact.autograd.ops.smooth import run_torch, run_torch_by_output
@@ -50,16 +50,20 @@ def _batch_norm(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[s
 
 
 def _adaptive_average(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Run the pooling of a map to one element, for which torch saves nothing; it is no part of a chain if large."""
+    """Run the pooling of a map to one element, for which torch saves nothing; large maps end a chain."""
     if len(args) != 2 or kwargs or type(args[1]) not in (int, tuple) or args[1] not in (1, (1, 1)):
         return None
     input = args[0]
     if not is_known_activation(input):
         return None
-    if input.dim() != 4 or input.shape[2] * input.shape[3] <= MOST_DECODED or not region.packs_layer_input(input):
+    if input.dim() != 4 or 0 in input.shape or not region.packs_layer_input(input):
         return None
     out: Tensor = func(input, 1)
     ModelState.mark_activation(out)
+    if input.shape[2] * input.shape[3] <= MOST_DECODED:
+        operands = operands_of(region, (input,))
+        if operands is not None:
+            follow(region, func, args, kwargs, out, operands, Kind.AVERAGE)
     return out
 
 
