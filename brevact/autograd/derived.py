@@ -94,7 +94,7 @@ def derive_curved(region: EagerKeeper, out: Tensor, function: PointFunction, sou
     """Remember the same of what a curved function of elements has made of a tensor, which the source keeps."""
     tensors, found = derivation(_curved(function), (source,), out)
     result = found.of(tensors)
-    if result is None or not found.is_worth_it(tensors, out):
+    if result is None or not found.is_light or (found.small and not found.is_worth_it(tensors, out)):
         return
     if result[1].stride is None:  # it may have gaps
         region.register(out, result)

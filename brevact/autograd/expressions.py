@@ -197,7 +197,9 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, 
         total, mask = expression.operands
         if expression.function.factor != 1.0:
             return None
-    operands = [total] if isinstance(total, int) else total.operands if any(total.function is f for f in _SUMS) else ()
+    elif expression.function not in _SUMS:
+        return None
+    operands = [total] if isinstance(total, int) else total.operands if total.function in _SUMS else ()
     if not operands or not all([isinstance(operand, int) for operand in operands]):
         return None
     *others, last = sorted(operands, key=lambda number: _is_output(parts[number]))

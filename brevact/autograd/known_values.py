@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.quality import EXACT, Quality
@@ -165,21 +165,16 @@ def register(
     for kept in tensors:
         if storage_address(kept) == address:
             return  # it would live for ever
-    _register(x, x._version + is_dirty, storage, tensors, decoder, scope)
+    register_new(x, tensors, decoder, scope, is_dirty=is_dirty)
 
 
-def register_new(x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, scope: Any = None) -> None:
-    """Remember the same of a tensor that has just been made, dense and alone in its storage."""
-    _register(x, x._version, x.untyped_storage(), tensors, decoder, scope)
-
-
-def _register(
-    x: Tensor, version: int, storage: UntypedStorage, tensors: tuple[Tensor, ...], decoder: Any, scope: Any
+def register_new(
+    x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, scope: Any = None, *, is_dirty: bool = False
 ) -> None:
-    quality = getattr(decoder, "quality", EXACT)
-    storage.__dict__[_KNOWN] = (
-        *(version, x.shape, x.stride(), x.dtype),
-        *(tensors, versions_of(tensors), decoder, quality, scope),
+    """Remember the same of a tensor that is known to be dense and alone in its storage: it has just been made, say."""
+    x.untyped_storage().__dict__[_KNOWN] = (
+        *(x._version + is_dirty, x.shape, x.stride(), x.dtype),
+        *(tensors, versions_of(tensors), decoder, getattr(decoder, "quality", EXACT), scope),
     )
 
 

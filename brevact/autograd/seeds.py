@@ -166,7 +166,11 @@ def _mix(base: int, count: int) -> int:
 
 def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:
     if device.type == "cpu":
-        yield from map(_split_mix, itertools.count(base, _GOLDEN))
+        return map(_split_mix, itertools.count(base, _GOLDEN))
+    return _drawn_seeds(device, base)
+
+
+def _drawn_seeds(device: torch.device, base: int) -> Iterator[Tensor]:
     generator = torch.Generator(device).manual_seed(base)
     while True:
         yield from torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator).unbind()

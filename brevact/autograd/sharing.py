@@ -23,6 +23,10 @@ _SWEEP_FLOOR = 4
 _numbers = itertools.count()
 
 
+#: Offset, sizes and strides of a tensor in its storage.
+_View = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
 class _WeakTensor:
     """Weak reference to a kept tensor: by itself, or by its storage, which also lives on in an alias.
 
@@ -31,14 +35,14 @@ class _WeakTensor:
 
     __slots__ = ("_dtype", "_storage", "_tensor", "_view")
 
-    def __init__(self, tensor: Tensor, source: int = 0) -> None:
+    def __init__(self, tensor: Tensor, source: int, view: _View | None = None) -> None:
         self._tensor = weakref.ref(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata == source:  # an alias of the source lives as long as the source, kept by a node or not
             self._storage = None
         else:
             self._storage, self._dtype = weakref.ref(storage), tensor.dtype
-            self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
+            self._view = (tensor.storage_offset(), tensor.shape, tensor.stride()) if view is None else view
 
     def __call__(self) -> Tensor | None:
         tensor = referent(self._tensor)
@@ -99,11 +103,19 @@ class SharedPacks:
         key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
         return Slot(self.packs_of(storage), key, storage._cdata)
 
-    def add(self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any) -> None:
-        """Remember what keeps a tensor, no negative view, of which nothing was known: new tensors."""
-        packs = self.packs_of(x.untyped_storage())
-        key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, False, settings)
-        packs[key] = (list(map(_WeakTensor, tensors)), decoder)
+    def add_vectors(
+        self,
+        x: Tensor,
+        stride: tuple[int, ...],
+        settings: tuple[Hashable, ...],
+        vectors: tuple[Tensor, ...],
+        decoder: Any,
+    ) -> None:
+        """Remember what keeps a tensor of these strides, no negative view: vectors that have just been made."""
+        storage = x.untyped_storage()
+        source = storage._cdata
+        key = (x._version, x.storage_offset(), x.shape, stride, x.dtype, False, settings)
+        self.packs_of(storage)[key] = ([_WeakTensor(y, source, (0, y.shape, (1,))) for y in vectors], decoder)
 
 
 class Slot:

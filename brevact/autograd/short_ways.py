@@ -18,6 +18,7 @@ from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, derive, follow, operands_of
 from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.base import ACTIVATION_DTYPES
 from brevact.autograd.ops.norm import planned_batch_norm
 from brevact.autograd.ops.smooth import run_torch, run_torch_by_output
 from brevact.autograd.weights import ModelState, is_known_activation, is_parameter_or_view
@@ -29,14 +30,19 @@ class ShortWay(Protocol):
     def __call__(self, region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None: ...
 
 
+def _is_activation(x: Any) -> bool:
+    """Return whether a tensor, which is known to be one of no transform, is an activation that can be packed."""
+    return is_known_activation(x) and x.dtype in ACTIVATION_DTYPES and x.layout is torch.strided and not x.is_nested
+
+
 def _convolution(dims: int) -> ShortWay:
     def run(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
         if len(args) != 7 or kwargs:
             return None
         input, weight, bias, stride, padding, dilation, groups = args
-        if not is_parameter_or_view(weight) or type(padding) is not tuple or not is_known_activation(input):
+        if not is_parameter_or_view(weight) or type(padding) is not tuple or not _is_activation(input):
             return None
-        if input.dim() != dims + 2 or not weight.requires_grad or not region.packs_layer_input(input):
+        if input.dim() != dims + 2 or not weight.requires_grad:
             return None
         return region.hooks.run_torch(func, input, weight, bias, stride, padding, dilation, groups)
 
@@ -54,9 +60,9 @@ def _adaptive_average(region: EagerKeeper, func: Callable, args: tuple, kwargs: 
     if len(args) != 2 or kwargs or type(args[1]) not in (int, tuple) or args[1] not in (1, (1, 1)):
         return None
     input = args[0]
-    if not is_known_activation(input):
+    if not _is_activation(input):
         return None
-    if input.dim() != 4 or 0 in input.shape or not region.packs_layer_input(input):
+    if input.dim() != 4 or 0 in input.shape:
         return None
     out: Tensor = func(input, 1)
     ModelState.mark_activation(out)
@@ -75,7 +81,7 @@ def _activation(function: Callable[..., Tensor], run_as_torch: Callable[..., Ten
         if len(args) != 1 or (kwargs and (kwargs.keys() != _INPLACE or kwargs["inplace"])):
             return None
         (input,) = args
-        if not is_known_activation(input) or not region.packs_layer_input(input) or input.numel() > MOST_HELD:
+        if not _is_activation(input) or input.numel() > MOST_HELD:
             return None
         return run_as_torch(region, function, input)
 

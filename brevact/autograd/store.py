@@ -184,12 +184,19 @@ def slot_of(x: Tensor, settings: BackwardSettings, repeats: bool, *norm: Hashabl
     return None if norm == (None,) else _shared.slot(x, (settings.key, repeats, *norm))
 
 
-def share_new(x: Tensor, settings: BackwardSettings, norm: Hashable, kept: Saved) -> None:
-    """Let ops find the normalized values of ``x``, of which nothing was known, in what has just been made to keep them.
+def share_normalized(
+    x: Tensor,
+    stride: tuple[int, ...],
+    settings: BackwardSettings,
+    norm: Hashable,
+    vectors: tuple[Tensor, ...],
+    decoder: Any,
+) -> None:
+    """Let ops find the normalized values of ``x``, of these strides, in vectors that have just been made to keep them.
 
     Their key is that of a norm.
     """
-    _shared.add(x, (settings.key, False, norm), *kept)
+    _shared.add_vectors(x, stride, (settings.key, False, norm), vectors, decoder)
 
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:

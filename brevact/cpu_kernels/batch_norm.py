@@ -219,9 +219,10 @@ def is_dense_map(x: Tensor) -> bool:
 
     Those of one channel, or of one element a map, are contiguous in two orders of memory: ATen may choose the other.
     """
-    if x.dtype is not torch.float32 or x.dim() < 3 or not x.is_contiguous():
+    shape = x.shape
+    if x.dtype is not torch.float32 or len(shape) < 3 or not x.is_contiguous():
         return False
-    return x.shape[1] > 1 and x.shape[0] > 0 and x.shape[2:].numel() > 1
+    return shape[1] > 1 and shape[0] > 0 and x.numel() > shape[0] * shape[1]
 
 
 def _is_taken(
@@ -247,10 +248,9 @@ def _run(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the kernel on tensors that it takes."""
-    samples, channels, size = x.shape[0], x.shape[1], x.shape[2:].numel()
+    samples, channels, size, together = sizes_of(x.shape)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, invstd = x.new_empty(channels), x.new_empty(channels)
-    together = max(TOGETHER // size, 1)
     words = _WORDS(
         *(x.data_ptr(), out.data_ptr(), mean.data_ptr(), invstd.data_ptr()),
         *(0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
@@ -260,6 +260,13 @@ def _run(
     blocks, elements = -(-channels // together), together * size * samples
     share(normalize_channels, (ctypes.addressof(words),), blocks, elements, torch.get_num_threads())
     return out, mean, invstd
+
+
+@functools.lru_cache(maxsize=4096)
+def sizes_of(shape: torch.Size) -> tuple[int, int, int, int]:
+    """Samples, channels, elements of a map, and channels of a block."""
+    size = shape[2:].numel()
+    return shape[0], shape[1], size, max(TOGETHER // size, 1)
 
 
 _WORDS = ctypes.c_int64 * (EPS + 1)

@@ -215,7 +215,7 @@ def dequantize_blocks(codes, scale, minimum, other, target, table_at, norm_at, m
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
     """See the law."""
-    _dequantize(buffer, uniform_table(plan, target.dtype, NEAREST), plan, other, target)
+    dequantize(buffer, uniform_table(plan, target.dtype, NEAREST), plan, other, target)
 
 
 def denormalize(
@@ -232,7 +232,7 @@ def denormalize(
     words, geometry = words_of(mean, factor, place), plan.geometry
     bits = 0 if mask is None or geometry.block_size != BITS else mask.data_ptr()
     table = uniform_table(plan, target.dtype, NEAREST)
-    _dequantize(buffer, table, plan, addend, target, ctypes.addressof(words), bits)
+    dequantize(buffer, table, plan, addend, target, ctypes.addressof(words), bits)
     if mask is not None and not bits:
         mask_multiply(mask, geometry.numel, target, 0.0, target)
 
@@ -243,10 +243,10 @@ def dequantize_rows(buffer: Tensor, plan: UniformPlan, rows: Tensor, other: Tens
     The plan is that of the 1-D tensor of these groups, whose (G,) indices are `rows`; the target may be the factor.
     """
     rows = rows.contiguous()
-    _dequantize(buffer, table_of(plan, target.dtype, NEAREST, rows.data_ptr()), plan, other, target)
+    dequantize(buffer, table_of(plan, target.dtype, NEAREST, rows.data_ptr()), plan, other, target)
 
 
-def _dequantize(
+def dequantize(
     buffer: Tensor,
     table: GroupTable,
     plan: UniformPlan,

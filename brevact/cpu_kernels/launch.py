@@ -1,17 +1,15 @@
 """The passes of `quantizers.passes`, and a batch norm's, by name: launchers, each beside the CPU kernel that it runs.
 
-They have the names, the parameters and the bytes of the laws, take tensors that :func:`takes` accepts, and return
-NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays. Those of
-some groups of a tensor, `quantize_rows` and `dequantize_rows`, have the bytes of gathering the groups first.
+They have the names, the parameters and the bytes of the laws, take tensors that :func:`arrays.takes` accepts, and
+return NotImplemented where a kernel does not take the other arguments. Work is shared among threads where that pays.
+Those of some groups of a tensor, `quantize_rows` and `dequantize_rows`, have the bytes of gathering the groups first.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from brevact.cpu_kernels.arrays import takes
 from brevact.cpu_kernels.batch_norm import batch_norm, packed_batch_norm
-from brevact.cpu_kernels.batch_norm_backward import centred_batch_norm_backward
+from brevact.cpu_kernels.batch_norm_backward import packed_batch_norm_backward
 from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.dequantize_grid import dequantize_grid
@@ -28,7 +26,6 @@ from brevact.cpu_kernels.segments import look_up, map_levels
 
 __all__ = [
     "batch_norm",
-    "centred_batch_norm_backward",
     "denormalize",
     "dequantize_grid",
     "dequantize_rows",
@@ -42,6 +39,7 @@ __all__ = [
     "pack_codes",
     "pack_mask",
     "packed_batch_norm",
+    "packed_batch_norm_backward",
     "quantize_grid",
     "quantize_normalized",
     "quantize_rows",
@@ -55,21 +53,3 @@ __all__ = [
 ]
 
 prepare()
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-def takes(arrays: tuple[Tensor | None, ...]) -> bool:
-    """Whether the kernels can read and write these arrays: plain CPU tensors with memory.
-
-    Subclasses may have no memory of their own; zero tensors and the tensors of torch.func transforms have none.
-    """
-    try:
-        for x in arrays:
-            if x is None:
-                continue
-            if type(x) not in _PLAIN_TYPES or not x.is_cpu or (x.data_ptr() == 0 and x.numel()):
-                return False
-    except RuntimeError:  # data_ptr() of a wrapper
-        return False
-    return True

@@ -78,6 +78,11 @@ def kernels_for(arrays: tuple[Tensor | None, ...]) -> ModuleType | None:
     return kernels if kernels is not None and kernels.takes(arrays) else None
 
 
+def cpu_kernels() -> ModuleType | None:
+    """Launchers of the CPU kernels, for tensors of which is known that they take them; None where laws run alone."""
+    return None if _without_kernels else _launchers(False)
+
+
 @contextmanager
 def laws_alone() -> Iterator[None]:
     """Run a block without kernels, in all threads: to compare what they write with what the laws do."""

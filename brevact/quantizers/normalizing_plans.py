@@ -10,6 +10,7 @@ from torch import Tensor
 
 from brevact.geometry import Place
 from brevact.quantizers import passes
+from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.normalizing import place_of, reciprocal_of
@@ -77,8 +78,11 @@ class NormalizedPlan(NamedTuple):
             float32 tensor of the layout's memory order.
         """
         target = addend if addend is not None and overwrites else self.spec.layout.empty(buffer.device)
-        shift = None if shift is None else shift.contiguous()
-        passes.denormalize(buffer, self.plan, shift, scale.contiguous(), self.place, addend, mask, target)
+        shift, scale = None if shift is None else shift.contiguous(), scale.contiguous()
+        is_plain = addend is None and type(buffer) is Tensor and buffer.is_cpu
+        kernels = cpu_kernels() if is_plain else None  # which take what was made in forward
+        arguments = buffer, self.plan, shift, scale, self.place, addend, mask, target
+        (passes if kernels is None else kernels).denormalize(*arguments)
         return target
 
 

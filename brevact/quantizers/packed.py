@@ -66,7 +66,8 @@ class PackedSpec(Generic[D]):
         layout: Shape, strides and dtype to restore.
     """
 
-    __slots__ = ("has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
+    _hash: int
+    __slots__ = ("_hash", "has_padding", "layout", "nbytes", "offsets", "parts", "plan", "quantizer", "shape")
 
     def __init__(self, quantizer: D, layout: Layout) -> None:
         self.quantizer = quantizer
@@ -130,8 +131,12 @@ class PackedSpec(Generic[D]):
         return (self.quantizer, self.layout) == (other.quantizer, other.layout)
 
     def __hash__(self) -> int:
-        """Hash of the fields."""
-        return hash((self.quantizer, self.layout))
+        """Hash of the fields, computed once."""
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = hash((self.quantizer, self.layout))
+            return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the fields."""

@@ -2,129 +2,201 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from brevact.autograd.ops.norm.formulas import centred_batch_norm_backward
+from brevact.autograd.ops.norm.formulas import packed_batch_norm_backward
 from brevact.cpu_kernels import batch_norm_backward as kernels
+from brevact.quantizers import Layout, Rounding, UniformQuantizer, passes
+from brevact.quantizers.backends import laws_alone
+from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
 
 HALF_STEP = torch.finfo(torch.float32).eps / 2
 SHAPES = [
     *((64, 80, 2), (16, 200, 2, 2), (1, 2048, 1, 5), (8, 300, 1, 2, 3), (4, 33, 5, 7)),
     *((3, 5, 40, 33), (16, 96, 8, 8), (2, 3, 64, 64), (5, 2, 1, 2)),
 ]
+MASK = [True] * 3
 
 
-def arguments(shape: tuple[int, ...], *, has_weight: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Input less the means, gradient, weight and inverse deviations."""
-    torch.manual_seed(0)
-    channels = shape[1]
-    weight = torch.randn(channels) if has_weight else None
-    return torch.randn(shape), torch.randn(shape), weight, torch.rand(channels) + 0.5
+class Given:
+    """A packed input, a gradient, a weight and inverse deviations."""
+
+    def __init__(self, shape: tuple[int, ...], *, has_weight: bool = True, bad: float | None = None) -> None:
+        torch.manual_seed(0)
+        x, channels = torch.randn(shape), shape[1]
+        if bad is not None:
+            x[1, 2, 3, 3] = bad
+        self.mean, self.invstd = torch.zeros(channels), torch.rand(channels) + 0.5
+        quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.NEAREST)
+        plan = plan_of_channels(quantizer, Layout.of(x))
+        assert plan is not None
+        self.packing: NormalizedPlan = plan
+        self.buffer = plan.spec.empty(x)
+        passes.quantize_normalized(x, plan.plan, None, self.mean, self.invstd, plan.place, self.buffer)
+        self.grad = torch.randn(shape)
+        self.weight = torch.randn(channels) if has_weight else None
+
+    @property
+    def x(self) -> Tensor:
+        """The decoded input less its means."""
+        return self.packing.dequantize_centred(self.buffer, self.invstd)
+
+    def by_kernel(self, mask: list[bool]) -> tuple[Tensor | None, ...]:
+        target = self.packing.spec.layout.empty(self.buffer.device)
+        return kernels.packed_batch_norm_backward(
+            self.buffer, self.packing.plan, target, self.grad, self.weight, self.invstd, mask
+        )
+
+    def by_any(self, mask: list[bool]) -> tuple[Tensor | None, ...]:
+        return packed_batch_norm_backward(self.packing, self.buffer, self.grad, self.weight, self.invstd, 1e-5, mask)
+
+    def by_aten(self, mask: list[bool]) -> tuple[Tensor | None, ...]:
+        return torch.ops.aten.native_batch_norm_backward(
+            *(self.grad, self.x, self.weight, None, None, self.mean, self.invstd, True, 1e-5, mask)
+        )
+
+    def check(self, found: tuple[Tensor | None, ...]) -> None:
+        """A sum of n products in any order is off by n + 1 roundings at most; 14 more are for what becomes of it."""
+        x = self.x.double()
+        parts = x, self.grad.double(), None if self.weight is None else self.weight.double(), self.invstd.double()
+        n = x.numel() // x.shape[1]
+        sizes = formula(*(None if each is None else each.abs() for each in parts), 1)
+        for a, b, size in zip(found, formula(*parts, -1), sizes, strict=True):
+            assert a is None or bool(((a - b).abs() <= (n + 15) * HALF_STEP * size).all())
 
 
 def formula(x: Tensor, grad: Tensor, weight: Tensor | None, invstd: Tensor, sign: int) -> tuple[Tensor, ...]:
-    """Gradients of input, weight and bias in float64; with a sign of +1 and absolute values, the sizes of their terms.
+    """Gradients of input, weight and bias; with a sign of +1 and absolute values, the sizes of their terms.
 
     g_x = w s (g - sum(g) / n - x s^2 sum(g x) / n), g_w = s sum(g x), g_b = sum(g); s: the inverse deviation.
     """
     dims, wide = [0, *range(2, x.dim())], [1, x.shape[1], *[1] * (x.dim() - 2)]
     n = x.numel() // x.shape[1]
-    x, grad, invstd = x.double(), grad.double(), invstd.double()
     scale, total, product = invstd.view(wide), grad.sum(dims), (grad * x).sum(dims)
-    factor = 1.0 if weight is None else weight.double().view(wide)
+    factor = 1.0 if weight is None else weight.view(wide)
     rest = total.view(wide) / n + x * scale.square() * product.view(wide) / n
     return factor * scale * (grad + sign * rest), product * invstd, total
-
-
-def check(found: tuple[Tensor | None, ...], given: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> None:
-    """A sum of n products in any order is off by n + 1 roundings at most; ten more are for what becomes of it."""
-    x = given[0]
-    n = x.numel() // x.shape[1]
-    sizes = formula(*(None if each is None else each.abs() for each in given), 1)
-    for a, b, size in zip(found, formula(*given, -1), sizes, strict=True):
-        assert a is None or bool(((a - b).abs() <= (n + 11) * HALF_STEP * size).all())
 
 
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients_are_those_of_the_formula(shape: tuple[int, ...], has_weight: bool):
-    given = arguments(shape, has_weight=has_weight)
-    x = given[0].clone()
-    found = kernels.centred_batch_norm_backward(x, *given[1:], 1e-5, [True, has_weight, has_weight])
-    assert found[0] is x and (found[1] is not None) == (found[2] is not None) == has_weight
-    check(found, given)
+    given = Given(shape, has_weight=has_weight)
+    found = given.by_kernel([True, has_weight, has_weight])
+    assert (found[1] is not None) == (found[2] is not None) == has_weight
+    given.check(found)
 
 
-@pytest.mark.parametrize("of_grad", ["expanded", "channels last", "gaps"])
-def test_gradients_of_any_strides(of_grad: str):
-    x, grad, weight, invstd = arguments((8, 40, 6, 4))
-    if of_grad == "expanded":
-        grad = grad[..., :1].expand(x.shape)
-    elif of_grad == "channels last":
-        grad = grad.contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize("strides", ["expanded", "channels last", "gaps"])
+def test_gradients_of_any_strides(strides: str):
+    given = Given((8, 40, 6, 4))
+    if strides == "expanded":
+        given.grad = given.grad[..., :1].expand(given.grad.shape)
+    elif strides == "channels last":
+        given.grad = given.grad.contiguous(memory_format=torch.channels_last)
     else:
-        grad = torch.randn(8, 40, 6, 8)[..., ::2]
-    check(
-        kernels.centred_batch_norm_backward(x.clone(), grad, weight, invstd, 1e-5, [True] * 3),
-        (x, grad, weight, invstd),
-    )
+        given.grad = torch.randn(8, 40, 6, 8)[..., ::2]
+    given.check(given.by_kernel(MASK))
 
 
-@pytest.mark.parametrize("mask", [[True] * 3, [False, True, True], [True, False, False]])
+@pytest.mark.parametrize("mask", [MASK, [False, True, True], [True, False, False]])
 def test_what_needs_no_gradient_gets_none(mask: list[bool]):
-    given = arguments((8, 40, 6, 4))
-    x = given[0].clone()
-    found = kernels.centred_batch_norm_backward(x, *given[1:], 1e-5, mask)
+    given = Given((8, 40, 6, 4))
+    found = given.by_kernel(mask)
     assert [each is not None for each in found] == mask
-    assert mask[0] or torch.equal(x, given[0])
-    check(found, given)
+    given.check(found)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_channel(bad: float):
-    for place in (0, 1):
-        given = arguments((4, 6, 5, 5))
-        given[place][1, 2, 3, 3] = bad
-        found = kernels.centred_batch_norm_backward(given[0].clone(), *given[1:], 1e-5, [True] * 3)
-        others = torch.arange(6) != 2
-        assert not found[1][2].isfinite() and not found[0][:, 2].isfinite().any()
-        assert all(each.isfinite().all() for each in (found[0][:, others], found[1][others], found[2][others]))
+@pytest.mark.parametrize("is_grad", [False, True])
+def test_what_is_not_finite_stays_in_its_channel(bad: float, is_grad: bool):
+    given = Given((4, 6, 5, 5), bad=None if is_grad else bad)
+    if is_grad:
+        given.grad[1, 2, 3, 3] = bad
+    found, expected = given.by_kernel(MASK), given.by_aten(MASK)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.isfinite(), b.isfinite())
+    assert not found[1][2].isfinite()
+
+
+def test_an_infinite_deviation_makes_the_input_zero():
+    given = Given((4, 6, 5, 5))
+    given.invstd[2] = 0.0
+    for a, b in zip(given.by_kernel(MASK), given.by_aten(MASK), strict=True):
+        assert torch.equal(a[:, 2] if a.dim() > 1 else a[2], b[:, 2] if b.dim() > 1 else b[2])
 
 
 def test_the_number_of_threads_changes_no_bit():
-    threads, given, found = torch.get_num_threads(), arguments((8, 130, 16, 16)), []
+    threads, given, found = torch.get_num_threads(), Given((8, 130, 16, 16)), []
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
-            x = given[0].clone()
-            found.append(kernels.centred_batch_norm_backward(x, *given[1:], 1e-5, [True] * 3))
+            found.append(given.by_kernel(MASK))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for each in found for a, b in zip(found[0], each, strict=True))
 
 
+def _channels_last() -> Given:
+    given = Given((8, 40, 6, 4))
+    x = given.x.contiguous(memory_format=torch.channels_last)
+    plan = plan_of_channels(given.packing.spec.quantizer, Layout.of(x))
+    assert plan is not None
+    given.packing, given.buffer = plan, plan.spec.empty(x)
+    passes.quantize_normalized(x, plan.plan, None, given.mean, given.invstd, plan.place, given.buffer)
+    return given
+
+
+def _double() -> Given:
+    given = Given((8, 40, 6, 4))
+    given.grad, given.weight = given.grad.double(), given.weight.double()  # type: ignore[union-attr]
+    return given
+
+
+def _with_gaps() -> Given:
+    given = Given((8, 40, 6, 4))
+    given.weight = torch.randn(80)[::2]
+    return given
+
+
 OTHERS = {
-    "vectors": lambda: arguments((64, 80)),
-    "maps of one element": lambda: arguments((64, 80, 1, 1)),
-    "channels last": lambda: tuple(
-        y.contiguous(memory_format=torch.channels_last) if y.dim() == 4 else y for y in arguments((8, 40, 6, 4))
-    ),
-    "one channel": lambda: arguments((8, 1, 6, 4)),
-    "float64": lambda: tuple(y.double() for y in arguments((8, 40, 6, 4))),
-    "a weight with gaps": lambda: (*arguments((8, 40, 6, 4))[:2], torch.randn(80)[::2], torch.rand(40)),
+    "vectors": lambda: Given((64, 80)),
+    "maps of one element": lambda: Given((64, 80, 1, 1)),
+    "channels last": _channels_last,
+    "one channel": lambda: Given((8, 1, 6, 4)),
+    "one sample": lambda: Given((1, 8, 6, 4)),
+    "a weight with gaps": _with_gaps,
 }
 
 
-@pytest.mark.parametrize("given", OTHERS.values(), ids=OTHERS)
-def test_others_are_left_to_aten(given):
-    x, grad, weight, invstd = given()
-    mask = [True] * 3
-    assert kernels.centred_batch_norm_backward(x, grad, weight, invstd, 1e-5, mask) is NotImplemented
-    found = centred_batch_norm_backward(x, grad, weight, invstd, 1e-5, mask)
-    mean = torch.zeros_like(invstd)
-    expected = torch.ops.aten.native_batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, 1e-5, mask)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_others_are_left_to_aten(make):
+    given = make()
+    assert all(torch.equal(a, b) for a, b in zip(given.by_any(MASK), given.by_aten(MASK), strict=True))
+
+
+def test_gradients_of_another_type_are_left_to_aten():
+    assert _double().by_kernel(MASK) is NotImplemented
+
+
+def test_without_kernels_the_gradients_are_those_of_aten():
+    given = Given((8, 40, 6, 4))
+    with laws_alone():
+        assert all(torch.equal(a, b) for a, b in zip(given.by_any(MASK), given.by_aten(MASK), strict=True))
+
+
+def test_gradients_in_a_batch_are_left_to_aten():
+    given = Given((8, 40, 6, 4))
+
+    def gradient(way, grad: Tensor) -> Tensor:
+        given.grad = grad
+        return way(MASK)[0]
+
+    grads = torch.randn(3, *given.grad.shape)
+    found, expected = (torch.vmap(functools.partial(gradient, way))(grads) for way in (given.by_any, given.by_aten))
+    assert torch.equal(found, expected)

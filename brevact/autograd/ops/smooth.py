@@ -164,7 +164,7 @@ def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -> Call
         value = Value.of(func, rest, kwargs) if is_gentle else None
         if value is not None and not inplace and input.numel() <= MOST_HELD:
             run = _RUNNERS.get(func)
-            out = None if run is None else run(region, value, input)
+            out = None if run is None or region.torch_runner(input) is None else run(region, value, input)
             if out is not None:
                 return out
         return region.apply(_Smooth, lambda x: func(x, *rest, **kwargs), derivative, value, input, inplace)
@@ -180,17 +180,14 @@ def _fixed(derivative: Derivative) -> Callable[..., Derivative]:
 def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, which reads its decoded input: of few elements, that takes less time than calls.
 
-    None where a Function must run.
+    Autocast is off, and the input no inference tensor. None where a Function must run.
     """
-    hooks = region.torch_runner(input)
-    if hooks is None:
-        return None
     if input.numel() < region.settings.min_numel:
-        return hooks.run_torch_function(function, input, keep_small(input))
+        return region.hooks.run_torch_function(function, input, keep_small(input))
     source = keep_source(region, input)
     if source is None:
         return None
-    out = hooks.run_torch_function(function, input, reported(source))
+    out = region.hooks.run_torch_function(function, input, reported(source))
     if region.settings.derives:
         derive_curved(region, out, function, source)
     return out
@@ -199,18 +196,15 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
 def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Tensor) -> Tensor | None:
     """Run torch's own function, whose gradient reads its output: a function of the packed input, which serves readers.
 
-    None where a Function must run.
+    Autocast is off, and the input no inference tensor. None where a Function must run.
     """
-    hooks = region.torch_runner(input)
-    if hooks is None:
-        return None
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
-        return hooks.run_torch_function(function, input, None)  # hooks keep the small output
+        return region.hooks.run_torch_function(function, input, None)  # hooks keep the small output
     source = keep_source(region, input)
     kept = None if source is None else function_of(function, (source,), input, is_curved=True)
     if kept is None:
         return None
-    out = hooks.run_torch_function(function, input, reported(kept))
+    out = region.hooks.run_torch_function(function, input, reported(kept))
     region.register(out, kept)
     return out
 

@@ -22,7 +22,8 @@ from brevact.private_names.of_torch import (
     suggest_memory_format,
 )
 from brevact.quantizers import passes
-from brevact.quantizers.backends import run_by_kernels
+from brevact.quantizers.backends import cpu_kernels, run_by_kernels
+from brevact.quantizers.normalizing_plans import NormalizedPlan
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -34,7 +35,6 @@ _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 _OVER_CHANNELS = OverChannels()
 
 
-@run_by_kernels
 def packed_batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -48,20 +48,41 @@ def packed_batch_norm(
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`batch_norm` of a tensor, whose normalized values are quantized as `passes.quantize_normalized` does it."""
+    """:func:`batch_norm` of a CPU tensor, whose normalized values are quantized as `passes.quantize_normalized` does.
+
+    No tensor is of a subclass, but for parameters, or of a ``torch.func`` transform.
+    """
+    kernels = cpu_kernels()
+    if kernels is not None:
+        arguments = x, weight, bias, running_mean, running_var, momentum, eps, plan, seed, place, buffer
+        found: tuple[Tensor, Tensor, Tensor] = kernels.packed_batch_norm(*arguments)
+        if found is not NotImplemented:
+            return found
     found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
     passes.quantize_normalized(x, plan, seed, found[1], found[2], place, buffer)
     return found
 
 
-@run_by_kernels
-def centred_batch_norm_backward(
-    x: Tensor, grad: Tensor, weight: Tensor | None, invstd: Tensor, eps: float, mask: list[bool]
+def packed_batch_norm_backward(
+    packing: NormalizedPlan,
+    buffer: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    invstd: Tensor,
+    eps: float,
+    mask: list[bool],
 ) -> Gradients:
-    """Gradients of batch norm by the statistics of the batch, from its input less the means, which may be overwritten.
+    """Gradients of batch norm by the statistics of the batch, from what :func:`packed_batch_norm` has packed.
 
     The kernel adds the terms of sums in another order than ATen.
     """
+    kernels, place = cpu_kernels(), packing.place
+    if kernels is not None and place.row > 1 and place.run > 1:
+        target = packing.spec.layout.empty(buffer.device)
+        found: Gradients = kernels.packed_batch_norm_backward(buffer, packing.plan, target, grad, weight, invstd, mask)
+        if found is not NotImplemented:
+            return found
+    x = packing.dequantize_centred(buffer, invstd)
     return batch_norm_backward(grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, eps, mask)
 
 

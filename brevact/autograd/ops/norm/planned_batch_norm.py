@@ -18,10 +18,10 @@ from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.norm_decoders import OutputDecoder, PackedDecoder, output_decoder, packed_decoder
 from brevact.autograd.ops.base import Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
-from brevact.autograd.ops.norm.formulas import BatchNorm, centred_batch_norm_backward, packed_batch_norm
+from brevact.autograd.ops.norm.formulas import BatchNorm, packed_batch_norm, packed_batch_norm_backward
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.store import share_new
+from brevact.autograd.store import share_normalized
 from brevact.autograd.weights import ModelState
 from brevact.quantizers import Layout
 from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
@@ -95,14 +95,14 @@ class _PlannedBatchNorm(Saving):
         buffer = spec.empty(input)
         out, _, invstd = packed_batch_norm(input, weight, bias, *settings, uniform, seed, place, buffer)
         norm = (BatchNorm.name, settings[-1]), input.dtype
-        share_new(input, region.settings, norm, ((buffer, invstd), plan.source))
+        share_normalized(input, spec.layout.stride, region.settings, norm, (buffer, invstd), plan.source)
         if region.settings.derives and out.stride() == spec.layout.result_stride:
-            affine = []  # as they are now, see `as_now`
-            if weight is not None:
-                affine.append(weight.clone() if region.is_distributed else weight.detach())
+            kept: tuple[Tensor, ...] = (buffer,)
+            if weight is not None:  # as they are now, see `as_now`
+                kept += (weight.clone() if region.is_distributed else weight.detach(),)
             if bias is not None:
-                affine.append(bias.clone())
-            known_values.register_new(out, (buffer, *affine), plan.output)
+                kept += (bias.clone(),)
+            known_values.register_new(out, kept, plan.output)
         ctx.save_for_backward(buffer, invstd, weight)
         ctx.packing, ctx.eps = plan.packing, settings[-1]
         return out
@@ -112,9 +112,9 @@ class _PlannedBatchNorm(Saving):
         if _is_grad_enabled():
             raise RuntimeError(NO_DOUBLE_BACKWARD)
         buffer, invstd, weight = ctx.saved_tensors
-        x = ctx.packing.dequantize_centred(buffer, invstd)
         mask = list(ctx.needs_input_grad[3:])
-        return None, None, None, *centred_batch_norm_backward(x, grad, weight, invstd, ctx.eps, mask)
+        gradients = packed_batch_norm_backward(ctx.packing, buffer, grad, weight, invstd, ctx.eps, mask)
+        return None, None, None, *gradients
 
 
 def run(

@@ -1,0 +1,24 @@
+"""Which arrays the kernels read and write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def takes(arrays: tuple[Tensor | None, ...]) -> bool:
+    """Whether the kernels can read and write these arrays: plain CPU tensors with memory.
+
+    Subclasses may have no memory of their own; zero tensors and the tensors of torch.func transforms have none.
+    """
+    try:
+        for x in arrays:
+            if x is None:
+                continue
+            if type(x) not in _PLAIN_TYPES or not x.is_cpu or (x.data_ptr() == 0 and x.numel()):
+                return False
+    except RuntimeError:  # data_ptr() of a wrapper
+        return False
+    return True
