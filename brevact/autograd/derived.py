@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.autograd import known_values
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of, quality_of
 from brevact.autograd.expressions import ByMask
-from brevact.autograd.keeper import EagerKeeper, Keeper
+from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import Normalizer, output_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
@@ -62,11 +61,13 @@ def derive(
     is_jointly_linear: bool = False,
     adds: bool = False,
     is_dirty: bool = False,
+    is_new: bool = False,
 ) -> None:
     """Remember what an op has returned as a function of what keeps its operands, if all of them are kept.
 
     Operands stand beside what the op itself keeps for them, None for nothing; ``is_dirty`` says that a Function is
-    about to mark ``out`` as changed. The other arguments are those of :class:`Way`.
+    about to mark ``out`` as changed, ``is_new`` that it is in memory of its own. The other arguments are those of
+    :class:`Way`.
     """
     if not region.settings.derives:
         return
@@ -82,7 +83,7 @@ def derive(
         tensors, found = derivation(way, kept, out)
         result = found.of(tensors)
         if result is not None and found.is_worth_it(tensors, out):
-            region.register(out, result, is_dirty=is_dirty)
+            region.register(out, result, is_dirty=is_dirty, is_new=is_new and result[1].stride is not None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,16 +91,12 @@ def _curved(function: PointFunction) -> Way:
     return Way(function, is_curved=True)
 
 
-def derive_curved(region: EagerKeeper, out: Tensor, function: PointFunction, source: Saved) -> None:
-    """Remember the same of what a curved function of elements has made of a tensor, which the source keeps."""
+def derive_curved(region: Keeper, out: Tensor, function: PointFunction, source: Saved) -> None:
+    """Remember the same of the new result of a curved function of elements, of a tensor that the source keeps."""
     tensors, found = derivation(_curved(function), (source,), out)
     result = found.of(tensors)
-    if result is None or not found.is_light or (found.small and not found.is_worth_it(tensors, out)):
-        return
-    if result[1].stride is None:  # it may have gaps
-        region.register(out, result)
-    else:
-        known_values.register_new(out, *result, region.hooks.scope)
+    if result is not None and found.is_light and (not found.small or found.is_worth_it(tensors, out)):
+        region.register(out, result, is_new=result[1].stride is not None)
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:

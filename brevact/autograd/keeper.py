@@ -91,8 +91,12 @@ class Keeper(Protocol):
         """Return what ``x`` is known by, or what keeps it for an op that has run."""
         ...
 
-    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False) -> None:
-        """Remember what a tensor is known by; ``is_dirty`` says that a Function is about to mark it as changed."""
+    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
+        """Remember what a tensor is known by.
+
+        A Function is about to mark it as changed if it ``is_dirty``; it is dense, in memory of its own, if it
+        ``is_new``.
+        """
         ...
 
     def keep_activation(self, x: Tensor) -> Saved:

@@ -11,10 +11,14 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: Data types of activations that are packed.
+ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations is not supported: the "

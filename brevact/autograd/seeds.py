@@ -31,13 +31,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import draw_seed
 
-_BLOCK = 256
+_BLOCK = 256  # seeds that are drawn at once on a device
+_AT_ONCE = 64  # seeds that are made at once on the CPU
 _HOST = torch.device("cpu")
 _LOW, _HIGH = -(2**63), 2**63 - 1
 _MASK = 2**64 - 1
@@ -86,11 +88,14 @@ class SeedStream:
 
     def next(self, device: torch.device) -> int | Tensor:
         """Return the next seed for a tensor on ``device``."""
+        stream = self._streams.get(device)
+        if stream is not None and device == _HOST:
+            return next(stream)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return draw_anew(device)
         if device.type == "meta":  # no values, and no generator: codes have sizes alone
             device = _HOST
-        stream = self._streams.get(device)
+            stream = self._streams.get(device)
         if stream is None:
             if self._base is None:
                 self._base, self._moves = _claim_base(self._owner)
@@ -166,7 +171,7 @@ def _mix(base: int, count: int) -> int:
 
 def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:
     if device.type == "cpu":
-        return map(_split_mix, itertools.count(base, _GOLDEN))
+        return itertools.chain.from_iterable(map(_split_mixes, itertools.count(base, _AT_ONCE * _GOLDEN)))
     return _drawn_seeds(device, base)
 
 
@@ -174,6 +179,15 @@ def _drawn_seeds(device: torch.device, base: int) -> Iterator[Tensor]:
     generator = torch.Generator(device).manual_seed(base)
     while True:
         yield from torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator).unbind()
+
+
+def _split_mixes(state: int) -> list[int]:
+    """SplitMix64's output for a state, and for those that follow: cheaper together than in the calls that need them."""
+    steps = np.arange(_AT_ONCE, dtype=np.uint64) * np.uint64(_GOLDEN)
+    z = np.uint64(state & _MASK) + steps  # modulo 2^64, as all that follows
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))).view(np.int64).tolist()
 
 
 def _split_mix(state: int) -> int:

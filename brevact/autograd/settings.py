@@ -123,6 +123,9 @@ class BackwardSettings:
     is_exact: bool = field(init=False, repr=False, compare=False)
     """Whether activations are stored as they are, and only what is exact is packed: masks, codes of the forward."""
 
+    packs_by_plan: bool = field(init=False, repr=False, compare=False)
+    """Whether tensors of equal sizes are packed alike, at once, in the uniform format."""
+
     derives: bool = field(init=False, repr=False, compare=False)
     """Whether tensors are derived from what is packed."""
 
@@ -174,6 +177,8 @@ class BackwardSettings:
         rounds = rounds and getattr(self.quantizer, "quantize_forward", False)
         object.__setattr__(self, "quantizes_forward", bool(rounds))
         object.__setattr__(self, "observes", callable(getattr(self.quantizer, "with_statistics_of", None)))
+        is_plain = self.save_mode is SaveMode.SAVE_QUANTIZED and getattr(self.quantizer, "packs_by_plan", False)
+        object.__setattr__(self, "packs_by_plan", bool(is_plain and not self.draws_size and not self.observes))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
             fields = self._fields[1:-1]

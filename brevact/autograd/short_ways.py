@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd import known_values
 from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, derive, follow, operands_of
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.ops.base import ACTIVATION_DTYPES
+from brevact.autograd.ops.elementwise import run_product
 from brevact.autograd.ops.norm import planned_batch_norm
 from brevact.autograd.ops.smooth import run_torch, run_torch_by_output
-from brevact.autograd.weights import ModelState, is_known_activation, is_parameter_or_view
+from brevact.autograd.saved import ACTIVATION_DTYPES
+from brevact.autograd.weights import ModelState, is_known_activation, is_parameter_or_view, tensors_in
 
 
 class ShortWay(Protocol):
@@ -67,9 +69,7 @@ def _adaptive_average(region: EagerKeeper, func: Callable, args: tuple, kwargs: 
     out: Tensor = func(input, 1)
     ModelState.mark_activation(out)
     if input.shape[2] * input.shape[3] <= MOST_DECODED:
-        operands = operands_of(region, (input,))
-        if operands is not None:
-            follow(region, func, args, kwargs, out, operands, Kind.AVERAGE)
+        _follow(region, func, args, out, Kind.AVERAGE)
     return out
 
 
@@ -103,8 +103,29 @@ def _sum(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any
         kept = region.find_kept(x)
         other = None if kept is None else region.find_kept(y)
         if other is not None:
-            derive(region, out, torch.add, ((x, kept), (y, other)), is_jointly_linear=True, adds=True)
+            derive(region, out, torch.add, ((x, kept), (y, other)), is_jointly_linear=True, adds=True, is_new=True)
     return out
+
+
+def _product(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    if len(args) != 2 or kwargs:
+        return None
+    x, y = args
+    if not (_is_activation(x) and _is_activation(y)) or x.device != y.device:
+        return None
+    out = run_product(region, func, x, y)
+    if out is not None:
+        ModelState.mark_activation(out)
+        if not known_values.is_marked(out):
+            _follow(region, func, args, out, Kind.BILINEAR)
+    return out
+
+
+def _follow(region: EagerKeeper, func: Callable, args: tuple, out: Tensor, kind: Kind) -> None:
+    """Remember a result as a function of what keeps its arguments, as for calls without a short way."""
+    operands = operands_of(region, tensors_in(args))
+    if operands is not None:
+        follow(region, func, args, {}, out, operands, kind)
 
 
 SHORT_WAYS: dict[Callable, ShortWay] = {
@@ -115,5 +136,6 @@ SHORT_WAYS: dict[Callable, ShortWay] = {
     F.adaptive_avg_pool2d: _adaptive_average,
     **{func: _activation(func, run_torch) for func in (F.silu, F.hardswish)},
     **{func: _activation(func, run_torch_by_output) for func in (torch.sigmoid, Tensor.sigmoid)},
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _product),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _sum),
 }

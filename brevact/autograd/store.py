@@ -13,11 +13,11 @@ from brevact.autograd.decoders import AS_IT_IS, PackedOnBackward, decoder_of_mas
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.quality import EXACT
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
 from brevact.autograd.weights import is_parameter
-from brevact.quantizers import Layout, is_traced, pack_mask, quantize
+from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
 
 _is_grad_enabled = torch.is_grad_enabled
 _shared = SharedPacks()
@@ -65,10 +65,29 @@ class Store(EagerKeeper):
         derives from; otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements,
         or the settings are exact.
         """
+        if norm is None and share and self.settings.packs_by_plan and (planned := self._keep_by_plan(x)) is not None:
+            return planned
         if x._is_view() and is_parameter(x._base):
             kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
             return kept if norm is None else norm.unpacked(kept)
         return self._keep(x, self.settings, share, norm)
+
+    def _keep_by_plan(self, x: Tensor) -> Saved | None:
+        """Pack a tensor on the CPU of which nothing is known; None where more has to be found out."""
+        if type(x) is not Tensor or not x.is_cpu or x.layout is not torch.strided or x.untyped_storage().__dict__:
+            return None
+        settings = self.settings
+        if storage_report.recorders or x.numel() < settings.min_numel or x._is_view() or x.is_neg() or x.is_inference():
+            return None
+        plan = _plan_of(settings, x)
+        if plan is None:
+            return None
+        spec, decoder = plan
+        buffer = spec.empty(x)
+        seed = self.seeds.next(x.device) if settings.quantizer.is_stochastic else None
+        spec.quantizer.encode(x.detach(), spec, seed, buffer)
+        _shared.add_vectors(x, spec.layout.stride, (settings.key, False), (buffer,), decoder)
+        return (buffer,), decoder
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""
@@ -129,8 +148,15 @@ class Store(EagerKeeper):
             known = find_packed(x, self.settings)
         return known
 
-    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False) -> None:
-        """Remember what a tensor is known by; ``is_dirty`` says that a Function is about to mark it as changed."""
+    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
+        """Remember what a tensor is known by.
+
+        A Function is about to mark it as changed if it ``is_dirty``; it is dense, in memory of its own, if it
+        ``is_new``.
+        """
+        if is_new:
+            known_values.register_new(out, *kept, self.hooks.scope)
+            return
         known_values.register(out, *kept, is_dirty=is_dirty, scope=self.hooks.scope)
 
 
@@ -197,6 +223,27 @@ def share_normalized(
     Their key is that of a norm.
     """
     _shared.add_vectors(x, stride, (settings.key, False, norm), vectors, decoder)
+
+
+def _plan_of(settings: BackwardSettings, x: Tensor) -> tuple[PackedSpec[Any], Decoder] | None:
+    """Return how tensors of these sizes are packed, found again in each step; None for those with gaps."""
+    key = settings.key, x.shape, x.stride(), x.dtype
+    try:
+        return _plans[key]
+    except KeyError:
+        layout, plan = Layout.of(x), None
+    if layout.is_dense and layout.numel == x.numel() and layout.dtype in ACTIVATION_DTYPES:
+        spec = PackedSpec.of(settings.quantizer, layout)
+        plan = spec, decoder_of_packed(spec)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+#: By the key of settings, and sizes.
+_plans: dict[Hashable, tuple[PackedSpec[Any], Decoder] | None] = {}
+_MOST_PLANS = 4096
 
 
 def pack(x: Tensor, quantizer: Any, save_mode: SaveMode, seed: int | Tensor, norm: NormInput | None = None) -> Saved:

@@ -26,8 +26,8 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS, LAYERS, NORMS, PRODUCTS, run_counterpart
-from brevact.autograd.ops.base import ACTIVATION_DTYPES, Saving, is_inplace
-from brevact.autograd.saved import Saved
+from brevact.autograd.ops.base import Saving, is_inplace
+from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import keep_as_it_is, pack
@@ -202,7 +202,7 @@ class _TracedRegion(Keeper):
     def find_kept(self, x: Tensor) -> Saved | None:
         return self.find_known(x)
 
-    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False) -> None:
+    def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
         if isinstance(out, FunctionalTensor):  # what Dynamo itself runs leaves no trace
             _known[out] = out._version + is_dirty, kept
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Saved
+from brevact.autograd.saved import ACTIVATION_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Saved
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import PointFunction, is_traced
@@ -147,7 +147,6 @@ def blank(input_like: InputLike, grad: Tensor) -> Tensor:
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
-ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 def is_plain(x: Any) -> bool:

@@ -43,7 +43,12 @@ class _Multiply(Saving):
         ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
         operands = [(x, kept or region.find_kept(x)) for x, kept in ((a, kept_a), (b, kept_b))]
         out = multiply(a, b)
-        derive(region, out, torch.mul, operands, is_pointwise=a.shape == b.shape, is_dirty=inplace)
+        derive(
+            *(region, out, torch.mul, operands),
+            is_pointwise=a.shape == b.shape,
+            is_dirty=inplace,
+            is_new=not inplace,
+        )
         if inplace:
             ctx.mark_dirty(a)
         return out
@@ -105,6 +110,14 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwarg
         if square is not NotImplemented:
             return square
     return region.apply(_Multiply, func, input, other, inplace)
+
+
+def run_product(region: Keeper, multiply: Callable, x: Tensor, y: Tensor) -> Tensor | None:
+    """Run the product of two activations of one device, not in place; None where nothing would be packed."""
+    if x is y or max(x.numel(), y.numel()) < region.settings.min_numel:
+        return None
+    out: Tensor = region.apply(_Multiply, multiply, x, y, False)
+    return out
 
 
 class _Divide(Saving):
