@@ -7,8 +7,10 @@
 Bytes are measured twice: the distinct storages that autograd keeps (`brevact.memory_report`), and the growth of the
 process's resident memory between the start of a step and the start of its backward pass, known on Linux only. Each
 variant trains in a process of its own, as a user's does: beside another model's gradients, an allocator would keep the
-memory that it returns to the system otherwise. Their steps take turns; each ratio is the median of the ratios to the
-plain step of the same round. The first steps are not timed: the heap and Python's caches take about ten to settle.
+memory that it returns to the system otherwise. The plain model's process packs nothing, not even for a report, so that
+its heap is as glibc sets it up; with `--same-heap`, each process has the heap as the package sets it (`brevact.heap`).
+Their steps take turns; each ratio is the median of the ratios to the plain step of the same round. The first steps are
+not timed: the heap and Python's caches take about ten to settle.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import brevact
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
 from benchmarks.training_case import gpt2
+from brevact.heap import keep_free_memory
 from recipes.models import resnet50
 from recipes.models.efficientnetv2 import SIZES, efficientnetv2
 from recipes.policy_names import named_policy
@@ -45,7 +48,8 @@ def kept_resident_bytes(forward: Callable[[], Tensor]) -> int | None:
     Args:
         forward: Returns the loss.
     """
-    forward().backward()  # gradients, scratch buffers and code are there after a first step
+    for _ in range(2):  # gradients, scratch buffers, code and tables are there after the first steps
+        forward().backward()
     before = resident_bytes()
     loss = forward()
     after = resident_bytes()
@@ -110,15 +114,26 @@ def _build(name: str, batch_size: int, image_size: int) -> tuple[nn.Module, Tens
     return model, images, lambda model: loss_of(model, images, labels)
 
 
-def _load(name: str, batch_size: int, image_size: int, policy: str) -> tuple[int, int, int | None]:
-    """Build the model of a policy, or the plain one; its parameters, and bytes kept for backward and their growth."""
+def _make(sizes: tuple[str, int, int], policy: str) -> tuple[nn.Module, Tensor, Callable[[nn.Module], Tensor]]:
+    """The model of a policy, or the plain one, its batch, and what computes its loss."""
     torch.manual_seed(0)
-    plain, batch, loss = _build(name, batch_size, image_size)
-    model = plain if policy == "plain" else named_policy(policy).apply(plain)
+    plain, batch, loss = _build(*sizes)
+    return plain if policy == "plain" else named_policy(policy).apply(plain), batch, loss
+
+
+def _kept_bytes(sizes: tuple[str, int, int], policy: str) -> int:
+    model, batch, _ = _make(sizes, policy)
+    return kept_bytes(model, batch)
+
+
+def _load(sizes: tuple[str, int, int], policy: str, keeps_memory: bool) -> tuple[int, int | None]:
+    """Build the model of a policy, and its optimizer; its parameters, and the growth of the process by what is kept."""
+    if keeps_memory:
+        keep_free_memory()
+    model, _, loss = _make(sizes, policy)
     _Loaded.forward = functools.partial(loss, model)
     _Loaded.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    parameters = sum(p.numel() for p in model.parameters())
-    return parameters, kept_bytes(model, batch), kept_resident_bytes(_Loaded.forward)
+    return sum(p.numel() for p in model.parameters()), kept_resident_bytes(_Loaded.forward)
 
 
 def _step() -> float:
@@ -140,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = [named_policy("DEFAULT"), named_policy("StochBackward2bit")]
     parser.add_argument("--policies", nargs="+", type=named_policy, default=default, metavar="POLICY")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--same-heap", action="store_true", help="set the heap of the plain model's process, too")
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
     batch_size, image_size = MODELS[args.model]
@@ -156,10 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name: stack.enter_context(ProcessPoolExecutor(1, context))
             for name in ("plain", *(policy.name for policy in args.policies))
         }
-        found = {name: process.submit(_load, *sizes, name).result() for name, process in processes.items()}
-        parameters, kept, resident = ({name: memory[i] for name, memory in found.items()} for i in range(3))
+        kept = {}
+        for name in processes:
+            with ProcessPoolExecutor(1, context) as process:
+                kept[name] = process.submit(_kept_bytes, sizes, name).result()
+        found = {name: p.submit(_load, sizes, name, args.same_heap).result() for name, p in processes.items()}
+        resident = {name: growth for name, (_, growth) in found.items()}
         print(
-            f"{args.model}, {parameters['plain'] / 1e6:.1f} M parameters, batch {args.batch_size}, "
+            f"{args.model}, {found['plain'][0] / 1e6:.1f} M parameters, batch {args.batch_size}, "
             + (f"{args.image_size}x{args.image_size}" if args.image_size else "256 tokens")
         )
         if resident["plain"] is None:
@@ -173,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "batch_size": args.batch_size,
             "image_size": args.image_size,
             "stored": name,
+            "heap": "the package's" if args.same_heap or name != "plain" else "glibc's",
             "kept_mib": round(kept[name] / _MIB, 2),
             "kept_ratio": round(kept["plain"] / kept[name], 2),
             "resident_mib": "" if resident[name] is None else round(resident[name] / _MIB, 2),
