@@ -134,6 +134,8 @@ def object_of(kernel: Any) -> bytes:
 def _target_machine(kernel: Any) -> binding.TargetMachine:
     """The processor that Numba compiles for; code that lies anywhere in memory, as libraries do."""
     triple, processor, features = kernel.targetctx.codegen().magic_tuple()
+    if "+avx512vbmi2" in features:  # LLVM keeps to 256 bits for the sake of older processors, which slow down for 512
+        features += ",-prefer-256-bit"
     return binding.Target.from_triple(triple).create_target_machine(
         cpu=processor, features=features, opt=3, reloc="pic", codemodel="default"
     )
