@@ -293,8 +293,36 @@ FAULTS = (
     Fault(
         "seeds of one region are all the same",
         "autograd/seeds.py",
-        "itertools.count(base, _GOLDEN)",
+        "itertools.count(base, _AT_ONCE * _GOLDEN)",
         "itertools.repeat(base)",
+        REGIONS,
+    ),
+    Fault(
+        "seeds that are made together are all the same",
+        "autograd/seeds.py",
+        "np.arange(_AT_ONCE, dtype=np.uint64)",
+        "np.zeros(_AT_ONCE, dtype=np.uint64)",
+        REGIONS,
+    ),
+    Fault(
+        "the gradient of a batch norm leaves the mean gradient in",
+        "cpu_kernels/batch_norm_backward.py",
+        "load(factor, e) - load(mean_of, e)",
+        "load(factor, e)",
+        ("cpu_kernels/test_batch_norm_backward.py",),
+    ),
+    Fault(
+        "a small tensor that was decoded last is taken for that of another weight",
+        "autograd/decoded_last.py",
+        "if x is not weight:",
+        "if False:",
+        ("autograd/test_decoded_last.py",),
+    ),
+    Fault(
+        "a planned tensor is packed again for each reader",
+        "autograd/store.py",
+        "        _shared.add_vectors(x, spec.layout.stride, (settings.key, False), (buffer,), decoder)\n",
+        "",
         REGIONS,
     ),
     Fault(

@@ -25,7 +25,7 @@ from brevact import (
     StochL4Backward,
     WeibullBackward2bit,
 )
-from brevact.autograd import attach_region, current_region, region
+from brevact.autograd import attach_region, current_region, region, seeds
 from brevact.autograd.seeds import SeedStream
 from brevact.private_names.of_torch import top_hooks
 from brevact.quantizers import Rounding
@@ -257,6 +257,20 @@ def test_concurrent_regions_do_not_share_noise():
     thread.join()
     assert seeds[0] != seeds[1]
     first.close()
+
+
+def test_seeds_are_those_of_split_mix_one_by_one():
+    stream = SeedStream()
+    found = [stream.next(torch.device("cpu")) for _ in range(300)]
+    stream.close()
+    assert len(set(found)) == 300
+    for state in (0, 1, 2**63, 2**64 - 1, 2**64 + 5):
+        expected = [seeds._split_mix(state + place * seeds._GOLDEN) for place in range(2 * seeds._AT_ONCE)]
+        stream = SeedStream()
+        stream._base, stream._moves = state, False
+        seeds._in_use[state] += 1
+        assert [stream.next(torch.device("cpu")) for _ in expected] == expected
+        stream.close()
 
 
 def test_regions_of_one_recomputation_do_not_share_noise():
