@@ -100,22 +100,18 @@ class SharedPacks:
         if x.is_inference():
             return None
         storage = x.untyped_storage()
-        key = (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
-        return Slot(self.packs_of(storage), key, storage._cdata)
+        return Slot(self.packs_of(storage), _key_of(x, settings), storage._cdata)
 
-    def add_vectors(
-        self,
-        x: Tensor,
-        stride: tuple[int, ...],
-        settings: tuple[Hashable, ...],
-        vectors: tuple[Tensor, ...],
-        decoder: Any,
-    ) -> None:
-        """Remember what keeps a tensor of these strides, no negative view: vectors that have just been made."""
+    def add_vectors(self, x: Tensor, settings: tuple[Hashable, ...], vectors: tuple[Tensor, ...], decoder: Any) -> None:
+        """Remember what keeps a tensor: vectors that have just been made."""
         storage = x.untyped_storage()
-        source = storage._cdata
-        key = (x._version, x.storage_offset(), x.shape, stride, x.dtype, False, settings)
+        source, key = storage._cdata, _key_of(x, settings)
         self.packs_of(storage)[key] = ([_WeakTensor(y, source, (0, y.shape, (1,))) for y in vectors], decoder)
+
+
+def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:
+    """What tells a tensor from others in its storage, and the key of settings, and what goes with them."""
+    return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
 
 
 class Slot:

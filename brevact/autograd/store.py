@@ -86,7 +86,7 @@ class Store(EagerKeeper):
         buffer = spec.empty(x)
         seed = self.seeds.next(x.device) if settings.quantizer.is_stochastic else None
         spec.quantizer.encode(x.detach(), spec, seed, buffer)
-        _shared.add_vectors(x, spec.layout.stride, (settings.key, False), (buffer,), decoder)
+        _shared.add_vectors(x, (settings.key, False), (buffer,), decoder)
         return (buffer,), decoder
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
@@ -211,18 +211,13 @@ def slot_of(x: Tensor, settings: BackwardSettings, repeats: bool, *norm: Hashabl
 
 
 def share_normalized(
-    x: Tensor,
-    stride: tuple[int, ...],
-    settings: BackwardSettings,
-    norm: Hashable,
-    vectors: tuple[Tensor, ...],
-    decoder: Any,
+    x: Tensor, settings: BackwardSettings, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any
 ) -> None:
-    """Let ops find the normalized values of ``x``, of these strides, in vectors that have just been made to keep them.
+    """Let ops find the normalized values of ``x`` in vectors that have just been made to keep them.
 
     Their key is that of a norm.
     """
-    _shared.add_vectors(x, stride, (settings.key, False, norm), vectors, decoder)
+    _shared.add_vectors(x, (settings.key, False, norm), vectors, decoder)
 
 
 def _plan_of(settings: BackwardSettings, x: Tensor) -> tuple[PackedSpec[Any], Decoder] | None:

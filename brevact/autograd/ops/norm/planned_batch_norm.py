@@ -95,7 +95,7 @@ class _PlannedBatchNorm(Saving):
         buffer = spec.empty(input)
         out, _, invstd = packed_batch_norm(input, weight, bias, *settings, uniform, seed, place, buffer)
         norm = (BatchNorm.name, settings[-1]), input.dtype
-        share_normalized(input, spec.layout.stride, region.settings, norm, (buffer, invstd), plan.source)
+        share_normalized(input, region.settings, norm, (buffer, invstd), plan.source)
         if region.settings.derives and out.stride() == spec.layout.result_stride:
             kept: tuple[Tensor, ...] = (buffer,)
             if weight is not None:  # as they are now, see `as_now`
