@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "batch_size": args.batch_size,
             "image_size": args.image_size,
             "stored": name,
-            "heap": "the package's" if args.same_heap or name != "plain" else "glibc's",
+            "heap": "package" if args.same_heap or name != "plain" else "glibc",
             "kept_mib": round(kept[name] / _MIB, 2),
             "kept_ratio": round(kept["plain"] / kept[name], 2),
             "resident_mib": "" if resident[name] is None else round(resident[name] / _MIB, 2),

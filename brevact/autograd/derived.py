@@ -73,11 +73,11 @@ def derive(
         return
     kept, is_known = [], False
     for x, own in operands:
-        found = _kept_operand(region, x, own, out)
-        if found is None:
+        operand = _kept_operand(region, x, own, out)
+        if operand is None:
             return
-        is_known = is_known or found[1] is not AS_IT_IS
-        kept.append(found)
+        is_known = is_known or operand[1] is not AS_IT_IS
+        kept.append(operand)
     if is_known:
         way = Way(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds)
         tensors, found = derivation(way, kept, out)

@@ -205,7 +205,8 @@ def _follow(
         follow_exactly(func, args, kwargs, result)
     if type(result) is not Tensor or not region.settings.derives:
         return
-    if region.find_known(result) is not None if func in _OVERWRITES else known_values.is_marked(result):
+    is_new = func not in MOVES and func not in _OVERWRITES  # others return memory of which something may be known
+    if known_values.is_marked(result) if is_new else region.find_known(result) is not None:
         return
     tensors = tensors_in((args, kwargs))
     if kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():

@@ -150,7 +150,7 @@ class SavedTensorHooks(HookStack):
             known = self._region.find_known(x) if is_input else None
             if known is not None and x.numel() >= self._region.settings.min_numel:
                 kept = reported(known)
-            elif layer is not None and x.is_floating_point() and x.numel() < self._region.settings.min_numel:
+            elif layer is not None and self._is_small_output(x):
                 kept = keep_small(x)
             else:
                 with self.suspended:  # a quantizer may use autograd, too
@@ -165,6 +165,10 @@ class SavedTensorHooks(HookStack):
         stored = SavedByHook()
         stored.fill(kept, self._outer)
         return stored
+
+    def _is_small_output(self, x: Tensor) -> bool:
+        """Whether what torch's own layer saves is too small to pack, and no view, as one of a parameter would be."""
+        return x.is_floating_point() and x.numel() < self._region.settings.min_numel and not x._is_view()
 
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""

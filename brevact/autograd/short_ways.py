@@ -69,7 +69,7 @@ def _adaptive_average(region: EagerKeeper, func: Callable, args: tuple, kwargs: 
     out: Tensor = func(input, 1)
     ModelState.mark_activation(out)
     if input.shape[2] * input.shape[3] <= MOST_DECODED:
-        _follow(region, func, args, out, Kind.AVERAGE)
+        _follow_result(region, func, args, out, Kind.AVERAGE)
     return out
 
 
@@ -117,11 +117,11 @@ def _product(region: EagerKeeper, func: Callable, args: tuple, kwargs: dict[str,
     if out is not None:
         ModelState.mark_activation(out)
         if not known_values.is_marked(out):
-            _follow(region, func, args, out, Kind.BILINEAR)
+            _follow_result(region, func, args, out, Kind.BILINEAR)
     return out
 
 
-def _follow(region: EagerKeeper, func: Callable, args: tuple, out: Tensor, kind: Kind) -> None:
+def _follow_result(region: EagerKeeper, func: Callable, args: tuple, out: Tensor, kind: Kind) -> None:
     """Remember a result as a function of what keeps its arguments, as for calls without a short way."""
     operands = operands_of(region, tensors_in(args))
     if operands is not None:

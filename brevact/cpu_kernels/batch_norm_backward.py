@@ -16,29 +16,62 @@ from brevact.cpu_kernels.arrays import takes
 from brevact.cpu_kernels.batch_norm import PIECE, fill_run, is_dense_map, sizes_of, sum_of
 from brevact.cpu_kernels.dequantize import dequantize
 from brevact.cpu_kernels.groups import NEAREST
-from brevact.cpu_kernels.memory import advance, f32_at, f32_scratch, fma, i64_at, inlined, kernel, load, store
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    f64_scratch,
+    fma,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+)
 from brevact.cpu_kernels.tables import uniform_table
 from brevact.cpu_kernels.teams import share
 from brevact.geometry import UniformPlan
+from brevact.private_names.of_torch import len_dispatch_stack
 
 Z, GRAD, INVSTD, WEIGHT, GRAD_WEIGHT, GRAD_BIAS, SAMPLES, CHANNELS, SIZE, CHANNELS_OF_BLOCK, WRITES = range(11)
 """Fields of the words of a call: addresses of float32 arrays, WEIGHT 0 for none, sizes, and whether the gradient of the
 input overwrites the normalized input."""
 
 
+_TERMS = 32  # of a lane that are added in float32
+
+
 @inlined
-def _add_products(z, grad, samples, stride, run, lanes, totals, products):
-    """Sum the gradients of each lane, and their products with the elements."""
+def _flush(parts, lanes, sums):
+    """Add the parts of each lane to its sum, and start anew."""
     for e in range(lanes):
-        store(totals, e, np.float32(0.0))
-        store(products, e, np.float32(0.0))
+        store(sums, e, load(sums, e) + np.float64(load(parts, e)))
+        store(parts, e, np.float32(0.0))
+
+
+@inlined
+def _add_products(z, grad, samples, stride, run, lanes, totals, products, total_parts, product_parts):
+    """Sum the gradients of each lane, and their products with the elements: few in float32, these in float64."""
+    for e in range(lanes):
+        store(totals, e, np.float64(0.0))
+        store(products, e, np.float64(0.0))
+        store(total_parts, e, np.float32(0.0))
+        store(product_parts, e, np.float32(0.0))
+    terms = 0
     for sample in range(samples):
         for piece in range(0, run, PIECE):
             at = sample * stride + piece
             source, factor = advance(z, at), advance(grad, at)
             for e in range(min(PIECE, run - piece)):
-                store(totals, e, load(totals, e) + load(factor, e))
-                store(products, e, fma(load(factor, e), load(source, e), load(products, e)))
+                store(total_parts, e, load(total_parts, e) + load(factor, e))
+                store(product_parts, e, fma(load(factor, e), load(source, e), load(product_parts, e)))
+            terms += 1
+            if terms == _TERMS:
+                _flush(total_parts, lanes, totals)
+                _flush(product_parts, lanes, products)
+                terms = 0
+    _flush(total_parts, lanes, totals)
+    _flush(product_parts, lanes, products)
 
 
 @inlined
@@ -59,14 +92,15 @@ def gradient_of_channels(words_at, start, stop):
     samples, channels, size = load(words, SAMPLES), load(words, CHANNELS), load(words, SIZE)
     together, stride, n = load(words, CHANNELS_OF_BLOCK), channels * size, np.float64(samples * size)
     invstds, lanes = f32_at(load(words, INVSTD)), min(size, PIECE)
-    totals, products = f32_scratch(PIECE), f32_scratch(PIECE)
+    totals, products = f64_scratch(PIECE), f64_scratch(PIECE)
+    total_parts, product_parts = f32_scratch(PIECE), f32_scratch(PIECE)
     mean_of, slope_of, scale_of = f32_scratch(PIECE), f32_scratch(PIECE), f32_scratch(PIECE)
     for index in range(start, stop):
         first = index * together
         count = min(together, channels - first)
         run = count * size
         z, grad = advance(f32_at(load(words, Z)), first * size), advance(f32_at(load(words, GRAD)), first * size)
-        _add_products(z, grad, samples, stride, run, count * lanes, totals, products)
+        _add_products(z, grad, samples, stride, run, count * lanes, totals, products, total_parts, product_parts)
         for c in range(count):
             invstd = load(invstds, first + c)
             ratio = _decoded_ratio(invstd)
@@ -102,8 +136,13 @@ def packed_batch_norm_backward(
     invstd: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """For contiguous float32 tensors of several channels and elements a map; the input's gradient is in `target`."""
-    if not is_dense_map(target) or not takes((grad,)) or grad.dtype is not torch.float32:
+    """For contiguous float32 tensors of several channels and elements a map; the input's gradient is in `target`.
+
+    Not under dispatch modes, which would not see it.
+    """
+    if len_dispatch_stack():
+        return NotImplemented
+    if not is_dense_map(target) or not takes((grad, target)) or grad.dtype is not torch.float32 or grad.is_neg():
         return NotImplemented
     if weight is not None and not (weight.dtype is torch.float32 and weight.is_contiguous()):
         return NotImplemented

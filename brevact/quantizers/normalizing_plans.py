@@ -79,8 +79,8 @@ class NormalizedPlan(NamedTuple):
         """
         target = addend if addend is not None and overwrites else self.spec.layout.empty(buffer.device)
         shift, scale = None if shift is None else shift.contiguous(), scale.contiguous()
-        is_plain = addend is None and type(buffer) is Tensor and buffer.is_cpu
-        kernels = cpu_kernels() if is_plain else None  # which take what was made in forward
+        is_plain = type(buffer) is type(scale) is type(target) is Tensor and (shift is None or type(shift) is Tensor)
+        kernels = cpu_kernels() if is_plain and addend is None and buffer.is_cpu else None
         arguments = buffer, self.plan, shift, scale, self.place, addend, mask, target
         (passes if kernels is None else kernels).denormalize(*arguments)
         return target

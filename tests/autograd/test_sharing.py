@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 import weakref
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import brevact
-from brevact.autograd import attach_region, store
+from brevact.autograd import attach_region, region, store
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import WeakStorage
-from brevact.quantizers import UniformQuantizer
+from brevact.quantizers import PackedSpec, UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
 
 
@@ -179,3 +180,46 @@ def test_a_sum_derives_from_what_is_packed_at_another_width(width: int, derives:
     rows = {row.layer: row for row in brevact.memory_report(model, x.requires_grad_()).ops if row.layer == "last"}
     assert (rows["last"].how == "derived") == derives
     assert (rows["last"].saved_bytes == 0) == derives
+
+
+class Flattened(nn.Module):
+    """Two layers of a norm's output that is changed on the way; the second one reads a view of it."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.last = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8 * 16 * 16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.change(self.norm(self.first(x)))
+        return self.second(y).sum() + self.last(y.flatten(1)).sum()
+
+
+CHANGES = {"masked_fill_": lambda y: y.masked_fill_(y.detach() > 1, 0.0), "exp_": torch.exp_}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_view_of_what_is_known_no_more_is_packed_once_with_it(change, monkeypatch):
+    model, x = Flattened(change), torch.randn(8, 3, 16, 16)
+    layout, made = (8, 8, 16, 16), []
+    empty = PackedSpec.empty
+
+    def watched(spec: PackedSpec, like: Tensor) -> Tensor:
+        made.append(spec.layout.numel)
+        return empty(spec, like)
+
+    monkeypatch.setattr(PackedSpec, "empty", watched)
+    with region(settings(4)):
+        model(x)
+    assert made.count(math.prod(layout)) == 2  # the norm's input, and its output, changed, for both readers
+
+
+def test_a_view_of_what_is_known_too_coarsely_is_packed_once_with_it():
+    model = Flattened(lambda y: y)
+    fine = brevact.StochBackward8bit
+    coarse = {nn.BatchNorm2d: brevact.StochBackward2bit, "*": fine}
+    x = torch.randn(8, 3, 16, 16)
+    found = brevact.memory_report(brevact.quantize_backward(model, coarse), x).saved_bytes
+    alone = brevact.memory_report(brevact.quantize_backward(Flattened(torch.clone), coarse), x).saved_bytes
+    assert found <= alone

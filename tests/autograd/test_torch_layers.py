@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
+import brevact
 from brevact.autograd import BackwardSettings, SaveMode, eager_mode, region
 from brevact.autograd.regions import Region
 from brevact.quantizers import PackedSpec, Rounding, denormalize, normalize
@@ -238,6 +240,40 @@ def test_two_batch_norms_of_a_tensor_share_what_a_plan_has_packed(monkeypatch):
         out = model(torch.randn(3, 3, 9, 9))
     assert made.count((3, 8, 9, 9)) == 1
     out.sum().backward()
+
+
+def test_batch_norms_refuse_statistics_of_another_device():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8))
+    model[1].running_mean, model[1].running_var = torch.zeros(8, device="meta"), torch.ones(8, device="meta")
+    with region(settings()), pytest.raises(RuntimeError, match="device meta"):
+        model(torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.Identity])
+def test_a_backward_pass_of_fake_tensors_behind_a_real_forward(act):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), act(), nn.Conv2d(8, 8, 3))
+    with region(settings(4)):
+        out = model(torch.randn(8, 3, 16, 16)).sum()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out.backward()
+    assert all(isinstance(p.grad, FakeTensor) for p in model.parameters())
+
+
+def test_a_small_view_of_a_parameter_as_input_is_kept_as_it_is():
+    model = Rows()
+    report = brevact.memory_report(model, torch.randn(2, 2))
+    assert report.saved_bytes == 0
+
+
+class Rows(nn.Module):
+    """A convolution of rows of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.layer = nn.Parameter(torch.randn(100, 3, 8, 8)), nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.rows[3:5]).sum() + x.sum()
 
 
 def test_planned_batch_norms_refuse_changed_weights_and_second_derivatives():

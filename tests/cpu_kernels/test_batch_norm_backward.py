@@ -14,6 +14,7 @@ from brevact.cpu_kernels import batch_norm_backward as kernels
 from brevact.quantizers import Layout, Rounding, UniformQuantizer, passes
 from brevact.quantizers.backends import laws_alone
 from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
+from tests.cpu_kernels.test_batch_norm import Seen
 
 HALF_STEP = torch.finfo(torch.float32).eps / 2
 SHAPES = [
@@ -178,6 +179,28 @@ OTHERS = {
 def test_others_are_left_to_aten(make):
     given = make()
     assert all(torch.equal(a, b) for a, b in zip(given.by_any(MASK), given.by_aten(MASK), strict=True))
+
+
+def test_gradients_that_are_negative_views_are_left_to_aten():
+    given = Given((8, 40, 6, 4))
+    given.grad = torch._neg_view(given.grad)
+    assert all(torch.equal(a, b) for a, b in zip(given.by_any(MASK), given.by_aten(MASK), strict=True))
+
+
+def test_dispatch_modes_see_the_gradient():
+    given = Given((8, 40, 6, 4))
+    with Seen() as seen:
+        given.by_any(MASK)
+    assert "native_batch_norm_backward" in seen.names
+
+
+@pytest.mark.parametrize("shape", [(50000, 2, 1, 2), (4, 2, 512, 512)])
+def test_many_terms_are_added_as_exactly_as_few(shape: tuple[int, ...]):
+    """Of 32 terms in float32, and of as many sums as there are in float64: 33 roundings, and that of the result."""
+    given = Given(shape)
+    given.grad.fill_(0.1)
+    total = given.grad.double().sum((0, 2, 3))
+    assert bool(((given.by_kernel(MASK)[2] - total).abs() <= 34 * HALF_STEP * total).all())
 
 
 def test_gradients_of_another_type_are_left_to_aten():

@@ -77,7 +77,7 @@ def packed_batch_norm_backward(
     The kernel adds the terms of sums in another order than ATen.
     """
     kernels, place = cpu_kernels(), packing.place
-    if kernels is not None and place.row > 1 and place.run > 1:
+    if kernels is not None and place.row > 1 and place.run > 1:  # maps of several channels: no memory for others
         target = packing.spec.layout.empty(buffer.device)
         found: Gradients = kernels.packed_batch_norm_backward(buffer, packing.plan, target, grad, weight, invstd, mask)
         if found is not NotImplemented:

@@ -137,7 +137,9 @@ def run(
     if training is not True or type(eps) is not float or eps <= 0.0 or not input.is_cpu or input._is_view():
         return None
     for statistic in (running_mean, running_var):  # tensors without gradient, as layers have them
-        if statistic is not None and (type(statistic) is not Tensor or statistic.requires_grad):
+        if statistic is not None and not (type(statistic) is Tensor and statistic.is_cpu):
+            return None
+        if statistic is not None and statistic.requires_grad:
             return None
     for y in (weight, bias):
         if y is not None and not (type(y) is nn.Parameter and y.dtype is torch.float32 and y.is_cpu):
