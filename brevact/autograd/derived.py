@@ -95,7 +95,7 @@ def derive_curved(region: Keeper, out: Tensor, function: PointFunction, source: 
     """Remember the same of the new result of a curved function of elements, of a tensor that the source keeps."""
     tensors, found = derivation(_curved(function), (source,), out)
     result = found.of(tensors)
-    if result is not None and found.is_light and (not found.small or found.is_worth_it(tensors, out)):
+    if result is not None and found.is_worth_it(tensors, out):
         region.register(out, result, is_new=result[1].stride is not None)
 
 
