@@ -131,6 +131,8 @@ adaptive_avg_pool2d_backward = find("torch.ops.aten._adaptive_avg_pool2d_backwar
 adaptive_avg_pool3d_backward = find("torch.ops.aten._adaptive_avg_pool3d_backward", "average pooling in a region")
 attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math", "attention in a region")
 choose_attention = find("torch._fused_sdp_choice", "attention with dropout in a region")
+#: `F.grouped_mm` of torch before 2.10, and what it calls since; None where it is missing.
+grouped_mm = find("torch._grouped_mm", "grouped matrix products in a region", fallback=None)
 suggest_memory_format = find("torch._prims_common.suggest_memory_format", "group or RMS norm in a region")
 verify_batch_size = find("torch.nn.functional._verify_batch_size", "batch norm in a region")
 verify_spatial_size = find("torch.nn.functional._verify_spatial_size", "instance norm in a region")

@@ -64,6 +64,19 @@ class WeightProduct(nn.Module):
         return x @ self.weight
 
 
+class Experts(nn.Module):
+    """Matrices of experts, each of which meets a group of rows, one of them none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16, 24))
+        self.register_buffer("offsets", torch.tensor([10, 10, 40], dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float().transpose(-2, -1)  # there is none of float64
+        return torch._grouped_mm(x.float(), weight, offs=self.offsets).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Projections and attention over the last but one dimension, with heads before it."""
 
@@ -210,6 +223,7 @@ PRODUCTS = [
     Op("addbmm", lambda: lambda x: torch.addbmm(x[0], x, x), (3, 20, 20)),
     Op("baddbmm", lambda: lambda x: x.baddbmm(x, x), (3, 20, 20)),
     Op("einsum", lambda: lambda x: torch.einsum("bchw,bcvw->bchv", x, x)),
+    Op("grouped_mm", Experts, (40, 24)),
     Op("attention", Attention, stored="scores"),
     Op("attention causal", lambda: Attention(is_causal=True, scale=0.5), stored="scores"),
 ]

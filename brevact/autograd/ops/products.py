@@ -198,22 +198,22 @@ def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
 
 _TWO = ("matmul", "mm", "bmm", "mv", "dot")
 _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
-_STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
+STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
 OPS = (
     Op(
         (*(getattr(home, name) for home in (torch, Tensor) for name in _TWO), torch.linalg.matmul, Tensor.__matmul__),
         _multiply,
-        _STORED,
+        STORED,
         is_bit_exact=False,
     ),
-    Op((Tensor.__rmatmul__,), _multiply_reversed, _STORED, is_bit_exact=False),
+    Op((Tensor.__rmatmul__,), _multiply_reversed, STORED, is_bit_exact=False),
     Op(
         tuple(getattr(home, name) for home in (torch, Tensor) for name in _ADDED),
         _multiply_add,
-        _STORED,
+        STORED,
         is_bit_exact=False,
     ),
-    Op((torch.einsum,), _einsum, _STORED, saves=Saves.FACTORS, is_bit_exact=False, is_product=True),
+    Op((torch.einsum,), _einsum, STORED, saves=Saves.FACTORS, is_bit_exact=False, is_product=True),
     Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS, is_product=True),
     Op(
         everywhere("vdot", "inner", "outer", "ger", "addr", "kron", "cross", "vecdot", "tensordot", "chain_matmul"),
