@@ -29,11 +29,14 @@ def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
     return reported(kept, why) if storage_report.recorders else kept
 
 
+def compact(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy if it is a view of a larger storage, a class token say, so as not to hold all of it."""
+    return x.detach().clone() if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes else x
+
+
 def keep_small(x: Tensor) -> Saved:
-    """Keep a small tensor; a view of a larger storage, a class token say, is copied, so as not to hold all of it."""
-    if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes:
-        x = x.detach().clone()
-    return keep_as_it_is(x, storage_report.SMALL)
+    """Keep a small tensor, and of a larger storage no more than that."""
+    return keep_as_it_is(compact(x), storage_report.SMALL)
 
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:

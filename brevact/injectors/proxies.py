@@ -19,6 +19,14 @@ def is_quant_proxy(module: nn.Module) -> bool:
     return isinstance(module, QuantProxyFromInjector)
 
 
+def activations_of(proxy: nn.Module) -> Iterator[nn.Module]:
+    """Yield the activation functions that a quantizer proxy runs before it quantizes: the ReLU of a ``QuantReLU``."""
+    for module in proxy.modules():
+        activation = module._modules.get("activation_impl")
+        if activation is not None:
+            yield activation
+
+
 def modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' proxies."""
     if has_region(module) or is_quant_proxy(module):

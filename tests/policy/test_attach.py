@@ -18,7 +18,6 @@ import brevact.nn as bnn
 from brevact import L4ForwardBackward, NearestBackward4bit, StochBackward2bit, StochBackward4bit, StochBackward8bit
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS
-from brevact.policy.presets import computes_attention, is_activation_function, is_norm
 from brevact.quantizers import UniformQuantizer
 from tests.autograd.measuring import watch_saved
 
@@ -394,22 +393,6 @@ def test_shipped_policies_fit_models_of_their_kind():
     rows = brevact.backward_policy(brevact.quantize_backward(Net(), brevact.CONV_NET)).rows
     assert {row.kind for row in rows if row.source == "DitherBackward3bit"} == {"Conv2d", "BatchNorm2d", "Linear"}
     assert {row.kind for row in rows if row.source == "DitherBackward2bit"} == {"Net", "Sequential", "SiLU", "ReLU"}
-
-
-def test_rules_know_modules_by_their_kind():
-    class LlamaRMSNorm(nn.Module):
-        pass
-
-    class GELUActivation(nn.Module):
-        pass
-
-    norms = (nn.BatchNorm2d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), LlamaRMSNorm())
-    functions = (nn.ReLU(), nn.SiLU(), nn.Sigmoid(), nn.Softmax(-1), GELUActivation())
-    attentions = (nn.MultiheadAttention(4, 2),)
-    others = (nn.Linear(3, 3), nn.Conv2d(3, 3, 3), nn.PReLU(), nn.Sequential(nn.LayerNorm(3)), nn.CrossEntropyLoss())
-    for rule, kinds in ((is_norm, norms), (is_activation_function, functions), (computes_attention, attentions)):
-        for module in (*norms, *functions, *attentions, *others):
-            assert rule("", module) == (module in kinds), (rule, module)
 
 
 def test_backward_policy_shows_what_applies_where():

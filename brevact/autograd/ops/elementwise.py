@@ -25,7 +25,7 @@ from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhe
 from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
-from brevact.autograd.store import keep_as_it_is
+from brevact.autograd.store import compact, keep_as_it_is
 from brevact.autograd.weights import is_known_activation
 from brevact.quantizers import is_traced
 
@@ -69,15 +69,21 @@ def _keep(region: Keeper, x: Tensor, other: Tensor) -> Saved:
     dims = dims_of_inverses(x, other)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
         is_small = x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None
-        return keep_as_it_is(x) if is_small else keep_by_rows(region, x, dims)
+        return _keep_small_factor(region, x) if is_small else keep_by_rows(region, x, dims)
     return _keep_factor(region, x, other)
 
 
 def _keep_factor(region: Keeper, x: Tensor, other: Tensor) -> Saved:
     """Keep a factor: as it is where it is small beside one that is known, and the product derives from both."""
     if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None:
-        return keep_as_it_is(x)
+        return _keep_small_factor(region, x)
     return region.keep_activation(x)
+
+
+def _keep_small_factor(region: Keeper, x: Tensor) -> Saved:
+    """Keep a factor as it is, and of a larger storage no more than that; a weight is there anyway."""
+    part = compact(x)
+    return keep_as_it_is(x if part is not x and region.is_weight(x) else part)
 
 
 def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
