@@ -45,7 +45,12 @@ class Region(Store):
     """
 
     def __init__(
-        self, settings: BackwardSettings | None, owner: nn.Module | None = None, *, norms_only: bool = False
+        self,
+        settings: BackwardSettings | None,
+        owner: nn.Module | None = None,
+        *,
+        norms_only: bool = False,
+        attachment: Any = None,
     ) -> None:
         self.given = settings
         #: What some ops store in place of ``settings``, by their names.
@@ -55,6 +60,8 @@ class Region(Store):
         self.settings = settings
         self.owner = owner
         self.norms_only = norms_only
+        #: The policy of the model whose code it is, or of the region around it.
+        self.attachment = attachment
         self.packs = settings is not None and not norms_only
         self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
@@ -73,6 +80,8 @@ class Region(Store):
             self.mode.__enter__()
         else:
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
+            if self.attachment is None:
+                self.attachment = self.parent.attachment
         self.is_alone = self.hooks.are_alone()
         self.is_distributed = is_distributed()
         active.regions.append(self)

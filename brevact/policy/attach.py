@@ -12,10 +12,12 @@ from torch import nn
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
-from brevact.autograd.compiled.mode import TracingMode, text_of
+from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
+from brevact.autograd.hooks import Attachment
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
+from brevact.policy.inherit import hook_of_policy, inherit_policy, is_model, required_attachment
 from brevact.policy.notes import add_note, remove_note
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
@@ -58,10 +60,21 @@ def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantize
     return backward_settings_from(source, **overrides).quantizer
 
 
-def backward_quant(source: BackwardQuantizer | Policy | None = DEFAULT, **overrides: Any) -> region:
+def backward_quant(source: BackwardQuantizer | Policy | nn.Module | None = DEFAULT, **overrides: Any) -> region:
     """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
 
-    >>> import torch, brevact
+    With a model that has a policy, the block is a training step: its modules run by their rules, and the loss and
+    other functions outside of them by what the rules say of the model itself (``"*"``, ``""`` or rules for functions).
+
+    >>> import torch, torch.nn as nn, torch.nn.functional as F, brevact
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)))
+    >>> images, labels = torch.rand(256, 64), torch.randint(10, (256,))
+    >>> with brevact.backward_quant(model):  # the step is the unit: the model and its loss
+    ...     loss = F.cross_entropy(model(images), labels)
+    >>> loss.backward()
+
+    Without a model it is code by itself:
+
     >>> x, weight = torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)
     >>> with brevact.backward_quant(brevact.StochBackward2bit):
     ...     loss = (x @ weight).relu().sum()
@@ -72,13 +85,16 @@ def backward_quant(source: BackwardQuantizer | Policy | None = DEFAULT, **overri
     An activation quantizer of Brevitas quantizes each tensor by statistics of its own, like a new one: in a block
     nothing tells tensors apart from one run to the next.
 
+    A block packs whatever mode modules are in, those in eval mode included, unless gradients are off.
+
     In code that ``torch.compile(fullgraph=True)`` traces, make the region where it is entered: Dynamo knows no context
     manager that was made before.
 
     Args:
         source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region. Or
-            a :class:`Policy` whose rules are "*" and torch functions. Left out, it is :data:`DEFAULT`, of whose rules
-            those for modules do not count here.
+            a :class:`Policy` whose rules are "*" and torch functions. Or a model with a policy, or one around such a
+            model (``DistributedDataParallel``). Left out, it is :data:`DEFAULT`, of whose rules those for modules do
+            not count here.
         **overrides: settings that replace those of ``source``, which is one quantizer.
 
     Returns:
@@ -87,12 +103,29 @@ def backward_quant(source: BackwardQuantizer | Policy | None = DEFAULT, **overri
     Raises:
         TypeError: ``source`` is no backward quantizer and no policy for a block, or an override is not one of its
             settings.
-        ValueError: a value is out of range.
+        ValueError: a value is out of range, or a model has no policy.
     """
     if torch.compiler.is_dynamo_compiling():
         mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # what Dynamo knows of a region
         return mode
+    if isinstance(source, nn.Module) and is_model(source):
+        return _RegionOfModel(source, overrides)
     return region(settings_of_block(_settings(source, overrides)))
+
+
+class _RegionOfModel(region):
+    """A region by the policy that a model has when it is entered."""
+
+    def __init__(self, model: nn.Module, overrides: Mapping[str, Any]) -> None:
+        _refuse_overrides(model, overrides, "")
+        super().__init__(None, required_attachment(model))
+        self._model = model
+
+    @skipped_by_dynamo
+    def __enter__(self) -> None:
+        self.attachment = required_attachment(self._model)
+        self.settings = settings_of_block(self.attachment.settings)
+        super().__enter__()
 
 
 @torch.compiler.assume_constant_result
@@ -163,11 +196,12 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
     """Do what :func:`quantize_backward` does without a word in the log: of a copy that is measured, say."""
     check_model(model, "quantize_backward(model, policy)", policy)
     refuse_policy(model)
+    attachment = Attachment()
     for module, assignment in _assignments(model, policy, dict(overrides)).items():
         settings = settings_of_module(assignment.settings, module)
         label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
         try:
-            attach_region(module, settings, POLICY, label=label)
+            attach_region(module, settings, POLICY, label=label, attachment=attachment)
         except RuntimeError as error:  # of torch.jit
             _detach_policy(model)
             raise TypeError(
@@ -175,6 +209,8 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
                 "quantize before torch.jit.script, or call the model in a region, with brevact.backward_quant(...)"
             ) from error
         add_note(module)
+    attachment.root = hook_of_policy(model)
+    inherit_policy(model)
     return model
 
 
@@ -213,6 +249,9 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     if isinstance(source, Policy):
         _refuse_overrides(source, overrides, "backward_quant(StochBackward4bit, {})")
         return block_assignment(source.rules, skips_modules=source is DEFAULT).settings
+    if isinstance(source, nn.Module) and is_model(source):
+        _refuse_overrides(source, overrides, "")
+        return required_attachment(source).settings
     if source is None:
         if overrides:
             raise TypeError(
@@ -223,7 +262,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     return backward_settings_from(source, **overrides)
 
 
-def _refuse_overrides(policy: Any, overrides: dict[str, Any], call: str) -> None:
+def _refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str) -> None:
     if overrides:
         stated = ", ".join(f"{name}={brief(value)}" for name, value in overrides.items())
         fix = (

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from brevact.autograd import BackwardSettings, has_region
+from brevact.autograd.hooks import inherited_region
 from brevact.autograd.op_names import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions
 from brevact.injectors import backward_settings_from
@@ -64,7 +65,7 @@ class Assignment:
 
 def has_policy(model: nn.Module) -> bool:
     """Return whether a model, or a part of it, has a policy."""
-    return any(has_region(module, POLICY) for module in model.modules())
+    return any(has_region(module, POLICY) or inherited_region(module) is not None for module in model.modules())
 
 
 def refuse_policy(model: nn.Module) -> None:
