@@ -109,8 +109,11 @@ def backward_policy(model: nn.Module) -> BackwardPolicy:
 def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[ModulePolicy]) -> None:
     """Append the rows of a module and of what is inside it."""
     rule, source, settings, ops = "", parent.source, parent.settings, parent.ops
-    around = None if name else inherited_region(module)  # a part of a model, by itself
-    for hook in [around] * (around is not None) + regions_of(module):  # the last one is entered last, and decides
+    hooks = regions_of(module)
+    around = None if name else inherited_region(module)
+    if around is not None:  # a part of a model, by itself
+        hooks.insert(0, around)
+    for hook in hooks:  # the last one is entered last, and decides
         settings = hook.settings
         if hook.origin == POLICY:
             rule, source, of_ops = hook.label
