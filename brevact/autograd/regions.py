@@ -129,7 +129,7 @@ class Region(Store):
             elif x.requires_grad:
                 return False
             elif x.numel() != 1 and x.dtype is not torch.bool:
-                if x.is_floating_point():
+                if x.is_floating_point() or x.is_complex():
                     return False
                 indexed = True
         return found and not (looks_up and indexed and trains)
@@ -144,7 +144,7 @@ class Region(Store):
     def mark_weight(self, result: Any, weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
         if isinstance(result, Tensor):
-            is_marked = result.is_floating_point() or result.dtype is torch.bool
+            is_marked = result.is_floating_point() or result.is_complex() or result.dtype is torch.bool
         else:
             is_marked = isinstance(result, tuple | list)
         if is_marked:

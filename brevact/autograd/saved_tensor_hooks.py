@@ -24,7 +24,7 @@ from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.base import is_activation, is_plain
+from brevact.autograd.ops.base import is_activation, is_complex, is_plain
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_small, reported
@@ -187,7 +187,7 @@ class SavedTensorHooks(HookStack):
             why = storage_report.OUT_OF_SIGHT
         elif x.dtype is torch.bool:
             return keep_mask(x)
-        elif not is_activation(x):
+        elif not (is_activation(x) or is_complex(x)):
             why = storage_report.NO_FLOATS
         elif self._is_frozen_weight(x):
             why = storage_report.WEIGHT
@@ -197,9 +197,10 @@ class SavedTensorHooks(HookStack):
 
     def _keep_small(self, x: Tensor) -> Saved:
         """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
-        if x.is_floating_point() and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
+        has_floats = x.is_floating_point() or x.is_complex()
+        if has_floats and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
             return keep_small(x)
-        return keep_as_it_is(x, storage_report.SMALL if x.is_floating_point() else storage_report.NO_FLOATS)
+        return keep_as_it_is(x, storage_report.SMALL if has_floats else storage_report.NO_FLOATS)
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

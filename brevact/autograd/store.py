@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.decoders import AS_IT_IS, PackedOnBackward, decoder_of_mask, decoder_of_packed, without_gaps
+from brevact.autograd.decoders import (
+    AS_IT_IS,
+    PackedOnBackward,
+    complex_of,
+    decoder_of_mask,
+    decoder_of_packed,
+    decoder_of_pairs,
+    pairs_of,
+    without_gaps,
+)
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.quality import EXACT
@@ -62,7 +71,7 @@ class Store(EagerKeeper):
 
         It is packed once if it is to be shared: it outlives this op as a tensor that other ops may save too. Of the
         input of a norm, the normalized values are packed, and its statistics kept beside. A view of a parameter,
-        learned queries that several samples share, is no activation.
+        learned queries that several samples share, is no activation. Complex numbers are packed as pairs of real ones.
 
         Returns what is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x``
         derives from; otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements,
@@ -70,6 +79,8 @@ class Store(EagerKeeper):
         """
         if norm is None and share and self.settings.packs_by_plan and (planned := self._keep_by_plan(x)) is not None:
             return planned
+        if x.is_complex():
+            return self._keep_pairs(x, share)
         if x._is_view() and is_parameter(x._base):
             kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
             return kept if norm is None else norm.unpacked(kept)
@@ -91,6 +102,16 @@ class Store(EagerKeeper):
         spec.quantizer.encode(x.detach(), spec, seed, buffer)
         _shared.add_vectors(x, (settings.key, False), (buffer,), decoder)
         return (buffer,), decoder
+
+    def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
+        """Keep a complex tensor as pairs of real numbers."""
+        known = known_values.find(x)
+        if known is not None:
+            return reported(known)
+        tensors, decoder = self.keep(pairs_of(x), share=share)
+        if decoder is AS_IT_IS:
+            return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
+        return tensors, decoder_of_pairs(decoder, x.is_conj())
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""

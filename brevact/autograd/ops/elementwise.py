@@ -19,7 +19,7 @@ from torch import Tensor
 
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, is_activation, is_inplace, load, save
+from brevact.autograd.ops.base import Saving, is_activation, is_complex, is_inplace, load, save
 from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, is_inverse, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
@@ -158,7 +158,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
     """Whether the denominator of a division, at this place of its arguments, is an activation: 1/b^2 is no noise."""
     x = args[place] if place < len(args) else None
-    return is_activation(x) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
+    return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 
 
 _STORED = Stored("products of activations", "each factor once, packed; a weight as it is", UNBIASED)

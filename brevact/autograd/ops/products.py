@@ -1,8 +1,8 @@
 """Matrix products: each factor that is an activation is stored packed, weights and small factors as they are.
 
 With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the decoded A^, B^, summed over broadcast
-dimensions. A factor is stored only when the other one needs a gradient. Unbiased: each gradient is linear in the one
-factor that it reads, also in products of a tensor with itself.
+dimensions; of complex factors their conjugates. A factor is stored only when the other one needs a gradient. Unbiased:
+each gradient is linear in the one factor that it reads, also in products of a tensor with itself.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, is_complex, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
+from brevact.quantizers import is_traced
 
 
 class _Matmul(NamedTuple):
@@ -104,9 +105,9 @@ class _Product(Saving):
         grad_a = grad_b = grad_added = None
         scaled = grad if alpha == 1 else grad * alpha
         if kept_b is not None:
-            grad_a = ctx.rule.of_first(scaled, kept_b.decode().to(ctx.dtype)).to(ctx.dtypes[0])
+            grad_a = ctx.rule.of_first(scaled, kept_b.decode().to(ctx.dtype).conj()).to(ctx.dtypes[0])
         if kept_a is not None:
-            grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype)).to(ctx.dtypes[1])
+            grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype).conj()).to(ctx.dtypes[1])
         if ctx.needs_input_grad[5]:
             shape, dtype = ctx.added_like
             grad_added = (grad if beta == 1 else grad * beta).sum_to_size(shape).to(dtype)
@@ -115,7 +116,10 @@ class _Product(Saving):
 
 def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
     """Return whether a Function stores the factors: there is an activation among them, and a gradient."""
-    if not (region.is_activation(a) and region.is_activation(b) and (added is None or region.is_activation(added))):
+    tensors = (a, b) if added is None else (a, b, added)
+    if not all(map(region.is_activation, tensors)) and not (
+        all(map(is_complex, tensors)) and len({x.dtype for x in tensors}) == 1 and not any(map(is_traced, tensors))
+    ):
         return False
     if not requires_grad(a, b, added) or max(a.numel(), b.numel()) < region.settings.min_numel:
         return False
@@ -155,7 +159,9 @@ def _multiply_add(
     **kwargs: Any,
 ) -> Any:
     """Handle ``beta * input + alpha * first @ second``."""
-    if kwargs or not isinstance(input, Tensor) or not _can_pack(region, first, second, input):
+    if kwargs or isinstance(alpha, complex) or isinstance(beta, complex):
+        return NotImplemented
+    if not isinstance(input, Tensor) or not _can_pack(region, first, second, input):
         return NotImplemented
 
     def multiply(a: Tensor, b: Tensor, added: Tensor) -> Tensor:
