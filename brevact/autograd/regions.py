@@ -31,7 +31,14 @@ from brevact.autograd.store import Store
 from brevact.autograd.transforms import is_distributed
 from brevact.autograd.weights import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
-from brevact.private_names.of_torch import REGIONS, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
+from brevact.private_names.of_torch import (
+    REGIONS,
+    is_any_autocast_enabled,
+    len_dispatch_stack,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -83,6 +90,7 @@ class Region(Store):
             if self.attachment is None:
                 self.attachment = self.parent.attachment
         self.is_alone = self.hooks.are_alone()
+        self.is_counted = self.hooks.scope is not None and len_dispatch_stack() > 0
         self.is_distributed = is_distributed()
         active.regions.append(self)
         self._describe()

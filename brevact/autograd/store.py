@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
 from brevact.autograd.weights import is_parameter
+from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
 
 _is_grad_enabled = torch.is_grad_enabled
+_NO_CONTEXT = nullcontext()
 _shared = SharedPacks()
 
 
@@ -65,6 +68,9 @@ class Store(EagerKeeper):
 
     places: Iterator[int]
     """Numbers of the tensors that a quantizer with statistics keeps."""
+    is_counted: bool
+    """Whether a mode in a checkpoint counts ops (a selective one): those of packing, which may be packed already when
+    the forward runs and not when it is recomputed, are none of them."""
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.
@@ -77,6 +83,12 @@ class Store(EagerKeeper):
         derives from; otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements,
         or the settings are exact.
         """
+        if self.is_counted and not is_traced(x):
+            with no_dispatch_modes():
+                return self._keep_any(x, share, norm)
+        return self._keep_any(x, share, norm)
+
+    def _keep_any(self, x: Tensor, share: bool, norm: NormInput | None) -> Saved:
         if norm is None and share and self.settings.packs_by_plan and (planned := self._keep_by_plan(x)) is not None:
             return planned
         if x.is_complex():
@@ -115,7 +127,8 @@ class Store(EagerKeeper):
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""
-        return self._keep(x, self.settings.for_normalized, True, norm)
+        with no_dispatch_modes() if self.is_counted and not is_traced(x) else _NO_CONTEXT:
+            return self._keep(x, self.settings.for_normalized, True, norm)
 
     def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
         # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.

@@ -39,7 +39,10 @@ function_stack_at = find("torch._C._get_function_stack_at", COMPILING)
 function_modes = find("torch.overrides._get_current_function_mode_stack", REGIONS)
 pop_function_mode = find("torch._C._pop_torch_function_stack", REGIONS)
 push_function_mode = find("torch._C._push_on_torch_function_stack", REGIONS)
-len_dispatch_stack = find("torch._C._len_torch_dispatch_stack", "a format of fixed levels (L2Backward, ...)")
+len_dispatch_stack = find("torch._C._len_torch_dispatch_stack", REGIONS)
+#: Context in which dispatch modes, others' too, see no op.
+no_dispatch_modes = find("torch._C._DisableTorchDispatch", REGIONS)
+active_fake_mode = find("torch._guards.active_fake_mode", REGIONS)  #: None where no tensor is a fake one
 disable_modes = find(
     "torch.utils._python_dispatch._disable_current_modes", COMPILING, placeholder=contextlib.nullcontext
 )
