@@ -196,6 +196,11 @@ def _attach(module: nn.Module, hook: _EnterRegion) -> None:
     module.register_forward_hook(_ExitRegion(hook.origin), always_call=True)
 
 
+def takes_hooks(module: nn.Module) -> bool:
+    """Return whether a module keeps forward hooks that run: one of ``torch.jit``, scripted or traced, does not."""
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
 def detach_region(module: nn.Module, origin: str = "layer") -> bool:
     """Undo :func:`attach_region`; return whether there was anything to undo."""
     tables = (

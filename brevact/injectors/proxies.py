@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from brevact.autograd import has_region
+from brevact.autograd.hooks import takes_hooks
 from brevact.private_names.of_brevitas import COMPILED_CELL, QuantProxyFromInjector, QuantRecurrentLayerMixin
 
 #: Packages of Brevitas that hold what quantizers are made of, and no layers.
@@ -35,6 +36,7 @@ def activations_of(proxy: nn.Module) -> Iterator[nn.Module]:
 def modules_without_own_region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' quantizers.
 
+    Modules of ``torch.jit``, which take no hooks, are left out: they run in the region of the module around them.
     What is inside a quantizer is left out under its other names, too, and so is the cell that a recurrent layer of
     Brevitas makes in its first forward: a model has the same modules before and after.
     """
@@ -42,7 +44,7 @@ def modules_without_own_region(module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 
 def _outside(module: nn.Module, name: str, left_out: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if has_region(module) or module in left_out:
+    if has_region(module) or module in left_out or not takes_hooks(module):
         return
     yield name, module
     for child_name, child in module._modules.items():

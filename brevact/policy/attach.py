@@ -13,7 +13,7 @@ from torch import nn
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
-from brevact.autograd.hooks import Attachment
+from brevact.autograd.hooks import Attachment, takes_hooks
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
@@ -140,7 +140,8 @@ def quantize_backward(
 
     No module is replaced: forward hooks let each module run in a region while it trains, so that weights, dtype,
     device, eval mode, hooks, tied weights, subclasses and ``state_dict`` keys stay. Layers that have a backward
-    quantizer of their own (``act_quant=``) keep it.
+    quantizer of their own (``act_quant=``) keep it. Scripted and traced modules inside take no hooks: they run in the
+    region of the module around them.
 
     >>> import torch.nn as nn, torch.nn.functional as F, brevact
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -181,8 +182,8 @@ def quantize_backward(
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module, a rule's key is of another kind or a torch function in which no quantizer
-            changes what is stored, its value no backward quantizer.
+        TypeError: ``model`` is no module, or a scripted or traced one; a rule's key is of another kind or a torch
+            function in which no quantizer changes what is stored, its value no backward quantizer.
         ValueError: a rule matches nothing, or nothing that the rules before it leave; the model, or a part of it,
             already has a policy.
     """
@@ -196,18 +197,18 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
     """Do what :func:`quantize_backward` does without a word in the log: of a copy that is measured, say."""
     check_model(model, "quantize_backward(model, policy)", policy)
     refuse_policy(model)
+    if not takes_hooks(model):
+        kind = type(model).__name__
+        raise TypeError(
+            f"model: got a {kind} ({getattr(model, 'original_name', kind)}) of torch.jit, which takes no forward "
+            "hooks; accepted is a module of Python, with scripted ones inside or not: torch.nn.Sequential(model); "
+            "or run the model in a block: with brevact.backward_quant(...)"
+        )
     attachment = Attachment()
     for module, assignment in _assignments(model, policy, dict(overrides)).items():
         settings = settings_of_module(assignment.settings, module)
         label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
-        try:
-            attach_region(module, settings, POLICY, label=label, attachment=attachment)
-        except RuntimeError as error:  # of torch.jit
-            _detach_policy(model)
-            raise TypeError(
-                f"model: {brief(module)} takes no forward hooks ({error}); accepted are modules that are not scripted: "
-                "quantize before torch.jit.script, or call the model in a region, with brevact.backward_quant(...)"
-            ) from error
+        attach_region(module, settings, POLICY, label=label, attachment=attachment)
         add_note(module)
     attachment.root = hook_of_policy(model)
     inherit_policy(model)

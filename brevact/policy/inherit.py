@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from brevact.autograd import BackwardSettings
@@ -22,10 +21,7 @@ def hook_of_policy(module: nn.Module) -> Any:
 
 
 def inherit_policy(model: nn.Module) -> None:
-    """Let each module that has no region of a policy open that of the module around it, where it is called by itself.
-
-    A module that takes no hooks, as one of ``torch.jit``, has none: its parent opens the region.
-    """
+    """Let each module that has no region of a policy open that of the module around it, where it is called alone."""
     found: dict[str, Any] = {}
     for name, module in modules_without_own_region(model):
         hook = hook_of_policy(module)
@@ -37,8 +33,8 @@ def inherit_policy(model: nn.Module) -> None:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether a module takes hooks that its call runs; one that only holds others has no forward."""
-    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is not nn.Module.forward
+    """Whether a module has a forward; one that only holds others has none."""
+    return type(module).forward is not nn.Module.forward
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
