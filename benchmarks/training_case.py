@@ -141,8 +141,9 @@ def measure(case: TrainingCase) -> dict[str, Any]:
 
 def _policy(variant: str) -> Any:
     """`DEFAULT`, which packs inputs of checkpoints, too, where there are some."""
-    import brevact
     from torch.utils.checkpoint import checkpoint
+
+    import brevact
 
     if not variant.endswith("checkpoint"):
         return brevact.DEFAULT

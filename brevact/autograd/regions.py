@@ -110,12 +110,15 @@ class Region(Store):
         """Tell Dynamo about the region, which asks its mode."""
         self.mode.text, self.mode.norms_only = compiled_mode.text_of(self.given), self.norms_only
 
-    def of_op(self, name: str) -> Region:
+    def of_op(self, name: str, *, saves: bool = False) -> Region:
         """Return the region, not entered yet, of an op that has settings of its own (``by_op``).
 
         It packs nothing where this one does not: without gradients, or under saved-tensor hooks that were entered here.
+        The hooks of this one say that it ``saves``; torch calls them without gradients.
         """
-        norms_only = self.norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
+        norms_only = self.norms_only
+        if not saves:
+            norms_only = norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
         key = name, norms_only
         if key not in self._of_ops:
             self._of_ops[key] = Region(self.by_op[name], self.owner, norms_only=norms_only)

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import storage_report
+from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.hook_stack import HookStack
@@ -30,13 +32,15 @@ from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_small, reported
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.autograd.weights_again import remember
+from brevact.private_names.of_torch import DisableTorchFunction
 
 
 class SavedTensorHooks(HookStack):
     """The saved-tensor hooks of one region, inside those ``around`` it, which keep what torch's own ops save."""
 
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
-        super().__init__((self._pack, unpack), around, is_empty=region.settings is None)
+        is_empty = region.settings is None and CHECKPOINT not in region.by_op
+        super().__init__((self._pack, unpack), around, is_empty=is_empty)
         self._region = region
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
         # Input and weight of torch's own layer that runs in place of a Function.
@@ -130,6 +134,9 @@ class SavedTensorHooks(HookStack):
             self._of_weights.append((stored, x))
             return stored
         layer = self.layer
+        if layer is None and self.kept is None and saves_input(sys._getframe(1)):
+            with DisableTorchFunction():  # the region's mode is active: what runs is no torch function
+                return self._hand_on(self._keep_input_of_checkpoint(x))
         if layer is not None and x is layer[1]:
             if self._outer is None and is_parameter_or_view(x) and not storage_report.recorders:
                 return x if x.grad_fn is None else x.detach(), x._version
@@ -155,6 +162,10 @@ class SavedTensorHooks(HookStack):
             else:
                 with self.suspended:  # a quantizer may use autograd, too
                     kept = self._region.keep(x) if is_input else self._keep(x)
+        return self._hand_on(kept)
+
+    def _hand_on(self, kept: Saved) -> SavedByHook | tuple[Tensor, int]:
+        """Return what autograd holds in place of a tensor; hooks around the region see what is really stored."""
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
             if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
@@ -173,6 +184,18 @@ class SavedTensorHooks(HookStack):
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""
         return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
+
+    def _keep_input_of_checkpoint(self, x: Tensor) -> Saved:
+        """Keep a tensor from which a function is computed again: as it is, unless a rule for checkpoints packs it."""
+        region = self._region
+        if storage_report.recorders:
+            storage_report.report_op(checkpoint, INPUT_OF_CHECKPOINT)
+        if not is_activation(x) and not is_complex(x):
+            return self._keep(x)
+        if region.by_op.get(CHECKPOINT) is None:
+            return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
+        with region.of_op(CHECKPOINT, saves=True) as of_checkpoints, of_checkpoints.hooks.suspended:
+            return of_checkpoints.hooks._keep(x)
 
     def _keep(self, x: Tensor) -> Saved:
         region = self._region
