@@ -26,6 +26,7 @@ from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import compact, keep_as_it_is
+from brevact.autograd.strides import Strides, lay_out
 from brevact.autograd.weights import is_known_activation
 from brevact.quantizers import is_traced
 
@@ -40,7 +41,7 @@ class _Multiply(Saving):
         if inplace:
             kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
         save(ctx, kept_b, kept_a)
-        ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+        ctx.shapes, ctx.dtypes, ctx.strides = (a.shape, b.shape), (a.dtype, b.dtype), (a.stride(), b.stride())
         operands = [(x, kept or region.find_kept(x)) for x, kept in ((a, kept_a), (b, kept_b))]
         out = multiply(a, b)
         derive(
@@ -55,9 +56,10 @@ class _Multiply(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_others = ctx.shapes[::-1], ctx.strides[::-1]
         grads = [
-            None if kept is None else _product(kept, other, grad).sum_to_size(shape).to(dtype)
-            for kept, shape, other, dtype in zip(load(ctx), ctx.shapes, ctx.shapes[::-1], ctx.dtypes, strict=True)
+            None if kept is None else _product(kept, other, stride, grad).sum_to_size(shape).to(dtype)
+            for kept, shape, dtype, other, stride in zip(load(ctx), ctx.shapes, ctx.dtypes, *of_others, strict=True)
         ]
         return None, None, *grads, None
 
@@ -95,8 +97,8 @@ def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
     return tuple(x.clone() if storage_address(x) == address else x for x in tensors), decoder
 
 
-def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
-    return kept.multiply(grad) if shape == grad.shape else grad * kept.decode()
+def _product(kept: Any, shape: torch.Size, stride: Strides, grad: Tensor) -> Tensor:
+    return lay_out(kept.multiply(grad), grad, stride) if shape == grad.shape else grad * kept.decode()
 
 
 def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:

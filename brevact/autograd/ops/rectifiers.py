@@ -23,6 +23,7 @@ from brevact.autograd.ops.base import Saving, is_complex, is_inplace, load, requ
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.store import keep_mask, reported
+from brevact.autograd.strides import Order, lay_out
 from brevact.private_names.of_torch import has_kernel_for_key
 from brevact.quantizers import is_traced
 
@@ -62,17 +63,20 @@ class _PReLU(Saving):
         if source is not None:
             derive(region, out, _leaky, ((input, source), (input, mask), (_along_channels(w, x), None)))
         save(ctx, mask if needs_input else None, below, exact=(weight,))
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.stride = x.dtype, x.stride()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, below, weight = load(ctx)
         w = _along_channels(weight.to(ctx.dtype), grad)
-        grad_input = None if mask is None else torch.where(mask.decode(), grad, w * grad)
-        grad_weight = None
+        grad_input = grad_weight = None
+        if mask is not None:
+            scaled = torch.where(mask.decode(), grad, w * grad)
+            grad_input = lay_out(scaled, grad, ctx.stride, Order.SAVED_FIRST)
         if below is not None:
-            grad_weight = below.multiply(grad).neg_().sum_to_size(w.shape).view(weight.shape).to(weight.dtype)
+            terms = lay_out(below.multiply(grad).neg_(), grad, ctx.stride, Order.SAVED_FIRST)
+            grad_weight = terms.sum_to_size(w.shape).view(weight.shape).to(weight.dtype)
         return None, None, grad_input, grad_weight
 
 
@@ -134,7 +138,7 @@ class _Absolute(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         above, below = load(ctx)
         sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
-        return None, None, None, sign.mul_(grad)
+        return None, None, None, lay_out(sign.mul_(grad), grad, sign.stride())
 
 
 class _Magnitude(Saving):
