@@ -46,9 +46,12 @@ def compact(x: Tensor) -> Tensor:
     return x.detach().clone() if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes else x
 
 
-def keep_small(x: Tensor) -> Saved:
-    """Keep a small tensor, and of a larger storage no more than that."""
-    return keep_as_it_is(compact(x), storage_report.SMALL)
+def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
+    """Keep a small tensor, and of a larger storage no more than that.
+
+    Exact settings keep a view, as torch does: torch's kernels compute other last bits from a copy in other strides.
+    """
+    return keep_as_it_is(x if settings.is_exact else compact(x), storage_report.SMALL)
 
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
@@ -215,7 +218,7 @@ def _report_statistics(kept: Saved) -> None:
 def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool, may_derive: bool, scope: Any) -> Saved | None:
     """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
     if x.numel() < settings.min_numel:
-        return keep_small(x)
+        return keep_small(x, settings)
     known = None
     if share:
         known = known_values.find(x, settings if may_derive else None, scope)

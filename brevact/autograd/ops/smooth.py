@@ -189,7 +189,7 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
     Autocast is off, and the input no inference tensor. None where a Function must run.
     """
     if input.numel() < region.settings.min_numel:
-        return region.hooks.run_torch_function(function, input, keep_small(input))
+        return region.hooks.run_torch_function(function, input, keep_small(input, region.settings))
     source = keep_source(region, input)
     if source is None:
         return None
