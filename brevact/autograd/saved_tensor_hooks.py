@@ -220,16 +220,10 @@ class SavedTensorHooks(HookStack):
 
     def _keep_small(self, x: Tensor) -> Saved:
         """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
-<<<<<<< HEAD
         has_floats = x.is_floating_point() or x.is_complex()
         if has_floats and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
-            return keep_small(x)
-        return keep_as_it_is(x, storage_report.SMALL if has_floats else storage_report.NO_FLOATS)
-=======
-        if x.is_floating_point() and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
             return keep_small(x, self._region.settings)
-        return keep_as_it_is(x, storage_report.SMALL if x.is_floating_point() else storage_report.NO_FLOATS)
->>>>>>> 5d55ad7 (Test gradients by strides over the op rows, the database and detection models)
+        return keep_as_it_is(x, storage_report.SMALL if has_floats else storage_report.NO_FLOATS)
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:
