@@ -58,7 +58,7 @@ class _ElementwiseLoss(Saving):
             save(ctx, keep_mask(slope > 0), keep_mask(slope < 0))
         else:
             save(ctx, region.keep(slope, share=False))
-        ctx.factor, ctx.divisor = loss.factor, divisor
+        ctx.factor, ctx.divisor, ctx.is_of_difference = loss.factor, divisor, loss.is_of_difference
         ctx.shapes, ctx.dtypes = (input.shape, target.shape), (input.dtype, target.dtype)
         return out
 
@@ -67,9 +67,10 @@ class _ElementwiseLoss(Saving):
         kept, *below = load(ctx)
         if below:
             sign = kept.decode().to(grad.dtype).sub_(below[0].decode().to(grad.dtype))
-            along = sign.mul_(grad / ctx.divisor)
+            along = grad.expand(sign.shape) / ctx.divisor * sign if ctx.divisor > 1 else grad.expand(sign.shape) * sign
         else:
             along = _times(kept, grad, ctx.factor / ctx.divisor)
+            along = along.contiguous() if ctx.is_of_difference else along  # as torch's own gradient is
         (input_shape, target_shape), (input_dtype, target_dtype) = ctx.shapes, ctx.dtypes
         grad_input = along.sum_to_size(input_shape).to(input_dtype) if ctx.needs_input_grad[4] else None
         grad_target = (-along).sum_to_size(target_shape).to(target_dtype) if ctx.needs_input_grad[5] else None
