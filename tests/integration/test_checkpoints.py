@@ -164,6 +164,28 @@ def test_a_report_says_how_inputs_of_checkpoints_are_stored(use_reentrant):
     assert "checkpoint" in report
 
 
+@pytest.mark.parametrize("use_reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_offloaded_inputs_of_checkpoints_come_back_as_they_were(use_reentrant):
+    """Hooks around the region move what is really stored: the inputs whole, the rest packed."""
+    model = brevact.quantize_backward(Net(each(use_reentrant)), LEAF)
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(batch()).square().mean()
+    loss.backward()
+    assert all(torch.equal(*block.seen) for block in model.blocks)
+
+
+@pytest.mark.parametrize("policy", [None, LEAF], ids=["plain", "2 bits"])
+@pytest.mark.parametrize("use_reentrant", CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_inputs_of_checkpoints_that_change_in_place_raise_an_error(use_reentrant, policy):
+    block = nn.Linear(64, 64)
+    with brevact.backward_quant(policy):
+        x = batch() * 1
+        out = checkpoint(block, x, use_reentrant=use_reentrant)
+        x.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 # routing by values that are computed again
 
 
