@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,8 +15,9 @@ from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
 from brevact.autograd.hooks import Attachment, takes_hooks
-from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
+from brevact.injectors import DitherBackward4bit, backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
+from brevact.injectors.saved_form import LEAVES
 from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import hook_of_policy, inherit_policy, is_model, required_attachment
 from brevact.policy.notes import add_note, remove_note
@@ -29,6 +31,7 @@ from brevact.policy.rules import (
     refuse_policy,
     source_text,
 )
+from brevact.policy.text import named_policy
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
 
@@ -60,7 +63,9 @@ def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantize
     return backward_settings_from(source, **overrides).quantizer
 
 
-def backward_quant(source: BackwardQuantizer | Policy | nn.Module | None = DEFAULT, **overrides: Any) -> region:
+def backward_quant(
+    source: BackwardQuantizer | Policy | nn.Module | str | os.PathLike[str] | None = DEFAULT, **overrides: Any
+) -> region:
     """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
 
     With a model that has a policy, the block is a training step: its modules run by their rules, and the loss and
@@ -93,8 +98,8 @@ def backward_quant(source: BackwardQuantizer | Policy | nn.Module | None = DEFAU
     Args:
         source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region. Or
             a :class:`Policy` whose rules are "*" and torch functions. Or a model with a policy, or one around such a
-            model (``DistributedDataParallel``). Left out, it is :data:`DEFAULT`, of whose rules those for modules do
-            not count here.
+            model (``DistributedDataParallel``). Or a text that :func:`brevact.parse_policy` reads and that is no
+            budget. Left out, it is :data:`DEFAULT`, of whose rules those for modules do not count here.
         **overrides: settings that replace those of ``source``, which is one quantizer.
 
     Returns:
@@ -103,7 +108,8 @@ def backward_quant(source: BackwardQuantizer | Policy | nn.Module | None = DEFAU
     Raises:
         TypeError: ``source`` is no backward quantizer and no policy for a block, or an override is not one of its
             settings.
-        ValueError: a value is out of range, or a model has no policy.
+        OSError: there is no such file.
+        ValueError: a value is out of range, a model has no policy, or a text names no policy, or a budget.
     """
     if torch.compiler.is_dynamo_compiling():
         mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # what Dynamo knows of a region
@@ -134,7 +140,9 @@ def _text_of(source: Any, overrides: tuple[tuple[str, Any], ...]) -> str | None:
 
 
 def quantize_backward(
-    model: M, policy: BackwardQuantizer | Mapping[Any, BackwardQuantizer | None] | Policy = DEFAULT, **overrides: Any
+    model: M,
+    policy: BackwardQuantizer | Mapping[Any, BackwardQuantizer | None] | Policy | str | os.PathLike[str] = DEFAULT,
+    **overrides: Any,
 ) -> M:
     """Let a whole model store packed activations for backward, in place.
 
@@ -174,8 +182,9 @@ def quantize_backward(
             stands for all that mean the same op: ``torch.matmul`` for ``a @ b`` and ``torch.bmm``, ``F.cross_entropy``
             for ``nn.CrossEntropyLoss``. For a call of a function in a module, the first rule wins that matches the
             module or names the function; a module that none matches counts as its parent. Layers with ``act_quant=``
-            have no rules. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``; left out, it is
-            :data:`DEFAULT`.
+            have no rules. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``; or a text that
+            :func:`brevact.parse_policy` reads and that is no budget: "default", "StochBackward4bit:bucket_size=256",
+            "policy.json". Left out, it is :data:`DEFAULT`.
         **overrides: settings that replace those of the one quantizer.
 
     Returns:
@@ -184,8 +193,9 @@ def quantize_backward(
     Raises:
         TypeError: ``model`` is no module, or a scripted or traced one; a rule's key is of another kind or a torch
             function in which no quantizer changes what is stored, its value no backward quantizer.
-        ValueError: a rule matches nothing, or nothing that the rules before it leave; the model, or a part of it,
-            already has a policy.
+        OSError: there is no such file.
+        ValueError: a rule matches nothing, or nothing that the rules before it leave; a text names no policy, or a
+            budget, which :func:`brevact.fit` takes; the model, or a part of it, already has a policy.
     """
     attach_policy(model, policy, overrides)
     regions = sum(has_region(module, POLICY) for module in model.modules())
@@ -205,7 +215,7 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
             "or run the model in a block: with brevact.backward_quant(...)"
         )
     attachment = Attachment()
-    for module, assignment in _assignments(model, policy, dict(overrides)).items():
+    for module, assignment in _assignments(model, named_policy(policy), dict(overrides)).items():
         settings = settings_of_module(assignment.settings, module)
         label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
         attach_region(module, settings, POLICY, label=label, attachment=attachment)
@@ -247,8 +257,9 @@ def _detach_policy(model: nn.Module) -> bool:
 
 
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
+    source = named_policy(source, "source")
     if isinstance(source, Policy):
-        _refuse_overrides(source, overrides, "backward_quant(StochBackward4bit, {})")
+        _refuse_overrides(source, overrides, "backward_quant(")
         return block_assignment(source.rules, skips_modules=source is DEFAULT).settings
     if isinstance(source, nn.Module) and is_model(source):
         _refuse_overrides(source, overrides, "")
@@ -265,19 +276,28 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 
 def _refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str) -> None:
     if overrides:
-        stated = ", ".join(f"{name}={brief(value)}" for name, value in overrides.items())
         fix = (
-            f"name one: {call.format(stated)}"
+            f"name one: {call}{_quantizer_with(overrides)})"
             if policy is DEFAULT
             else "in rules, put them on a rule's value: StochBackward2bit.let(bucket_size=128)"
         )
         raise TypeError(f"{', '.join(overrides)}: overrides go with a single quantizer; {fix}")
 
 
+def _quantizer_with(overrides: Mapping[str, Any]) -> str:
+    """Return the arguments of a call that names a quantizer with these settings; a wrong one raises its own error."""
+    others = {"bit_width" if name == "bits" else name: value for name, value in overrides.items()}
+    backward_settings_from(DitherBackward4bit, **others)
+    leaf = LEAVES.get(f"DitherBackward{others.get('bit_width', 4)}bit", DitherBackward4bit)
+    if leaf.bit_width == others.get("bit_width"):
+        del others["bit_width"]
+    return ", ".join([f"brevact.{leaf.__name__}", *(f"{name}={brief(value)}" for name, value in others.items())])
+
+
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
     """Return what each module gets by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
-        _refuse_overrides(policy, overrides, "quantize_backward(model, StochBackward4bit, {})")
+        _refuse_overrides(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):
             if policy.layers is not None:
                 check_layers(model, policy.layers)
