@@ -246,6 +246,8 @@ _PAGE = """
     takes bytes for that; the flag of a group is the sign of its scale. Quantizers of Brevitas do the same: `help` of
     `brevact.injectors.BrevitasQuantizer` names the code that each gives up.
 
+    An element that is exactly 0 decodes to exactly 0 in every format ([how](how.md#codes) has the exceptions).
+
     ![Bits an element and relative error of every quantizer](formats.png)
 """
 

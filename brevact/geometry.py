@@ -235,7 +235,8 @@ def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Join the ranges of parts; see `quantizers.passes.ranges`.
 
     Args:
-        keys: (parts, 3, G) int32 keys of the lowest and the highest finite value, and numbers of the other elements.
+        keys: (parts, 4, G) int32 keys of the lowest and the highest finite value, numbers of the other elements, and
+            whether one is 0, which is not read.
 
     Returns:
         `(low, high, missing)`, each (G,): float32, float32 and int64.

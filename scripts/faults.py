@@ -75,9 +75,23 @@ FAULTS = (
     Fault(
         "dithered buckets of values on levels are shifted as well",
         "cpu_kernels/quantize.py",
-        "if not flagged and is_spread(at, run):",
-        "if not flagged:",
+        "if not flagged and not zero and is_spread(at, run):",
+        "if not flagged and not zero:",
         (*KERNELS, "quantizers/test_dithered.py"),
+    ),
+    Fault(
+        "dithered buckets with a zero are shifted as well",
+        "cpu_kernels/quantize.py",
+        "if not flagged and not zero and is_spread(at, run):",
+        "if not flagged and is_spread(at, run):",
+        (*KERNELS, "quantizers/test_dithered.py"),
+    ),
+    Fault(
+        "the errors in the positions of zeros stay",
+        "cpu_kernels/groups.py",
+        "return bit_width > 16 or (bit_width > 5 and load(table, ROUNDING) != NEAREST)",
+        "return False",
+        KERNELS,
     ),
     Fault(
         "all buckets are shifted alike",

@@ -36,6 +36,7 @@ LOWEST_KEY, HIGHEST_KEY = np.int32(-(2**31)), np.int32(2**31 - 1)
 MINUS_INFINITY_KEY, INFINITY_KEY = np.int32(-0x7F800001), np.int32(0x7F800000)
 _SMALLEST_SCALE = np.float32(2.0**-126)
 _LARGEST_RANGE, _LARGEST_END = np.float32(2.0**128 - 2.0**122), np.float32(2.0**125)
+_LARGEST_ALIGNED = np.float32(2.0**126)
 _LOWEST_BFLOAT16 = np.float32(-(2.0**128 - 2.0**120))
 _LOWEST = np.float32(-(2.0**128 - 2.0**104))
 
@@ -88,6 +89,24 @@ def count_missing(x, count):
 
 
 @inlined
+def has_zero(x, count):
+    """Whether one of `count` values is 0."""
+    bits = as_i32(x)
+    least = np.uint32(0xFFFFFFFF)
+    for e in range(count):
+        least = min(least, np.uint32(np.uint32(load(bits, e)) << np.uint32(1)))
+    return least == np.uint32(0)
+
+
+@inlined
+def zero_in_range(x, count, low, high):
+    """The same where the range of keys of the finite values is known: those of zeros are -1 and 0."""
+    if low > np.int32(0) or high < np.int32(-1):
+        return False
+    return low >= np.int32(-1) or high <= np.int32(0) or has_zero(x, count)
+
+
+@inlined
 def read_metadata(address, kind, index):
     """A metadata value as float32."""
     if kind == FLOAT32:
@@ -105,28 +124,66 @@ def _write(address, kind, index, value):
 
 
 @inlined
-def calibrate(low, high, flagged, group, scale, minimum, table):
+def _round_up(x, unit):
+    """Round up to values whose last bit is that of a unit; see `reference.calibrate`."""
+    return float_of(np.int32(np.int32(bits_of(x) + np.int32(unit - np.int32(1))) & np.int32(-unit)))
+
+
+@inlined
+def _cut(x, unit):
+    """Round down in the same way."""
+    return float_of(np.int32(bits_of(x) & np.int32(-unit)))
+
+
+@inlined
+def _aligned(low, high, levels, table):
+    """Code of zero, and scale, of a grid with a level at zero; see `reference.aligned`."""
+    one = np.float32(1.0)
+    unit, scale_unit = np.int32(1 << 8), np.int32(1)
+    if load(table, MINIMUM_KIND) != FLOAT32:
+        unit, scale_unit = np.int32(1 << 20), np.int32(1 << 20)
+    elif load(table, SCALE_KIND) != FLOAT32 or load(table, BIT_WIDTH) > 16:
+        scale_unit = np.int32(1 << 16)
+    most = max(_cut(levels - one if high > np.float32(0.0) else levels, unit), one)
+    lower = min(max(_cut(np.float32(np.floor(-low / (high - low) * levels)), unit), one), most)
+    upper = min(max(lower + one, float_of(np.int32(bits_of(lower) + unit))), most)
+    of_lower = max(-low / lower, high / max(levels - lower, one))
+    of_upper = max(-low / upper, high / max(levels - upper, one))
+    code, step = (upper, of_upper) if of_upper < of_lower else (lower, of_lower)
+    return code, max(_round_up(step, scale_unit), _SMALLEST_SCALE)
+
+
+@inlined
+def calibrate(low, high, flagged, zero, group, scale, minimum, table):
     """Store minimum and scale of a group whose finite elements have this range of keys, and return them.
 
-    The lowest key is above the highest where there is no such element; the group is flagged if there are others. See
-    `reference.calibrate`.
+    The lowest key is above the highest where there is no such element; the group is flagged if there are others, and
+    zero if one is 0. See `reference.calibrate`.
     """
     m, s = np.float32(np.nan), np.float32(np.nan)
     top = (np.int64(1) << load(table, BIT_WIDTH)) - 1
     levels = np.float32(max(top - 1, np.int64(1)) if flagged else top)
     if low <= high:
         bottom, ceiling = float_of(key_of(low)) + np.float32(0.0), float_of(key_of(high))
-        if ceiling - bottom >= _LARGEST_RANGE:  # see `reference.bounded`
+        alone = zero and flagged and top == 1
+        aligned = zero and not alone and bottom < np.float32(0.0) and (ceiling <= np.float32(0.0) or top > 1)
+        if ceiling - bottom >= (_LARGEST_ALIGNED if aligned else _LARGEST_RANGE):  # see `reference.bounded`
             bottom, ceiling = max(bottom, -_LARGEST_END), min(ceiling, _LARGEST_END)
-        if load(table, MINIMUM_KIND) != FLOAT32:
-            bits = bits_of(bottom)
-            up = np.int32(0xFFFF) if bits < 0 else np.int32(0)
-            bottom = max(float_of(np.int32(np.int32(bits + up) & np.int32(-65536))), _LOWEST_BFLOAT16)
-        width = ceiling - bottom
-        step = width / levels
-        if load(table, SCALE_KIND) != FLOAT32:
-            step = float_of(np.int32(np.int32(bits_of(step) + np.int32(0xFFFF)) & np.int32(-65536)))
-        step = max(step, _SMALLEST_SCALE) if width > np.float32(0.0) else np.float32(0.0)
+        if aligned:
+            code, step = _aligned(bottom, ceiling, levels, table)
+            bottom = -(step * code)
+        elif alone:
+            bottom, step = np.float32(0.0), np.float32(0.0)
+        else:
+            if load(table, MINIMUM_KIND) != FLOAT32:
+                bits = bits_of(bottom)
+                up = np.int32(0xFFFF) if bits < 0 else np.int32(0)
+                bottom = max(float_of(np.int32(np.int32(bits + up) & np.int32(-65536))), _LOWEST_BFLOAT16)
+            width = ceiling - bottom
+            step = width / levels
+            if load(table, SCALE_KIND) != FLOAT32:
+                step = _round_up(step, np.int32(1 << 16))
+            step = max(step, _SMALLEST_SCALE) if width > np.float32(0.0) else np.float32(0.0)
         m, s = bottom, -step if flagged else step
     _write(minimum, load(table, MINIMUM_KIND), group, m)
     _write(scale, load(table, SCALE_KIND), group, s)
@@ -159,6 +216,22 @@ def inverse_of(scale):
     """1 / |scale|, 0 for 0 and for NaN."""
     step = abs(scale)
     return np.float32(1.0) / step if step > np.float32(0.0) else np.float32(0.0)
+
+
+@inlined
+def place_zeros(x, count, steps):
+    """Rid the positions of elements that are 0 of their errors; see `reference.positions_of_zeros`."""
+    for e in range(count):
+        v, t = load(x, e), load(steps, e)
+        whole = float_of(np.int32(np.int32(bits_of(t) + np.int32(0x80)) & np.int32(-256)))
+        store(steps, e, whole if v == np.float32(0.0) else t)
+
+
+@inlined
+def shows_errors(table):
+    """Whether rounding may show the errors of float32 in the positions of zeros."""
+    bit_width = load(table, BIT_WIDTH)
+    return bit_width > 16 or (bit_width > 5 and load(table, ROUNDING) != NEAREST)
 
 
 @inlined
@@ -200,15 +273,16 @@ def stage_rows(source, first, count, scratch, table):
 def calibrate_groups(keys_at, parts, scale, minimum, table_at, start, stop):
     """Join the key ranges that parts of the tensor gave, and store minimum and scale of groups start to stop.
 
-    For each part there are the keys and counts of `ranges.extend_ranges`.
+    For each part there are the four rows of `ranges.extend_ranges`.
     """
     table = i64_at(table_at)
     groups = load(table, GROUPS)
     keys = i32_at(keys_at)
     for group in range(start, stop):
-        low, high, missing = HIGHEST_KEY, LOWEST_KEY, np.int32(0)
+        low, high, missing, zero = HIGHEST_KEY, LOWEST_KEY, np.int32(0), np.int32(0)
         for part in range(parts):
-            low = min(low, load(keys, 3 * part * groups + group))
-            high = max(high, load(keys, (3 * part + 1) * groups + group))
-            missing = np.int32(missing | load(keys, (3 * part + 2) * groups + group))
-        calibrate(low, high, missing != np.int32(0), group, scale, minimum, table)
+            low = min(low, load(keys, 4 * part * groups + group))
+            high = max(high, load(keys, (4 * part + 1) * groups + group))
+            missing = np.int32(missing | load(keys, (4 * part + 2) * groups + group))
+            zero = np.int32(zero | load(keys, (4 * part + 3) * groups + group))
+        calibrate(low, high, missing != np.int32(0), zero != np.int32(0), group, scale, minimum, table)

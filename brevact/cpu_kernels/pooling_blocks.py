@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.cpu_kernels.floats import KINDS, emit, emit_product, float_to_half, half_to_float, limit_of, stage
-from brevact.cpu_kernels.groups import count_missing, is_finite
+from brevact.cpu_kernels.groups import count_missing, has_zero, is_finite
 from brevact.cpu_kernels.map_tables import (
     BLOCK_DEPTH,
     BLOCK_HEIGHT,
@@ -171,6 +171,14 @@ def _widen(low, columns, block_width, means):
 
 
 @inlined
+def _clear(x, columns, block_width, low):
+    """0 for the mean of each block that holds a 0 in this row."""
+    for k in range(columns):
+        if load(x, k) == np.float32(0.0):
+            store(low, k // block_width, np.uint16(0))
+
+
+@inlined
 def _mark(x, columns, block_width, low):
     """NaN for the mean of each block that holds NaN or an infinity in this row."""
     for k in range(columns):
@@ -191,19 +199,25 @@ def split_maps_tiles(source, kind, low_at, residual_at, table_at, start, stop):
         rows = min(load(table, ROWS), height)
         for k in range(columns):
             store(sums, k, np.float32(0.0))
+        zero = False
         for i in range(depth):
             for j in range(0, height, max(rows, 1)):
                 at = first + i * plane + j * width
                 x = stage(source, kind, at, rows * columns, scratch)
+                zero = has_zero(x, rows * columns) or zero
                 for row in range(rows):
                     _add(sums, advance(x, row * columns), columns)
         overflow = count_missing(sums, columns) != np.int32(0)
         _means(sums, depth * height, columns, load(table, BLOCK_WIDTH), advance(low, first_block), scratch)
-        if overflow:  # or something is not finite
-            for i in range(depth):
+        for marks, is_wanted in ((False, zero), (True, overflow)):  # the latter also where something is not finite
+            for i in range(depth if is_wanted else 0):
                 for j in range(height):
                     x = stage(source, kind, first + i * plane + j * width, columns, scratch)
-                    _mark(x, columns, load(table, BLOCK_WIDTH), advance(low, first_block))
+                    if marks:
+                        _mark(x, columns, load(table, BLOCK_WIDTH), advance(low, first_block))
+                    else:
+                        _clear(x, columns, load(table, BLOCK_WIDTH), advance(low, first_block))
+        if zero or overflow:
             _widen(advance(low, first_block), columns, load(table, BLOCK_WIDTH), sums)
         _repeat(sums, columns, rows, load(table, BLOCK_WIDTH))
         for i in range(depth):

@@ -31,9 +31,12 @@ from brevact.cpu_kernels.groups import (
     is_finite,
     is_finite_range,
     is_flagged,
+    place_zeros,
     read_metadata,
+    shows_errors,
     stage_rows,
     store_shifted,
+    zero_in_range,
 )
 from brevact.cpu_kernels.memory import (
     advance,
@@ -104,6 +107,8 @@ def _to_steps_of_each(x, count, group, scale, minimum, levels, table, steps):
             if is_flagged(read_metadata(scale, scale_kind, group + g)):
                 below = min(load(steps, g), levels - np.float32(1.0))
                 store(steps, g, below if is_finite(load(x, g)) else levels)
+    if shows_errors(table):
+        place_zeros(x, count, steps)
 
 
 @inlined
@@ -122,6 +127,8 @@ def _steps_of_segments(x, first, count, scale, minimum, table, steps):
             run = min(inner - (first + e) % inner, count - e)
             s, m = read_metadata(scale, scale_kind, group), read_metadata(minimum, minimum_kind, group)
             _to_steps_of_group(advance(x, e), run, m, s, levels, advance(steps, e))
+            if m < np.float32(0.0) and shows_errors(table):
+                place_zeros(advance(x, e), run, advance(steps, e))
         e += run
 
 
@@ -170,11 +177,14 @@ def quantize_blocks(source, codes, scale, minimum, seed, table_at, norm_at, star
                 flagged = not is_finite_range(low_key, high_key)
                 if flagged:
                     low_key, high_key = extend_finite(advance(x, e), run, HIGHEST_KEY, LOWEST_KEY)
-                m, s = calibrate(low_key, high_key, flagged, (first + e) // inner, scale, minimum, table)
+                zero = zero_in_range(advance(x, e), run, low_key, high_key)
+                m, s = calibrate(low_key, high_key, flagged, zero, (first + e) // inner, scale, minimum, table)
                 at = advance(steps, e)
                 _to_steps_of_group(advance(x, e), run, m, s, np.float32(top), at)
+                if zero and m < np.float32(0.0) and shows_errors(table):
+                    place_zeros(advance(x, e), run, at)
                 if dithered:
-                    if not flagged and is_spread(at, run):
+                    if not flagged and not zero and is_spread(at, run):
                         group = (first + e) // inner
                         shift = shift_of(group, k0, k1)
                         shift_to_levels(at, run, shift, np.float32(top))
@@ -240,7 +250,7 @@ def quantize(
     source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     if not table.fused:
-        keys = range_keys(source, table, threads)
+        keys = range_keys(source, table, threads, zeros=True)
         calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address, 0, plan.geometry.groups)
     arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address)
     arguments += (0 if norm is None else ctypes.addressof(norm),)

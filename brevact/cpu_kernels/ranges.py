@@ -19,6 +19,7 @@ from brevact.cpu_kernels.groups import (
     count_missing,
     extend,
     extend_finite,
+    has_zero,
     key_of,
     stage_rows,
 )
@@ -54,14 +55,33 @@ def _extend(x, first, count, lows, highs, missing, finite, table):
         e += run
 
 
+@inlined
+def _mark_zeros(x, first, count, zeros, table):
+    """Set the marks of the groups that elements first to first + count which are 0 belong to."""
+    inner, groups = load(table, INNER), load(table, GROUPS)
+    e = 0
+    while e < count:
+        group = (first + e) // inner % groups
+        zero = advance(zeros, group)
+        if inner == 1:
+            run = min(groups - group, count - e)
+            for g in range(run):
+                store(zero, g, np.int32(load(zero, g) | np.int32(load(x, e + g) == np.float32(0.0))))
+        else:
+            run = min(inner - (first + e) % inner, count - e)
+            store(zero, 0, np.int32(load(zero, 0) | np.int32(has_zero(advance(x, e), run))))
+        e += run
+
+
 @kernel
-def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop):
+def extend_ranges(source, keys_at, finite, zeros, table_at, blocks, parts, start, stop):
     """Widen the key ranges of parts start to stop by the elements of each part.
 
     Args:
         source: Address of the elements.
-        keys_at: Address of int32 keys: for each part the lowest of every group, the highest, and a third row.
+        keys_at: Address of int32 keys: for each part the lowest of every group, the highest, and two more rows.
         finite: 1 to take finite elements alone, and to increase the third row by the numbers of the others; or 0.
+        zeros: 1 to set the fourth row where an element is 0; or 0.
         table_at: Address of the table.
         blocks: Number of blocks.
         parts: Number of parts, each a run of blocks.
@@ -72,33 +92,36 @@ def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop)
     numel, block, groups = load(table, NUMEL), load(table, BLOCK), load(table, GROUPS)
     scratch = f32_scratch(block)
     for part in range(start, stop):
-        lows = advance(i32_at(keys_at), 3 * part * groups)
-        highs, missing = advance(lows, groups), advance(lows, 2 * groups)
+        lows = advance(i32_at(keys_at), 4 * part * groups)
+        highs, missing, marks = advance(lows, groups), advance(lows, 2 * groups), advance(lows, 3 * groups)
         for index in range(blocks * part // parts, blocks * (part + 1) // parts):
             first = index * block
             count = min(block, numel - first)
             x = stage_rows(source, first, count, scratch, table)
             _extend(x, first, count, lows, highs, missing, finite, table)
+            if zeros and has_zero(x, count):
+                _mark_zeros(x, first, count, marks, table)
 
 
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     """See the law."""
-    keys = range_keys(flat.data_ptr(), grid_table(geometry, flat.dtype, NEAREST), torch.get_num_threads())
+    table = grid_table(geometry, flat.dtype, NEAREST)
+    keys = range_keys(flat.data_ptr(), table, torch.get_num_threads(), zeros=False)
     return ranges_of_keys(torch.from_numpy(keys))
 
 
-def range_keys(source: int, table: GroupTable, threads: int) -> np.ndarray:
+def range_keys(source: int, table: GroupTable, threads: int, *, zeros: bool) -> np.ndarray:
     """Ranges of the groups of parts of a tensor; a second pass only where something is not finite.
 
-    Returned are (parts, 3, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, and numbers
-    of elements that are not finite.
+    Returned are (parts, 4, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, numbers of
+    elements that are not finite, and 1 where one is 0 if `zeros` asks for it.
     """
     geometry = table.geometry
     parts = parts_of(geometry, threads)
-    keys = np.empty((parts, 3, geometry.groups), dtype=np.int32)
+    keys = np.empty((parts, 4, geometry.groups), dtype=np.int32)
     for finite in (0, 1):
-        keys[:, 0], keys[:, 1], keys[:, 2] = HIGHEST_KEY, LOWEST_KEY, 0
-        arguments = (source, keys.ctypes.data, finite, table.address, table.blocks, parts)
+        keys[:, 0], keys[:, 1], keys[:, 2:] = HIGHEST_KEY, LOWEST_KEY, 0
+        arguments = (source, keys.ctypes.data, finite, int(zeros), table.address, table.blocks, parts)
         share(extend_ranges, arguments, parts, -(-geometry.numel // parts), threads)
         if (keys[:, 0] > MINUS_INFINITY_KEY).all() and (keys[:, 1] < INFINITY_KEY).all():
             break

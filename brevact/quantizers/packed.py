@@ -174,14 +174,23 @@ class PackedActivation:
     clamped to the finite range of the dtype. The group of element e is e // inner % groups: bucket e // bucket_size,
     one for the whole tensor, or the index of a dimension.
 
+    *Zeros.* An element that is exactly 0 in float32 decodes to exactly 0, whatever multiplies it. Where a uniform
+    quantizer's group has one and its minimum is negative, m = -k s for an integer k, the code of zero: s is the least
+    scale, of those that its type holds, with which levels cover the group's range on both sides of zero, and m + s * k
+    is 0 in float32. For a bfloat16 m, k and s have four significant bits each. Such a group does not shift its levels.
+    Neighbours stay unbiased. At 1 bit, of which no two levels and zero are, groups with elements of both signs keep
+    their grid, in which 0 is not a level. Other formats say how they have a level at 0; codes of what norms have
+    normalized (`NormalizedCodes`) have none.
+
     *What is not finite* decodes to NaN, and leaves the range of its group to the others. A group that holds NaN or an
     infinity beside finite elements is flagged: the sign bit of its s is set, that of 0 as well. There code 2^b - 1
     stands for NaN, and code q below it for m + |s| * q, with a level less between the group's ends. At 1 bit, where one
-    code is left, it stands for the middle, m + |s| / 2: no two levels and a mark fit one bit, so this case alone is
-    biased, by half of the range at most. NaN metadata mean that all of a group decodes to NaN: nothing in it was
-    finite. Other formats say where they keep the mark; none takes a byte for it. What is finite in float32
-    decodes to finite values: where the range of a uniform quantizer's group is 2^128 - 2^122 or more, as a mask with
-    the lowest float beside large values makes it, those beyond +-2^125 count as +-2^125.
+    code is left, it stands for the middle, m + |s| / 2, or for 0 where an element is 0: no two levels and a mark fit
+    one bit, so this case alone is biased, by half of the range at most, or by all of it beside zeros. NaN metadata mean
+    that all of a group decodes to NaN: nothing in it was finite. Other formats say where they keep the mark; none takes
+    a byte for it. What is finite in float32 decodes to finite values: where the range of a uniform quantizer's group is
+    2^128 - 2^122 or more, as a mask with the lowest float beside large values makes it, those beyond +-2^125 count as
+    +-2^125; so they do from 2^126 on where a level lies at zero.
 
     *32 bits*: `codes` are the bytes of the elements as they are, without metadata.
 

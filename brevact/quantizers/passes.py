@@ -23,6 +23,7 @@ from brevact.quantizers.reference import (
     group_ranges,
     pack_chunk,
     parts_of_steps,
+    positions_of_zeros,
     round_codes,
     shifts,
     spreads,
@@ -121,12 +122,13 @@ def fill(x: Tensor, mask: Tensor, value: float) -> None:
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """Quantize a tensor: q = round(clip((x - m) / s, 0, 2^b - 1)) with the m and s of `reference.calibrate`.
 
-    In a flagged group code 2^b - 1 stands for what is not finite, and finite elements take the codes below it.
+    In a flagged group code 2^b - 1 stands for what is not finite, and finite elements take the codes below it. Elements
+    that are exactly 0 take the level there, if there is one: see `reference.calibrate`.
 
-    If the plan is dithered, a group that is not flagged and that `reference.spreads` takes q = round(clip(t + u, 0,
-    2^b - 1)), to nearest, for positions t and its shift u, and stores m - u s, the lowest float32 at least. Others, in
-    which many elements lie on levels or are equal, round stochastically: with less variance, or without errors that
-    elements share.
+    If the plan is dithered, a group that is not flagged, holds no 0 and that `reference.spreads` takes q =
+    round(clip(t + u, 0, 2^b - 1)), to nearest, for positions t and its shift u, and stores m - u s, the lowest float32
+    at least. Others, in which many elements lie on levels or are equal, round stochastically: with less variance, or
+    without errors that elements share.
 
     Args:
         x: Floating-point tensor, dense in memory order.
@@ -137,10 +139,10 @@ def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, bu
     refuse_wrapped(x)
     geometry, flat = plan.geometry, flat_memory(x.detach(), plan.geometry.numel)
     key = None if seed is None else torch.as_tensor(seed, device=x.device)
-    minimum, scale = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
+    minimum, scale, has_zero = calibrate(flat, geometry, plan.scale_dtype, plan.minimum_dtype)
     shift = None
     if plan.dithered and key is not None:
-        shift = _shifts(flat, geometry, minimum, scale, key)
+        shift = _shifts(flat, geometry, minimum, scale, key).masked_fill(has_zero, float("nan"))
     for start, values in ((plan.minimum_at, _shifted(minimum, scale, shift)), (plan.scale_at, scale)):
         raw = values.contiguous().view(torch.uint8)
         buffer[start : start + raw.numel()] = raw
@@ -161,6 +163,8 @@ def _positions(z: Tensor, group: Tensor, minimum: Tensor, scale: Tensor, top: in
     base, step, flagged = minimum.float()[group], scale.float().abs()[group], torch.signbit(scale)[group]
     inverse = torch.where(step > 0, torch.ones_like(step) / step, 0.0)
     steps = ((z - base) * inverse).clamp(min=0.0).minimum(torch.where(flagged, top - 1, top).float())
+    if top > 31:
+        steps = torch.where(z == 0, positions_of_zeros(steps), steps)
     return steps.masked_fill(inverse == 0, 0.0).masked_fill(flagged & ~z.isfinite(), float(top))
 
 
@@ -513,7 +517,8 @@ def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -
 
     The elements of a block are added row by row, in lexicographic order of the first two axes, and then along the last
     one; the sum is divided by their number. Means beyond the range of float16 become its largest finite value, and 0
-    where sums of either sign overflow. A block that holds NaN or an infinity has none: what is stored is NaN, what is
+    where sums of either sign overflow. A block with an element that is exactly 0 has a mean of 0, so that the residual
+    of its zeros is 0 as well. A block that holds NaN or an infinity has none: what is stored is NaN, what is
     subtracted 0, so that its NaN or infinity stays in the residual.
 
     Args:
@@ -526,18 +531,22 @@ def split_maps(flat: Tensor, blocks: MapBlocks, low: Tensor, residual: Tensor) -
     x_MDHW = flat.view(blocks.maps, *blocks.sides)
     sums_MdhW = flat.new_zeros((blocks.maps, *blocks.counts[:2], blocks.sides[2]), dtype=torch.float32)
     finite_MdhW = torch.ones_like(sums_MdhW, dtype=torch.bool)
+    zero_MdhW = torch.zeros_like(finite_MdhW)
     for rows in _rows(blocks):
         part = x_MDHW[rows].float()
         sums_MdhW[:, : part.shape[1], : part.shape[2]] += part
         finite_MdhW[:, : part.shape[1], : part.shape[2]] &= part.isfinite()
+        zero_MdhW[:, : part.shape[1], : part.shape[2]] |= part == 0
     finite_Mdhw = torch.ones((blocks.maps, *blocks.counts), dtype=torch.bool, device=flat.device)
+    zero_Mdhw = torch.zeros_like(finite_Mdhw)
     sums_Mdhw = flat.new_zeros((blocks.maps, *blocks.counts), dtype=torch.float32)
     for k in range(blocks.block[2]):
         column = sums_MdhW[..., k :: blocks.block[2]]
         sums_Mdhw[..., : column.shape[-1]] += column
         finite_Mdhw[..., : column.shape[-1]] &= finite_MdhW[..., k :: blocks.block[2]]
+        zero_Mdhw[..., : column.shape[-1]] |= zero_MdhW[..., k :: blocks.block[2]]
     mean = sums_Mdhw / _elements_of_blocks(blocks, flat.device)
-    mean = mean.nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN)
+    mean = mean.nan_to_num(nan=0.0).clamp(-LARGEST_MEAN, LARGEST_MEAN).masked_fill(zero_Mdhw, 0.0)
     low.copy_(mean.masked_fill(~finite_Mdhw, float("nan")).flatten())
     low_MdhW = _widened(low, blocks)
     residual_MDHW = residual.view(x_MDHW.shape)

@@ -18,6 +18,11 @@ SMALLEST_SCALE = 2.0**-126
 """Smallest normal float32: the inverse of a scale stays finite."""
 LARGEST_RANGE, LARGEST_END = 2.0**128 - 2.0**122, 2.0**125
 """A range as large as the first, for which float32 has no grid whose scale is rounded up, gets ends of the second."""
+LARGEST_ALIGNED = 2.0**126
+"""The same of grids with a level at zero, whose scale may be twice that of others."""
+ZERO_UNITS = {torch.float32: (1 << 8, 1), torch.bfloat16: (1 << 20, 1 << 20)}
+"""By the type of the minimum: last bits that the code of zero and the scale may have in float32, so that their product
+is a minimum; 16 and 24 significant bits, or 4 each."""
 
 LEAST_SPREAD = 8192
 """Mean of d (256 - d) from which on a group shifts its levels: 65536 / 8, three quarters of the even spread's."""
@@ -56,30 +61,83 @@ def unpack(packed: Tensor, bit_width: int, numel: int, block_size: int) -> Tenso
 
 
 def calibrate(flat: Tensor, geometry: Geometry, scale_dtype: torch.dtype, minimum_dtype: torch.dtype):
-    """(G,) minimum m and scale s of each group, rounded to the types in which they are stored: bfloat16 or float32.
+    """(G,) minimum m and scale s of each group, rounded to the types in which they are stored, and which hold zeros.
 
     m = round_down(min), s = round_up((max - m) / levels) with levels = 2^b - 1, 0 for a constant group. A group that
     holds NaN or an infinity, too, is flagged: min and max are those of its finite elements, levels = max(2^b - 2, 1),
     and the sign bit of s is set, that of 0 as well. A group without a finite element gets m = s = NaN. See `bounded`
     for ranges that float32 has no room for.
+
+    A group with an element that is exactly 0 has a level there: see `aligned`. At 1 bit there is none where elements
+    have both signs; a flagged group of 1 bit, in which one code is left, gets m = s = 0.
     """
     low, high, missing = group_ranges(flat, geometry)
-    flagged, empty = missing > 0, low > high
-    low, high = bounded(low.masked_fill(empty, 0.0) + 0.0, high.masked_fill(empty, 0.0))  # + 0.0 turns -0.0 into 0.0
+    flagged, empty, has_zero = missing > 0, low > high, group_zeros(flat, geometry)
+    low, high = low.masked_fill(empty, 0.0) + 0.0, high.masked_fill(empty, 0.0)  # + 0.0 turns -0.0 into 0.0
+    top = (1 << geometry.bit_width) - 1
+    is_aligned = has_zero & (low < 0.0) & ((high <= 0.0) | (top > 1))
+    low, high = bounded(low, high, is_aligned)
+    levels = torch.where(flagged, max(top - 1, 1), top).float()  # a tensor: CUDA multiplies by a scalar's inverse
     minimum = low
     if minimum_dtype == torch.bfloat16:
         minimum = _round_down_bfloat16(low).clamp(min=torch.finfo(torch.bfloat16).min)
     width = high - minimum
-    top = (1 << geometry.bit_width) - 1
-    levels = torch.where(flagged, max(top - 1, 1), top).float()  # a tensor: CUDA multiplies by a scalar's inverse
     scale = width / levels
-    scale = _round_up_bfloat16(scale) if scale_dtype == torch.bfloat16 else scale
+    scale = _round_up(scale, 1 << 16) if scale_dtype == torch.bfloat16 else scale
     scale = torch.where(width > 0, scale.clamp(min=SMALLEST_SCALE), 0.0)
+    code, own_scale = aligned(low, high, levels, geometry.bit_width, scale_dtype, minimum_dtype)
+    minimum, scale = torch.where(is_aligned, -(own_scale * code), minimum), torch.where(is_aligned, own_scale, scale)
+    if top == 1:
+        alone = flagged & has_zero
+        minimum, scale = minimum.masked_fill(alone, 0.0), scale.masked_fill(alone, 0.0)
     scale = torch.where(flagged, -scale, scale)
     return (
         minimum.to(minimum_dtype).masked_fill(empty, float("nan")),  # after the cast, which has NaNs of its own
         scale.to(scale_dtype).masked_fill(empty, float("nan")),
+        has_zero,
     )
+
+
+def aligned(
+    low: Tensor,
+    high: Tensor,
+    levels: Tensor,
+    bit_width: int,
+    scale_dtype: torch.dtype,
+    minimum_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The grid with a level at zero, from m = -k s, of the least scale that covers a range.
+
+    Decoding computes m + k s, which is exactly 0. k is one of the two integers around (0 - low) / ((high - low) /
+    levels), of as few bits as `ZERO_UNITS` says.
+
+    Args:
+        low: (G,) float32 lower ends, negative, or what is not used.
+        high: (G,) float32 upper ends, at least 0.
+        levels: (G,) float32 number of steps.
+        bit_width: Bits a code.
+        scale_dtype: bfloat16 or float32.
+        minimum_dtype: bfloat16 or float32.
+
+    Returns:
+        `(k, s)`, (G,) float32.
+    """
+    unit, scale_unit = ZERO_UNITS[minimum_dtype]
+    scale_unit = max(scale_unit, 1 << 16 if scale_dtype == torch.bfloat16 or bit_width > 16 else 1)
+    most = _cut(levels - (high > 0).float(), unit).clamp(min=1.0)
+    lower = _cut((-low / (high - low) * levels).floor(), unit).maximum(torch.ones_like(most)).minimum(most)
+    upper = (lower + 1.0).maximum((lower.view(torch.int32) + unit).view(torch.float32)).minimum(most)
+    of_lower, of_upper = ((-low / k).maximum(high / (levels - k).clamp(min=1.0)) for k in (lower, upper))
+    code, scale = torch.where(of_upper < of_lower, upper, lower), of_lower.minimum(of_upper)
+    return code, _round_up(scale, scale_unit).clamp(min=SMALLEST_SCALE)
+
+
+def positions_of_zeros(steps: Tensor) -> Tensor:
+    """Positions of elements that are 0 without the errors of float32, which random bits would show from 6 bits on.
+
+    Codes of zero have at most 16 significant bits, errors are at most 2^-22 of them.
+    """
+    return ((steps.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
 
 
 def shifts(seed: Tensor, groups: int) -> Tensor:
@@ -117,13 +175,17 @@ def spreads(spread: Tensor, upper: Tensor, outer: Tensor, sizes: Tensor) -> Tens
     return (spread >= sizes * LEAST_SPREAD) & (alike <= sizes * MOST_ALIKE)
 
 
-def bounded(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def bounded(low: Tensor, high: Tensor, is_aligned: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Ends of ranges that float32 has room for: -2^125 and 2^125 at most where the range is 2^128 - 2^122 or more.
+
+    Of grids that are aligned to zero, (G,) bool, where it is 2^126 or more.
 
     What lies beyond counts as the end. Such a range means that a mask, say, left the lowest float among other values.
     Ends that are NaN stay.
     """
     wide = high - low >= LARGEST_RANGE  # the difference may be infinite
+    if is_aligned is not None:
+        wide = wide | is_aligned & (high - low >= LARGEST_ALIGNED)
     return (
         torch.where(wide, low.clamp(min=-LARGEST_END), low),
         torch.where(wide, high.clamp(max=LARGEST_END), high),
@@ -209,15 +271,31 @@ def group_ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tens
     return low, high, missing
 
 
+def group_zeros(flat: Tensor, geometry: Geometry) -> Tensor:
+    """(G,) bool: which groups have an element that is 0 in float32."""
+    n, inner, groups = geometry.numel, geometry.inner, geometry.groups
+    is_zero = flat.float() == 0
+    if not geometry.one_run:
+        return is_zero.view(-1, groups, inner).any(2).any(0)
+    whole = n // inner * inner
+    runs = [run for run in (is_zero[:whole].view(-1, inner), is_zero[whole:].view(1, -1)) if run.numel()]
+    return torch.cat([run.any(1) for run in runs]) if runs else is_zero.new_empty(0)
+
+
 def _finite_range(x: Tensor, dims: int | tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     is_finite = x.isfinite()
     low, high = (x.masked_fill(~is_finite, end) for end in (float("inf"), -float("inf")))
     return low.amin(dims), high.amax(dims), (~is_finite).sum(dims)
 
 
-def _round_up_bfloat16(x: Tensor) -> Tensor:
-    """Round non-negative float32 up to values that bfloat16 holds."""
-    return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+def _round_up(x: Tensor, unit: int) -> Tensor:
+    """Round non-negative float32 up to values whose last bit is that of a unit, a power of two; 2^16 for bfloat16."""
+    return ((x.view(torch.int32) + (unit - 1)) & -unit).view(torch.float32)
+
+
+def _cut(x: Tensor, unit: int) -> Tensor:
+    """Round non-negative float32 down in the same way."""
+    return (x.view(torch.int32) & -unit).view(torch.float32)
 
 
 def _round_down_bfloat16(x: Tensor) -> Tensor:

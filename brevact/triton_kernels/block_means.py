@@ -18,7 +18,10 @@ def mean_kernel(
     x_ptr, low_ptr, blocks, depth, height, width,
     BLOCK_DEPTH: tl.constexpr, BLOCK_HEIGHT: tl.constexpr, BLOCK_WIDTH: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Float16 means of P blocks: rows first, then columns, one after the other; NaN where not all is finite."""
+    """Float16 means of P blocks: rows first, then columns, one after the other; NaN where not all is finite.
+
+    0 where an element is 0.
+    """
     block = tl.program_id(0) * P + tl.arange(0, P)
     across, down = tl.cdiv(width, BLOCK_WIDTH), tl.cdiv(height, BLOCK_HEIGHT)
     line = block // across
@@ -29,7 +32,7 @@ def mean_kernel(
     first_depth = (layer % layers) * BLOCK_DEPTH
     first_row = ((layer // layers) * depth + first_depth) * height + first_height
     total = tl.zeros((P,), tl.float32)
-    finite = tl.full((P,), 1, tl.int1)
+    finite, zero = tl.full((P,), 1, tl.int1), tl.full((P,), 0, tl.int1)
     for k in range(BLOCK_WIDTH):
         column = first_column + k
         in_row = (block < blocks) & (column < width)
@@ -43,11 +46,12 @@ def mean_kernel(
                 x = widen(tl.load(pointers + offset, mask=valid, other=0.0))
                 column_sum += x
                 finite &= is_finite(x)
+                zero |= valid & (x == 0.0)
         total += column_sum
     rows = tl.minimum(depth - first_depth, BLOCK_DEPTH) * tl.minimum(height - first_height, BLOCK_HEIGHT)
     count = (rows * tl.minimum(width - first_column, BLOCK_WIDTH)).to(tl.float32)
     mean = tl.div_rn(total, tl.where(block < blocks, count, 1.0))
-    mean = tl.where(mean == mean, mean, 0.0)
+    mean = tl.where((mean == mean) & ~zero, mean, 0.0)
     mean = tl.minimum(tl.maximum(mean, -_LARGEST_MEAN), _LARGEST_MEAN)
     bits = tl.where(finite, mean.to(tl.float16).to(tl.int16, bitcast=True), 0x7E00)
     tl.store(low_ptr + block, bits.to(tl.int16).to(tl.float16, bitcast=True), mask=block < blocks)

@@ -97,10 +97,16 @@ def round_down_bfloat16(x):
 
 
 @triton.jit
-def round_up_bfloat16(x):
-    """Non-negative float32 up to a value that bfloat16 holds."""
+def round_up(x, UNIT: tl.constexpr):
+    """Non-negative float32 up to a value whose last bit is that of a unit, a power of two; 2^16 for bfloat16."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+    return ((bits + (UNIT - 1)) & -UNIT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def cut(x, UNIT: tl.constexpr):
+    """Non-negative float32 down in the same way."""
+    return (x.to(tl.int32, bitcast=True) & -UNIT).to(tl.float32, bitcast=True)
 
 
 _INTERPRETED = tl.constexpr(isinstance(key_of, InterpretedFunction))

@@ -20,7 +20,7 @@ _LEAST_OF_MOMENTS = 64
 def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     """Parts of large groups have keys of their own, see `floats.key_of`, which are then joined."""
     tiles = group_tiling(geometry, RANGES_TILE)
-    keys = flat.new_empty((tiles.parts, 3, geometry.groups), dtype=torch.int32)
+    keys = flat.new_empty((tiles.parts, 4, geometry.groups), dtype=torch.int32)
     arguments = (flat, keys, geometry.numel, geometry.inner, geometry.groups, tiles.repeats)
     Launch(ranges_kernel, (tiles.group_tiles, tiles.parts), arguments, tiles.shape).run()
     return ranges_of_keys(keys)

@@ -4,10 +4,11 @@ import triton
 import triton.language as tl
 
 from brevact.triton_kernels.floats import (
+    cut,
     float_of_key,
     key_of,
     round_down_bfloat16,
-    round_up_bfloat16,
+    round_up,
 )
 
 LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
@@ -15,6 +16,7 @@ LOWEST_KEY, HIGHEST_KEY = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 _MINUS_INFINITY_KEY, _INFINITY_KEY = tl.constexpr(-0x7F800001), tl.constexpr(0x7F800000)
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 _LARGEST_RANGE, _LARGEST_END = tl.constexpr(2.0**128 - 2.0**122), tl.constexpr(2.0**125)
+_LARGEST_ALIGNED = tl.constexpr(2.0**126)
 _LOWEST_BFLOAT16 = tl.constexpr(-(2.0**128 - 2.0**120))
 _LOWEST = tl.constexpr(-(2.0**128 - 2.0**104))
 _SIGN = tl.constexpr(-(2**31))
@@ -53,8 +55,36 @@ def finite_keys(x, valid):
 
 
 @triton.jit
+def zero_part(x, valid):
+    """Integers that go into the least of a group, which is 0 where one of its elements is: no zero is below 1."""
+    return tl.where(valid, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _aligned(
+    low, high, levels, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr
+):  # fmt: skip
+    """Code of zero, and scale, of grids with a level at zero; see `reference.aligned`."""
+    if minimum_dtype == tl.bfloat16:
+        UNIT: tl.constexpr = 1 << 20
+        SCALE_UNIT: tl.constexpr = 1 << 20
+    else:
+        UNIT: tl.constexpr = 1 << 8
+        SCALE_UNIT: tl.constexpr = 1 << 16 if scale_dtype == tl.bfloat16 or BIT_WIDTH > 16 else 1
+    most = tl.maximum(cut(tl.where(high > 0.0, levels - 1.0, levels), UNIT), 1.0)
+    width = tl.where(high > low, high - low, 1.0)
+    lower = tl.minimum(tl.maximum(cut(tl.floor(tl.div_rn(-low, width) * levels), UNIT), 1.0), most)
+    above = (lower.to(tl.int32, bitcast=True) + UNIT).to(tl.float32, bitcast=True)
+    upper = tl.minimum(tl.maximum(lower + 1.0, above), most)
+    of_lower = tl.maximum(tl.div_rn(-low, lower), tl.div_rn(high, tl.maximum(levels - lower, 1.0)))
+    of_upper = tl.maximum(tl.div_rn(-low, upper), tl.div_rn(high, tl.maximum(levels - upper, 1.0)))
+    scale = tl.maximum(round_up(tl.minimum(of_lower, of_upper), SCALE_UNIT), _SMALLEST_SCALE)
+    return tl.where(of_upper < of_lower, upper, lower), scale
+
+
+@triton.jit
 def calibrate(
-    low_key, high_key, flagged, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr
+    low_key, high_key, flagged, zero, BIT_WIDTH: tl.constexpr, scale_dtype: tl.constexpr, minimum_dtype: tl.constexpr
 ):
     """Minimum, scale and inverse scale of groups from the ranges of their finite elements' keys.
 
@@ -65,6 +95,7 @@ def calibrate(
         low_key: Lowest keys, above `high_key` where no element is finite.
         high_key: Highest keys.
         flagged: Whether groups hold elements that are not finite.
+        zero: Whether groups hold elements that are 0.
         BIT_WIDTH: Bits a code.
         scale_dtype: Stored type of the scale.
         minimum_dtype: Stored type of the minimum.
@@ -72,18 +103,25 @@ def calibrate(
     some = low_key <= high_key
     low = tl.where(some, float_of_key(low_key), 0.0) + 0.0  # + 0.0 turns -0.0 into 0.0
     high = tl.where(some, float_of_key(high_key), 0.0)
-    wide = high - low >= _LARGEST_RANGE  # see `reference.bounded`
+    TOP: tl.constexpr = (1 << BIT_WIDTH) - 1
+    aligned = zero & (low < 0.0)
+    if TOP == 1:
+        aligned = aligned & (high <= 0.0)
+    wide = high - low >= tl.where(aligned, _LARGEST_ALIGNED, _LARGEST_RANGE)  # see `reference.bounded`
     low = tl.where(wide, tl.maximum(low, -_LARGEST_END), low)
     high = tl.where(wide, tl.minimum(high, _LARGEST_END), high)
+    levels = tl.where(flagged, (TOP - 1 if TOP > 1 else 1) * 1.0, TOP * 1.0)
+    code, aligned_scale = _aligned(low, high, levels, BIT_WIDTH, scale_dtype, minimum_dtype)
     if minimum_dtype == tl.bfloat16:
         low = tl.maximum(round_down_bfloat16(low), _LOWEST_BFLOAT16)
     width = high - low
-    TOP: tl.constexpr = (1 << BIT_WIDTH) - 1
-    levels = tl.where(flagged, (TOP - 1 if TOP > 1 else 1) * 1.0, TOP * 1.0)
     scale = tl.div_rn(width, levels)
     if scale_dtype == tl.bfloat16:
-        scale = round_up_bfloat16(scale)
+        scale = round_up(scale, 1 << 16)
     scale = tl.where(width > 0.0, tl.maximum(scale, _SMALLEST_SCALE), 0.0)
+    low, scale = tl.where(aligned, -(aligned_scale * code), low), tl.where(aligned, aligned_scale, scale)
+    if TOP == 1:
+        low, scale = tl.where(flagged & zero, 0.0, low), tl.where(flagged & zero, 0.0, scale)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), tl.where(scale > 0.0, scale, 1.0))
     inverse = tl.where(some & (scale > 0.0), inverse, 0.0)
     low, scale = tl.where(some, low, float("nan")), tl.where(some, scale, float("nan"))

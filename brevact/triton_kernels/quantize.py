@@ -13,6 +13,7 @@ from brevact.triton_kernels.groups import (
     is_flagged,
     shifted_minimum,
     store_metadata,
+    zero_part,
 )
 from brevact.triton_kernels.normalize import normalize_elements, normalize_planes
 from brevact.triton_kernels.philox import column_words, element_bits, shifts
@@ -38,7 +39,7 @@ def seed_words(first, row, column, seed_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl
 
 
 @triton.jit
-def _positions(x, base, inverse, valid, BIT_WIDTH: tl.constexpr):
+def _positions(x, base, inverse, valid, BIT_WIDTH: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Positions on the grid, clip((x - m) / s): 0 in constant and empty groups and where not valid.
 
     In groups whose inverse has its sign bit set the last level stands for what is not finite.
@@ -48,6 +49,9 @@ def _positions(x, base, inverse, valid, BIT_WIDTH: tl.constexpr):
     base = tl.where(inverse != 0.0, base, 0.0)  # NaN in empty groups
     t = tl.maximum((x - base) * tl.abs(inverse), 0.0)
     t = tl.minimum(t, tl.where(flagged, TOP - 1.0, TOP))
+    if BIT_WIDTH > 16 or (BIT_WIDTH > 5 and STOCHASTIC):  # see `reference.positions_of_zeros`
+        whole = ((t.to(tl.int32, bitcast=True) + 0x80) & -256).to(tl.float32, bitcast=True)
+        t = tl.where(x == 0.0, whole, t)
     return tl.where(valid & is_finite(x), t, tl.where(valid & flagged, TOP, 0.0))
 
 
@@ -98,6 +102,15 @@ def _range_of_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl
         low, high = minimum(low, x), maximum(high, x)
     low_Q = tl.min(tl.reshape(key_of(low), (GROUPS, LANES)), axis=1)
     return low_Q, tl.max(tl.reshape(key_of(high), (GROUPS, LANES)), axis=1)
+
+
+@triton.jit
+def _zeros_in_planes(planes, start: tl.constexpr, stop: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """Which of the groups that lie in planes start to stop hold an element that is 0."""
+    least = zero_part(widen(planes[start]), True)
+    for i in tl.static_range(start + 1, stop):
+        least = tl.minimum(least, zero_part(widen(planes[i]), True))
+    return tl.min(tl.reshape(least, (GROUPS, LANES)), axis=1) == 0
 
 
 @triton.jit
@@ -165,8 +178,9 @@ def quantize_whole_blocks(
         missing_Q = has_missing(low_Q, high_Q)
         if tl.max(missing_Q.to(tl.int32), axis=0) > 0:
             low_Q, high_Q = _finite_range_of_planes(planes, start, start + PLANES, GROUPS, LANES)
+        zero_Q = _zeros_in_planes(planes, start, start + PLANES, GROUPS, LANES)
         base_Q, scale_Q, inverse_Q = calibrate(
-            low_Q, high_Q, missing_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+            low_Q, high_Q, missing_Q, zero_Q, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
         )
         group = first // INNER + (q_row * BLOCK + start * W + q_column) // INNER
         base = tl.reshape(tl.broadcast_to(base_Q[:, None], (GROUPS, LANES)), (ROWS, W))
@@ -175,17 +189,17 @@ def quantize_whole_blocks(
         if DITHERED:
             spread_Q, halves_Q = tl.zeros((GROUPS,), tl.int32), tl.zeros((GROUPS,), tl.int32)
             for i in tl.static_range(start, start + PLANES):
-                part = _parts_of_steps(_positions(planes[i], base, inverse, True, BIT_WIDTH))
+                part = _parts_of_steps(_positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC))
                 spread_Q += tl.sum(tl.reshape(part * (256 - part), (GROUPS, LANES)), axis=1)
                 halves_Q += tl.sum(tl.reshape(_halves(part), (GROUPS, LANES)), axis=1)
             shift_Q = shifts(group, tl.load(seed_ptr + group * 0))
-            shift_Q = tl.where(_spreads(spread_Q, halves_Q, INNER, inverse_Q), shift_Q, float("nan"))
+            shift_Q = tl.where(_spreads(spread_Q, halves_Q, INNER, inverse_Q) & ~zero_Q, shift_Q, float("nan"))
             base_Q = shifted_minimum(base_Q, scale_Q, shift_Q)
             shift = tl.reshape(tl.broadcast_to(shift_Q[:, None], (GROUPS, LANES)), (ROWS, W))
         store_metadata(scale_ptr + group, scale_Q, q_row < rows)
         store_metadata(minimum_ptr + group, base_Q, q_row < rows)
         for i in tl.static_range(start, start + PLANES):
-            t = _positions(planes[i], base, inverse, True, BIT_WIDTH)
+            t = _positions(planes[i], base, inverse, True, BIT_WIDTH, STOCHASTIC)
             if DITHERED:
                 t = _closest_shifted(t, shift, BIT_WIDTH)
             codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
@@ -212,19 +226,20 @@ def quantize_ragged_block(
         x_GI = normalize_elements(x_GI, mean_ptr, factor_ptr, outer, places, span, run, first, element, valid, PLACE)
     low_GI, high_GI = finite_keys(x_GI, valid)
     missing_GI = valid & ~is_finite(x_GI)
+    zero_G = tl.min(zero_part(x_GI, valid), axis=1) == 0
     base_G, scale_G, inverse_G = calibrate(
-        tl.min(low_GI, axis=1), tl.max(high_GI, axis=1), tl.max(missing_GI.to(tl.int32), axis=1) > 0,
+        tl.min(low_GI, axis=1), tl.max(high_GI, axis=1), tl.max(missing_GI.to(tl.int32), axis=1) > 0, zero_G,
         BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty,
     )  # fmt: skip
     group = tl.arange(0, GROUPS_2)
     stored_G, shift_G = base_G, scale_G
     if DITHERED:
-        part = _parts_of_steps(_positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH))
+        part = _parts_of_steps(_positions(x_GI, base_G[:, None], inverse_G[:, None], valid, BIT_WIDTH, STOCHASTIC))
         spread_G = tl.sum(tl.where(valid, part * (256 - part), 0), axis=1)
         halves_G = tl.sum(tl.where(valid, _halves(part), 0), axis=1)
         size_G = tl.minimum(tl.maximum(count - group * INNER, 0), INNER)
         shift_G = shifts(first // INNER + group, tl.load(seed_ptr + group * 0))
-        shift_G = tl.where(_spreads(spread_G, halves_G, size_G, inverse_G), shift_G, float("nan"))
+        shift_G = tl.where(_spreads(spread_G, halves_G, size_G, inverse_G) & ~zero_G, shift_G, float("nan"))
         stored_G = shifted_minimum(base_G, scale_G, shift_G)
     store_metadata(scale_ptr + first // INNER + group, scale_G, group * INNER < count)
     store_metadata(minimum_ptr + first // INNER + group, stored_G, group * INNER < count)
@@ -242,7 +257,7 @@ def quantize_ragged_block(
         group = tl.minimum((i * columns + index) // INNER, GROUPS_2 - 1)
         base, inverse = tl.gather(base_G, group, 0)[None, :], tl.gather(inverse_G, group, 0)[None, :]
         valid = element_mask(i, row, column, columns, count, RAGGED=True)
-        t = _positions(planes[i], base, inverse, valid, BIT_WIDTH)
+        t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
         if DITHERED:
             t = _closest_shifted(t, tl.gather(shift_G, group, 0)[None, :], BIT_WIDTH)
         codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
@@ -298,7 +313,7 @@ def quantize_calibrated_tile(
         group = group_of(first, offset, inner, groups, INNER=0)
         base = widen(tl.load(minimum_ptr + group, mask=valid))
         inverse = tl.load(inverse_ptr + group, mask=valid, other=0.0)
-        t = _positions(planes[i], base, inverse, valid, BIT_WIDTH)
+        t = _positions(planes[i], base, inverse, valid, BIT_WIDTH, STOCHASTIC)
         codes += (_codes(t, words, i, BIT_WIDTH, STOCHASTIC),)
     out_ptr = codes_ptr + first // 8 * BIT_WIDTH
     store_codes(out_ptr, codes, row, column, stride, limit, BLOCK, BIT_WIDTH, RAGGED)

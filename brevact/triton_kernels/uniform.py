@@ -115,7 +115,7 @@ def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, geome
         constants = {"BIT_WIDTH": geometry.bit_width, **tiles.shape}
         Launch(calibrate_kernel, (tiles.group_tiles,), (x, *metadata, *sizes), constants).run()
         return
-    keys = x.new_empty(3 * tiles.parts * groups, dtype=torch.int32)
+    keys = x.new_empty(4 * tiles.parts * groups, dtype=torch.int32)
     Launch(ranges_kernel, (tiles.group_tiles, tiles.parts), (x, keys, *sizes), tiles.shape).run()
     constants = {
         "BIT_WIDTH": geometry.bit_width,

@@ -36,7 +36,7 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int, bit_width: int):
     )
     quantize_blocks(x.data_ptr() - 4 * first, *pointers, seed, table.address, 0, first_block, first_block + 1)
 
-    m, s = calibrate(x, quantizer.geometry(Layout.of(x)), torch.float32, torch.float32)
+    m, s, _ = calibrate(x, quantizer.geometry(Layout.of(x)), torch.float32, torch.float32)
     steps = ((x - m) * (torch.ones_like(s) / s)).clamp(0, 2**bit_width - 1)
     bits = column_bits(torch.arange(first // 8, numel // 8), torch.tensor(seed)).flatten()
     q = round_codes(steps, bits).clamp(max=2**bit_width - 1)

@@ -73,6 +73,31 @@ def test_quantize_bytes_for_every_bucket_and_length(bit_width: int, rounding: Ro
         _assert_same_bytes(quantizer, _with_missing(torch.randn(5001)))
 
 
+@pytest.mark.parametrize("bit_width", BIT_WIDTHS)
+@pytest.mark.parametrize("rounding", Rounding)
+def test_quantize_bytes_beside_zeros(bit_width: int, rounding: Rounding):
+    """In groups of either sign or both, of which some hold what is not finite, and some no zero."""
+    torch.manual_seed(bit_width)
+    x = torch.randn(6, 8, 70)
+    x[0], x[1] = x[0].abs(), -x[1].abs()
+    x[2] += 3
+    x[:5][torch.rand(5, 8, 70) < 0.02] = 0.0
+    x[3, 0, 7], x[1, 2, 9], x[4, 0, 0] = float("nan"), float("inf"), -0.0
+    ways = (
+        *({"bucket_size": size} for size in (1, 7, 100, 512, None)),
+        *({"granularity": granularity} for granularity in (Granularity.CHANNEL, Granularity.SAMPLE)),
+    )
+    for place, way in enumerate(ways):
+        metadata = {"scale_dtype": (torch.bfloat16, torch.float32)[place % 2]}
+        metadata["minimum_dtype"] = (torch.float32, torch.bfloat16)[place // 2 % 2]
+        if rounding is Rounding.DITHERED:
+            metadata["minimum_dtype"] = torch.float32
+        if takes_rounding(rounding, way | metadata):
+            quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding, **way, **metadata)
+            _assert_same_bytes(quantizer, x)
+            _assert_same_bytes(quantizer, x.bfloat16().transpose(1, 2).contiguous().transpose(1, 2), threads=2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rounding", [Rounding.NEAREST, Rounding.STOCHASTIC])
 def test_quantize_bytes_for_every_dtype_and_granularity(dtype: torch.dtype, rounding: Rounding):

@@ -36,7 +36,6 @@ OTHER_VALUES = {
     "derive_min_bits": 0,
     "format": "U5",
     "granularity": Granularity.CHANNEL,
-    "keep_zeros": True,
     "min_numel": 7,
     "minimum_dtype": torch.float16,
     "mix_bit_width": 8,

@@ -41,7 +41,8 @@ class Subject:
             are flagged, because something in them is not finite, the levels that are left to the other elements count.
         largest_error: Steps by which an element may change; None for 0.5 (nearest) and 1 (others).
         unbiased: Whether the expectation of what is decoded is the tensor; None where the rounding says so.
-        keeps_zeros: Whether zeros stay zero where no element is negative.
+        keeps_range: Whether the step follows from the range of a group alone.
+        two_signs: Whether zeros stay zero beside elements of both signs: one bit has two levels.
         constant_dtype: What a group of equal elements is stored in exactly; None if it is not.
         is_noisy: Whether seeds show; they do not where each element is a bucket of its own.
         roundings: Float32 roundings between an element and what it decodes to, with one to spare.
@@ -51,7 +52,8 @@ class Subject:
     step: Callable[[PackedActivation, Tensor], Tensor]
     largest_error: float | None = None
     unbiased: bool | None = None
-    keeps_zeros: bool = True
+    keeps_range: bool = True
+    two_signs: bool = True
     constant_dtype: torch.dtype | None = torch.float32
     is_noisy: bool = True
     roundings: int = 5
@@ -175,10 +177,10 @@ def groups_of(packed: PackedActivation) -> Tensor:
 
 
 def _dual(**settings: object) -> Subject:
-    # Zeros are 0 in expectation, constants exact where float16 holds them (tests of their own). Two more roundings:
-    # the means are subtracted and added.
+    # Constants are exact where float16 holds them (a test of its own). Two more roundings: the means are subtracted and
+    # added.
     quantizer = DualPrecisionQuantizer(**settings)
-    return Subject(quantizer, dual_step, keeps_zeros=False, constant_dtype=None, roundings=7)
+    return Subject(quantizer, dual_step, keeps_range=False, constant_dtype=None, roundings=7)
 
 
 def _mixed(**settings: object) -> Subject:
@@ -189,11 +191,11 @@ def _normalized(**settings: object) -> Subject:
     # The formats round by formulas of their own, not always to the closer level: within the farther one's distance.
     # Their levels end at a number of deviations.
     step = partial(grid_step, clips=True)
-    return Subject(NormalizedQuantizer(**settings), step, largest_error=1.0, keeps_zeros=False)
+    return Subject(NormalizedQuantizer(**settings), step, largest_error=1.0, keeps_range=False)
 
 
 def _sample(**settings: object) -> Subject:
-    return Subject(SampleQuantizer(**settings), sample_step)
+    return Subject(SampleQuantizer(**settings), sample_step, two_signs=settings["bit_width"] >= 4)
 
 
 def _sign_magnitude(**settings: object) -> Subject:
@@ -204,7 +206,9 @@ def _sign_magnitude(**settings: object) -> Subject:
 
 def _uniform(**settings: object) -> Subject:
     quantizer = UniformQuantizer(**settings)
-    return Subject(quantizer, uniform_step, constant_dtype=quantizer.minimum_dtype, is_noisy=quantizer.bucket_size != 1)
+    dtype, is_noisy = quantizer.minimum_dtype, quantizer.bucket_size != 1
+    two_signs = quantizer.bit_width > 1
+    return Subject(quantizer, uniform_step, constant_dtype=dtype, is_noisy=is_noisy, two_signs=two_signs)
 
 
 def _weibull(**settings: object) -> Subject:
@@ -244,7 +248,6 @@ SUBJECTS: dict[str, Subject] = {
     **{f"weibull-{bit_width}": _weibull(bit_width=bit_width) for bit_width in (2, 3, 4)},
     **{f"weibull-bucket-{size}": _weibull(bit_width=3, bucket_size=size) for size in (1, 100, None)},
     "weibull-nearest": _weibull(bit_width=3, rounding=Rounding.NEAREST),
-    "weibull-keep-zeros": _weibull(bit_width=2, keep_zeros=True),
     "dual-2": _dual(),
     "dual-4-block-3": _dual(bit_width=4, block=3),
     "dual-nearest-8-block-16": _dual(bit_width=8, block=16, rounding=Rounding.NEAREST),

@@ -21,7 +21,6 @@ def _where(has: Callable[[Subject], bool]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("subject", chosen.values(), ids=chosen.keys())
 
 
-zero_keeping_subject = _where(lambda subject: subject.keeps_zeros)
 constant_keeping_subject = _where(lambda subject: subject.constant_dtype is not None)
 
 
@@ -182,11 +181,52 @@ def test_dequantize_of_a_constant_is_exact(subject: Subject):
             assert torch.equal(subject.quantizer.quantize(x, seed=1).dequantize(), x), (value, shape)
 
 
-@zero_keeping_subject
-def test_dequantize_keeps_zeros_after_relu(subject: Subject):
-    x = torch.randn(3, 5, 700).relu()
-    y = subject.quantizer.quantize(x, seed=1).dequantize()
-    assert (y[x == 0] == 0).all()
+def _with_zeros(subject: Subject) -> dict[str, Tensor]:
+    """Tensors with elements that are exactly 0, few or many, at an end of the range of their group or inside."""
+    x = torch.randn(4, 5, 640)
+    few = torch.rand(x.shape) < 0.01
+    tensors = {
+        "a ReLU": x.relu(),
+        "its negative": -x.relu(),
+        "the end of an exponential": torch.where(few, 0.0, (x - 3).exp()),
+        "a mask": torch.where(few, torch.finfo(torch.bfloat16).min, 0.0),
+        "not finite": x.relu().masked_fill(torch.rand(x.shape) < 0.001, torch.nan),
+    }
+    if subject.two_signs:
+        tensors |= {
+            "few": x.masked_fill(few, 0.0),
+            "many": torch.dropout(x, 0.5, True),
+            "a padding": torch.nn.functional.pad(x[..., 2:-2], (2, 2)),
+            "far": (x + 5).masked_fill(few, 0.0),
+            "one far below": torch.where(torch.arange(640) == 5, -9.0, x.abs() + 3).masked_fill(few, -0.0),
+            "both, not finite": x.masked_fill(few, 0.0).masked_fill(torch.rand(x.shape) < 0.001, torch.inf),
+        }
+    return tensors
+
+
+@every_subject
+def test_an_exact_zero_decodes_to_exact_zero(subject: Subject):
+    torch.manual_seed(0)
+    for place, (name, x) in enumerate(_with_zeros(subject).items()):
+        x = x.to(DTYPES[place % len(DTYPES)])
+        for seed in range(3):
+            packed = subject.quantizer.quantize(x, seed=seed)
+            y = packed.dequantize()
+            assert (y[x == 0] == 0).all(), (name, x.dtype, seed)
+            product = packed.dequantize_multiply(torch.where(x == 0, 1e4, 1.0).to(x.dtype))
+            assert (product[x == 0] == 0).all(), (name, x.dtype, seed)
+            if name != "a mask" and (subject.two_signs or name != "not finite"):  # where all of a bucket is 0
+                missing = ~x.isfinite()
+                tolerance = subject.tolerance(x.masked_fill(missing, 0.0), packed)
+                assert ((y.double() - x.double()).abs() <= tolerance)[~missing].all(), (name, x.dtype, seed)
+
+
+@_where(lambda subject: subject.is_unbiased and subject.two_signs)
+def test_quantize_is_unbiased_beside_zeros(subject: Subject):
+    """At the ends of ranges as well, which the grid exceeds."""
+    torch.manual_seed(0)
+    x = _with_ends(torch.float32)
+    _assert_unbiased(subject, x.masked_fill(torch.rand(x.shape) < 0.05, 0.0), draws=400)
 
 
 NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
@@ -203,7 +243,7 @@ def _with_missing(x: Tensor, values: tuple[float, ...], count: int) -> tuple[Ten
 #: Of each format one, and some ways to divide a tensor.
 OF_EACH_KIND = (
     *("uniform-stochastic-2", "uniform-stochastic-12", "uniform-channel", "uniform-bucket-7", "uniform-bucket-None"),
-    *("mixed-2-4", "mixed-tensor", "L4-stochastic", "weibull-2", "weibull-bucket-None", "weibull-keep-zeros"),
+    *("mixed-2-4", "mixed-tensor", "L4-stochastic", "weibull-2", "weibull-bucket-None"),
     *("dual-2", "sign-magnitude", "sign-magnitude-l2"),
 )
 
@@ -241,7 +281,7 @@ def test_what_is_not_finite_decodes_to_nan_and_spares_the_rest(subject: Subject,
 def test_what_is_not_finite_leaves_the_range_of_the_others(subject: Subject):
     """Where nothing but the marked elements differs, the scale is that of the others with a level less."""
     torch.manual_seed(0)
-    if subject.largest_error is None and subject.keeps_zeros:
+    if subject.largest_error is None and subject.keeps_range:
         x, missing = _with_missing(torch.rand(4, 4, 640), NOT_FINITE, 30)
         step = subject.step(subject.quantizer.quantize(x, seed=1), x)
         plain = subject.step(subject.quantizer.quantize(x.masked_fill(missing, 0.5), seed=1), x)

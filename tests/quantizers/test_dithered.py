@@ -98,11 +98,22 @@ def test_a_bucket_shifts_its_levels_from_a_spread_of_three_quarters_on():
     assert LEAST_SPREAD == 16384 // 2
     quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED, scale_dtype=torch.float32)
     for between in (BUCKET // 2 - 1, BUCKET // 2):
-        x = torch.full((BUCKET,), 15.0)
-        x[0] = 0.0
-        x[1 : 1 + between] = 7.5
-        moved = quantizer.quantize(x, seed=0).minimum.item() != 0.0
+        x = torch.full((BUCKET,), 16.0)
+        x[0] = 1.0
+        x[1 : 1 + between] = 8.5
+        moved = quantizer.quantize(x, seed=0).minimum.item() != 1.0
         assert moved == (between == BUCKET // 2)
+
+
+def test_a_bucket_with_a_zero_keeps_it():
+    torch.manual_seed(0)
+    x = shifted_buckets(4, 4)
+    x[:2, 7] = 0.0
+    packed = UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED).quantize(x, seed=0)
+    rounded = UniformQuantizer(bit_width=4).quantize(x, seed=0)
+    assert (packed.dequantize()[:2, 7] == 0).all()
+    assert torch.equal(packed.dequantize()[:2], rounded.dequantize()[:2])
+    assert (packed.minimum[2:] != rounded.minimum[2:]).all()
 
 
 def test_buckets_are_shifted_by_numbers_of_their_own():

@@ -153,7 +153,7 @@ def test_levels_of_fake_tensors_and_of_real_ones_are_kept_apart(format):
             assert quantizer.quantize(torch.randn(2, 3, 8, 8)).dequantize().shape == x.shape
 
 
-@pytest.mark.parametrize("values", [(1.0, -1.0), (-1.0, 1.0, 1e-38, 0.0)], ids=str)
+@pytest.mark.parametrize("values", [(1.0, -1.0), (-1.0, 1.0, 1e-38, 2e-38)], ids=str)
 @pytest.mark.parametrize("name", NormalizedFormat, ids=lambda each: each.value)
 def test_a_range_beyond_float32_keeps_signs(name, values):
     """The ends count as +-2^125: their mean, and so the place of the grid, is that of the values' signs."""

@@ -134,13 +134,14 @@ def test_minimum_and_maximum_are_exact(bit_width: int, draw: Callable[[int], Ten
 
 
 @every_width
-def test_keep_zeros_keeps_zeros_on_both_sides(bit_width: int):
+def test_one_zero_between_others_makes_zero_a_level(bit_width: int):
     torch.manual_seed(0)
     x = torch.randn(3 * BUCKET + 11)
-    x[::10] = 0.0
-    y = WeibullQuantizer(bit_width=bit_width, keep_zeros=True).quantize(x, seed=1).dequantize()
-    assert (y[::10] == 0).all()
-    assert not (WeibullQuantizer(bit_width=bit_width).quantize(x, seed=1).dequantize()[::10] == 0).all()
+    plain = _levels(WeibullQuantizer(bit_width=bit_width).quantize(x, seed=1))
+    x[[5, BUCKET + 7]] = 0.0
+    packed = WeibullQuantizer(bit_width=bit_width).quantize(x, seed=1)
+    assert (packed.dequantize()[[5, BUCKET + 7]] == 0).all()
+    assert torch.equal(_levels(packed)[2:], plain[2:])
 
 
 def test_many_zeros_make_zero_a_level():
@@ -156,10 +157,10 @@ values = st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_
 
 
 @settings(max_examples=150, deadline=None)
-@given(values=values, bit_width=st.sampled_from((2, 3, 4)), keep_zeros=st.booleans())
-def test_any_finite_values_decode_within_their_range(values: list[float], bit_width: int, keep_zeros: bool):
+@given(values=values, bit_width=st.sampled_from((2, 3, 4)))
+def test_any_finite_values_decode_within_their_range(values: list[float], bit_width: int):
     x = torch.tensor(values, dtype=torch.float32)
-    quantizer = WeibullQuantizer(bit_width=bit_width, bucket_size=7, keep_zeros=keep_zeros)
+    quantizer = WeibullQuantizer(bit_width=bit_width, bucket_size=7)
     packed = quantizer.quantize(x, seed=1)
     assert (_levels(packed).nan_to_num().diff(dim=1) >= 0).all()
     for rows, decoded in zip(x.split(7), packed.dequantize().split(7), strict=True):
@@ -239,7 +240,6 @@ def test_nearest_is_closer_than_stochastic():
         ({"bit_width": "2"}, TypeError, "bit_width: got '2'"),
         ({"bucket_size": 0}, ValueError, "bucket_size: got 0"),
         ({"rounding": "up"}, ValueError, "rounding: got 'up'"),
-        ({"keep_zeros": 1}, TypeError, "keep_zeros: got 1; accepted are True and False"),
         ({"levels": 4}, TypeError, "levels"),
     ],
     ids=str,

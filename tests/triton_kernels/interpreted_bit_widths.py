@@ -24,6 +24,21 @@ def test_quantize_bytes_for_every_bit_width(bit_width: int, rounding: Rounding, 
     check_quantizer(UniformQuantizer(bit_width=bit_width, rounding=rounding), x, multiply=rounding is Rounding.NEAREST)
 
 
+@pytest.mark.parametrize(
+    "bit_width, rounding, dtype", taking_turns((1, 2, 4, 6, 8, 24), list(Rounding), DTYPES), ids=str
+)
+def test_quantize_bytes_beside_zeros(bit_width: int, rounding: Rounding, dtype: torch.dtype):
+    """One bucket with elements of both signs, one with NaN as well, one with negative elements alone."""
+    torch.manual_seed(bit_width)
+    x = torch.randn(2 * 512 + 71)
+    x[::9] = 0.0
+    x[700], x[1024:] = float("nan"), -x[1024:].abs()
+    minimum_dtype = torch.bfloat16 if rounding is Rounding.NEAREST else torch.float32
+    scale_dtype = torch.float32 if bit_width in (6, 24) else torch.bfloat16
+    metadata = {"minimum_dtype": minimum_dtype, "scale_dtype": scale_dtype}
+    check_quantizer(UniformQuantizer(bit_width=bit_width, rounding=rounding, **metadata), x.to(dtype), multiply=False)
+
+
 @pytest.mark.parametrize("bit_width", [2, 24])
 def test_quantize_rounds_to_the_nearest_and_halves_to_even(bit_width: int):
     """Every position is a quarter of an integer, two, three or four."""

@@ -44,10 +44,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     ],
 )
 def test_quantize_bytes_for_every_way_to_divide_a_tensor(bucket_size: int | None, length: int):
-    """What is not finite is in some groups, and in others not."""
+    """What is not finite is in some groups, and in others not; zeros likewise."""
     torch.manual_seed(length)
     x = torch.randn(length)
-    x[length // 3 :: 1201], x[length // 2 :: 777] = float("nan"), -float("inf")
+    x[length // 3 :: 1201], x[length // 2 :: 777], x[length // 5 :: 990] = float("nan"), -float("inf"), 0.0
     check_quantizer(UniformQuantizer(bit_width=3, bucket_size=bucket_size), x)
 
 
@@ -70,6 +70,7 @@ def test_quantize_bytes_for_every_granularity(layout: tuple, granularity: Granul
     x = torch.randn(shape)
     x.view(-1)[::41] = float("nan")
     x.view(-1)[:9] = float("inf")
+    x.view(-1)[5::83] = 0.0
     x = x.contiguous(memory_format=memory_format)
     check_quantizer(UniformQuantizer(bit_width=4, granularity=granularity), x.bfloat16())
 

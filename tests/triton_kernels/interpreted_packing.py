@@ -91,7 +91,7 @@ def test_quantize_blocks_far_into_a_tensor(first_block: int):
     _block_far_away_kernel[(1,)](x, codes, scale, minimum, seed, target, torch.tensor(first), bit_width)
 
     geometry = UniformQuantizer(bit_width=bit_width, rounding=Rounding.NEAREST).geometry(Layout.of(x))
-    m, s = reference.calibrate(x, geometry, torch.float32, torch.float32)
+    m, s, _ = reference.calibrate(x, geometry, torch.float32, torch.float32)
     steps = ((x - m) * (torch.ones_like(s) / s)).clamp(0, 2**bit_width - 1)
     q = reference.round_codes(steps, column_bits(torch.arange(first // 8, first // 8 + 64), seed).flatten())
     assert torch.equal(scale, s) and torch.equal(minimum, m)

@@ -39,8 +39,8 @@ class DualPrecisionQuantizer(Quantizer):
 
     A map is one sample and channel. With blocks of `block` elements along each of its axes:
     low = float16(mean of the block), r = x - upsample(low), q = round((r - m) / s) as `UniformQuantizer` does it with
-    the map as its group; decoded as upsample(low) + (m + s * q). All arithmetic is float32. A zero after ReLU decodes
-    to exact 0 in maps that are all 0, elsewhere to 0 in expectation.
+    the map as its group; decoded as upsample(low) + (m + s * q). All arithmetic is float32. A block with an
+    element that is exactly 0 has a mean of 0, so that its zeros are zeros of the residual, which decode to 0.
 
     Source: DIVISION, arXiv:2208.04187, section 4 (eq. 9, 10). Differs: the residual is taken from the rounded means;
     blocks at the border that are not full are pooled over the elements they have; minimum and scale are bfloat16,

@@ -17,12 +17,14 @@ from brevact.quantizers.checks import between_levels, check_bool, check_int, mem
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
-from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE
+from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE, group_zeros
 from brevact.quantizers.rounding import Rounding
 
 _UNITS = 65535.0
 _SMALLEST_WIDTH = 2.0**-110
 """Groups with a narrower range are constant."""
+_MOST_GAPS = 60.0
+"""Gaps between levels from 0 to the level that zeros take: float32 rounding moves them by less than 2^-17 gaps."""
 
 
 class NormalizedFormat(str, Enum):
@@ -83,7 +85,9 @@ class NormalizedFormat(str, Enum):
 class NormalizedCodes(GridQuantizer):
     """Quantizer of values that are normalized already: nothing but codes is stored.
 
-    It cannot mark a NaN: whoever normalized the values knows of it from the mean.
+    It cannot mark a NaN: whoever normalized the values knows of it from the mean. And it has no code for 0, which is
+    the mean of a norm's group, not a zero of its input: nearest takes the smallest positive level, stochastic rounding
+    one of either sign.
 
     Args:
         format: Levels.
@@ -115,7 +119,10 @@ class NormalizedQuantizer(GridQuantizer):
     A batch, layer, group or instance norm in a region stores the codes of what it has normalized itself
     (`for_normalized`), and no metadata. Elsewhere each channel stores float32 mean and deviation, computed from values
     counted in 65535ths of the channel's range, so that they are the same on every device; a constant channel decodes
-    exactly. There is no code for 0: sign(0) is taken as +1.
+    exactly. There a channel with an element that is exactly 0 stores another mean, so that a level lies at 0, the one
+    that is closest to it; and a larger deviation, as far as what was inside the grid, of the channel's range, would be
+    clipped otherwise (L2 has that need, whose levels are few). In what norms have normalized themselves there is no
+    code for 0: sign(0) is taken as +1.
 
     A channel that holds NaN or an infinity stores its deviation with the sign bit set. There the highest level's code
     stands for NaN, and finite values beyond the level below it take that.
@@ -191,9 +198,38 @@ class NormalizedQuantizer(GridQuantizer):
         unit = width.double() / torch.full_like(count, _UNITS)
         deviation = ((square - mean * mean).clamp(min=0.0).sqrt() * unit).float()
         mean = (offset.double() + mean * unit).float()
+        has_zero = group_zeros(flat, geometry) & (deviation > 0)
+        aligned = self._aligned(mean, deviation, low, high, missing > 0)
+        mean, deviation = (
+            torch.where(has_zero, own, plain) for own, plain in zip(aligned, (mean, deviation), strict=True)
+        )
         deviation = torch.where(missing > 0, -deviation, deviation)
         empty = torch.isnan(low)
         return mean.masked_fill(empty, torch.nan), deviation.masked_fill(empty, torch.nan)  # without a sign
+
+    def _aligned(
+        self, mean: Tensor, deviation: Tensor, low: Tensor, high: Tensor, flagged: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(G,) mean and deviation, as close to these as may be, of which a level is exactly 0.
+
+        Decoding computes mean + deviation * level. What lies between the ends of the grid, and of the channel, does so
+        afterwards.
+        """
+        levels = _levels(self.format, mean.device)[0].double()
+        gaps = levels.diff()
+        ends = torch.full_like(gaps[:, :1], torch.inf)
+        far = levels.abs() > _MOST_GAPS * torch.cat((gaps, ends), 1).minimum(torch.cat((ends, gaps), 1))
+        ceiling = torch.where(flagged, levels[0, -2], levels[0, -1])[:, None]
+        step, zero = deviation.double()[:, None], (-mean.double() / deviation.double())[:, None]
+        below = ((zero - levels[:, :1]).clamp(min=0.0) * step).minimum(-low.double()[:, None])
+        above = ((ceiling - zero).clamp(min=0.0) * step).minimum(high.double()[:, None])
+        steps = torch.where(below > 0, below / (levels - levels[:, :1]), 0.0).maximum(step)
+        steps = steps.maximum(torch.where(above > 0, above / (ceiling - levels), 0.0))
+        steps = steps.masked_fill(far | (levels > ceiling), torch.inf)
+        least = steps.amin(1, keepdim=True)
+        chosen = (levels - zero).abs().masked_fill(steps > least, torch.inf).argmin(1)
+        scale = least[:, 0].float()
+        return -(scale * levels[0, chosen].float()), scale
 
     def grid(self, geometry: Geometry, metadata: tuple[Tensor, ...], device: torch.device) -> Grid:
         """The format's levels around each channel's mean."""

@@ -46,13 +46,15 @@ class UniformQuantizer(Quantizer):
     """Uniform quantizer with a minimum and a scale a group.
 
     With B = 2^bit_width - 1 and the stored m = round_down(min), s = round_up((max - m) / B):
-    q = clip(round((x - m) / s), 0, B), decoded as m + s * q. All arithmetic is float32.
+    q = clip(round((x - m) / s), 0, B), decoded as m + s * q. All arithmetic is float32. Where an element of a group is
+    exactly 0 and its minimum is negative, m = -k s with the integer k of the least s that covers the range, so that 0
+    decodes to 0 (see `PackedActivation`).
 
     Dithered rounding shifts the levels of a bucket by u * s, with one random u in [-1/2, 1/2), rounds to nearest, and
     stores m - u * s in place of m: each error is spread evenly over (-s/2, s/2], whatever the value. It is as unbiased
     as stochastic rounding, at half its mean variance: s^2 / 12 in place of t (1 - t) s^2 at the position t between two
     levels, s^2 / 6 on average. The errors of a bucket depend on one number, so that those of equal values are equal. A
-    bucket in which many values lie on levels or are equal, such as zeros behind a ReLU or a border, rounds
+    bucket in which an element is exactly 0, or many values lie on levels or are equal, such as a border, rounds
     stochastically (`reference.spreads`); so does one of twenty others. Buckets have at most 512 elements, or a multiple
     of 8 up to 4096, so that they lie in blocks.
 

@@ -64,11 +64,11 @@ class SideFits:
         zeros = size - number_4G[0] - number_4G[1]
         return SideFits(count, table, rows_4G, mean_4G, first_4G, second_4G, reach_4G, zeros)
 
-    def variances(self, *, keep_zeros: bool) -> Tensor:
+    def variances(self) -> Tensor:
         """Variance that is expected of each set, summed over the bucket: (G, N + 1) float64 in squared units.
 
-        It is infinite for what is out of the question: sets without zero, too, where zeros are kept and it is between
-        the ends.
+        It is infinite for what is out of the question: sets without zero, too, where an element is 0 and others have
+        both signs.
         """
         costs_4GN = self.table.costs[self.rows_4G] * (self.first_4G * self.mean_4G)[..., None]
         costs_4GN[..., 0] = self.reach_4G * self.first_4G - self.second_4G  # known: nothing lies between 0 and the end
@@ -78,9 +78,8 @@ class SideFits:
         nearest = self.table.levels[:, column][self.rows_4G[:2]].double() * self.mean_4G[:2]
         no_zero = costs_4GN[0, :, -2] + costs_4GN[1, :, -2] + self.zeros * nearest[0] * nearest[1]
         one_sided = costs_4GN[2:, :, -1]
-        if keep_zeros:
-            no_zero = torch.full_like(no_zero, torch.inf)
-            one_sided = torch.where(self.reach_4G[:2].flip(0) > 0, torch.inf, one_sided)
+        is_between = (self.zeros > 0) & (self.reach_4G[:2] > 0).all(0)
+        no_zero, one_sided = no_zero.masked_fill(is_between, torch.inf), one_sided.masked_fill(is_between, torch.inf)
         return torch.cat((split, no_zero[:, None], one_sided.t()), 1)
 
     def levels(self, chosen: Tensor) -> Tensor:

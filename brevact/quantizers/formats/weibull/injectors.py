@@ -3,8 +3,7 @@
 ``WeibullBackward<N>bit`` rounds stochastically, which makes the decoded activation unbiased, between levels that lie
 close together where a bucket of 4096 elements has most of its values; its minimum and maximum are levels. Of the same
 width, its noise has less variance than that of ``StochBackward<N>bit`` on all but evenly spread values, the less the
-longer the tails. ``keep_zeros=True`` keeps zeros exact in buckets with values on both sides, too, at some more variance
-elsewhere; after ReLU they always are.
+longer the tails. Where an element is 0, zero is a level as well.
 
 Source: TinyScript (Fu et al., ICML 2020). Differs: see `WeibullQuantizer`.
 """
@@ -26,11 +25,10 @@ class WeibullLevels(Fragment):
     """Levels of least variance in buckets of 4096 elements, which store them with their minimum and maximum."""
 
     bucket_size = 4096
-    keep_zeros = False
 
     @value
-    def quantizer(bit_width, rounding, bucket_size, keep_zeros):
-        return WeibullQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size, keep_zeros=keep_zeros)
+    def quantizer(bit_width, rounding, bucket_size):
+        return WeibullQuantizer(bit_width=bit_width, rounding=rounding, bucket_size=bucket_size)
 
 
 class WeibullBackward2bit(StochasticRounding, WeibullLevels, SaveQuantized, BackwardQuantSolver):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from brevact.geometry import Geometry, Grid
 from brevact.quantizers import passes
-from brevact.quantizers.checks import between_levels, check_bool, check_bucket_size, check_int
+from brevact.quantizers.checks import between_levels, check_bucket_size, check_int
 from brevact.quantizers.formats.weibull.fit import UNITS, SideFits
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
@@ -35,7 +35,9 @@ class WeibullQuantizer(GridQuantizer):
     - zero, and levels on both sides, dealt out in any proportion;
     - as many levels on either side, and no zero;
     - levels above the minimum, whose distance counts as the magnitude (or below the maximum, likewise): always so where
-      a bucket has values on one side only, for example after ReLU, whose zeros stay exact.
+      a bucket has values on one side only, for example after ReLU.
+
+    An element that is exactly 0 decodes to 0: where there is one between minimum and maximum, zero is a level.
 
     Stored beside the codes: float32 minimum, maximum and offset of each bucket (the offset is zero, or the end on which
     the magnitudes stand), and bfloat16 distances from the offset of its 2^bit_width - 2 other levels. Code 0 stands for
@@ -46,7 +48,7 @@ class WeibullQuantizer(GridQuantizer):
 
     Source: TinyScript (Fu et al., ICML 2020), algorithms 1 and 2, equation 2. Differs: levels are best for the largest
     value of the bucket, not for 3 standard deviations; shapes go up to 4, not 1; the split of levels between the sides
-    is chosen, not even, and zero is left out where that has less variance, unless `keep_zeros`.
+    is chosen, not even, and zero is left out where no element is 0 and that has less variance.
 
     >>> q = WeibullQuantizer(bit_width=2)
     >>> x = torch.tensor([0.0, 0.0, 0.1, 0.1, 0.2, 0.3, 0.5, 8.0])
@@ -57,7 +59,6 @@ class WeibullQuantizer(GridQuantizer):
         bit_width: Bits a code: 2, 3 or 4.
         rounding: Stochastic: unbiased. Nearest: to the closer of the same levels.
         bucket_size: Consecutive elements that share levels; None for the whole tensor.
-        keep_zeros: Whether zeros stay exact in buckets with values on both sides, too.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -67,7 +68,6 @@ class WeibullQuantizer(GridQuantizer):
     bit_width: int = 2
     rounding: Rounding = Rounding.STOCHASTIC
     bucket_size: int | None = 4096
-    keep_zeros: bool = False
 
     def __post_init__(self) -> None:
         """Validate, and turn strings into enums."""
@@ -79,7 +79,6 @@ class WeibullQuantizer(GridQuantizer):
             )
         check_bucket_size("bucket_size", self.bucket_size)
         object.__setattr__(self, "rounding", between_levels(self.rounding))
-        check_bool("keep_zeros", self.keep_zeros)
 
     def geometry(self, layout: Layout) -> Geometry:
         """Blocks, and a group a bucket."""
@@ -109,7 +108,7 @@ class WeibullQuantizer(GridQuantizer):
         below, above = ((part.double() * inverse).round() for part in (middle - low, high - middle))
         count = 1 << self.bit_width
         fits = SideFits.of(sums.double(), below, above, _sizes(geometry, flat.device) - missing, count)
-        chosen = fits.variances(keep_zeros=self.keep_zeros).argmin(1)
+        chosen = fits.variances().argmin(1)
         offset = torch.where(chosen == count, low, torch.where(chosen == count - 1, high, middle))
         largest = torch.finfo(torch.bfloat16).max
         levels_GN = (fits.levels(chosen) * (width.double() / units)[:, None]).float().clamp(-largest, largest)
