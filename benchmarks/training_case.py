@@ -117,7 +117,7 @@ def measure(case: TrainingCase) -> dict[str, Any]:
     base = status_mib("VmRSS")
     if packed:
         brevact.quantizer(brevact.StochBackward4bit).quantize(torch.zeros(4096)).dequantize()
-        brevact.quantize_backward(model)
+        brevact.quantize_backward(model, _policy(case.variant))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loaded = status_mib("VmRSS")
     if case.limit_mib:
@@ -137,6 +137,17 @@ def measure(case: TrainingCase) -> dict[str, Any]:
     times["first_step_s"] = round(first_step, 3)
     memory = {"base_mib": base, "loaded_mib": loaded, "peak_mib": peak, "kept_mib": kept_bytes(loss) / _MIB}
     return {**{name: round(value, 1) for name, value in memory.items()}, **times}
+
+
+def _policy(variant: str) -> Any:
+    """`DEFAULT`, which packs inputs of checkpoints, too, where there are some."""
+    from torch.utils.checkpoint import checkpoint
+
+    import brevact
+
+    if not variant.endswith("checkpoint"):
+        return brevact.DEFAULT
+    return brevact.Policy({checkpoint: brevact.DitherBackward4bit, **brevact.DEFAULT.rules})
 
 
 def kept_bytes(loss: Callable[[], Any]) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 import brevact
-from brevact.policy.presets import computes_attention, is_activation_function, is_norm
+from brevact.policy.predicates import computes_attention, is_activation_function, is_norm
 from brevact.policy.words import quantizer_of
 
 M = TypeVar("M", bound=nn.Module)

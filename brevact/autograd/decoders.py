@@ -15,7 +15,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.quality import Quality
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Saved, one_object_each
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Saved, decoded_times, one_object_each
 from brevact.autograd.storages import versions_of
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import (
@@ -151,8 +151,45 @@ def without_gaps(x: Tensor) -> Tensor:
     return distinct.contiguous().expand(x.shape)
 
 
+class _Pairs(NamedTuple):
+    """Decodes the real and imaginary parts of a complex tensor, which lie side by side."""
+
+    decoder: Any
+    is_conjugate: bool
+
+    @property
+    def quality(self) -> Quality:
+        quality: Quality = self.decoder.quality
+        return quality
+
+    @property
+    def lasts(self) -> bool:
+        return bool(getattr(self.decoder, "lasts", False))
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return complex_of(self.decoder.decode(tensors), self.is_conjugate)
+
+    multiply = decoded_times
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.decoder.described(tensors)
+
+
+def pairs_of(x: Tensor) -> Tensor:
+    """Return the real and imaginary parts of a complex tensor, or of its conjugate if that is stored, as pairs."""
+    x = x.detach().resolve_neg()
+    return torch.view_as_real(x.conj() if x.is_conj() else x)
+
+
+def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
+    """Return what :func:`pairs_of` was given."""
+    x = torch.view_as_complex(pairs)
+    return x.conj() if is_conjugate else x
+
+
 AS_IT_IS = _AsItIs()
 decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
+decoder_of_pairs = one_object_each(_Pairs)
 
 
 class SavedByHook:

@@ -100,14 +100,14 @@ def derive_curved(region: Keeper, out: Tensor, function: PointFunction, source: 
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:
-    """Return what keeps an operand: small ones as they are, weights in a copy, since both may change."""
+    """Return what keeps an operand: small ones as the op keeps them, weights in a copy, since both may change."""
     kept = own if own is not None and own[1] is not AS_IT_IS else region.find_kept(x)
     if kept is not None:
         return kept
     if x.numel() * ELEMENTS_OF_SMALL > out.numel():
         return None
     if own is not None and not region.is_weight(x):
-        return (x.detach(),), AS_IT_IS
+        return (own[0][0].detach(),), AS_IT_IS  # no view that would hold a larger storage
     return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
 
 

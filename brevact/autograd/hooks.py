@@ -23,24 +23,45 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
 
+class Attachment:
+    """What the hooks of one policy on one model share, by which they know each other's regions.
+
+    The root is the hook of the model itself, None where no rule matches it.
+    """
+
+    def __init__(self) -> None:
+        self.root: Any = None
+
+    @property
+    def settings(self) -> BackwardSettings | None:
+        """What code of the model outside of its modules stores for backward; None for full precision."""
+        return None if self.root is None else self.root.settings
+
+
 class _EnterRegion:
     """Forward pre-hook: the module's forward runs in a region while the module trains."""
 
-    def __init__(self, settings: BackwardSettings | None, origin: str, label: tuple[Any, ...]) -> None:
+    inherits = False
+    attachment: Attachment | None = None  # of pickles of earlier versions
+
+    def __init__(
+        self, settings: BackwardSettings | None, origin: str, label: tuple[Any, ...], attachment: Attachment | None
+    ) -> None:
         self.settings = settings
         self.origin = origin
         self.label = label
+        self.attachment = attachment
 
     @compiled_mode.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         if _is_compiling():
-            compiled_mode.enter(self.settings, module)
+            compiled_mode.enter(self.settings, module, inherits=self.inherits)
             return
         regions, frame = active.regions, sys._getframe(1)
         if regions:
             enclosing = regions[-1]
             if (
-                enclosing.given is self.settings
+                ((self.inherits and enclosing.attachment is self.attachment) or enclosing.given is self.settings)
                 and enclosing.owner is not module  # it does not call itself
                 and top_hooks(True) == enclosing.hooks.innermost
                 and not enclosing.norms_only
@@ -52,11 +73,11 @@ class _EnterRegion:
     def _enter(self, module: nn.Module, frame: FrameType) -> None:
         leave_abandoned(frame)
         if compiled_mode.is_exporting():
-            compiled_mode.enter(self.settings, module)
+            compiled_mode.enter(self.settings, module, inherits=self.inherits)
         elif self._is_needed(module):
             enclosing = active.regions[-1] if active.regions else None
             norms_only = not module.training and (enclosing is None or enclosing.norms_only)
-            entered = Region(self.settings, module, norms_only=norms_only).__enter__()
+            entered = Region(self.settings, module, norms_only=norms_only, attachment=self.attachment).__enter__()
             running.forwards.append((module, entered, frame))
 
     def _is_needed(self, module: nn.Module) -> bool:
@@ -73,7 +94,34 @@ class _EnterRegion:
         if enclosing is None:
             return settings is not None and (module.training or settings.changes_forward)
         same = enclosing.given is settings or enclosing.given == settings
+        same = same or (self.inherits and enclosing.attachment is self.attachment)
         return not same or not enclosing.hooks.are_innermost() or (enclosing.norms_only and module.training)
+
+
+class _InheritRegion(_EnterRegion):
+    """Forward pre-hook of a module without a rule, which runs as the module around it: called by itself, in its region.
+
+    Inside a region of the same policy it does nothing. Its settings are those that the hook of the module around it has
+    at the time, unless they are for this module alone.
+    """
+
+    inherits = True
+
+    def __init__(self, around: Any, own: BackwardSettings | None = None) -> None:
+        self.around = around
+        self.own = own
+        self.origin = around.origin
+        self.attachment = around.attachment
+
+    @property
+    def settings(self) -> BackwardSettings | None:  # type: ignore[override]
+        """What ops inside store for backward; None for full precision."""
+        return self.around.settings if self.own is None else self.own
+
+    @property
+    def label(self) -> tuple[Any, ...]:  # type: ignore[override]
+        """Texts that say where the settings come from."""
+        return self.around.label
 
 
 def _change_forward(*settings: BackwardSettings | None) -> bool:
@@ -108,7 +156,12 @@ class _ExitRegion:
 
 
 def attach_region(
-    module: nn.Module, settings: BackwardSettings | None, origin: str = "layer", *, label: tuple[Any, ...] = ()
+    module: nn.Module,
+    settings: BackwardSettings | None,
+    origin: str = "layer",
+    *,
+    label: tuple[Any, ...] = (),
+    attachment: Attachment | None = None,
 ) -> None:
     """Let the forward of ``module`` run in a region, through forward hooks; a second call replaces the first.
 
@@ -121,10 +174,31 @@ def attach_region(
         settings: what its ops store for backward; None keeps full precision inside an enclosing region.
         origin: who attaches it; regions of different origins stand beside each other.
         label: texts that say where the settings come from.
+        attachment: what it shares with the other regions of a policy; None for a region that stands for itself.
     """
-    detach_region(module, origin)
-    module.register_forward_pre_hook(_EnterRegion(settings, origin, label))
-    module.register_forward_hook(_ExitRegion(origin), always_call=True)
+    _attach(module, _EnterRegion(settings, origin, label, attachment))
+
+
+def inherit_region(module: nn.Module, around: Any, own: BackwardSettings | None = None) -> None:
+    """Let the forward of ``module`` run in a region as that of the module around it, where it is called by itself.
+
+    Args:
+        module: any module; it is changed in place.
+        around: the hook (:func:`regions_of`) of the module around it.
+        own: settings for this module alone, in place of those of ``around``.
+    """
+    _attach(module, _InheritRegion(around, own))
+
+
+def _attach(module: nn.Module, hook: _EnterRegion) -> None:
+    detach_region(module, hook.origin)
+    module.register_forward_pre_hook(hook)
+    module.register_forward_hook(_ExitRegion(hook.origin), always_call=True)
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Return whether a module keeps forward hooks that run: one of ``torch.jit``, scripted or traced, does not."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 def detach_region(module: nn.Module, origin: str = "layer") -> bool:
@@ -144,7 +218,18 @@ def detach_region(module: nn.Module, origin: str = "layer") -> bool:
 
 def regions_of(module: nn.Module) -> list[Any]:
     """Return the hooks that hold the ``settings`` of a module's regions; new ones count from the next forward on."""
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _EnterRegion)]
+    return [hook for hook in module._forward_pre_hooks.values() if type(hook) is _EnterRegion]
+
+
+def inherited_region(module: nn.Module) -> Any:
+    """Return the hook of a module that runs as the module around it (:func:`inherit_region`), or None."""
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _InheritRegion)), None)
+
+
+def attachments_of(module: nn.Module) -> list[Attachment]:
+    """Return the policies whose regions a module has."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _EnterRegion)]
+    return [hook.attachment for hook in hooks if hook.attachment is not None]
 
 
 def has_region(module: nn.Module, origin: str = "layer") -> bool:
@@ -157,10 +242,12 @@ class region(ContextDecorator):
 
     Args:
         settings: what the ops inside store for backward; None keeps full precision, also inside another region.
+        attachment: the policy of a model, if the block runs as the code of that model.
     """
 
-    def __init__(self, settings: BackwardSettings | None) -> None:
+    def __init__(self, settings: BackwardSettings | None, attachment: Attachment | None = None) -> None:
         self.settings = settings
+        self.attachment = attachment
         self._entered: list[Region | None] = []
 
     @compiled_mode.skipped_by_dynamo
@@ -169,8 +256,10 @@ class region(ContextDecorator):
             compiled_mode.TracingMode(compiled_mode.text_of(self.settings)).__enter__()
             return
         leave_abandoned(sys._getframe(1))
-        entered = None if active.disabled or is_tracing() else Region(self.settings).__enter__()
-        self._entered.append(entered)
+        if active.disabled or is_tracing():
+            self._entered.append(None)
+        else:
+            self._entered.append(Region(self.settings, attachment=self.attachment).__enter__())
 
     @compiled_mode.skipped_by_dynamo
     def __exit__(self, *exc_info: object) -> None:

@@ -119,6 +119,13 @@ class EagerKeeper(Keeper, Protocol):
     is_distributed: bool
     """Whether processes share the model."""
 
+    by_op: dict[str, Any]
+    """What some ops store in place of ``settings``, by their names."""
+
+    def of_op(self, name: str, *, saves: bool = False) -> Any:
+        """Return the region, not entered yet, of an op that has settings of its own."""
+        ...
+
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed."""
         ...

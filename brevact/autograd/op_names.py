@@ -12,7 +12,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from brevact.autograd.checkpoints import CHECKPOINT
 from brevact.autograd.ops import OPS
 from brevact.autograd.ops.op import NOTHING, Op, Saves
 
@@ -60,7 +62,7 @@ def _named() -> dict[Callable, str]:
 
 
 #: The op of each torch function of which a region stores something that a quantizer, or full precision, changes.
-OP_NAMES: dict[Callable, str] = _named()
+OP_NAMES: dict[Callable, str] = {**_named(), checkpoint: CHECKPOINT}
 
 
 def is_torch_function(x: Any) -> bool:

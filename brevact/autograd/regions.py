@@ -31,7 +31,14 @@ from brevact.autograd.store import Store
 from brevact.autograd.transforms import is_distributed
 from brevact.autograd.weights import ModelState, is_known_activation, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
-from brevact.private_names.of_torch import REGIONS, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
+from brevact.private_names.of_torch import (
+    REGIONS,
+    is_any_autocast_enabled,
+    len_dispatch_stack,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -45,7 +52,12 @@ class Region(Store):
     """
 
     def __init__(
-        self, settings: BackwardSettings | None, owner: nn.Module | None = None, *, norms_only: bool = False
+        self,
+        settings: BackwardSettings | None,
+        owner: nn.Module | None = None,
+        *,
+        norms_only: bool = False,
+        attachment: Any = None,
     ) -> None:
         self.given = settings
         #: What some ops store in place of ``settings``, by their names.
@@ -55,6 +67,8 @@ class Region(Store):
         self.settings = settings
         self.owner = owner
         self.norms_only = norms_only
+        #: The policy of the model whose code it is, or of the region around it.
+        self.attachment = attachment
         self.packs = settings is not None and not norms_only
         self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
@@ -73,7 +87,10 @@ class Region(Store):
             self.mode.__enter__()
         else:
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
+            if self.attachment is None:
+                self.attachment = self.parent.attachment
         self.is_alone = self.hooks.are_alone()
+        self.is_counted = self.hooks.scope is not None and len_dispatch_stack() > 0
         self.is_distributed = is_distributed()
         active.regions.append(self)
         self._describe()
@@ -93,12 +110,15 @@ class Region(Store):
         """Tell Dynamo about the region, which asks its mode."""
         self.mode.text, self.mode.norms_only = compiled_mode.text_of(self.given), self.norms_only
 
-    def of_op(self, name: str) -> Region:
+    def of_op(self, name: str, *, saves: bool = False) -> Region:
         """Return the region, not entered yet, of an op that has settings of its own (``by_op``).
 
         It packs nothing where this one does not: without gradients, or under saved-tensor hooks that were entered here.
+        The hooks of this one say that it ``saves``; torch calls them without gradients.
         """
-        norms_only = self.norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
+        norms_only = self.norms_only
+        if not saves:
+            norms_only = norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
         key = name, norms_only
         if key not in self._of_ops:
             self._of_ops[key] = Region(self.by_op[name], self.owner, norms_only=norms_only)
@@ -120,7 +140,7 @@ class Region(Store):
             elif x.requires_grad:
                 return False
             elif x.numel() != 1 and x.dtype is not torch.bool:
-                if x.is_floating_point():
+                if x.is_floating_point() or x.is_complex():
                     return False
                 indexed = True
         return found and not (looks_up and indexed and trains)
@@ -135,7 +155,7 @@ class Region(Store):
     def mark_weight(self, result: Any, weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
         if isinstance(result, Tensor):
-            is_marked = result.is_floating_point() or result.dtype is torch.bool
+            is_marked = result.is_floating_point() or result.is_complex() or result.dtype is torch.bool
         else:
             is_marked = isinstance(result, tuple | list)
         if is_marked:

@@ -20,6 +20,9 @@ R = TypeVar("R")
 #: Data types of activations that are packed.
 ACTIVATION_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
+#: Of those that are packed as pairs of real numbers.
+COMPLEX_DTYPES = frozenset((torch.complex32, torch.complex64, torch.complex128))
+
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations is not supported: the "
     "stored codes have no derivative. Run the part of the model that needs second derivatives at full precision (a "

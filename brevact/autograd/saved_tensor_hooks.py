@@ -16,27 +16,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import storage_report
+from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.base import is_activation, is_plain
+from brevact.autograd.ops.base import is_activation, is_complex, is_plain
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_small, reported
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.autograd.weights_again import remember
+from brevact.private_names.of_torch import DisableTorchFunction
 
 
 class SavedTensorHooks(HookStack):
     """The saved-tensor hooks of one region, inside those ``around`` it, which keep what torch's own ops save."""
 
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
-        super().__init__((self._pack, unpack), around, is_empty=region.settings is None)
+        is_empty = region.settings is None and CHECKPOINT not in region.by_op
+        super().__init__((self._pack, unpack), around, is_empty=is_empty)
         self._region = region
         self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
         # Input and weight of torch's own layer that runs in place of a Function.
@@ -130,6 +134,9 @@ class SavedTensorHooks(HookStack):
             self._of_weights.append((stored, x))
             return stored
         layer = self.layer
+        if layer is None and self.kept is None and saves_input(sys._getframe(1)):
+            with DisableTorchFunction():  # the region's mode is active: what runs is no torch function
+                return self._hand_on(self._keep_input_of_checkpoint(x))
         if layer is not None and x is layer[1]:
             if self._outer is None and is_parameter_or_view(x) and not storage_report.recorders:
                 return x if x.grad_fn is None else x.detach(), x._version
@@ -151,10 +158,14 @@ class SavedTensorHooks(HookStack):
             if known is not None and x.numel() >= self._region.settings.min_numel:
                 kept = reported(known)
             elif layer is not None and self._is_small_output(x):
-                kept = keep_small(x)
+                kept = keep_small(x, self._region.settings)
             else:
                 with self.suspended:  # a quantizer may use autograd, too
                     kept = self._region.keep(x) if is_input else self._keep(x)
+        return self._hand_on(kept)
+
+    def _hand_on(self, kept: Saved) -> SavedByHook | tuple[Tensor, int]:
+        """Return what autograd holds in place of a tensor; hooks around the region see what is really stored."""
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
             if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
@@ -174,6 +185,18 @@ class SavedTensorHooks(HookStack):
         """Whether ``x`` looks like autocast's copy of a frozen weight."""
         return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
 
+    def _keep_input_of_checkpoint(self, x: Tensor) -> Saved:
+        """Keep a tensor from which a function is computed again: as it is, unless a rule for checkpoints packs it."""
+        region = self._region
+        if storage_report.recorders:
+            storage_report.report_op(checkpoint, INPUT_OF_CHECKPOINT)
+        if not is_activation(x) and not is_complex(x):
+            return self._keep(x)
+        if region.by_op.get(CHECKPOINT) is None:
+            return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
+        with region.of_op(CHECKPOINT, saves=True) as of_checkpoints, of_checkpoints.hooks.suspended:
+            return of_checkpoints.hooks._keep(x)
+
     def _keep(self, x: Tensor) -> Saved:
         region = self._region
         settings = region.settings
@@ -187,7 +210,7 @@ class SavedTensorHooks(HookStack):
             why = storage_report.OUT_OF_SIGHT
         elif x.dtype is torch.bool:
             return keep_mask(x)
-        elif not is_activation(x):
+        elif not (is_activation(x) or is_complex(x)):
             why = storage_report.NO_FLOATS
         elif self._is_frozen_weight(x):
             why = storage_report.WEIGHT
@@ -197,9 +220,10 @@ class SavedTensorHooks(HookStack):
 
     def _keep_small(self, x: Tensor) -> Saved:
         """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
-        if x.is_floating_point() and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
-            return keep_small(x)
-        return keep_as_it_is(x, storage_report.SMALL if x.is_floating_point() else storage_report.NO_FLOATS)
+        has_floats = x.is_floating_point() or x.is_complex()
+        if has_floats and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
+            return keep_small(x, self._region.settings)
+        return keep_as_it_is(x, storage_report.SMALL if has_floats else storage_report.NO_FLOATS)
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

@@ -1,10 +1,12 @@
-"""Seeds for the stochastic quantizers, drawn from torch's generator without disturbing the forward pass.
+"""Seeds for the stochastic quantizers: they follow from torch's generator, and change no other random number.
 
-Within a root region seeds come from a generator of its own, seeded by what torch's default generator would draw next;
-the default generator moves on by that single draw when the region ends. So ``torch.manual_seed`` fixes every code, no
-two tensors and no two steps share noise, and the random numbers that the model itself draws inside the region (dropout
-masks, say) are those of the model without backward quantization. Between two root regions of one forward pass (layers
-with a quantizer of their own, without a region around them) that one draw lies between the model's own.
+Within a root region seeds follow from the state of torch's default generator, as ``torch.manual_seed`` sets it. When
+the region ends, bits of that state count on of which no random number is made (``generator_state``). So
+``torch.manual_seed`` fixes every code, no two tensors and no two steps share noise, also where nothing else is drawn
+between them, and all random numbers of the model and of the loop around it (dropout masks, the order of a data set)
+are those without backward quantization. What restores the generator's state (``fork_rng``, checkpoints, a run that
+resumes) restores these bits. Without such bits, and where regions of several threads overlap, which might draw while
+the state is written, the generator passes one draw instead.
 
 The processes of a distributed run, of which each has its part of the batch, draw different noise, also where all were
 seeded alike: the rank in the default process group is mixed into each seed (rank 0 draws what a single process does).
@@ -13,14 +15,17 @@ Gradients of a parameter that several ranks hold are equal on them once they are
 While a CUDA graph is captured, seeds come from the device's default generator, which the graph advances in each replay:
 each replay draws new noise.
 
-While a backward pass runs, a region belongs to a recomputation (checkpoint), which rewinds the generator by itself. If
+While a backward pass runs, a region belongs to a recomputation (checkpoint), which restores the generator by itself. If
 it was a root region in the forward pass, too (a layer with a quantizer of its own in a non-reentrant checkpoint), it
-does what it did there: the same seeds, and the generator moves on. Otherwise (a reentrant checkpoint, a region around
-the checkpoint that is gone) the generator does not move, and the regions of one backward pass are told apart by
-counting them.
+does what it did there: the same seeds, and the same count. Otherwise (a reentrant checkpoint, a region around the
+checkpoint that is gone) nothing counts on, and the regions of one backward pass are told apart, and from those of the
+forward pass, by counting them.
 
 ``seeded`` measures what quantization alone does: regions then draw from a seed that is given, in turn, and the
-generator does not move at all, in a forward pass or in a recomputation.
+generator does not change at all, in a forward pass or in a recomputation.
+
+Torch's modes of others do not see how seeds are drawn: a selective checkpoint, which counts the ops of a function, may
+recompute it where a region is a root that was inside another one in the forward pass.
 """
 
 from __future__ import annotations
@@ -29,13 +34,14 @@ import collections
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from brevact.private_names.of_torch import current_graph_task
+from brevact.private_names.generator_state import count_on, fingerprint
+from brevact.private_names.of_torch import DisableTorchFunction, active_fake_mode, current_graph_task, no_dispatch_modes
 from brevact.quantizers import draw_seed
 
 _BLOCK = 256  # seeds that are drawn at once on a device
@@ -108,15 +114,18 @@ class SeedStream:
         return int(self.next(_HOST))
 
     def close(self) -> None:
-        """Let torch's default generator pass the draw that the seeds came from."""
+        """Tell the seeds of the next region from these: torch's default generator counts on."""
         if self._base is None:
             return
         with _lock:
             _in_use[self._base] -= 1
             if not _in_use[self._base]:
                 del _in_use[self._base]
+            is_alone = not _in_use
         if self._moves:
-            torch.randint(_LOW, _HIGH, (), device="cpu", generator=torch.default_generator)
+            with DisableTorchFunction(), no_dispatch_modes():
+                if not (is_alone and count_on(torch.default_generator)):
+                    torch.randint(_LOW, _HIGH, (), device="cpu", generator=torch.default_generator)
 
 
 def draw_anew(device: torch.device) -> Tensor:
@@ -134,9 +143,9 @@ def rank_seed() -> int:
 
 
 def _claim_base(owner: int | None) -> tuple[int, bool]:
-    """Return a seed for a region, and whether the generator moves on when it ends.
+    """Return a seed for a region, and whether the generator counts on when it ends.
 
-    The seed is what the default generator draws next, changed where another region has it.
+    The seed follows from the state of the default generator; it is changed where another region has it.
     """
     global _recomputed
     if _given is not None:
@@ -144,9 +153,8 @@ def _claim_base(owner: int | None) -> tuple[int, bool]:
             base = next(_given) % 2**64
             _in_use[base] += 1
         return base, False
-    fork = torch.Generator("cpu")
-    fork.set_state(torch.default_generator.get_state())
-    base = (int(torch.randint(_LOW, _HIGH, (), device="cpu", generator=fork)) ^ rank_seed()) % 2**64
+    with DisableTorchFunction(), no_dispatch_modes():
+        base = (fingerprint(torch.default_generator) ^ rank_seed()) % 2**64
     with _lock:
         backward = current_graph_task()
         moves = backward == -1 or (owner is not None and _roots.get(base) == owner)
@@ -155,7 +163,7 @@ def _claim_base(owner: int | None) -> tuple[int, bool]:
             if len(_roots) > _MOST_ROOTS:
                 _roots.popitem(last=False)
         elif not moves:
-            count = _recomputed[1] + 1 if _recomputed[0] == backward else 0
+            count = _recomputed[1] + 1 if _recomputed[0] == backward else 1
             _recomputed = (backward, count)
             base = _mix(base, count)
         while base in _in_use:  # a region of another thread that forked the same state
@@ -178,7 +186,9 @@ def _seeds(device: torch.device, base: int) -> Iterator[int | Tensor]:
 def _drawn_seeds(device: torch.device, base: int) -> Iterator[Tensor]:
     generator = torch.Generator(device).manual_seed(base)
     while True:
-        yield from torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator).unbind()
+        with DisableTorchFunction(), nullcontext() if active_fake_mode() else no_dispatch_modes():
+            block = torch.randint(_LOW, _HIGH, (_BLOCK,), device=device, generator=generator).unbind()
+        yield from block
 
 
 def _split_mixes(state: int) -> list[int]:

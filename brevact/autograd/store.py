@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.decoders import AS_IT_IS, PackedOnBackward, decoder_of_mask, decoder_of_packed, without_gaps
+from brevact.autograd.decoders import (
+    AS_IT_IS,
+    PackedOnBackward,
+    complex_of,
+    decoder_of_mask,
+    decoder_of_packed,
+    decoder_of_pairs,
+    pairs_of,
+    without_gaps,
+)
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.quality import EXACT
@@ -17,9 +27,11 @@ from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
 from brevact.autograd.weights import is_parameter
+from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
 
 _is_grad_enabled = torch.is_grad_enabled
+_NO_CONTEXT = nullcontext()
 _shared = SharedPacks()
 
 
@@ -29,11 +41,17 @@ def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
     return reported(kept, why) if storage_report.recorders else kept
 
 
-def keep_small(x: Tensor) -> Saved:
-    """Keep a small tensor; a view of a larger storage, a class token say, is copied, so as not to hold all of it."""
-    if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes:
-        x = x.detach().clone()
-    return keep_as_it_is(x, storage_report.SMALL)
+def compact(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy if it is a view of a larger storage, a class token say, so as not to hold all of it."""
+    return x.detach().clone() if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes else x
+
+
+def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
+    """Keep a small tensor, and of a larger storage no more than that.
+
+    Exact settings keep a view, as torch does: torch's kernels compute other last bits from a copy in other strides.
+    """
+    return keep_as_it_is(x if settings.is_exact else compact(x), storage_report.SMALL)
 
 
 def keep_mask(mask: Tensor, negative_slope: float = 0.0) -> Saved:
@@ -53,20 +71,31 @@ class Store(EagerKeeper):
 
     places: Iterator[int]
     """Numbers of the tensors that a quantizer with statistics keeps."""
+    is_counted: bool
+    """Whether a mode in a checkpoint counts ops (a selective one): those of packing, which may be packed already when
+    the forward runs and not when it is recomputed, are none of them."""
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.
 
         It is packed once if it is to be shared: it outlives this op as a tensor that other ops may save too. Of the
         input of a norm, the normalized values are packed, and its statistics kept beside. A view of a parameter,
-        learned queries that several samples share, is no activation.
+        learned queries that several samples share, is no activation. Complex numbers are packed as pairs of real ones.
 
         Returns what is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x``
         derives from; otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements,
         or the settings are exact.
         """
+        if self.is_counted and not is_traced(x):
+            with no_dispatch_modes():
+                return self._keep_any(x, share, norm)
+        return self._keep_any(x, share, norm)
+
+    def _keep_any(self, x: Tensor, share: bool, norm: NormInput | None) -> Saved:
         if norm is None and share and self.settings.packs_by_plan and (planned := self._keep_by_plan(x)) is not None:
             return planned
+        if x.is_complex():
+            return self._keep_pairs(x, share)
         if x._is_view() and is_parameter(x._base):
             kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
             return kept if norm is None else norm.unpacked(kept)
@@ -89,9 +118,20 @@ class Store(EagerKeeper):
         _shared.add_vectors(x, (settings.key, False), (buffer,), decoder)
         return (buffer,), decoder
 
+    def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
+        """Keep a complex tensor as pairs of real numbers."""
+        known = known_values.find(x)
+        if known is not None:
+            return reported(known)
+        tensors, decoder = self.keep(pairs_of(x), share=share)
+        if decoder is AS_IT_IS:
+            return (complex_of(tensors[0], x.is_conj()),), AS_IT_IS
+        return tensors, decoder_of_pairs(decoder, x.is_conj())
+
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
         """Keep the input of a norm by a quantizer that has a form for normalized values."""
-        return self._keep(x, self.settings.for_normalized, True, norm)
+        with no_dispatch_modes() if self.is_counted and not is_traced(x) else _NO_CONTEXT:
+            return self._keep(x, self.settings.for_normalized, True, norm)
 
     def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
         # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.
@@ -178,7 +218,7 @@ def _report_statistics(kept: Saved) -> None:
 def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool, may_derive: bool, scope: Any) -> Saved | None:
     """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
     if x.numel() < settings.min_numel:
-        return keep_small(x)
+        return keep_small(x, settings)
     known = None
     if share:
         known = known_values.find(x, settings if may_derive else None, scope)

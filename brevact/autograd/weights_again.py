@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.ops.base import is_plain
+from brevact.autograd.ops.base import is_complex, is_plain
 from brevact.autograd.saved import decoded_times
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
@@ -140,7 +140,9 @@ def remember(
     ``saved`` are the tensors that autograd stores for it.
     """
     if not (
-        region.is_activation(result) and result.numel() >= region.settings.min_numel and _is_pure(func, args, kwargs)
+        (region.is_activation(result) or is_complex(result))
+        and result.numel() >= region.settings.min_numel
+        and _is_pure(func, args, kwargs)
     ):
         return
     recipe = _Writer(region, saved).write(func, args, kwargs, result)

@@ -18,6 +18,7 @@ from torch import nn
 
 from brevact import injectors
 from brevact.autograd import attach_region, detach_region
+from brevact.autograd.hooks import takes_hooks
 from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
 from brevact.injectors import backward_settings_from
 from brevact.policy.fitted_layers import layers_of
@@ -141,7 +142,8 @@ def with_quantizers(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator
     modules = dict(model.named_modules(remove_duplicate=False))
     with without_policy(model):
         for name, source in quantizers.items():
-            attach_region(modules[name], None if source is None else backward_settings_from(source), POLICY)
+            if takes_hooks(modules[name]):
+                attach_region(modules[name], None if source is None else backward_settings_from(source), POLICY)
         yield
 
 

@@ -11,17 +11,11 @@ from torch import nn
 
 from brevact.bit_widths.fit import fit
 from brevact.policy.attach import quantize_backward
-from brevact.policy.presets import Policy
-from brevact.policy.words import budget_of, quantizer_of, with_settings
+from brevact.policy.text import read_policy
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss
 
 M = TypeVar("M", bound=nn.Module)
-_ACCEPTED = (
-    'accepted are "default", "none" for full precision, a backward quantizer or policy such as "StochBackward2bit" or '
-    '"StochBackward4bit:bucket_size=256", a budget such as "24x", "512MiB" or "noise=0.05", and the path of a JSON file'
-)
-_FULL_PRECISION = Policy({"": None})
 
 
 @dataclass(frozen=True)
@@ -107,18 +101,5 @@ def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
         TypeError: ``text`` is neither text nor a path.
         ValueError: it is none of these, or a setting is not known or out of range.
     """
-    if not isinstance(text, str | os.PathLike):
-        raise TypeError(f"policy: got {brief(text)} of type {type(text).__name__}; {_ACCEPTED}")
-    words = os.fsdecode(text).strip()
-    if words.endswith(".json"):
-        return PolicySpec(words, Policy.load(words))
-    if words.lower() == "none":
-        return PolicySpec(words, _FULL_PRECISION)
-    try:
-        budget = budget_of(words)
-        if budget is not None:
-            return PolicySpec(words, None, budget)
-        source, settings = quantizer_of(words)
-        return PolicySpec(words, with_settings(source, settings) if settings else source)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"policy {brief(words)}: {error}; {_ACCEPTED}") from error
+    source, budget = read_policy(text)
+    return PolicySpec(os.fsdecode(text).strip(), source, budget)

@@ -22,6 +22,8 @@ from brevact.reports.memory import memory_report
 from brevact.version import __version__
 
 OK, NOTE, WRONG = "ok", "note", "WRONG"
+#: What to do where torchvision does not import.
+TORCHVISION = "install the torchvision of this torch: https://pytorch.org/get-started/locally"
 #: Libraries that are used where they are installed, and what for.
 _OPTIONAL = {
     "matplotlib": "plots of reports",
@@ -61,7 +63,9 @@ def _versions() -> Iterator[Finding]:
     try:
         lines = importlib.metadata.requires("brevact") or []
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(NOTE, "brevact is not installed, so that versions cannot be checked", "pip install brevact")
+        yield Finding(
+            NOTE, "brevact is not installed, so that versions cannot be checked", "pip install . in a checkout"
+        )
         return
     for requirement in map(Requirement, lines):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -160,5 +164,4 @@ def _optional() -> Iterator[Finding]:
         try:
             importlib.import_module("torchvision")
         except (RuntimeError, OSError, ImportError) as error:
-            fix = "install the torchvision of this torch: https://pytorch.org/get-started/locally"
-            yield Finding(NOTE, f"torchvision does not import ({error}), and neither does what imports it", fix)
+            yield Finding(NOTE, f"torchvision does not import ({error}), and neither does what imports it", TORCHVISION)

@@ -6,7 +6,9 @@ import argparse
 import importlib
 import json
 import operator
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from brevact.bit_widths.spec import parse_policy
+from brevact.command_line.doctor import TORCHVISION
 from brevact.reports.batches import tensors_of
 from brevact.reports.memory import memory_report
 
@@ -30,7 +33,8 @@ def report(options: argparse.Namespace) -> str:
     spec = parse_policy(options.policy)
     shape = _shape(options.shape)
     folder = Path(options.model)
-    model = _from_folder(folder) if folder.is_dir() else _made(options.model)
+    with _short_errors(options.model):
+        model = _from_folder(folder) if folder.is_dir() else _made(options.model)
     model = model.to(_device(options.device))
     dtype = _dtype(model, options.dtype)
     try:
@@ -68,6 +72,23 @@ def _device(name: str) -> torch.device:
     return device
 
 
+@contextmanager
+def _short_errors(words: str) -> Iterator[None]:
+    """Raise what a module raises where it is imported, or makes a model, as an ImportError of one line, with a fix."""
+    try:
+        yield
+    except Exception as error:  # of whoever wrote the module
+        frames = traceback.extract_tb(error.__traceback__)
+        is_of_torchvision = any("torchvision" in Path(frame.filename).parts for frame in frames)
+        if isinstance(error, ImportError | OSError | TypeError | ValueError) and not is_of_torchvision:
+            raise
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        fix = f"; torchvision does not work here: {TORCHVISION}" if is_of_torchvision else ""
+        raise ImportError(
+            f"MODEL {words} cannot be made: {said} ({frames[-1].filename}, line {frames[-1].lineno}){fix}"
+        ) from error
+
+
 def _made(words: str) -> nn.Module:
     """Import a callable, and return the model that it makes."""
     module, _, name = words.partition(":")
@@ -76,8 +97,9 @@ def _made(words: str) -> nn.Module:
             f"MODEL {words} is no folder, and not of the form package.module:callable, such as "
             "torchvision.models:resnet18"
         )
+    imported = importlib.import_module(module)
     try:
-        make = operator.attrgetter(name)(importlib.import_module(module))
+        make = operator.attrgetter(name)(imported)
     except AttributeError as error:
         raise ImportError(f"MODEL {words}: {error}") from error
     model = make() if callable(make) and not isinstance(make, nn.Module) else make

@@ -125,7 +125,7 @@ def _refuse_annotations(class_name: str, namespace: dict[str, Any]) -> None:
 def unknown_setting(name: str, given: Any, owner: str, accepted: Iterable[str]) -> TypeError:
     """Return the error for a setting that ``owner`` does not have; it names the nearest one and all of them."""
     accepted = sorted(accepted)
-    hint = did_you_mean(name, accepted)
+    hint = did_you_mean("bit_width" if name == "bits" else name, accepted)
     forward = (
         f"; settings of a forward quantizer take the prefix {FORWARD_PREFIX}" if "forward_quant" in accepted else ""
     )

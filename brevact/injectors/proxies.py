@@ -7,23 +7,56 @@ from collections.abc import Iterator
 from torch import nn
 
 from brevact.autograd import has_region
-from brevact.private_names.of_brevitas import QuantProxyFromInjector
+from brevact.autograd.hooks import takes_hooks
+from brevact.private_names.of_brevitas import COMPILED_CELL, QuantProxyFromInjector, QuantRecurrentLayerMixin
+
+#: Packages of Brevitas that hold what quantizers are made of, and no layers.
+_OF_QUANTIZERS = ("brevitas.core.", "brevitas.proxy.")
 
 
 def is_quant_proxy(module: nn.Module) -> bool:
-    """Return whether a module is a quantizer proxy of a Brevitas layer.
+    """Return whether a module is a quantizer proxy of a Brevitas layer, or what one is made of.
 
     Its insides run within the layer's forward, are rebuilt when a state dict is loaded, and may be shared by the
-    quantizers of different models.
+    quantizers of different models. Recurrent layers, and lists of the user's, hold them without the proxy.
     """
-    return isinstance(module, QuantProxyFromInjector)
+    return isinstance(module, QuantProxyFromInjector) or any(
+        kind.__module__.startswith(_OF_QUANTIZERS) for kind in type(module).__mro__
+    )
 
 
-def modules_without_own_region(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' proxies."""
-    if has_region(module) or is_quant_proxy(module):
+def activations_of(proxy: nn.Module) -> Iterator[nn.Module]:
+    """Yield the activation functions that a quantizer proxy runs before it quantizes: the ReLU of a ``QuantReLU``."""
+    for module in proxy.modules():
+        activation = module._modules.get("activation_impl")
+        if activation is not None:
+            yield activation
+
+
+def modules_without_own_region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules under each of their names, down to layers with a quantizer of their own and Brevitas' quantizers.
+
+    Modules of ``torch.jit``, which take no hooks, are left out: they run in the region of the module around them.
+    What is inside a quantizer is left out under its other names, too, and so is the cell that a recurrent layer of
+    Brevitas makes in its first forward: a model has the same modules before and after.
+    """
+    yield from _outside(module, "", _inside_quantizers(module))
+
+
+def _outside(module: nn.Module, name: str, left_out: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if has_region(module) or module in left_out or not takes_hooks(module):
         return
     yield name, module
     for child_name, child in module._modules.items():
-        if child is not None:
-            yield from modules_without_own_region(child, f"{name}.{child_name}" if name else child_name)
+        is_made_anew = child_name == COMPILED_CELL and isinstance(module, QuantRecurrentLayerMixin)
+        if child is not None and not is_made_anew:
+            yield from _outside(child, f"{name}.{child_name}" if name else child_name, left_out)
+
+
+def _inside_quantizers(model: nn.Module) -> set[nn.Module]:
+    """Return the quantizers in a model, and what is inside of them."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in found and is_quant_proxy(module):
+            found.update(module.modules())
+    return found

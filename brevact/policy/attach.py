@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -12,10 +13,13 @@ from torch import nn
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
-from brevact.autograd.compiled.mode import TracingMode, text_of
-from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
+from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
+from brevact.autograd.hooks import Attachment, takes_hooks
+from brevact.injectors import DitherBackward4bit, backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
+from brevact.injectors.saved_form import LEAVES
 from brevact.policy.fitted_layers import check_layers
+from brevact.policy.inherit import hook_of_policy, inherit_policy, is_model, required_attachment
 from brevact.policy.notes import add_note, remove_note
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
@@ -27,6 +31,7 @@ from brevact.policy.rules import (
     refuse_policy,
     source_text,
 )
+from brevact.policy.text import named_policy
 from brevact.quantizers import ActivationQuantizer
 from brevact.quantizers.brief import brief
 
@@ -58,10 +63,23 @@ def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantize
     return backward_settings_from(source, **overrides).quantizer
 
 
-def backward_quant(source: BackwardQuantizer | Policy | None = DEFAULT, **overrides: Any) -> region:
+def backward_quant(
+    source: BackwardQuantizer | Policy | nn.Module | str | os.PathLike[str] | None = DEFAULT, **overrides: Any
+) -> region:
     """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
 
-    >>> import torch, brevact
+    With a model that has a policy, the block is a training step: its modules run by their rules, and the loss and
+    other functions outside of them by what the rules say of the model itself (``"*"``, ``""`` or rules for functions).
+
+    >>> import torch, torch.nn as nn, torch.nn.functional as F, brevact
+    >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)))
+    >>> images, labels = torch.rand(256, 64), torch.randint(10, (256,))
+    >>> with brevact.backward_quant(model):  # the step is the unit: the model and its loss
+    ...     loss = F.cross_entropy(model(images), labels)
+    >>> loss.backward()
+
+    Without a model it is code by itself:
+
     >>> x, weight = torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)
     >>> with brevact.backward_quant(brevact.StochBackward2bit):
     ...     loss = (x @ weight).relu().sum()
@@ -72,13 +90,16 @@ def backward_quant(source: BackwardQuantizer | Policy | None = DEFAULT, **overri
     An activation quantizer of Brevitas quantizes each tensor by statistics of its own, like a new one: in a block
     nothing tells tensors apart from one run to the next.
 
+    A block packs whatever mode modules are in, those in eval mode included, unless gradients are off.
+
     In code that ``torch.compile(fullgraph=True)`` traces, make the region where it is entered: Dynamo knows no context
     manager that was made before.
 
     Args:
         source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region. Or
-            a :class:`Policy` whose rules are "*" and torch functions. Left out, it is :data:`DEFAULT`, of whose rules
-            those for modules do not count here.
+            a :class:`Policy` whose rules are "*" and torch functions. Or a model with a policy, or one around such a
+            model (``DistributedDataParallel``). Or a text that :func:`brevact.parse_policy` reads and that is no
+            budget. Left out, it is :data:`DEFAULT`, of whose rules those for modules do not count here.
         **overrides: settings that replace those of ``source``, which is one quantizer.
 
     Returns:
@@ -87,12 +108,30 @@ def backward_quant(source: BackwardQuantizer | Policy | None = DEFAULT, **overri
     Raises:
         TypeError: ``source`` is no backward quantizer and no policy for a block, or an override is not one of its
             settings.
-        ValueError: a value is out of range.
+        OSError: there is no such file.
+        ValueError: a value is out of range, a model has no policy, or a text names no policy, or a budget.
     """
     if torch.compiler.is_dynamo_compiling():
         mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # what Dynamo knows of a region
         return mode
+    if isinstance(source, nn.Module) and is_model(source):
+        return _RegionOfModel(source, overrides)
     return region(settings_of_block(_settings(source, overrides)))
+
+
+class _RegionOfModel(region):
+    """A region by the policy that a model has when it is entered."""
+
+    def __init__(self, model: nn.Module, overrides: Mapping[str, Any]) -> None:
+        _refuse_overrides(model, overrides, "")
+        super().__init__(None, required_attachment(model))
+        self._model = model
+
+    @skipped_by_dynamo
+    def __enter__(self) -> None:
+        self.attachment = required_attachment(self._model)
+        self.settings = settings_of_block(self.attachment.settings)
+        super().__enter__()
 
 
 @torch.compiler.assume_constant_result
@@ -101,13 +140,16 @@ def _text_of(source: Any, overrides: tuple[tuple[str, Any], ...]) -> str | None:
 
 
 def quantize_backward(
-    model: M, policy: BackwardQuantizer | Mapping[Any, BackwardQuantizer | None] | Policy = DEFAULT, **overrides: Any
+    model: M,
+    policy: BackwardQuantizer | Mapping[Any, BackwardQuantizer | None] | Policy | str | os.PathLike[str] = DEFAULT,
+    **overrides: Any,
 ) -> M:
     """Let a whole model store packed activations for backward, in place.
 
     No module is replaced: forward hooks let each module run in a region while it trains, so that weights, dtype,
     device, eval mode, hooks, tied weights, subclasses and ``state_dict`` keys stay. Layers that have a backward
-    quantizer of their own (``act_quant=``) keep it.
+    quantizer of their own (``act_quant=``) keep it. Scripted and traced modules inside take no hooks: they run in the
+    region of the module around them.
 
     >>> import torch.nn as nn, torch.nn.functional as F, brevact
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -140,18 +182,20 @@ def quantize_backward(
             stands for all that mean the same op: ``torch.matmul`` for ``a @ b`` and ``torch.bmm``, ``F.cross_entropy``
             for ``nn.CrossEntropyLoss``. For a call of a function in a module, the first rule wins that matches the
             module or names the function; a module that none matches counts as its parent. Layers with ``act_quant=``
-            have no rules. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``; left out, it is
-            :data:`DEFAULT`.
+            have no rules. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``; or a text that
+            :func:`brevact.parse_policy` reads and that is no budget: "default", "StochBackward4bit:bucket_size=256",
+            "policy.json". Left out, it is :data:`DEFAULT`.
         **overrides: settings that replace those of the one quantizer.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module, a rule's key is of another kind or a torch function in which no quantizer
-            changes what is stored, its value no backward quantizer.
-        ValueError: a rule matches nothing, or nothing that the rules before it leave; the model, or a part of it,
-            already has a policy.
+        TypeError: ``model`` is no module, or a scripted or traced one; a rule's key is of another kind or a torch
+            function in which no quantizer changes what is stored, its value no backward quantizer.
+        OSError: there is no such file.
+        ValueError: a rule matches nothing, or nothing that the rules before it leave; a text names no policy, or a
+            budget, which :func:`brevact.fit` takes; the model, or a part of it, already has a policy.
     """
     attach_policy(model, policy, overrides)
     regions = sum(has_region(module, POLICY) for module in model.modules())
@@ -163,18 +207,21 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
     """Do what :func:`quantize_backward` does without a word in the log: of a copy that is measured, say."""
     check_model(model, "quantize_backward(model, policy)", policy)
     refuse_policy(model)
-    for module, assignment in _assignments(model, policy, dict(overrides)).items():
+    if not takes_hooks(model):
+        kind = type(model).__name__
+        raise TypeError(
+            f"model: got a {kind} ({getattr(model, 'original_name', kind)}) of torch.jit, which takes no forward "
+            "hooks; accepted is a module of Python, with scripted ones inside or not: torch.nn.Sequential(model); "
+            "or run the model in a block: with brevact.backward_quant(...)"
+        )
+    attachment = Attachment()
+    for module, assignment in _assignments(model, named_policy(policy), dict(overrides)).items():
         settings = settings_of_module(assignment.settings, module)
         label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
-        try:
-            attach_region(module, settings, POLICY, label=label)
-        except RuntimeError as error:  # of torch.jit
-            _detach_policy(model)
-            raise TypeError(
-                f"model: {brief(module)} takes no forward hooks ({error}); accepted are modules that are not scripted: "
-                "quantize before torch.jit.script, or call the model in a region, with brevact.backward_quant(...)"
-            ) from error
+        attach_region(module, settings, POLICY, label=label, attachment=attachment)
         add_note(module)
+    attachment.root = hook_of_policy(model)
+    inherit_policy(model)
     return model
 
 
@@ -210,9 +257,13 @@ def _detach_policy(model: nn.Module) -> bool:
 
 
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
+    source = named_policy(source, "source")
     if isinstance(source, Policy):
-        _refuse_overrides(source, overrides, "backward_quant(StochBackward4bit, {})")
+        _refuse_overrides(source, overrides, "backward_quant(")
         return block_assignment(source.rules, skips_modules=source is DEFAULT).settings
+    if isinstance(source, nn.Module) and is_model(source):
+        _refuse_overrides(source, overrides, "")
+        return required_attachment(source).settings
     if source is None:
         if overrides:
             raise TypeError(
@@ -223,21 +274,30 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     return backward_settings_from(source, **overrides)
 
 
-def _refuse_overrides(policy: Any, overrides: dict[str, Any], call: str) -> None:
+def _refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str) -> None:
     if overrides:
-        stated = ", ".join(f"{name}={brief(value)}" for name, value in overrides.items())
         fix = (
-            f"name one: {call.format(stated)}"
+            f"name one: {call}{_quantizer_with(overrides)})"
             if policy is DEFAULT
             else "in rules, put them on a rule's value: StochBackward2bit.let(bucket_size=128)"
         )
         raise TypeError(f"{', '.join(overrides)}: overrides go with a single quantizer; {fix}")
 
 
+def _quantizer_with(overrides: Mapping[str, Any]) -> str:
+    """Return the arguments of a call that names a quantizer with these settings; a wrong one raises its own error."""
+    others = {"bit_width" if name == "bits" else name: value for name, value in overrides.items()}
+    backward_settings_from(DitherBackward4bit, **others)
+    leaf = LEAVES.get(f"DitherBackward{others.get('bit_width', 4)}bit", DitherBackward4bit)
+    if leaf.bit_width == others.get("bit_width"):
+        del others["bit_width"]
+    return ", ".join([f"brevact.{leaf.__name__}", *(f"{name}={brief(value)}" for name, value in others.items())])
+
+
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
     """Return what each module gets by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
-        _refuse_overrides(policy, overrides, "quantize_backward(model, StochBackward4bit, {})")
+        _refuse_overrides(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):
             if policy.layers is not None:
                 check_layers(model, policy.layers)

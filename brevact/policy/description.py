@@ -8,7 +8,7 @@ from torch import nn
 
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.hooks import inherited_region, regions_of
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.injectors.slot import BackwardQuantProxy, described
 from brevact.policy.rules import POLICY, Assignment, OpPolicy, source_text
@@ -109,7 +109,11 @@ def backward_policy(model: nn.Module) -> BackwardPolicy:
 def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[ModulePolicy]) -> None:
     """Append the rows of a module and of what is inside it."""
     rule, source, settings, ops = "", parent.source, parent.settings, parent.ops
-    for hook in regions_of(module):  # the last one is entered last, and decides
+    hooks = regions_of(module)
+    around = None if name else inherited_region(module)
+    if around is not None:  # a part of a model, by itself
+        hooks.insert(0, around)
+    for hook in hooks:  # the last one is entered last, and decides
         settings = hook.settings
         if hook.origin == POLICY:
             rule, source, of_ops = hook.label

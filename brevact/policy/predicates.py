@@ -1,53 +1,92 @@
-"""Rules that many models share: functions of a module's name and the module."""
+"""Rules that many models share: functions of a module's name and the module.
+
+They go by the torch functions that the code of a module calls (:mod:`brevact.policy.called_functions`), whether the
+module is torch's, another library's or the user's, and not by names of classes or values of parameters.
+"""
 
 from __future__ import annotations
 
 from torch import nn
 
-#: Modules of `torch.nn.modules.activation` that are layers with weights of their own.
-_LAYERS = (nn.MultiheadAttention, nn.PReLU)
-_RECTIFIERS = (nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh, nn.LeakyReLU, nn.ReLU, nn.ReLU6, nn.RReLU, nn.Threshold)
+from brevact.injectors.proxies import is_quant_proxy
+from brevact.policy.called_functions import called_by, called_in
+
+#: Activation functions that are piecewise linear.
+_RECTIFIERS = frozenset(
+    "hardshrink hardsigmoid hardtanh leaky_relu prelu relu relu6 rrelu softshrink threshold".split()
+)
+#: Other activation functions, of one element each.
+_SMOOTH = frozenset(
+    "celu elu erf gelu glu hardswish logsigmoid mish selu sigmoid silu softplus softsign tanh tanhshrink".split()
+)
+_SOFTMAXES = frozenset("gumbel_softmax softmax softmin".split())
+_ATTENTIONS = frozenset("multi_head_attention_forward scaled_dot_product_attention".split())
+_RECURRENT = frozenset("gru gru_cell lstm lstm_cell rnn_tanh rnn_tanh_cell".split())
+#: Norms, and what those that a library writes itself divide by.
+_NORMS = frozenset(
+    "batch_norm group_norm instance_norm layer_norm local_response_norm native_layer_norm rms_norm rsqrt std std_mean "
+    "var var_mean".split()
+)
+_PRODUCTS = frozenset(
+    "addmm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution einsum "
+    "linear matmul _conv_forward".split()
+)
 
 
 def is_norm(name: str, module: nn.Module) -> bool:
-    """Rule: batch, layer, group, instance and RMS norm, those of other libraries too, by the name of their class.
+    """Rule: batch, layer, group, instance and RMS norm, those of other libraries too, by the functions that they call.
+
+    A norm multiplies no matrices, and no module with parameters is inside.
 
     Args:
         name: qualified name of the module, not looked at.
         module: any module.
     """
-    return "norm" in type(module).__name__.lower() and not any(module.children())
+    called = called_by(module)
+    if called & _PRODUCTS or not called & _NORMS:
+        return False
+    return not any(_has_parameters(child) for child in module.children())
 
 
 def is_activation_function(name: str, module: nn.Module) -> bool:
-    """Rule: ReLU, GELU, SiLU and the like, those of other libraries too, by the name of their class.
+    """Rule: ReLU, GELU, SiLU, softmax and the like, those of other libraries too, by the functions that they call.
+
+    It has no parameters but those of its quantizer, no modules inside, and multiplies no matrices.
 
     Args:
         name: qualified name of the module, not looked at.
         module: any module.
     """
-    kind = type(module)
-    if kind.__module__ == nn.ReLU.__module__:
-        return not isinstance(module, _LAYERS)
-    return kind.__name__.endswith(("Activation", "GELU", "ReLU", "SiLU", "Swish")) and not any(module.parameters())
+    if any(True for _ in module.parameters(recurse=False)) or not all(map(is_quant_proxy, module.children())):
+        return False
+    called = called_in(module)
+    return bool(called & (_RECTIFIERS | _SMOOTH | _SOFTMAXES | {"log_softmax"})) and not called & (_PRODUCTS | _NORMS)
 
 
 def computes_attention(name: str, module: nn.Module) -> bool:
-    """Rule: what computes attention in its own forward, by the name of its class.
+    """Rule: what computes attention in its own forward: attention of torch, or a softmax and a product of matrices.
 
     Args:
         name: qualified name of the module, not looked at.
         module: any module.
     """
-    return "attention" in type(module).__name__.lower()
+    called = called_by(module)
+    return bool(called & _ATTENTIONS) or bool(called & _SOFTMAXES and called & _PRODUCTS)
 
 
 def is_rectified(name: str, module: nn.Module) -> bool:
     """Rule: modules in which the activation functions are piecewise linear, all of them, and there is one.
 
+    They may be modules (``nn.ReLU``) or calls (``F.relu`` in a forward). Attention and recurrent layers, which compute
+    a softmax, a sigmoid or a tanh, are not piecewise linear.
+
     Args:
         name: qualified name of the module, not looked at.
         module: any module.
     """
-    found = [each for each in module.modules() if is_activation_function("", each)]
-    return bool(found) and all(isinstance(each, _RECTIFIERS) for each in found)
+    called = called_in(module)
+    return bool(called & _RECTIFIERS) and not called & (_SMOOTH | _SOFTMAXES | _ATTENTIONS | _RECURRENT)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())

@@ -21,8 +21,6 @@ from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.description import quantizer_text
 from brevact.policy.fit_report import FitReport
-from brevact.policy.predicates import computes_attention as computes_attention
-from brevact.policy.predicates import is_activation_function as is_activation_function
 from brevact.policy.predicates import is_norm, is_rectified
 from brevact.policy.rules import assignment_of, check_rules, ops_of
 from brevact.quantizers.brief import brief
@@ -169,10 +167,10 @@ def _kind_of(key: Any) -> str:
     return "type" if isinstance(key, type | tuple) else "function"
 
 
-#: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need; at 3 bits where the
-#: activation functions are piecewise linear, whose chains are unbiased at any width. Query and key, which are
-#: exponentiated, have 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md. Dithered
-#: rounding has half to four fifths of the noise of stochastic rounding, at the same bytes.
+#: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need; at 3 bits in modules
+#: that call no activation functions but piecewise linear ones (``is_rectified``), whose chains are unbiased at any
+#: width. Query and key, which are exponentiated, have 5, and the probabilities of a loss 6. Noise and bytes of it are
+#: in docs/noise.md. Dithered rounding has half to four fifths of the noise of stochastic rounding, at the same bytes.
 DEFAULT = Policy(
     {
         F.cross_entropy: DitherBackward6bit,

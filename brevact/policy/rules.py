@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from brevact.autograd import BackwardSettings, has_region
+from brevact.autograd.hooks import inherited_region, takes_hooks
 from brevact.autograd.op_names import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions
 from brevact.injectors import backward_settings_from
@@ -64,7 +65,7 @@ class Assignment:
 
 def has_policy(model: nn.Module) -> bool:
     """Return whether a model, or a part of it, has a policy."""
-    return any(has_region(module, POLICY) for module in model.modules())
+    return any(has_region(module, POLICY) or inherited_region(module) is not None for module in model.modules())
 
 
 def refuse_policy(model: nn.Module) -> None:
@@ -110,7 +111,7 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
         assigned = {module: of_rules[key] for module in modules} | assigned
         if not optional or not (any(matching.values()) or (of_ops and names)):
             if not modules:
-                hint = _hint(key, [name for each in names.values() for name in each])
+                hint = _hint(key, [name for each in names.values() for name in each], model)
                 raise ValueError(f"policy rule {rule_text(key)} matches no module of {type(model).__name__}; {hint}")
             if len(assigned) == count:
                 raise ValueError(
@@ -124,7 +125,7 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     for key in of_ops:
         if not names:
             raise ValueError(
-                f"policy rule {rule_text(key)} applies nowhere in {type(model).__name__}; {_hint(key, [])}"
+                f"policy rule {rule_text(key)} applies nowhere in {type(model).__name__}; {_hint(key, [], model)}"
             )
         if not optional and rule_text(key) not in applied:
             raise ValueError(
@@ -239,7 +240,14 @@ def are_module_types(key: Any) -> bool:
     return all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds)
 
 
-def _hint(key: Any, names: list[str]) -> str:
+def _hint(key: Any, names: list[str], model: nn.Module) -> str:
+    if not ops_of(key):
+        scripted = [name for name, each in model.named_modules() if not takes_hooks(each) and matches(key, name, each)]
+        if scripted:
+            return (
+                f"{scripted[0]} is a module of torch.jit, which takes no forward hooks and runs as the module around "
+                "it; leave the rule out, or put that module into one of Python and name this one"
+            )
     if not names:
         return "it has a backward quantizer of its own (act_quant=), which stays"
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []

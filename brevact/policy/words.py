@@ -20,6 +20,15 @@ from brevact.injectors.saved_form import LEAVES
 from brevact.policy.presets import CONV_NET, DEFAULT, TRANSFORMER, Policy
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+#: Units that budgets have, by what people write in small letters.
+_MEANT = {
+    **dict.fromkeys(("b", "byte", "bytes"), "B"),
+    **{
+        each: f"{letter}iB"
+        for letter in "KMG"
+        for each in (letter.lower(), f"{letter}b".lower(), f"{letter}ib".lower())
+    },
+}
 _NUMBER = r"\d+\.?\d*(?:e-?\d+)?|\.\d+(?:e-?\d+)?"
 _POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "TRANSFORMER": TRANSFORMER}
 #: Backward quantizers and policies of the package, by name.
@@ -87,22 +96,24 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
 def budget_of(words: str) -> dict[str, float] | None:
     """Return the argument of ``brevact.fit`` that words stand for, or None where they are no budget.
 
-    A number that is not above 0, not finite or less than a byte raises a ValueError, and so do letters that are large
-    or small and should not be.
+    A number that is not above 0, not finite or less than a byte raises a ValueError, and so does another unit, or none;
+    it says which one is meant.
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
     """
-    found = re.fullmatch(rf"(noise=)?([-+]?{_NUMBER})(x|{'|'.join(_UNITS)})?", words, re.IGNORECASE)
-    if found is None or (found[1] is None) == (found[3] is None):
+    found = re.fullmatch(rf"(noise=)?([-+]?(?:{_NUMBER}))\s*([a-z]*)", words, re.IGNORECASE)
+    if found is None:
         return None
-    number, unit = float(found[2]), found[3]
-    if unit not in (None, "x", *_UNITS) or found[1] not in (None, "noise="):
-        raise ValueError(f"{words}: a budget is written 24x, 512MiB ({', '.join(_UNITS)}) or noise=0.05")
-    size = number * _UNITS.get(unit, 1)
-    if not 0 < size < math.inf or (unit in _UNITS and size < 1):
+    prefix, number, unit = found[1] or "", float(found[2]), found[3]
+    meant = f"noise={found[2]}" if prefix else found[2] + _MEANT.get(unit.lower(), "x")
+    size = number * _UNITS.get(meant.removeprefix(found[2]), 1)
+    if not 0 < size < math.inf or (meant[-1] == "B" and size < 1):
         raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")
-    if unit is None:
+    if words != meant:
+        written = f"a budget is written 24x, 512MiB ({', '.join(_UNITS)}) or noise=0.05"
+        raise ValueError(f"{words}: {written}; did you mean {meant}?")
+    if prefix:
         return {"noise": number}
     return {"ratio": number} if unit == "x" else {"saved_bytes": int(size)}
 

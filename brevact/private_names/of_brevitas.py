@@ -13,6 +13,9 @@ BACKWARD = "a quantizer of Brevitas as a backward quantizer"
 #: Off where one of its names is missing: regions then store what Brevitas' own ops store.
 FORWARD = "storing the integers that Brevitas' forward quantizers compute"
 
+#: Child of a recurrent layer: its cell, with the insides of its quantizers, made and compiled in the first forward.
+COMPILED_CELL = "_fast_cell"
+
 _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "brevitas.nn.mixin.base": {LAYERS: ("QuantRecurrentLayerMixin",)},
     "brevitas.proxy.parameter_quant": {

@@ -39,7 +39,10 @@ function_stack_at = find("torch._C._get_function_stack_at", COMPILING)
 function_modes = find("torch.overrides._get_current_function_mode_stack", REGIONS)
 pop_function_mode = find("torch._C._pop_torch_function_stack", REGIONS)
 push_function_mode = find("torch._C._push_on_torch_function_stack", REGIONS)
-len_dispatch_stack = find("torch._C._len_torch_dispatch_stack", "a format of fixed levels (L2Backward, ...)")
+len_dispatch_stack = find("torch._C._len_torch_dispatch_stack", REGIONS)
+#: Context in which dispatch modes, others' too, see no op.
+no_dispatch_modes = find("torch._C._DisableTorchDispatch", REGIONS)
+active_fake_mode = find("torch._guards.active_fake_mode", REGIONS)  #: None where no tensor is a fake one
 disable_modes = find(
     "torch.utils._python_dispatch._disable_current_modes", COMPILING, placeholder=contextlib.nullcontext
 )
@@ -131,6 +134,8 @@ adaptive_avg_pool2d_backward = find("torch.ops.aten._adaptive_avg_pool2d_backwar
 adaptive_avg_pool3d_backward = find("torch.ops.aten._adaptive_avg_pool3d_backward", "average pooling in a region")
 attention_by_math = find("torch.ops.aten._scaled_dot_product_attention_math", "attention in a region")
 choose_attention = find("torch._fused_sdp_choice", "attention with dropout in a region")
+#: `F.grouped_mm` of torch before 2.10, and what it calls since; None where it is missing.
+grouped_mm = find("torch._grouped_mm", "grouped matrix products in a region", fallback=None)
 suggest_memory_format = find("torch._prims_common.suggest_memory_format", "group or RMS norm in a region")
 verify_batch_size = find("torch.nn.functional._verify_batch_size", "batch norm in a region")
 verify_spatial_size = find("torch.nn.functional._verify_spatial_size", "instance norm in a region")

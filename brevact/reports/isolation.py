@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from brevact.autograd import BackwardSettings, attach_region
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.hooks import regions_of, takes_hooks
 from brevact.injectors import BackwardQuantProxy
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.policy.rules import POLICY
@@ -37,7 +37,7 @@ class Isolation:
         if module in seen or is_quant_proxy(module) or isinstance(module, BackwardQuantProxy):
             return
         seen.add(module)
-        if not regions_of(module) and around is not None:
+        if not regions_of(module) and around is not None and takes_hooks(module):
             attach_region(module, around, POLICY)
         for hook in regions_of(module):
             self._regions.append((hook, module, hook.settings, fine(hook.settings)))

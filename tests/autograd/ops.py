@@ -25,7 +25,9 @@ class Op(NamedTuple):
     @property
     def is_quadratic(self) -> bool:
         """Whether its gradient is quadratic in what is stored, so that it has a bias of the order of the variance."""
-        return ("_norm" in self.name and "frozen" not in self.name) or self.name.startswith(("softm", "normalize"))
+        return ("_norm" in self.name and "frozen" not in self.name) or self.name.startswith(
+            ("softm", "normalize", "dice", "tversky")
+        )
 
 
 class Scaled(nn.Module):
@@ -64,6 +66,19 @@ class WeightProduct(nn.Module):
         return x @ self.weight
 
 
+class Experts(nn.Module):
+    """Matrices of experts, each of which meets a group of rows, one of them none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16, 24))
+        self.register_buffer("offsets", torch.tensor([10, 10, 40], dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float().transpose(-2, -1)  # there is none of float64
+        return torch._grouped_mm(x.float(), weight, offs=self.offsets).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Projections and attention over the last but one dimension, with heads before it."""
 
@@ -97,6 +112,33 @@ class Loss(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.criterion(x, self.target[: len(x)])
+
+
+class ToTarget(nn.Module):
+    """A loss of the activation and a target that is given by a function of noise, with the options of the loss."""
+
+    def __init__(self, loss: Callable[..., Tensor], shape: tuple[int, ...], target=torch.clone, **options: object):
+        super().__init__()
+        self.loss, self.target, self.options = loss, target(torch.randn(shape)), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(x, self.target[: len(x)].to(x.dtype), **self.options)
+
+
+def dice(x: Tensor, target: Tensor, falsely: float = 0.5) -> Tensor:
+    """The soft Dice loss; that of Tversky for other weights than a half of what is falsely found and missed."""
+    p, dims = x.softmax(1), tuple(range(2, x.dim()))
+    found = (p * target).sum(dims)
+    false = falsely * (p * (1 - target)).sum(dims) + (1 - falsely) * ((1 - p) * target).sum(dims)
+    return 1 - (found + 1e-5) / (found + false + 1e-5)
+
+
+def zero_one(x: Tensor) -> Tensor:
+    return (x > 0).to(x.dtype)
+
+
+def distribution(x: Tensor) -> Tensor:
+    return x.softmax(1)
 
 
 MAP, LINE, VOLUME = (3, 4, 12, 12), (3, 4, 150), (2, 4, 7, 8, 9)
@@ -196,6 +238,26 @@ PACKED = [
         (20, 150),
     ),
     Op("cross_entropy probabilities", lambda: Loss(nn.CrossEntropyLoss(), MAP, probabilities=True)),
+    Op("cross_entropy to distributions", lambda: ToTarget(F.cross_entropy, MAP, distribution, label_smoothing=0.1)),
+    Op("mse_loss", lambda: ToTarget(F.mse_loss, MAP)),
+    Op("mse_loss expanded", lambda: ToTarget(lambda x, t: F.mse_loss(x, t[:, :1].expand_as(x), reduction="none"), MAP)),
+    Op("smooth_l1_loss", lambda: ToTarget(F.smooth_l1_loss, MAP, beta=0.5, reduction="sum")),
+    Op("huber_loss", lambda: ToTarget(F.huber_loss, MAP, delta=0.8)),
+    Op("soft_margin_loss", lambda: ToTarget(F.soft_margin_loss, MAP, torch.sign, reduction="none")),
+    Op("kl_div", lambda: ToTarget(F.kl_div, MAP, distribution, reduction="batchmean")),
+    Op("kl_div log_target", lambda: ToTarget(F.kl_div, MAP, reduction="sum", log_target=True)),
+    Op("bce_with_logits", lambda: ToTarget(F.binary_cross_entropy_with_logits, MAP, zero_one)),
+    Op(
+        "bce_with_logits weighted",
+        lambda: ToTarget(
+            *(F.binary_cross_entropy_with_logits, MAP, torch.sigmoid),
+            weight=torch.rand(12),
+            pos_weight=torch.rand(4, 1, 1) * 9,
+            reduction="none",
+        ),
+    ),
+    Op("dice loss", lambda: ToTarget(dice, MAP, zero_one)),
+    Op("tversky loss", lambda: ToTarget(dice, MAP, zero_one, falsely=0.7)),
     Op("squeeze-excitation", Scaled),
     Op("affine", Affine),
     Op("square", lambda: lambda x: x * x),
@@ -211,6 +273,7 @@ PRODUCTS = [
     Op("addbmm", lambda: lambda x: torch.addbmm(x[0], x, x), (3, 20, 20)),
     Op("baddbmm", lambda: lambda x: x.baddbmm(x, x), (3, 20, 20)),
     Op("einsum", lambda: lambda x: torch.einsum("bchw,bcvw->bchv", x, x)),
+    Op("grouped_mm", Experts, (40, 24)),
     Op("attention", Attention, stored="scores"),
     Op("attention causal", lambda: Attention(is_causal=True, scale=0.5), stored="scores"),
 ]
@@ -224,6 +287,7 @@ EXACT = [
     Op("leaky_relu", lambda: nn.LeakyReLU(0.2), stored="exact"),
     Op("rrelu frozen", lambda: nn.RReLU().eval(), stored="exact"),
     Op("abs", lambda: torch.abs, stored="exact"),
+    Op("l1_loss", lambda: ToTarget(F.l1_loss, MAP), stored="exact"),
     Op("nansum", lambda: lambda x: x.nansum(1), stored="exact"),
     Op("nanmean", lambda: torch.nanmean, stored="exact"),
     Op("threshold", lambda: nn.Threshold(0.3, -1.0), stored="exact"),

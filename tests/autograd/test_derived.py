@@ -390,6 +390,16 @@ def test_what_a_full_precision_region_reads_is_stored_as_it_is():
     assert saved.holds(y)
 
 
+def test_gates_that_are_views_hold_no_larger_storage():
+    y = images()
+    with watch_saved() as saved, region(FOUR):
+        known = F.silu(F.layer_norm(y, y.shape[-1:]))
+        whole = torch.rand(4, 8 * 256, 1, 1, requires_grad=True) * 1  # of which each 256th element is a gate
+        out = known * whole[:, ::256]
+    assert not saved.holds(whole)
+    out.sum().backward()
+
+
 def test_products_with_gates_masks_and_weights_store_nothing():
     gate = torch.rand(4, 8, 1, 1, requires_grad=True)
     scale = torch.randn(8, 1, 1, requires_grad=True)

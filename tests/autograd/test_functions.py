@@ -75,7 +75,10 @@ def test_masks_and_indices_are_exact_at_one_bit(op):
 
 
 #: Products of two packed tensors, or curved in one: unbiased by two draws that are independent, or at 8 bits nearly.
-NOT_AFFINE = ("attention", "attention causal", "squeeze-excitation")
+NOT_AFFINE = (
+    *("attention", "attention causal", "squeeze-excitation"),
+    *("cross_entropy to distributions", "bce_with_logits weighted"),
+)
 LINEAR = [op for op in (*ops.PACKED, *ops.FALLBACK) if not (op.is_quadratic or op.name in NOT_AFFINE)]
 
 

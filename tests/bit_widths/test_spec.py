@@ -95,12 +95,17 @@ def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget(
             id="deep",
         ),
         ("StochBackward2bit:bucket_size={[]:1}", ValueError, "bucket_size: got .* of type str"),
-        ("24", ValueError, "24 is not a backward quantizer.*24x"),
+        ("24", ValueError, r"24: a budget is written 24x.*did you mean 24x\?"),
         ("24X", ValueError, r"24X: a budget is written 24x, 512MiB \(B, KiB, MiB, GiB\) or noise=0\.05"),
         ("512mib", ValueError, "512mib: a budget is written 24x"),
         ("-3x", ValueError, "got -3; accepted is a number above 0"),
         ("noise=-1", ValueError, "got -1; accepted is a number above 0"),
-        ("24MB", ValueError, "24MB is not a backward quantizer.*512MiB"),
+        ("512MB", ValueError, r"512MB: a budget is written 24x.*did you mean 512MiB\?"),
+        ("2g", ValueError, r"did you mean 2GiB\?"),
+        ("1.5 x", ValueError, r"did you mean 1\.5x\?"),
+        ("0.5", ValueError, r"did you mean 0\.5x\?"),
+        ("noise=0.05x", ValueError, r"did you mean noise=0\.05\?"),
+        ("-3", ValueError, "got -3; accepted is a number above 0"),
         ("", ValueError, "is not a backward quantizer"),
         (24, TypeError, "got 24 of type int; accepted are"),
         (None, TypeError, "got None of type NoneType"),
@@ -109,3 +114,77 @@ def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget(
 def test_parse_policy_refuses(text, error, message):
     with pytest.raises(error, match=message):
         brevact.parse_policy(text)
+
+
+WORDS = ["default", "StochBackward2bit", "StochBackward4bit:bucket_size=64", "none", "transformer"]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_texts_stand_for_policies_wherever_one_is_taken(words, tmp_path):
+    source, x = brevact.parse_policy(words).source, torch.randn(256, 64)
+    expected = brevact.backward_policy(brevact.quantize_backward(model(), source))
+    assert brevact.backward_policy(brevact.quantize_backward(model(), f" {words}\n")) == expected
+    policy = source if isinstance(source, brevact.Policy) else brevact.Policy({"*": source})
+    policy.save(tmp_path / "policy.json")
+    for path in (tmp_path / "policy.json", str(tmp_path / "policy.json")):
+        found = brevact.backward_policy(brevact.quantize_backward(model(), path))
+        assert [row.settings for row in found.rows] == [row.settings for row in expected.rows]
+    if words != "transformer":  # whose rules are for modules
+        seeds = []
+        for given in (source, words):
+            torch.manual_seed(0)
+            net = model()
+            with brevact.backward_quant(given):
+                net(x).square().mean().backward()
+            seeds.append([p.grad for p in net.parameters()])
+        assert all(map(torch.equal, *seeds))
+    report = brevact.gradient_report(model(), [x, -x], loss, words, draws=2, progress=False)
+    assert (report.noise == 0) == (words == "none")
+
+
+def test_texts_take_settings_of_a_quantizer():
+    rows = brevact.backward_policy(brevact.quantize_backward(model(), "StochBackward2bit", bucket_size=64)).rows
+    assert rows[0].settings.quantizer.bucket_size == 64
+
+
+@pytest.mark.parametrize("words", ["24x", "512MiB", "noise=0.05"])
+def test_a_budget_is_refused_with_advice_where_there_are_no_batches(words):
+    call = {"24x": "ratio=24.0", "512MiB": "saved_bytes=536870912", "noise=0.05": "noise=0.05"}[words]
+    message = rf"'{words}' is a budget.* policy = brevact\.fit\(model, batches, loss, {call}\).*HuggingFaceCallback"
+    for take in (lambda words: brevact.quantize_backward(model(), words), brevact.backward_quant):
+        with pytest.raises(ValueError, match=message):
+            take(words)
+
+
+@pytest.mark.parametrize(
+    ("take", "argument"),
+    [(lambda words: brevact.quantize_backward(model(), words), "policy"), (brevact.backward_quant, "source")],
+)
+def test_a_text_that_is_no_policy_is_refused_with_the_nearest_ones(take, argument):
+    with pytest.raises(ValueError, match=rf"{argument} 'StochBackwrd2bit': .*nearest: StochBackward2bit"):
+        take("StochBackwrd2bit")
+    with pytest.raises(FileNotFoundError):
+        take("no/such/policy.json")
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"bits": 4}, {"bit_width": 3}, {"bits": 2, "bucket_size": 64}, {"bucket_size": 64}]
+)
+def test_overrides_of_the_default_are_refused_with_a_call_that_works(overrides):
+    with pytest.raises(TypeError, match="overrides go with a single quantizer") as caught:
+        brevact.quantize_backward(model(), **overrides)
+    call = str(caught.value).rpartition("name one: ")[2]
+    advised = eval(call, {"brevact": brevact, "quantize_backward": brevact.quantize_backward, "model": model()})
+    quantizer = brevact.backward_policy(advised).rows[0].settings.quantizer
+    assert quantizer.bit_width == overrides.get("bits", overrides.get("bit_width", 4))
+    assert quantizer.bucket_size == overrides.get("bucket_size", 512)
+    with pytest.raises(TypeError, match="overrides go with a single quantizer; name one: backward_quant") as caught:
+        brevact.backward_quant(**overrides)
+    assert eval(str(caught.value).rpartition("name one: ")[2], {"brevact": brevact, **vars(brevact.api)})
+
+
+def test_overrides_that_are_no_settings_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"bucket_sise=4 is not a setting.*did you mean bucket_size\?"):
+        brevact.quantize_backward(model(), bucket_sise=4)
+    with pytest.raises(TypeError, match=r"bits=4 is not a setting of StochBackward2bit; did you mean bit_width\?"):
+        brevact.quantize_backward(model(), brevact.StochBackward2bit, bits=4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from brevact.command_line.bytes_of_kernels import kernels_of, same_without_kernels
-from brevact.command_line.doctor import _OPTIONAL, NOTE, _optional
+from brevact.command_line.doctor import _OPTIONAL, NOTE, TORCHVISION, _optional
 from brevact.command_line.main import main
 from brevact.quantizers.backends import laws_alone
 
@@ -142,6 +142,31 @@ def test_report_measures_a_folder_of_hugging_face(tmp_path, capsys):
 def test_report_refuses_with_status_2(words, message, capsys):
     assert main(["report", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["torchvision", "torchvision.models", "a_module_on_torchvision"])
+def test_report_says_what_to_do_where_torchvision_does_not_import(module, tmp_path, monkeypatch, capsys):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator nms does not exist\\nat all')")
+    (tmp_path / "a_module_on_torchvision.py").write_text("import torchvision")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["report", f"{module}:resnet18", *SHAPE]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "RuntimeError: operator nms does not exist (" in lines[0]
+    assert lines[0].endswith(f"line 1); torchvision does not work here: {TORCHVISION}")
+
+
+@pytest.mark.parametrize("code", ["1 / 0", "def net(): return 1 / 0"])
+def test_report_names_the_line_where_a_model_fails(code, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a_module_that_fails.py").write_text(f"\n{code}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_module_that_fails", raising=False)
+    assert main(["report", "a_module_that_fails:net", *SHAPE]) == 2
+    text = capsys.readouterr().err
+    assert "MODEL a_module_that_fails:net cannot be made: ZeroDivisionError: division by zero" in text
+    assert "a_module_that_fails.py, line 2)" in text and len(text.splitlines()) == 1
 
 
 @pytest.mark.parametrize("words", [[], ["cure"], ["report"], ["report", MODEL]])

@@ -218,9 +218,10 @@ def test_checkpointed_blocks_with_exact_inputs_give_the_same_gradients(reentrant
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_with_packed_inputs_take_less_memory(reentrant):
+    """A rule for checkpoints packs their inputs, too."""
     leaf = StochBackward8bit.let(min_numel=0)
     whole, expected = step(None, leaf, dropout=0.2)
-    nbytes, found = step(reentrant, leaf, dropout=0.2)
+    nbytes, found = step(reentrant, {checkpoint: leaf, "*": leaf}, dropout=0.2)
     assert nbytes < whole / 2
     assert_near(found, expected)  # recomputed from inputs at 8 bits, with the same dropout
     exact, _ = step(reentrant, {"blocks.*": leaf}, dropout=0.2)

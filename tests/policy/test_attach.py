@@ -18,7 +18,6 @@ import brevact.nn as bnn
 from brevact import L4ForwardBackward, NearestBackward4bit, StochBackward2bit, StochBackward4bit, StochBackward8bit
 from brevact.autograd.op_names import OP_NAMES
 from brevact.autograd.ops import HANDLERS
-from brevact.policy.presets import computes_attention, is_activation_function, is_norm
 from brevact.quantizers import UniformQuantizer
 from tests.autograd.measuring import watch_saved
 
@@ -368,7 +367,7 @@ def test_the_default_applies_where_no_quantizer_is_named():
         brevact.restore_backward(model)(*batch)
     assert saved.nbytes < 2 * brevact.memory_report(explicit, batch).saved_bytes
     for call in (brevact.backward_quant, lambda **overrides: brevact.quantize_backward(Ops(), **overrides)):
-        with pytest.raises(TypeError, match=r"bucket_size: .*name one: .*StochBackward4bit, bucket_size=64\)"):
+        with pytest.raises(TypeError, match=r"bucket_size: .*name one: .*DitherBackward4bit, bucket_size=64\)"):
             call(bucket_size=64)
 
 
@@ -394,22 +393,6 @@ def test_shipped_policies_fit_models_of_their_kind():
     rows = brevact.backward_policy(brevact.quantize_backward(Net(), brevact.CONV_NET)).rows
     assert {row.kind for row in rows if row.source == "DitherBackward3bit"} == {"Conv2d", "BatchNorm2d", "Linear"}
     assert {row.kind for row in rows if row.source == "DitherBackward2bit"} == {"Net", "Sequential", "SiLU", "ReLU"}
-
-
-def test_rules_know_modules_by_their_kind():
-    class LlamaRMSNorm(nn.Module):
-        pass
-
-    class GELUActivation(nn.Module):
-        pass
-
-    norms = (nn.BatchNorm2d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), LlamaRMSNorm())
-    functions = (nn.ReLU(), nn.SiLU(), nn.Sigmoid(), nn.Softmax(-1), GELUActivation())
-    attentions = (nn.MultiheadAttention(4, 2),)
-    others = (nn.Linear(3, 3), nn.Conv2d(3, 3, 3), nn.PReLU(), nn.Sequential(nn.LayerNorm(3)), nn.CrossEntropyLoss())
-    for rule, kinds in ((is_norm, norms), (is_activation_function, functions), (computes_attention, attentions)):
-        for module in (*norms, *functions, *attentions, *others):
-            assert rule("", module) == (module in kinds), (rule, module)
 
 
 def test_backward_policy_shows_what_applies_where():
@@ -463,7 +446,7 @@ def test_policies_survive_copy_and_pickle():
         ({StochBackward2bit: None}, TypeError, "StochBackward2bit"),
         ({(nn.Conv2d, 3): None}, TypeError, "accepted keys"),
         ({lambda name, module: None: StochBackward2bit}, TypeError, "<lambda> returned None"),
-        ({F.kl_div: None}, TypeError, "policy rule kl_div: no quantizer changes what this function stores"),
+        ({F.ctc_loss: None}, TypeError, "policy rule ctc_loss: no quantizer changes what this function stores"),
         ({(F.gelu, torch.logcumsumexp): None}, TypeError, "policy rule logcumsumexp: .*nearest: log"),
         ({torch.ops.aten.gelu: None}, TypeError, "policy rule gelu: .*nearest: .*gelu"),
         ({operator.matmul: None}, TypeError, "policy rule matmul: .*nearest: matmul"),
@@ -527,10 +510,3 @@ def test_backward_quant_is_a_context_manager_and_a_decorator():
     with watch_saved() as saved, brevact.backward_quant(StochBackward2bit), brevact.backward_quant(None):
         layer(x)
     assert saved.holds(x)
-
-
-def test_scripted_modules_are_refused_and_nothing_changes():
-    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
-    with pytest.raises(TypeError, match=r"takes no forward hooks .*brevact\.backward_quant\(\.\.\.\)"):
-        brevact.quantize_backward(model, StochBackward2bit)
-    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from benchmarks.models import gradient, loss_at, quantized, relative_error
 from brevact import BackwardSettings, PackedActivation, StochBackward2bit, StochBackward8bit, UniformQuantizer
 from brevact.autograd import region
 from brevact.autograd.ops.rounding import must_not_round
+from brevact.injectors import backward_settings_from
 
 IMAGE_MODELS = pytest.importorskip("benchmarks.image_models", reason="needs timm and torchvision").IMAGE_MODELS
 ALL = {**IMAGE_MODELS, **MODELS}
@@ -24,6 +26,9 @@ CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaust
 
 #: Norms that packed rows and channels of other scales together had errors of 96 to 3e8 times the gradient.
 EXPLODED = 10.0
+#: `DEFAULT` has at least 3 bits, whose step is 3/7 of one at 2 bits, and rounding that varies no more than stochastic
+#: rounding: its errors are at most 3/7 of those at 2 bits. A sixth more is for how much draws differ.
+OF_TWO_BITS = 3 / 7 * 7 / 6
 #: Where 3 times the norm of the gradient is too little at 2 bits: 49 SiLUs whose noise adds up, over maps of 2x2 (3.4).
 MOST_NOISE = {"efficientnet_b0": 4.0}
 
@@ -101,6 +106,43 @@ def test_real_models_train_as_they_are(name):
     assert 0.0 < errors[0][0] < 0.1 and errors[1][0] < MOST_NOISE.get(name, 3.0), errors
     assert errors[0][1] < 0.1 and errors[1][1] < EXPLODED, errors
     assert report.ratio >= 8.0, str(report).splitlines()[-40:]
+
+
+def spied_default() -> brevact.Policy:
+    """The rules of `DEFAULT`, with quantizers that keep digests."""
+    rules = {}
+    for key, leaf in brevact.DEFAULT.rules.items():
+        settings = backward_settings_from(leaf)
+        quantizer = settings.quantizer
+        assert type(quantizer) is UniformQuantizer
+        spy = Spy(**{each.name: getattr(quantizer, each.name) for each in dataclasses.fields(quantizer) if each.init})
+        rules[key] = dataclasses.replace(settings, quantizer=spy)
+    return brevact.Policy(rules)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_real_models_train_by_the_default(name):
+    plain = build(name, builders=ALL)
+    default, two = quantized(plain, brevact.DEFAULT), quantized(plain, StochBackward2bit)
+    spied = quantized(plain, spied_default())
+    assert torch.equal(loss_at(default, 0), loss_at(plain, 0))
+    expected = gradient(plain, 0)
+    error, worst = (errors_of(gradient(subject, 0), expected, subject.model) for subject in (default, two))
+    report = brevact.memory_report(default.model, default.batch)
+    assert packed_at(spied) and not packed_weights(spied)
+    assert 0.0 < error[0] < OF_TWO_BITS * worst[0], (error, worst)
+    assert error[1] <= OF_TWO_BITS * worst[1], (error, worst)
+    assert report.ratio >= 8.0, str(report).splitlines()[-40:]
+
+
+@pytest.mark.parametrize("name, bits", [("mobilenet_v2", 3), ("efficientnet_b0", 4), ("googlenet", 3)])
+def test_the_default_fits_models_of_torchvision(name, bits):
+    models = pytest.importorskip("torchvision").models
+    settings = {"init_weights": False} if name == "googlenet" else {}
+    with torch.device("meta"):
+        model = brevact.quantize_backward(models.get_model(name, weights=None, **settings))
+    assert brevact.backward_policy(model).rows[0].source == f"DitherBackward{bits}bit"
+    assert not any(p.device.type != "meta" for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["deform_conv2d", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool"])

@@ -79,7 +79,7 @@ def test_main_fits_a_policy_to_bytes_and_to_noise(words, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budget", "20"], "--budget 20 is not possible: use 24x"),
+        (["--budget", "20"], "--budget 20 is not possible: 20: a budget is written 24x"),
         (["--budget", "0x"], "--budget 0x is not possible"),
         (["--budget", "900x"], "fit 900x: ratio=900.0 is not possible"),
         (["--noise", "-1"], "--noise -1.0 is not possible"),

@@ -154,8 +154,11 @@ class _Inside:
 _inside = _Inside()
 
 
-def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
-    """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings."""
+def enter(settings: BackwardSettings | None, module: nn.Module, *, inherits: bool = False) -> None:
+    """Enter the region of a module whose forward Dynamo inlines, unless the one around it has the same settings.
+
+    Without a rule of its own (``inherits``) the module runs in whatever region is around it.
+    """
     refuse_without(COMPILING)
     around, text = _innermost(), text_of(settings)
     rounds = _changes_forward(text)
@@ -172,7 +175,11 @@ def enter(settings: BackwardSettings | None, module: nn.Module) -> None:
     if around is None:
         if text == FULL_PRECISION or not (module.training or rounds):
             return
-    elif around.text == text and not _belongs_to(around, module) and not (around.norms_only and module.training):
+    elif (
+        (inherits or around.text == text)
+        and not _belongs_to(around, module)
+        and not (around.norms_only and module.training)
+    ):
         return
     TracingMode(text, module, not module.training and (around is None or around.norms_only)).__enter__()
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import storage_report
 from brevact.autograd.norm_decoders import WithStatistics
-from brevact.autograd.saved import ACTIVATION_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Saved
+from brevact.autograd.saved import ACTIVATION_DTYPES, COMPLEX_DTYPES, NO_DOUBLE_BACKWARD, Decoder, Saved
 from brevact.autograd.store import keep_as_it_is
 from brevact.private_names.of_torch import is_functorch_tensor
 from brevact.quantizers import PointFunction, is_traced
@@ -162,6 +162,11 @@ def is_activation(x: Any) -> bool:
         and x.layout is _STRIDED
         and not (x.is_nested or is_functorch_tensor(x))
     )
+
+
+def is_complex(x: Any) -> bool:
+    """Return whether ``x`` is a complex tensor that can be packed as pairs of real numbers."""
+    return type(x) in _PLAIN_TYPES and x.dtype in COMPLEX_DTYPES and is_plain(x)
 
 
 def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_mask
+from brevact.autograd.strides import lay_out
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
 
@@ -36,7 +37,7 @@ class _Dropout(Saving):
         else:
             out, mask = torch.native_dropout(input, p, True)
             out = input.copy_(out) if inplace else out
-        ctx.factor = 1.0 / (1.0 - p)
+        ctx.factor, ctx.stride = 1.0 / (1.0 - p), mask.stride()
         kept = keep_mask(mask)
         derive(region, out, ByMask(ctx.factor), ((input, source), (mask, kept)), is_dirty=inplace)
         if inplace:
@@ -47,7 +48,7 @@ class _Dropout(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        return None, kept.multiply(grad).mul_(ctx.factor), None, None
+        return None, lay_out(kept.multiply(grad).mul_(ctx.factor), grad, ctx.stride), None, None
 
 
 class _Noise(NamedTuple):
@@ -87,7 +88,8 @@ class _ComposedDropout(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
         mask = kept.decode()
-        grad_input = kept.multiply(grad) if mask.shape == grad.shape else grad * mask
+        is_of_elements = mask.shape == grad.shape
+        grad_input = lay_out(kept.multiply(grad), grad, mask.stride()) if is_of_elements else grad * mask
         return None, grad_input.mul_(ctx.factor), None, None, None
 
 

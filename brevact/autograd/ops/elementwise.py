@@ -19,13 +19,14 @@ from torch import Tensor
 
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, is_activation, is_inplace, load, save
+from brevact.autograd.ops.base import Saving, is_activation, is_complex, is_inplace, load, save
 from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, is_inverse, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
-from brevact.autograd.store import keep_as_it_is
+from brevact.autograd.store import compact, keep_as_it_is
+from brevact.autograd.strides import Strides, lay_out
 from brevact.autograd.weights import is_known_activation
 from brevact.quantizers import is_traced
 
@@ -40,7 +41,7 @@ class _Multiply(Saving):
         if inplace:
             kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
         save(ctx, kept_b, kept_a)
-        ctx.shapes, ctx.dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+        ctx.shapes, ctx.dtypes, ctx.strides = (a.shape, b.shape), (a.dtype, b.dtype), (a.stride(), b.stride())
         operands = [(x, kept or region.find_kept(x)) for x, kept in ((a, kept_a), (b, kept_b))]
         out = multiply(a, b)
         derive(
@@ -55,9 +56,10 @@ class _Multiply(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_others = ctx.shapes[::-1], ctx.strides[::-1]
         grads = [
-            None if kept is None else _product(kept, other, grad).sum_to_size(shape).to(dtype)
-            for kept, shape, other, dtype in zip(load(ctx), ctx.shapes, ctx.shapes[::-1], ctx.dtypes, strict=True)
+            None if kept is None else _product(kept, other, stride, grad).sum_to_size(shape).to(dtype)
+            for kept, shape, dtype, other, stride in zip(load(ctx), ctx.shapes, ctx.dtypes, *of_others, strict=True)
         ]
         return None, None, *grads, None
 
@@ -69,15 +71,21 @@ def _keep(region: Keeper, x: Tensor, other: Tensor) -> Saved:
     dims = dims_of_inverses(x, other)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
         is_small = x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None
-        return keep_as_it_is(x) if is_small else keep_by_rows(region, x, dims)
+        return _keep_small_factor(region, x) if is_small else keep_by_rows(region, x, dims)
     return _keep_factor(region, x, other)
 
 
 def _keep_factor(region: Keeper, x: Tensor, other: Tensor) -> Saved:
     """Keep a factor: as it is where it is small beside one that is known, and the product derives from both."""
     if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None:
-        return keep_as_it_is(x)
+        return _keep_small_factor(region, x)
     return region.keep_activation(x)
+
+
+def _keep_small_factor(region: Keeper, x: Tensor) -> Saved:
+    """Keep a factor as it is, and of a larger storage no more than that; a weight is there anyway."""
+    part = compact(x)
+    return keep_as_it_is(x if part is not x and region.is_weight(x) else part)
 
 
 def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
@@ -89,8 +97,8 @@ def _unaliased(kept: Saved | None, overwritten: Tensor) -> Saved | None:
     return tuple(x.clone() if storage_address(x) == address else x for x in tensors), decoder
 
 
-def _product(kept: Any, shape: torch.Size, grad: Tensor) -> Tensor:
-    return kept.multiply(grad) if shape == grad.shape else grad * kept.decode()
+def _product(kept: Any, shape: torch.Size, stride: Strides, grad: Tensor) -> Tensor:
+    return lay_out(kept.multiply(grad), grad, stride) if shape == grad.shape else grad * kept.decode()
 
 
 def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwargs: Any) -> Any:
@@ -152,7 +160,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
     """Whether the denominator of a division, at this place of its arguments, is an activation: 1/b^2 is no noise."""
     x = args[place] if place < len(args) else None
-    return is_activation(x) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
+    return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 
 
 _STORED = Stored("products of activations", "each factor once, packed; a weight as it is", UNBIASED)

@@ -18,7 +18,9 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import InputLike, OfSizes, Saving, blank, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, MASKS, NOTHING, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_mask
+from brevact.autograd.strides import Strides, strides_of_result
 from brevact.private_names.of_torch import nn_pad
+from brevact.quantizers import is_traced
 
 aten = torch.ops.aten
 #: (zeros of the input's sizes, index, output gradient) -> input gradient.
@@ -26,22 +28,31 @@ Scatter = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _Lookup(Saving):
-    """An op that reads elements at an index, or where a mask is set."""
+    """An op that reads elements at an index, or where a mask is set; its gradient has strides of the input, or none."""
 
     @staticmethod
     def forward(
-        ctx: Any, region: Keeper, call: Callable[[Tensor, Tensor], Tensor], scatter: Scatter, input: Tensor, at: Tensor
+        ctx: Any,
+        region: Keeper,
+        call: Callable[[Tensor, Tensor], Tensor],
+        scatter: Scatter,
+        stride: Strides | None,
+        input: Tensor,
+        at: Tensor,
     ) -> Tensor:
         is_mask = at.dtype is torch.bool
         save(ctx, keep_mask(at) if is_mask else None, exact=(None if is_mask else at,))
-        ctx.scatter, ctx.sizes = scatter, input.shape
+        ctx.scatter, ctx.sizes, ctx.stride = scatter, input.shape, stride
         return call(input, at)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, index = load(ctx)
         at = index if mask is None else mask.decode()
-        return None, None, None, ctx.scatter(grad.new_zeros(ctx.sizes), at, grad), None
+        zeros = grad.new_zeros(ctx.sizes)
+        if ctx.stride is not None and ctx.stride != zeros.stride() and not is_traced(grad):
+            zeros = zeros.new_empty_strided(ctx.sizes, strides_of_result(ctx.sizes, ctx.stride)).zero_()
+        return None, None, None, None, ctx.scatter(zeros, at, grad), None
 
 
 def _looks_up(region: Keeper, input: Any, at: Any) -> bool:
@@ -52,7 +63,7 @@ def _gather(region: Keeper, func: Callable, input: Tensor, dim: int, index: Tens
     if kwargs.pop("sparse_grad", False) or kwargs or not _looks_up(region, input, index) or not isinstance(dim, int):
         return NotImplemented
     return region.apply(
-        _Lookup, lambda x, i: func(x, dim, i), lambda zeros, i, g: zeros.scatter_add_(dim, i, g), input, index
+        _Lookup, lambda x, i: func(x, dim, i), lambda zeros, i, g: zeros.scatter_add_(dim, i, g), None, input, index
     )
 
 
@@ -69,19 +80,21 @@ def _take_along_dim(region: Keeper, func: Callable, input: Tensor, indices: Tens
     def scatter(zeros: Tensor, i: Tensor, grad: Tensor) -> Tensor:
         return zeros.scatter_add_(dim, torch.where(i < 0, i + length, i), grad)  # negative ones count from the end
 
-    return region.apply(_Lookup, lambda x, i: func(x, i, dim), scatter, input, indices)
+    return region.apply(_Lookup, lambda x, i: func(x, i, dim), scatter, None, input, indices)
 
 
 def _take(region: Keeper, func: Callable, input: Tensor, index: Tensor) -> Any:
     if not _looks_up(region, input, index):
         return NotImplemented
-    return region.apply(_Lookup, func, lambda zeros, i, g: zeros.put_(i, g, accumulate=True), input, index)
+    return region.apply(
+        _Lookup, func, lambda zeros, i, g: zeros.put_(i, g, accumulate=True), input.stride(), input, index
+    )
 
 
 def _masked_select(region: Keeper, func: Callable, input: Tensor, mask: Tensor) -> Any:
     if not _looks_up(region, input, mask) or mask.shape != input.shape or mask.dtype is not torch.bool:
         return NotImplemented
-    return region.apply(_Lookup, func, lambda zeros, m, g: zeros.masked_scatter_(m, g), input, mask)
+    return region.apply(_Lookup, func, lambda zeros, m, g: zeros.masked_scatter_(m, g), input.stride(), input, mask)
 
 
 _PAD_BACKWARD = {

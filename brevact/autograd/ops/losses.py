@@ -1,12 +1,12 @@
-"""Cross-entropy and negative log-likelihood: the targets are stored as they are, the probabilities packed.
+"""Cross-entropy and negative log-likelihood: probabilities are stored packed, targets that are indices as they are.
 
 With x_n the logits of a sample, p_n = softmax(x_n) and q_n = (1 - s) w * onehot(y_n) + s / C w (class indices) or
 q_n = w * ((1 - s) t_n + s / C) (class probabilities), for the label smoothing s, C classes and their weights w:
 
     L_n = -sum_c q_nc log p_nc,    dL_n/dx_n = p_n sum_c q_nc - q_n
 
-It is linear in p, hence unbiased. The mean is that over the weights of the targets (class indices) or over the samples
-(class probabilities). The negative log-likelihood reads log-probabilities, and its gradient, -q_n, none of them.
+It is linear in p, and in t, hence unbiased. The mean is that over the weights of the targets (class indices) or over
+the samples (class probabilities). The negative log-likelihood reads log-probabilities, and its gradient, -q_n, none.
 """
 
 from __future__ import annotations
@@ -43,15 +43,20 @@ class _CrossEntropy(Saving):
     ) -> Tensor:
         out = call(input, target, weight)
         p = torch.softmax(input, options.class_dim, dtype=out.dtype)
-        save(ctx, region.keep(p, share=False), exact=(target, weight))
+        is_index = not target.is_floating_point()
+        kept_target = None if is_index else region.keep_activation(target)
+        save(ctx, region.keep(p, share=False), kept_target, exact=(target if is_index else None, weight))
         ctx.options, ctx.dtype = options, input.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, target, weight = load(ctx)
-        gradient = _of_probabilities if target.is_floating_point() else _of_indices
-        grad_input = gradient(grad, kept.decode(), target, weight, ctx.options).to(ctx.dtype)
+        kept, kept_target, target, weight = load(ctx)
+        if kept_target is None:
+            grad_input = _of_indices(grad, kept.decode(), target, weight, ctx.options)
+        else:
+            grad_input = _of_probabilities(grad, kept.decode(), kept_target.decode(), weight, ctx.options)
+        grad_input = grad_input.to(ctx.dtype)
         return None, None, None, grad_input, None, None
 
 
@@ -160,7 +165,9 @@ OPS = (
     Op(
         (F.cross_entropy,),
         _handler(_CrossEntropy),
-        Stored("cross-entropy", "the probabilities, packed; the targets as they are", UNBIASED),
+        Stored(
+            "cross-entropy", "the probabilities, packed; targets that are indices as they are, others packed", UNBIASED
+        ),
         is_bit_exact=False,
     ),
     Op(

@@ -7,7 +7,7 @@ backward kernels do. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arX
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from brevact.autograd.ops.base import Saving, as_number, expanded_one, load, sav
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored, everywhere
 from brevact.autograd.ops.torch_rules import clamp_passes_bounds
 from brevact.autograd.store import keep_mask
+from brevact.autograd.strides import Order, lay_out
 
 aten = torch.ops.aten
 
@@ -33,14 +34,18 @@ class _Pieces(NamedTuple):
     outside: float = 0.0
     #: The function again, of its input, a derived one perhaps that is beyond a corner, and the mask; None: of no use.
     value: Callable[..., Tensor] | ByMask | None = ByMask()
+    #: What torch's backward kernel takes beside the gradient, and in which order.
+    reads: Literal["input", "output", "mask"] = "input"
+    order: Order = Order.SAVED_FIRST
 
 
 class _PiecewiseLinear(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], pieces: _Pieces, input: Tensor) -> Tensor:
-        kept = keep_mask(pieces.mask(input), pieces.outside / pieces.inside)
+        mask = pieces.mask(input)
+        kept = keep_mask(mask, pieces.outside / pieces.inside)
         save(ctx, kept)
-        ctx.inside = pieces.inside
+        ctx.inside, ctx.order = pieces.inside, pieces.order
         source = region.find_known(input)
         operands = [(input, source), (input, kept)]
         bounds = pieces.value
@@ -50,6 +55,7 @@ class _PiecewiseLinear(Saving):
         out = call(input)
         if source is not None and pieces.value is not None:
             derive(region, out, pieces.value, operands, is_dirty=pieces.inplace)
+        ctx.stride = {"input": input, "output": out, "mask": mask}[pieces.reads].stride()
         if pieces.inplace:
             ctx.mark_dirty(input)
         return out
@@ -57,7 +63,7 @@ class _PiecewiseLinear(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        grad_input = kept.multiply(grad)
+        grad_input = lay_out(kept.multiply(grad), grad, ctx.stride, ctx.order)
         return None, None, None, grad_input if ctx.inside == 1.0 else grad_input.mul_(ctx.inside)
 
 
@@ -86,7 +92,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def _relu(input: Tensor, inplace: bool = False) -> _Pieces:
-    return _Pieces(_itself, inplace)
+    return _Pieces(_itself, inplace, reads="output")
 
 
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> _Pieces:
@@ -95,7 +101,7 @@ def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
     def mask(x: Tensor) -> Tensor:
         return aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool()
 
-    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val))
+    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), order=Order.GRAD_FIRST)
 
 
 def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
@@ -104,7 +110,7 @@ def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
     value = _Bounded(0.0, 1.0, slope=1 / 6, shift=0.5)
-    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=1 / 6, value=value)
+    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=1 / 6, value=value, order=Order.GRAD_FIRST)
 
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
@@ -125,11 +131,17 @@ def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fa
 
 
 def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    return _Pieces(lambda x: aten.softshrink_backward(expanded_one(x), x, as_number(lambd)).bool(), value=None)
+    def mask(x: Tensor) -> Tensor:
+        return aten.softshrink_backward(expanded_one(x), x, as_number(lambd)).bool()
+
+    return _Pieces(mask, value=None, order=Order.GRAD_FIRST)
 
 
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
-    return _Pieces(lambda x: aten.hardshrink_backward(expanded_one(x), x, as_number(lambd)).bool())
+    def mask(x: Tensor) -> Tensor:
+        return aten.hardshrink_backward(expanded_one(x), x, as_number(lambd)).bool()
+
+    return _Pieces(mask, order=Order.GRAD_FIRST)
 
 
 def _clamp(input: Tensor, min: float | None = None, max: float | None = None) -> _Pieces:
@@ -142,7 +154,7 @@ def _clamp(input: Tensor, min: float | None = None, max: float | None = None) ->
             return below(x, max) if min is None else above(x, min)
         return above(x, min) & below(x, max)
 
-    return _Pieces(mask, value=_Bounded(min, max))
+    return _Pieces(mask, value=_Bounded(min, max), reads="mask")
 
 
 def _clamp_min(input: Tensor, min: float) -> _Pieces:
@@ -156,7 +168,7 @@ def _clamp_max(input: Tensor, max: float) -> _Pieces:
 def _nan_to_num(
     input: Tensor, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> _Pieces:
-    return _Pieces(torch.isfinite, value=None)
+    return _Pieces(torch.isfinite, value=None, reads="mask", order=Order.GRAD_FIRST)
 
 
 def _handler(rule: Callable[..., _Pieces]) -> Callable:

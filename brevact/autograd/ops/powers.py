@@ -18,6 +18,7 @@ from brevact.autograd.ops.base import Saving, Value, load, save
 from brevact.autograd.ops.norm.written_out import are_rows, keep_by_rows
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.ops.smooth import STORED as SMOOTH
+from brevact.autograd.strides import lay_out
 from brevact.quantizers import is_traced
 
 
@@ -36,6 +37,7 @@ class _Power(Saving):
         slope, source = _Slope(power, exponent), keep_source(region, input)
         kept = None if source is None else keep_smooth(slope, source, input)
         save(ctx, region.keep(slope(input), share=False) if kept is None else kept)
+        ctx.stride = input.stride()
         out = power(input, exponent)
         if source is not None:
             derive(region, out, Value(power, (exponent,), ()), ((input, source),), is_curved=True)
@@ -44,19 +46,21 @@ class _Power(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        return None, None, kept.multiply(grad), None
+        return None, None, lay_out(kept.multiply(grad), grad, ctx.stride), None
 
 
 class _Square(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, square: Callable, input: Tensor, *exponent: float) -> Tensor:
         save(ctx, keep_by_rows(region, input, (-1,)))
+        ctx.stride = input.stride()
         return square(input, *exponent)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        return None, None, kept.multiply(grad).mul_(2.0), *(None for _ in ctx.needs_input_grad[3:])
+        grad_input = lay_out(kept.multiply(grad).mul_(2.0), grad, ctx.stride)
+        return None, None, grad_input, *(None for _ in ctx.needs_input_grad[3:])
 
 
 def keep_square(region: Keeper, func: Callable, input: Any, *exponent: float) -> Any:

@@ -51,8 +51,9 @@ class _LogSoftmax(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
+        grad = grad.contiguous()  # as torch's own gradient is
         total = grad.sum(ctx.dim, keepdim=True)
-        return None, None, None, torch.addcmul(grad, kept.decode(), total, value=-1).to(ctx.dtype)
+        return None, None, None, torch.addcmul(grad, kept.decode(), total, value=-1).contiguous().to(ctx.dtype)
 
 
 def _handler(function: type[Saving], *options: Any) -> Callable:

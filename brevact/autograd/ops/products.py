@@ -1,8 +1,8 @@
 """Matrix products: each factor that is an activation is stored packed, weights and small factors as they are.
 
 With C = A B and the gradient g of C: dL/dA = g B^^T and dL/dB = A^^T g with the decoded A^, B^, summed over broadcast
-dimensions. A factor is stored only when the other one needs a gradient. Unbiased: each gradient is linear in the one
-factor that it reads, also in products of a tensor with itself.
+dimensions; of complex factors their conjugates. A factor is stored only when the other one needs a gradient. Unbiased:
+each gradient is linear in the one factor that it reads, also in products of a tensor with itself.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, is_complex, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
+from brevact.quantizers import is_traced
 
 
 class _Matmul(NamedTuple):
@@ -24,9 +25,17 @@ class _Matmul(NamedTuple):
 
     first: torch.Size
     second: torch.Size
+    #: Whether the columns of a matrix, the first or the second one, lie in memory one after the other.
+    by_columns: tuple[bool, bool]
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor) -> _Matmul:
+        return _Matmul(a.shape, b.shape, (_lies_by_columns(a), _lies_by_columns(b)))
 
     def of_first(self, grad: Tensor, b: Tensor) -> Tensor:
-        """dL/dA = g B^T."""
+        """dL/dA = g B^T, by columns where A is, as torch's."""
+        if self.by_columns[0] and b.dim() == 2:
+            return (b @ grad.mT).mT
         grad, b = self._matrices(grad), b.unsqueeze(-1) if b.dim() == 1 else b
         if len(self.first) <= 2 < grad.dim():
             batch = list(range(grad.dim() - 2))
@@ -35,7 +44,9 @@ class _Matmul(NamedTuple):
         return (grad @ b.mT).sum_to_size(self.first if len(self.first) > 1 else (1, *self.first)).reshape(self.first)
 
     def of_second(self, grad: Tensor, a: Tensor) -> Tensor:
-        """dL/dB = A^T g."""
+        """dL/dB = A^T g, by columns where B is, as torch's."""
+        if self.by_columns[1] and a.dim() == 2:
+            return (grad.mT @ a).mT
         grad, a = self._matrices(grad), a.unsqueeze(-2) if a.dim() == 1 else a
         if len(self.second) <= 2 < grad.dim():
             batch = list(range(grad.dim() - 2))
@@ -49,6 +60,10 @@ class _Matmul(NamedTuple):
         """Give the gradient the dimensions that vectors lack."""
         grad = grad.unsqueeze(-1) if len(self.second) == 1 else grad
         return grad.unsqueeze(-2) if len(self.first) == 1 else grad
+
+
+def _lies_by_columns(x: Tensor) -> bool:
+    return x.dim() == 2 and not is_traced(x) and x.stride() == (1, x.shape[0])
 
 
 class _Einsum(NamedTuple):
@@ -84,13 +99,13 @@ class _Product(Saving):
         region: Keeper,
         multiply: Callable[..., Tensor],
         rule: _Matmul | _Einsum,
+        added: Tensor | None,
         a: Tensor,
         b: Tensor,
-        added: Tensor | None,
         factors: tuple[float, float],
     ) -> Tensor:
         out = without_autocast_cache(multiply, a, b, added)
-        needs_a, needs_b = ctx.needs_input_grad[3:5]
+        needs_a, needs_b = ctx.needs_input_grad[4:6]
         kept_b = keep_operand(region, b) if needs_a else None
         save(ctx, kept_b, keep_operand(region, a) if needs_b else None)
         ctx.rule, ctx.factors, ctx.dtype, ctx.dtypes = rule, factors, out.dtype, (a.dtype, b.dtype)
@@ -104,18 +119,21 @@ class _Product(Saving):
         grad_a = grad_b = grad_added = None
         scaled = grad if alpha == 1 else grad * alpha
         if kept_b is not None:
-            grad_a = ctx.rule.of_first(scaled, kept_b.decode().to(ctx.dtype)).to(ctx.dtypes[0])
+            grad_a = ctx.rule.of_first(scaled, kept_b.decode().to(ctx.dtype).conj()).to(ctx.dtypes[0])
         if kept_a is not None:
-            grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype)).to(ctx.dtypes[1])
-        if ctx.needs_input_grad[5]:
+            grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype).conj()).to(ctx.dtypes[1])
+        if ctx.needs_input_grad[3]:
             shape, dtype = ctx.added_like
             grad_added = (grad if beta == 1 else grad * beta).sum_to_size(shape).to(dtype)
-        return None, None, None, grad_a, grad_b, grad_added, None
+        return None, None, None, grad_added, grad_a, grad_b, None
 
 
 def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
     """Return whether a Function stores the factors: there is an activation among them, and a gradient."""
-    if not (region.is_activation(a) and region.is_activation(b) and (added is None or region.is_activation(added))):
+    tensors = (a, b) if added is None else (a, b, added)
+    if not all(map(region.is_activation, tensors)) and not (
+        all(map(is_complex, tensors)) and len({x.dtype for x in tensors}) == 1 and not any(map(is_traced, tensors))
+    ):
         return False
     if not requires_grad(a, b, added) or max(a.numel(), b.numel()) < region.settings.min_numel:
         return False
@@ -133,14 +151,14 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **kwa
     def multiply(a: Tensor, b: Tensor, _: None) -> Tensor:
         return func(a, b) if name is None else func(a, **{name: b})
 
-    return region.apply(_Product, multiply, _Matmul(input.shape, other.shape), input, other, None, (1, 1))
+    return region.apply(_Product, multiply, _Matmul.of(input, other), None, input, other, (1, 1))
 
 
 def _multiply_reversed(region: Keeper, func: Callable, input: Tensor, other: Any) -> Any:
     if not _can_pack(region, other, input):
         return NotImplemented
-    rule = _Matmul(other.shape, input.shape)
-    return region.apply(_Product, lambda a, b, _: func(b, a), rule, other, input, None, (1, 1))
+    rule = _Matmul.of(other, input)
+    return region.apply(_Product, lambda a, b, _: func(b, a), rule, None, other, input, (1, 1))
 
 
 def _multiply_add(
@@ -155,14 +173,16 @@ def _multiply_add(
     **kwargs: Any,
 ) -> Any:
     """Handle ``beta * input + alpha * first @ second``."""
-    if kwargs or not isinstance(input, Tensor) or not _can_pack(region, first, second, input):
+    if kwargs or isinstance(alpha, complex) or isinstance(beta, complex):
+        return NotImplemented
+    if not isinstance(input, Tensor) or not _can_pack(region, first, second, input):
         return NotImplemented
 
     def multiply(a: Tensor, b: Tensor, added: Tensor) -> Tensor:
         return func(added, a, b, beta=beta, alpha=alpha)
 
-    rule = _Matmul(first.shape, second.shape)
-    return region.apply(_Product, multiply, rule, first, second, input, (alpha, beta))
+    rule = _Matmul.of(first, second)
+    return region.apply(_Product, multiply, rule, input, first, second, (alpha, beta))
 
 
 def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> Any:
@@ -174,7 +194,7 @@ def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> An
     rule = _parse(equation.replace(" ", ""), *(x.shape for x in operands))
     if rule is None:
         return NotImplemented
-    return region.apply(_Product, lambda a, b, _: func(equation, a, b), rule, *operands, None, (1, 1))
+    return region.apply(_Product, lambda a, b, _: func(equation, a, b), rule, None, *operands, (1, 1))
 
 
 def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
@@ -198,22 +218,22 @@ def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
 
 _TWO = ("matmul", "mm", "bmm", "mv", "dot")
 _ADDED = ("addmm", "addbmm", "baddbmm", "addmv")
-_STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
+STORED = Stored("matmul, bmm, einsum", "each factor once, packed; a weight as it is", UNBIASED)
 OPS = (
     Op(
         (*(getattr(home, name) for home in (torch, Tensor) for name in _TWO), torch.linalg.matmul, Tensor.__matmul__),
         _multiply,
-        _STORED,
+        STORED,
         is_bit_exact=False,
     ),
-    Op((Tensor.__rmatmul__,), _multiply_reversed, _STORED, is_bit_exact=False),
+    Op((Tensor.__rmatmul__,), _multiply_reversed, STORED, is_bit_exact=False),
     Op(
         tuple(getattr(home, name) for home in (torch, Tensor) for name in _ADDED),
         _multiply_add,
-        _STORED,
+        STORED,
         is_bit_exact=False,
     ),
-    Op((torch.einsum,), _einsum, _STORED, saves=Saves.FACTORS, is_bit_exact=False, is_product=True),
+    Op((torch.einsum,), _einsum, STORED, saves=Saves.FACTORS, is_bit_exact=False, is_product=True),
     Op(everywhere(*_TWO, *_ADDED), saves=Saves.FACTORS, is_product=True),
     Op(
         everywhere("vdot", "inner", "outer", "ger", "addr", "kron", "cross", "vecdot", "tensordot", "chain_matmul"),

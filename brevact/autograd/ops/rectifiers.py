@@ -3,7 +3,7 @@
 PReLU, with the mask m = (x > 0): dL/dx = g where m, else w g, exact; dL/dw = -sum(g r^) with r = max(-x, 0) stored
 packed if the weight trains, unbiased since it is linear in r. Randomized ReLU in training stores its slopes packed:
 unbiased, too; on a channels_last CPU tensor torch saves them in another order than it used them, and its gradient is
-wrong there. The absolute value stores the sign in two bits: exact.
+wrong there. The absolute value stores the sign in two bits: exact; that of complex numbers their directions, packed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from brevact.autograd.derivations import function_of
 from brevact.autograd.derived import derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops import piecewise_linear
-from brevact.autograd.ops.base import Saving, is_inplace, load, requires_grad, save
+from brevact.autograd.ops.base import Saving, is_complex, is_inplace, load, requires_grad, save
 from brevact.autograd.ops.convolution import to_autocast
 from brevact.autograd.ops.op import EXACT, MASKS, UNBIASED, Op, Stored, everywhere
 from brevact.autograd.store import keep_mask, reported
+from brevact.autograd.strides import Order, lay_out
 from brevact.private_names.of_torch import has_kernel_for_key
+from brevact.quantizers import is_traced
 
 aten = torch.ops.aten
 
@@ -61,17 +63,20 @@ class _PReLU(Saving):
         if source is not None:
             derive(region, out, _leaky, ((input, source), (input, mask), (_along_channels(w, x), None)))
         save(ctx, mask if needs_input else None, below, exact=(weight,))
-        ctx.dtype = x.dtype
+        ctx.dtype, ctx.stride = x.dtype, x.stride()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, below, weight = load(ctx)
         w = _along_channels(weight.to(ctx.dtype), grad)
-        grad_input = None if mask is None else torch.where(mask.decode(), grad, w * grad)
-        grad_weight = None
+        grad_input = grad_weight = None
+        if mask is not None:
+            scaled = torch.where(mask.decode(), grad, w * grad)
+            grad_input = lay_out(scaled, grad, ctx.stride, Order.SAVED_FIRST)
         if below is not None:
-            grad_weight = below.multiply(grad).neg_().sum_to_size(w.shape).view(weight.shape).to(weight.dtype)
+            terms = lay_out(below.multiply(grad).neg_(), grad, ctx.stride, Order.SAVED_FIRST)
+            grad_weight = terms.sum_to_size(w.shape).view(weight.shape).to(weight.dtype)
         return None, None, grad_input, grad_weight
 
 
@@ -133,10 +138,27 @@ class _Absolute(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         above, below = load(ctx)
         sign = above.decode().to(grad.dtype).sub_(below.decode().to(grad.dtype))
-        return None, None, None, sign.mul_(grad)
+        return None, None, None, lay_out(sign.mul_(grad), grad, sign.stride())
+
+
+class _Magnitude(Saving):
+    """The absolute value of complex numbers: dL/dx = g x / |x|, and 0 where x is 0; linear in the stored x / |x|."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor) -> Tensor:
+        save(ctx, region.keep(torch.sgn(input), share=False))
+        return func(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (direction,) = load(ctx)
+        return None, None, grad * direction.decode()
 
 
 def _absolute(region: Keeper, func: Callable, input: Tensor) -> Any:
+    if is_complex(input) and input.requires_grad and not is_inplace(func, (input,), {}) and not is_traced(input):
+        small = input.numel() < region.settings.min_numel
+        return NotImplemented if small or region.is_weight(input) else region.apply(_Magnitude, func, input)
     if not region.packs_input(input) or not input.requires_grad:
         return NotImplemented
     return region.apply(_Absolute, func, is_inplace(func, (input,), {}), input)
@@ -150,4 +172,5 @@ OPS = (
     ),
     Op((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu, Stored("randomized ReLU", "the slopes, packed", UNBIASED)),
     Op(everywhere("abs", "absolute"), _absolute, Stored("abs", MASKS, EXACT)),
+    Op(everywhere("abs", "absolute"), stored=Stored("abs of complex numbers", "their directions, packed", UNBIASED)),
 )

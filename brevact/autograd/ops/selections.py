@@ -30,9 +30,9 @@ class _Extreme(Saving):
     ) -> Tensor:
         out = call(input)
         ctx.sizes = [1 if dim in dims else size for dim, size in enumerate(input.shape)]
-        ctx.dims = dims
+        ctx.dims, ctx.fills = dims, finds_nan and not input.is_cuda
         value = out.view(ctx.sizes)
-        mask = input == value
+        mask = input == value if finds_nan else value == input  # in torch's order, which decides the strides
         save(ctx, keep_mask(torch.where(value.isnan(), input.isnan(), mask) if finds_nan else mask))
         return out
 
@@ -41,7 +41,10 @@ class _Extreme(Saving):
         (kept,) = load(ctx)
         mask = kept.decode()
         count = mask.sum(ctx.dims, keepdim=True) if ctx.dims else mask
-        return None, None, None, None, grad.reshape(ctx.sizes) * mask / count
+        grad = grad.reshape(ctx.sizes)
+        if ctx.fills:  # as torch does it: the result is contiguous
+            return None, None, None, None, grad.new_zeros(mask.shape).masked_fill_(mask, (grad / count).view(()))
+        return None, None, None, None, grad * mask / count
 
 
 class _Either(Saving):
@@ -71,15 +74,21 @@ class _Either(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, *second = (kept.decode() for kept in load(ctx))
         if second:
-            grad = torch.where(first & second[0], grad / 2, grad)
-            lost = second[0] & ~first, first & ~second[0]
+            ties, lost = first & second[0], (second[0] & ~first, first & ~second[0])
         else:
-            lost = ~first, first
+            ties, lost = None, (~first, first)
         grads = (
-            grad.masked_fill(mask, 0).sum_to_size(shape).to(dtype) if needed else None
+            _without(grad, mask, ties).sum_to_size(shape).to(dtype) if needed else None
             for mask, shape, dtype, needed in zip(lost, ctx.shapes, ctx.dtypes, ctx.needs_input_grad[3:], strict=True)
         )
         return None, None, None, *grads
+
+
+def _without(grad: Tensor, lost: Tensor, ties: Tensor | None) -> Tensor:
+    """Gradient of one of two elements, 0 where it was lost, by torch's own calls, which decide the strides."""
+    if ties is None:
+        return grad.masked_fill(lost, 0)
+    return torch.where(ties, grad / 2, grad).masked_fill_(lost, 0)
 
 
 class _Rule(NamedTuple):

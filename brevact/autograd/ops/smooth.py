@@ -26,6 +26,7 @@ from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_small, reported
+from brevact.autograd.strides import Order, lay_out
 from brevact.quantizers import PointFunction
 
 #: (ones, x) -> f'(x): ATen's fused backward kernel applied to a gradient of ones.
@@ -51,6 +52,7 @@ class _Smooth(Saving):
         region: Keeper,
         call: Callable[[Tensor], Tensor],
         derivative: Derivative,
+        order: Order,
         value: PointFunction | None,
         input: Tensor,
         inplace: bool,
@@ -60,6 +62,7 @@ class _Smooth(Saving):
         if kept is None:
             kept = region.keep(Slope(derivative)(input), share=False)
         save(ctx, kept)
+        ctx.stride, ctx.order = input.stride(), order
         out = call(input)
         if source is not None and value is not None:
             derive(region, out, value, ((input, source),), is_curved=True, is_dirty=inplace)
@@ -70,7 +73,8 @@ class _Smooth(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        return None, None, None, None, kept.multiply(grad), None
+        grad_input = lay_out(kept.multiply(grad), grad, ctx.stride, ctx.order)
+        return None, None, None, None, None, grad_input, None
 
 
 def _gelu(input: Tensor, *, approximate: str = "none") -> Derivative:
@@ -137,7 +141,8 @@ class _GLU(Saving):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, torch.cat([kept.multiply(grad) for kept in load(ctx)], ctx.dim)
+        grad = grad.contiguous()  # as torch's own gradient is
+        return None, None, None, torch.cat([kept.multiply(grad) for kept in load(ctx)], ctx.dim).contiguous()
 
 
 def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
@@ -146,10 +151,11 @@ def _glu(region: Keeper, func: Callable, input: Tensor, dim: int = -1) -> Any:
     return region.apply(_GLU, Value.of(func, (dim,), {}), dim, input)
 
 
-def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -> Callable:
+def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: Order = Order.GRAD_FIRST) -> Callable:
     """Make the handler of a function from a rule that gives the derivative, and has the function's parameters.
 
     It is gentle if a rounding error of the input is a small one of the function, of bounded slope and few turns.
+    ``order`` is that of the operands in torch's backward kernel.
     """
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +173,7 @@ def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True) -> Call
             out = None if run is None or region.torch_runner(input) is None else run(region, value, input)
             if out is not None:
                 return out
-        return region.apply(_Smooth, lambda x: func(x, *rest, **kwargs), derivative, value, input, inplace)
+        return region.apply(_Smooth, lambda x: func(x, *rest, **kwargs), derivative, order, value, input, inplace)
 
     return handle
 
@@ -183,7 +189,7 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
     Autocast is off, and the input no inference tensor. None where a Function must run.
     """
     if input.numel() < region.settings.min_numel:
-        return region.hooks.run_torch_function(function, input, keep_small(input))
+        return region.hooks.run_torch_function(function, input, keep_small(input, region.settings))
     source = keep_source(region, input)
     if source is None:
         return None
@@ -227,16 +233,22 @@ _DERIVATIVES: dict[Derivative, tuple[Callable, ...]] = {
     aten.silu_backward.default: (F.silu,),
     aten.hardswish_backward.default: (F.hardswish,),
     aten.mish_backward.default: (F.mish,),
-    lambda one, x: torch.sigmoid(-x): (F.logsigmoid,),
     lambda one, x: aten.sigmoid_backward(one, torch.sigmoid(x)): everywhere("sigmoid", "expit"),
     lambda one, x: aten.tanh_backward(one, torch.tanh(x)): everywhere("tanh"),
     lambda one, x: (x.abs() + 1).square().reciprocal(): (F.softsign,),
-    lambda one, x: x.tanh().square(): (F.tanhshrink,),
     lambda one, x: (x.square() + 1).reciprocal(): (torch.atan, torch.arctan, Tensor.atan, Tensor.arctan),
+    lambda one, x: (x.square() + 1).rsqrt(): (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
+}
+#: As well, of functions whose gradient torch lays out as the output's.
+_LIKE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
+    lambda one, x: torch.sigmoid(-x): (F.logsigmoid,),
+    lambda one, x: x.tanh().square(): (F.tanhshrink,),
+}
+#: As well, of functions of which torch multiplies the derivative by the gradient.
+_BEFORE_GRAD: dict[Derivative, tuple[Callable, ...]] = {
     lambda one, x: x.square().neg().exp() * (2 / math.sqrt(math.pi)): (torch.erf, torch.special.erf, Tensor.erf),
     lambda one, x: x.square().neg().exp() * (-2 / math.sqrt(math.pi)): (torch.erfc, torch.special.erfc, Tensor.erfc),
     lambda one, x: x.square().div(-2).exp() / math.sqrt(2 * math.pi): (torch.special.ndtr,),
-    lambda one, x: (x.square() + 1).rsqrt(): (torch.asinh, torch.arcsinh, Tensor.asinh, Tensor.arcsinh),
 }
 #: As well, of functions without a bounded slope, or of many turns.
 _STEEP: dict[Derivative, tuple[Callable, ...]] = {
@@ -255,6 +267,8 @@ _op = functools.partial(Op, stored=STORED, is_bit_exact=False)
 OPS = (
     *(_op(funcs, _handler(rule)) for rule, funcs in _RULES.items()),
     *(_op(funcs, _handler(_fixed(slope))) for slope, funcs in _DERIVATIVES.items()),
+    *(_op(funcs, _handler(_fixed(slope), order=Order.GRAD_ALONE)) for slope, funcs in _LIKE_GRAD.items()),
+    *(_op(funcs, _handler(_fixed(slope), order=Order.DERIVATIVE_FIRST)) for slope, funcs in _BEFORE_GRAD.items()),
     *(_op(funcs, _handler(_fixed(slope), is_gentle=False)) for slope, funcs in _STEEP.items()),
     _op((F.glu,), _glu),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),

@@ -249,6 +249,8 @@ class Frozen(Norm):
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
+        if self.function is torch.instance_norm:  # which lays out samples as channels
+            grad, x = grad.contiguous(), x.contiguous()
         return batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
 
 

@@ -1,0 +1,75 @@
+"""Strides of gradients: those that torch's own backward kernels give them, which decide the order of later sums."""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+import torch
+from torch import Tensor
+
+from brevact.quantizers import is_traced
+
+Strides = tuple[int, ...]
+
+
+class Order(enum.Enum):
+    """The operands of torch's last elementwise kernel, first to last, which decide the strides of its result."""
+
+    GRAD_FIRST = enum.auto()
+    """The gradient of the output, then the tensor that torch saves."""
+    SAVED_FIRST = enum.auto()
+    """The tensor that torch saves, then the gradient."""
+    DERIVATIVE_FIRST = enum.auto()
+    """A derivative, computed from the tensor that torch saves, then the gradient."""
+    GRAD_ALONE = enum.auto()
+    """A function of the gradient, whose strides alone decide."""
+
+
+def lay_out(x: Tensor, grad: Tensor, stride: Strides, order: Order = Order.GRAD_FIRST) -> Tensor:
+    """Return an elementwise function of an output gradient and a saved tensor with the strides that torch gives it.
+
+    Torch's iterator orders the dimensions of a result by the strides of its first operand, and by those of the next one
+    where they do not tell.
+
+    Args:
+        x: the function, of the shape of ``grad``, in any strides.
+        grad: the gradient of the output.
+        stride: strides of the tensor that torch's own op saves, of the same shape.
+        order: which operand of torch's kernel comes first.
+
+    Returns:
+        ``x``, or a copy of it with other strides. In a traced graph ``x``: the compiler chooses strides.
+    """
+    other = grad.stride()
+    if (other == stride == x.stride() and 0 not in stride) or is_traced(grad):
+        return x
+    if order is Order.GRAD_ALONE:
+        wanted = strides_of_result(grad.shape, other)
+    elif order is Order.GRAD_FIRST:
+        wanted = strides_of_result(grad.shape, other, stride)
+    else:
+        first = strides_of_result(grad.shape, stride) if order is Order.DERIVATIVE_FIRST else stride
+        wanted = strides_of_result(grad.shape, first, other)
+    return x if x.stride() == wanted else torch.empty_strided(x.shape, wanted, dtype=x.dtype, device=x.device).copy_(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def strides_of_result(shape: tuple[int, ...], *strides: Strides) -> Strides:
+    """Return the strides that an elementwise op of torch gives its result.
+
+    Args:
+        shape: sizes of each operand, and of the result.
+        strides: those of the operands, in their order.
+
+    Returns:
+        Strides in elements.
+
+    >>> strides_of_result((2, 3), (1, 2), (3, 1))
+    (1, 2)
+    >>> strides_of_result((2, 3), (0, 1), (1, 2))
+    (3, 1)
+    """
+    operands = [torch.empty_strided(shape, stride, device="meta") for stride in strides]
+    result: Tensor = functools.reduce(torch.add, operands) if len(operands) > 1 else operands[0].neg()
+    return result.stride()

@@ -1,0 +1,72 @@
+"""Modules of a model with a policy that no rule matches: they run as the module around them, also called alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from brevact.autograd import BackwardSettings
+from brevact.autograd.hooks import Attachment, attachments_of, inherit_region, inherited_region, regions_of
+from brevact.injectors import settings_of_module
+from brevact.injectors.proxies import modules_without_own_region
+from brevact.policy.rules import POLICY
+from brevact.quantizers.brief import brief
+
+
+def hook_of_policy(module: nn.Module) -> Any:
+    """Return the hook by which a policy holds for a module: its own, or that of a module around it; None without."""
+    own = [hook for hook in regions_of(module) if hook.origin == POLICY]
+    return own[0] if own else inherited_region(module)
+
+
+def inherit_policy(model: nn.Module) -> None:
+    """Let each module that has no region of a policy open that of the module around it, where it is called alone."""
+    found: dict[str, Any] = {}
+    for name, module in modules_without_own_region(model):
+        hook = hook_of_policy(module)
+        around = found.get(name.rpartition(".")[0]) if name else None
+        if hook is None and around is not None and _is_called(module):
+            own = settings_of_module(around.settings, module)
+            inherit_region(module, around, None if own is around.settings else own)
+        found[name] = around if around is not None and not regions_of(module) else hook
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward; one that only holds others has none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """Return the policy of a model, or the one that is in it, as in a model in a wrapper; None without.
+
+    Of several policies of its parts that store different things it is one without settings: code outside of them keeps
+    full precision.
+    """
+    own = attachments_of(model)
+    if own:
+        return own[0]
+    found: dict[Attachment, None] = {}
+    for module in model.modules():
+        found |= dict.fromkeys(attachments_of(module))
+    first = next(iter(found), None)
+    if first is not None and any(each.settings != first.settings for each in found):
+        return Attachment()
+    return first
+
+
+def required_attachment(model: nn.Module) -> Attachment:
+    """Return what :func:`attachment_of` does, or raise a ValueError with the fix."""
+    found = attachment_of(model)
+    if found is None:
+        raise ValueError(
+            f"source: got {brief(model)}, a model without a backward policy, by which the block could run; accepted is "
+            "a model with one: brevact.quantize_backward(model) gives it"
+        )
+    return found
+
+
+def is_model(module: nn.Module) -> bool:
+    """Return whether a module is a model, and no quantizer in the form of a module, nor the slot of one."""
+    settings = getattr(getattr(module, "backward_quant", module), "settings", None)
+    return not (hasattr(module, "is_stochastic") or isinstance(settings, BackwardSettings))

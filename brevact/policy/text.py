@@ -1,0 +1,62 @@
+"""Policies as text, wherever a policy is taken: names, the path of a file, and budgets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from brevact.policy.presets import Policy
+from brevact.policy.words import budget_of, quantizer_of, with_settings
+from brevact.quantizers.brief import brief
+
+_ACCEPTED = (
+    'accepted are "default", "none" for full precision, a backward quantizer or policy such as "StochBackward2bit" or '
+    '"StochBackward4bit:bucket_size=256", a budget such as "24x", "512MiB" or "noise=0.05", and the path of a JSON file'
+)
+_FULL_PRECISION = Policy({"": None})
+
+
+def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple[Any, Mapping[str, float]]:
+    """Return what a text names, a backward quantizer or a policy; or None and a budget, the argument of `brevact.fit`.
+
+    An OSError says that there is no such file, a TypeError that it is no text, a ValueError that it is none of these;
+    they call the text by the name of the argument.
+
+    >>> read_policy("24x"), read_policy("StochBackward2bit")[0].__name__
+    ((None, {'ratio': 24.0}), 'StochBackward2bit')
+    """
+    if not isinstance(text, str | os.PathLike):
+        raise TypeError(f"{argument}: got {brief(text)} of type {type(text).__name__}; {_ACCEPTED}")
+    words = os.fsdecode(text).strip()
+    if words.endswith(".json"):
+        return Policy.load(words), {}
+    if words.lower() == "none":
+        return _FULL_PRECISION, {}
+    try:
+        budget = budget_of(words)
+        if budget is not None:
+            return None, budget
+        source, settings = quantizer_of(words)
+        return (with_settings(source, settings) if settings else source), {}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{argument} {brief(words)}: {error}; {_ACCEPTED}") from error
+
+
+def named_policy(policy: Any, argument: str = "policy") -> Any:
+    """Return the policy that a text names, and any other policy as it is.
+
+    A budget raises a ValueError: it is fitted on batches, with a loss.
+    """
+    if not isinstance(policy, str | os.PathLike):
+        return policy
+    source, budget = read_policy(policy, argument)
+    if budget:
+        words = os.fsdecode(policy).strip()
+        given = ", ".join(f"{name}={value!r}" for name, value in budget.items())
+        raise ValueError(
+            f"{argument} {words!r} is a budget, which is fitted on batches and a loss: "
+            f"policy = brevact.fit(model, batches, loss, {given}), then pass that policy; or give the budget to the "
+            f"callback of a trainer: brevact.trainers.HuggingFaceCallback({words!r})"
+        )
+    return source
