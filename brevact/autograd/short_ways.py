@@ -2,7 +2,8 @@
 
 Between small tensors, finding out how a call is to be handled takes longer than the call. What most nets do is known
 here by few conditions: layers with parameters behind layers with parameters, without hooks, reports or autocast around
-the region. Whatever is stored, and every gradient, is as by the handlers in ``ops``, to which all other calls go.
+the region. What is stored, and every gradient, is bit for bit as by the handlers in ``ops``, to which all other calls
+go (``tests/autograd/test_ways.py``).
 """
 
 from __future__ import annotations

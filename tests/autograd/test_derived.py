@@ -628,7 +628,6 @@ def _run(model: nn.Module, x: Tensor) -> list[Tensor]:
     return grads
 
 
-@pytest.mark.usefixtures("sums_of_aten")
 def test_offloaded_and_checkpointed_blocks_have_the_gradients_of_plain_ones():
     model, x = brevact.quantize_backward(_block(), StochBackward4bit, min_numel=0), images()
     plain = _run(model, x)

@@ -578,7 +578,6 @@ def test_non_reentrant_checkpoint_around_a_region():
         torch.testing.assert_close(p.grad, reference)
 
 
-@pytest.mark.usefixtures("sums_of_aten")
 def test_stochastic_codes_under_checkpoint_repeat():
     model, x = network(), images()
     attach_region(model, settings())
@@ -619,7 +618,6 @@ def test_attached_blocks_checkpointed_inside_an_attached_model():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.usefixtures("sums_of_aten")
 def test_save_on_cpu_around_a_region_sees_packed_tensors():
     model, x = network(), images()
     expected = gradients(model, x, settings())

@@ -46,7 +46,6 @@ def _step(model, x, quantizer, ways, monkeypatch):
     return (out, *torch.autograd.grad(out.square().sum(), list(model.parameters())), *model.buffers()), packed
 
 
-@pytest.mark.usefixtures("sums_of_aten")
 @pytest.mark.parametrize(
     ("dims", "activation", "options", "quantizer"),
     [
@@ -87,7 +86,6 @@ def _nested(x):
     return torch.nested.as_nested_tensor(list(x.flatten(2)))
 
 
-@pytest.mark.usefixtures("sums_of_aten")
 @pytest.mark.parametrize(
     "call",
     [

@@ -207,7 +207,6 @@ class Branches(nn.Module):
         return self.second(a + b)
 
 
-@pytest.mark.usefixtures("sums_of_aten")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("options", [{}, {"affine": False}, {"momentum": None}], ids=str)
 @pytest.mark.parametrize("rounding", list(Rounding))
@@ -289,7 +288,6 @@ def test_planned_batch_norms_refuse_changed_weights_and_second_derivatives():
         out.sum().backward()
 
 
-@pytest.mark.usefixtures("sums_of_aten")
 def test_planned_batch_norms_mark_what_is_not_finite(unplanned):
     found = []
     for _ in range(2):

@@ -13,8 +13,10 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import requires_grad
 from brevact.autograd.ops.norm.formulas import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from brevact.autograd.ops.norm.functions import apply, reacts
+from brevact.autograd.ops.norm.planned_batch_norm import find_plan
 from brevact.autograd.ops.op import Op, Stored, everywhere
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
+from brevact.quantizers import is_traced
 
 
 def _fit(shape: tuple[int, ...], weight: Any, bias: Any = None) -> bool:
@@ -61,6 +63,12 @@ def _torch_batch_norm(
         return apply(region, norm, input, weight, bias)
     norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
     is_torchs = requires_grad(input, weight) and region.settings.for_normalized is None
+    plan = None
+    if is_torchs and not is_traced(input):
+        plan = find_plan(region.settings, input, *running, weight, bias, eps)
+    if plan is not None:
+        norm.packing = plan.packing
+        return apply(region, norm, input, weight, bias)
     runner = region.torch_runner(input, *running) if is_torchs else None
     if runner is not None:
         return runner.run_torch_norm(norm, input, weight, bias)

@@ -113,6 +113,7 @@ class Norm:
 
     name: str
     has_mean = True
+    packing: NormalizedPlan | None = None
 
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -155,6 +156,8 @@ class BatchNorm(Norm):
     momentum: float
     eps: float
     cudnn_enabled: bool
+    #: How the input is packed where the gradients are to be those of :func:`packed_batch_norm_backward`.
+    packing: NormalizedPlan | None = None
     name = "batch_norm"
 
     @property

@@ -4,8 +4,8 @@ The backward pass is PyTorch's own formula on x^ / invstd, the input less its me
 input. It reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a
 feature map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: what is quantized is normalized, so that groups of
 other scales in one bucket do not add their noise to each other's gradients. Batch norm by the statistics of the batch
-packs its input by a plan where it can (`planned_batch_norm`). Otherwise it is torch's own op where that is possible, as
-convolutions are, and is given x^ / invstd + mean.
+packs its input by a plan where it can (`planned_batch_norm`), and its gradients are a kernel's, whatever is around the
+region. Without a plan it is torch's own op where that is possible, as convolutions are, and is given x^ / invstd.
 
 A quantizer with ``for_normalized`` stores x^ on a fixed grid. Where a group held NaN or an infinity its invstd is NaN,
 and so are the gradients. With ``quantize_forward`` the affine step reads the stored values in place of x^, and the
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from brevact.autograd.derived import derive_output
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.norm_decoders import normalized_early
+from brevact.autograd.norm_decoders import Centred, normalized_early
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.norm.alignments import along_channels
-from brevact.autograd.ops.norm.formulas import Frozen, Norm, sum_of_channels
+from brevact.autograd.ops.norm.formulas import Frozen, Norm, packed_batch_norm_backward, sum_of_channels
 from brevact.autograd.saved import Saved
 from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 
@@ -72,6 +72,10 @@ class _Norm(Saving):
         kept, weight = load(ctx)
         norm, mask = ctx.norm, list(ctx.needs_input_grad[2:5])
         grad_input = grad_weight = None
+        packing = norm.packing
+        if packing is not None and kept is not None and isinstance(kept.decoder, Centred):
+            buffer, invstd = kept.decoder.packed(kept.tensors).buffer, kept.tensors[-1]
+            return None, None, *packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
         if kept is not None:
             dtype, weight_dtype = ctx.dtypes
             x, mean, invstd = kept.with_statistics()

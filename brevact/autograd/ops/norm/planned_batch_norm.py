@@ -1,8 +1,9 @@
-"""Batch norm whose input is packed by a plan: the same bytes, and gradients but for the order of sums, in fewer calls.
+"""Batch norm whose input is packed by a plan: the same bytes and gradients as by ``functions``, in fewer calls.
 
 In small feature maps the calls around the kernels take more time than the kernels. What depends on sizes alone is in a
 plan, found again in each step; what a region would ask on the way is answered by few conditions, all of which a plain
-training step of a convolutional net fulfils. Where one is not, torch's own op runs, and hooks keep its input.
+training step of a convolutional net fulfils. Where one is not, with hooks or a report around the region, say,
+`functions` runs the norm; its gradients are those of the same kernel wherever there is a plan (:func:`find_plan`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _plan_of(settings: BackwardSettings, input: Tensor, weight: Tensor | None, b
 
 
 def _make_plan(settings: BackwardSettings, layout: Layout, weight: Tensor | None, bias: Tensor | None) -> _Plan | None:
-    if settings.save_mode is not SaveMode.SAVE_QUANTIZED or layout.numel < settings.min_numel:
+    if layout.numel < settings.min_numel:
         return None
     packing = plan_of_channels(settings.quantizer, layout)
     shape = torch.Size(layout.shape)
@@ -117,6 +118,34 @@ class _PlannedBatchNorm(Saving):
         return None, None, None, *gradients
 
 
+def find_plan(
+    settings: BackwardSettings,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> _Plan | None:
+    """Return how a batch norm by the statistics of the batch packs its input, whatever is around the region.
+
+    None where an argument is of another kind than in most nets.
+    """
+    if type(eps) is not float or eps <= 0.0 or not input.is_cpu or input._is_view():
+        return None
+    for statistic in (running_mean, running_var):  # tensors without gradient, as layers have them
+        if statistic is not None and not (type(statistic) is Tensor and statistic.is_cpu):
+            return None
+        if statistic is not None and statistic.requires_grad:
+            return None
+    for y in (weight, bias):
+        if y is not None and not (type(y) is nn.Parameter and y.dtype is torch.float32 and y.is_cpu):
+            return None
+    if input.is_neg() or input.layout is not torch.strided:
+        return None
+    return _plan_of(settings, input, weight, bias)
+
+
 def run(
     region: EagerKeeper,
     input: Tensor,
@@ -134,19 +163,11 @@ def run(
     where more is to be done than to pack the input and to derive the output from it: something is known of the input,
     or an argument is of another kind than in most nets.
     """
-    if training is not True or type(eps) is not float or eps <= 0.0 or not input.is_cpu or input._is_view():
+    if training is not True or region.settings.save_mode is not SaveMode.SAVE_QUANTIZED:
         return None
-    for statistic in (running_mean, running_var):  # tensors without gradient, as layers have them
-        if statistic is not None and not (type(statistic) is Tensor and statistic.is_cpu):
-            return None
-        if statistic is not None and statistic.requires_grad:
-            return None
-    for y in (weight, bias):
-        if y is not None and not (type(y) is nn.Parameter and y.dtype is torch.float32 and y.is_cpu):
-            return None
-    if input.is_neg() or input.layout is not torch.strided or input.untyped_storage().__dict__:
+    if input.layout is torch.strided and input.untyped_storage().__dict__:  # something is known of it
         return None
-    plan = _plan_of(region.settings, input, weight, bias)
+    plan = find_plan(region.settings, input, running_mean, running_var, weight, bias, eps)
     if plan is None:
         return None
     out: Tensor = region.apply(_PlannedBatchNorm, plan, (running_mean, running_var, momentum, eps), input, weight, bias)
