@@ -22,8 +22,9 @@ OF_ALL_OPS = (
     ),
     Stored(
         "other people's `autograd.Function`s, scripted code, operators of other libraries",
-        "activations packed, masks 1 bit, weights and indices as they are",
-        "unbiased where linear in what is stored",
+        "as in PyTorch, masks 1 bit: their backward may compare the tensor. A rule packs it "
+        "(`{MyFunction: StochBackward4bit}`)",
+        EXACT,
     ),
     Stored(
         "logarithms, roots, other losses, decompositions of matrices, every other torch function",

@@ -18,7 +18,7 @@ from brevact.autograd.derivations import MOST_DECODED
 from brevact.autograd.derived import Kind, follow, operands_of
 from brevact.autograd.interrupts import is_alive, running
 from brevact.autograd.known_through_moves import follow as follow_exactly
-from brevact.autograd.op_names import OP_NAMES
+from brevact.autograd.op_names import OP_NAMES, op_name
 from brevact.autograd.ops import (
     AVERAGES,
     BILINEAR,
@@ -33,7 +33,8 @@ from brevact.autograd.ops import (
 )
 from brevact.autograd.ops.base import is_activation, may_overwrite, out_of_place
 from brevact.autograd.ops.metadata import stores_nothing
-from brevact.autograd.ops.rounding import is_in_algorithm, must_not_round
+from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch, must_not_round
+from brevact.autograd.other_code import label_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.short_ways import SHORT_WAYS
@@ -101,8 +102,12 @@ class EagerMode(compiled_mode.RegionMode):
             return func(*args, **kwargs)
         region = regions[-1]
         if region.by_op:
-            name = OP_NAMES.get(func)
-            if name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
+            name = op_name(func)
+            if (
+                name is not None
+                and name in region.by_op
+                and not (is_transformed() or is_in_algorithm(sys._getframe(1)))
+            ):
                 with region.of_op(name):
                     return self.__torch_function__(func, types, args, kwargs)
             if func is F.multi_head_attention_forward:  # whose ops may have settings of their own
@@ -138,7 +143,7 @@ class EagerMode(compiled_mode.RegionMode):
         makes_weight = region.makes_weight(func, args, kwargs)  # whose norm, say, is one, too
         if makes_weight or (not region.settings.is_exact and (is_inside or must_not_round(region, func, args))):
             if storage_report.recorders:
-                storage_report.report_op(func, storage_report.WEIGHT if makes_weight else storage_report.NOT_NOISE)
+                _report_exact(func, makes_weight)
             if makes_weight:
                 result = region.hooks.make_weight(func, args, kwargs)
             else:
@@ -149,7 +154,7 @@ class EagerMode(compiled_mode.RegionMode):
             try:
                 result = func(*args, **kwargs)
             finally:
-                region.hooks.cast_shapes = frozenset()
+                region.hooks.cast_shapes = None
         region.mark_weight(result, makes_weight)
         if func in _FOLLOWED and not makes_weight:
             _follow(region, func, args, kwargs, result, operands)
@@ -228,6 +233,16 @@ def _call_norm_aside(region: Any, func: Callable, args: tuple, kwargs: dict) -> 
         if result is not NotImplemented:
             return result
     return func(*args, **kwargs)
+
+
+def _report_exact(func: Callable, makes_weight: bool) -> None:
+    """Tell the recorder of a report why a function stores what torch stores."""
+    if makes_weight:
+        storage_report.report_op(func, storage_report.WEIGHT)
+    elif is_of_torch(func):
+        storage_report.report_op(func, storage_report.NOT_NOISE)
+    else:
+        storage_report.report_op(func, storage_report.other_code(label_of(func)))
 
 
 def _frozen_weight_shapes(region: Any, arguments: Any) -> frozenset[tuple[int, ...]]:

@@ -113,6 +113,12 @@ class EagerKeeper(Keeper, Protocol):
 
     seeds: SeedStream
     packs: bool
+    op: str | None
+    """The op with settings of its own for which the region is; None: for any."""
+    by_op: dict[str, Any]
+    """Settings of ops, by their names, in place of ``settings``."""
+    has_rules_for_other_code: bool
+    """Whether some of these are for code that no mode sees."""
     hooks: TorchRunner
     is_alone: bool
     """Whether no hooks are around the region, which would see each tensor that it keeps."""
@@ -128,6 +134,10 @@ class EagerKeeper(Keeper, Protocol):
 
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed."""
+        ...
+
+    def keeper_of(self, name: str) -> EagerKeeper:
+        """Return what keeps the tensors of code that no mode sees, by a rule for it, while this region runs."""
         ...
 
     def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from brevact.autograd.checkpoints import CHECKPOINT
 from brevact.autograd.ops import OPS
 from brevact.autograd.ops.op import NOTHING, Op, Saves
+from brevact.autograd.other_code import operator_name
 
 _BUILTIN = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -63,6 +64,11 @@ def _named() -> dict[Callable, str]:
 
 #: The op of each torch function of which a region stores something that a quantizer, or full precision, changes.
 OP_NAMES: dict[Callable, str] = {**_named(), checkpoint: CHECKPOINT}
+
+
+def op_name(func: Callable) -> str | None:
+    """Return the name by which rules know a function that a region's mode sees; None where no rule applies to it."""
+    return OP_NAMES.get(func) or operator_name(func)
 
 
 def is_torch_function(x: Any) -> bool:

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.eager_mode import EagerMode, active
 from brevact.autograd.interrupts import is_alive
+from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.ops import LAYERS, LOOKUPS, NORMS
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.rounding import is_in_algorithm
+from brevact.autograd.other_code import scripted_calls, watch_forwards
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
@@ -33,6 +35,7 @@ from brevact.autograd.weights import ModelState, is_known_activation, is_weight,
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     REGIONS,
+    function_apply_code,
     is_any_autocast_enabled,
     len_dispatch_stack,
     pop_hooks,
@@ -62,6 +65,8 @@ class Region(Store):
         self.given = settings
         #: What some ops store in place of ``settings``, by their names.
         self.by_op = {} if settings is None else settings.by_op
+        #: Whether some of them are for code that no mode sees.
+        self.has_rules_for_other_code = settings is not None and settings.has_rules_for_other_code
         if settings is not None and settings.quantizer is None:
             settings = None
         self.settings = settings
@@ -73,6 +78,7 @@ class Region(Store):
         self.rounds_norms = settings is not None and settings.quantizes_forward
         self.parent: Region | None = None
         self.places = itertools.count()
+        self.op: str | None = None
         self._of_ops: dict[tuple[str, bool], Region] = {}
 
     def __enter__(self) -> Region:
@@ -89,6 +95,10 @@ class Region(Store):
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
             if self.attachment is None:
                 self.attachment = self.parent.attachment
+        if self.has_rules_for_other_code:
+            scripted_calls.__enter__()
+        if function_apply_code is None and (self.parent is None or self.has_rules_for_other_code):
+            watch_forwards((*LIBRARY_FUNCTIONS, *self.by_op))
         self.is_alone = self.hooks.are_alone()
         self.is_counted = self.hooks.scope is not None and len_dispatch_stack() > 0
         self.is_distributed = is_distributed()
@@ -98,6 +108,8 @@ class Region(Store):
 
     def __exit__(self, *exc_info: object) -> None:
         self.hooks.__exit__(*exc_info)
+        if self.has_rules_for_other_code:
+            scripted_calls.__exit__()
         active.regions.pop()
         if self.parent is None:
             self.mode.__exit__(*exc_info)
@@ -121,8 +133,24 @@ class Region(Store):
             norms_only = norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
         key = name, norms_only
         if key not in self._of_ops:
-            self._of_ops[key] = Region(self.by_op[name], self.owner, norms_only=norms_only)
+            self._of_ops[key] = found = Region(self.by_op[name], self.owner, norms_only=norms_only)
+            found.op = name
         return self._of_ops[key]
+
+    def keeper_of(self, name: str) -> Region:
+        """Return what keeps the tensors of code that no mode sees, by a rule for it (``by_op``), while this one runs.
+
+        It is a region that nobody enters: seeds and hooks are those of this one.
+        """
+        key = name, self.norms_only
+        if key not in self._of_ops:
+            self._of_ops[key] = Region(self.by_op[name], self.owner, norms_only=self.norms_only)
+        found = self._of_ops[key]
+        found.op, found.parent, found.hooks = name, self, self.hooks
+        found.seeds, found.state, found.mode = self.seeds, self.state, self.mode
+        found.is_alone, found.is_counted, found.is_distributed = self.is_alone, self.is_counted, self.is_distributed
+        found.attachment = self.attachment
+        return found
 
     def is_weight(self, x: Tensor) -> bool:
         """Return whether ``x`` is a weight of the model that runs in the region."""

@@ -12,21 +12,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from brevact.autograd import storage_report
+from brevact.autograd import known_values, storage_report
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import is_activation, is_complex, is_plain
+from brevact.autograd.other_code import saver_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import keep_as_it_is, keep_mask, keep_small, reported
@@ -39,10 +42,12 @@ class SavedTensorHooks(HookStack):
     """The saved-tensor hooks of one region, inside those ``around`` it, which keep what torch's own ops save."""
 
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
-        is_empty = region.settings is None and CHECKPOINT not in region.by_op
+        is_empty = region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
         super().__init__((self._pack, unpack), around, is_empty=is_empty)
         self._region = region
-        self.cast_shapes: frozenset[tuple[int, ...]] = frozenset()  # of frozen weights of the op that runs
+        # Of frozen weights of the torch function that the region's mode runs; None where it runs none of which is known
+        # that it may be packed: then other code saves what the hooks see.
+        self.cast_shapes: frozenset[tuple[int, ...]] | None = None
         # Input and weight of torch's own layer that runs in place of a Function.
         self.layer: tuple[Tensor, Tensor | None] | None = None
         # What keeps that input, where it is known before the layer runs.
@@ -134,9 +139,12 @@ class SavedTensorHooks(HookStack):
             self._of_weights.append((stored, x))
             return stored
         layer = self.layer
-        if layer is None and self.kept is None and saves_input(sys._getframe(1)):
-            with DisableTorchFunction():  # the region's mode is active: what runs is no torch function
-                return self._hand_on(self._keep_input_of_checkpoint(x))
+        if layer is None and self.cast_shapes is None:
+            frame = sys._getframe(1)
+            if self.kept is None and saves_input(frame):
+                with DisableTorchFunction():  # the region's mode is active: what runs is no torch function
+                    return self._hand_on(self._keep_input_of_checkpoint(x, frame))
+            return self._pack_for_other_code(x, frame)
         if layer is not None and x is layer[1]:
             if self._outer is None and is_parameter_or_view(x) and not storage_report.recorders:
                 return x if x.grad_fn is None else x.detach(), x._version
@@ -161,8 +169,15 @@ class SavedTensorHooks(HookStack):
                 kept = keep_small(x, self._region.settings)
             else:
                 with self.suspended:  # a quantizer may use autograd, too
-                    kept = self._region.keep(x) if is_input else self._keep(x)
+                    kept = self._region.keep(x) if is_input else self._keep(x, self._region, sys._getframe(1))
         return self._hand_on(kept)
+
+    def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> SavedByHook | tuple[Tensor, int]:
+        """Keep what code saves that is no torch function, so that the region's mode is active here."""
+        with DisableTorchFunction():
+            region, unknown = self._keeper_for(x, saver)
+            with self.suspended:
+                return self._hand_on(self._keep(x, region, saver, unknown))
 
     def _hand_on(self, kept: Saved) -> SavedByHook | tuple[Tensor, int]:
         """Return what autograd holds in place of a tensor; hooks around the region see what is really stored."""
@@ -185,20 +200,20 @@ class SavedTensorHooks(HookStack):
         """Whether ``x`` looks like autocast's copy of a frozen weight."""
         return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
 
-    def _keep_input_of_checkpoint(self, x: Tensor) -> Saved:
+    def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
         """Keep a tensor from which a function is computed again: as it is, unless a rule for checkpoints packs it."""
         region = self._region
         if storage_report.recorders:
             storage_report.report_op(checkpoint, INPUT_OF_CHECKPOINT)
         if not is_activation(x) and not is_complex(x):
-            return self._keep(x)
+            return self._keep(x, region, saver)
         if region.by_op.get(CHECKPOINT) is None:
             return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
         with region.of_op(CHECKPOINT, saves=True) as of_checkpoints, of_checkpoints.hooks.suspended:
-            return of_checkpoints.hooks._keep(x)
+            return of_checkpoints.hooks._keep(x, of_checkpoints, saver)
 
-    def _keep(self, x: Tensor) -> Saved:
-        region = self._region
+    def _keep(self, x: Tensor, region: EagerKeeper, saver: FrameType, unknown: str = "") -> Saved:
+        """Keep a tensor that is saved in a frame; if ``unknown`` says why, an activation stays as it is."""
         settings = region.settings
         if settings is None or not region.packs:
             why = storage_report.NO_QUANTIZER
@@ -206,17 +221,44 @@ class SavedTensorHooks(HookStack):
             why = storage_report.OTHER_KIND
         elif x.numel() < settings.min_numel:
             return self._keep_small(x)
-        elif not region.packs_for(sys._getframe(2)):
+        elif not region.packs_for(saver):
             why = storage_report.OUT_OF_SIGHT
         elif x.dtype is torch.bool:
             return keep_mask(x)
         elif not (is_activation(x) or is_complex(x)):
             why = storage_report.NO_FLOATS
+        elif unknown:
+            known = known_values.find(x)
+            if known is not None:
+                return reported(known)
+            why = unknown
         elif self._is_frozen_weight(x):
             why = storage_report.WEIGHT
         else:
             return region.keep_activation(x)
         return keep_as_it_is(x, why)
+
+    def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[EagerKeeper, str]:
+        """Return what keeps a tensor that other code saves in a frame, and why it is kept as it is, or "".
+
+        A rule for that code decides; without one, the region packs for Functions of libraries that somebody has looked
+        at (:data:`LIBRARY_FUNCTIONS`).
+        """
+        region = self._region
+        if not region.packs and not region.has_rules_for_other_code:
+            return region, ""
+        saver = saver_of(x, frame)
+        has_rule = saver.name in region.by_op
+        if storage_report.recorders and (region.packs or has_rule):
+            storage_report.report_code(saver.label)
+        if has_rule:
+            return region.keeper_of(saver.name), ""
+        gradient = LIBRARY_FUNCTIONS.get(saver.name)
+        if not region.packs or (gradient is not None and gradient.may_pack(region.settings)):
+            return region, ""
+        if not storage_report.recorders:
+            return region, storage_report.OTHER_CODE
+        return region, storage_report.other_code(saver.label, is_scripted_module=saver.is_scripted_module)
 
     def _keep_small(self, x: Tensor) -> Saved:
         """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""

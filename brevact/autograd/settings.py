@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from brevact.autograd.other_code import is_path
 from brevact.quantizers import from_text, to_text
 from brevact.quantizers.brief import brief
 
@@ -212,6 +213,11 @@ class BackwardSettings:
         for i, (name, settings) in enumerate(self.of_functions):
             found.setdefault(name, with_functions(settings, self.of_functions[:i]))
         return found
+
+    @functools.cached_property
+    def has_rules_for_other_code(self) -> bool:
+        """Whether some of ``of_functions`` are for Functions or scripted functions, which no mode sees."""
+        return any(is_path(name) for name, _ in self.of_functions)
 
     @property
     def changes_forward(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from brevact.autograd.other_code import scripted_calls
 from brevact.autograd.quality import EXACT as EXACT_QUALITY
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import bits_of
@@ -28,7 +29,15 @@ OTHER_KIND = "a tensor of another kind: sparse, nested, or of a subclass"
 OUT_OF_SIGHT = "saved by a compiled graph, or after an interrupt"
 EXACT_POLICY = "the quantizer packs what is exact alone"
 ON_BACKWARD = "quantized when backward starts"
+OTHER_CODE = "other code saves it, and may compare it"
 _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
+
+
+def other_code(label: str, *, is_scripted_module: bool = False) -> str:
+    """Return why what code that is not torch's saves is kept as it is, and how to change that."""
+    if is_scripted_module:
+        return f"{OTHER_CODE}; a module that is not scripted packs it"
+    return f"{OTHER_CODE}; a rule packs it: {{{label}: StochBackward4bit}}" if label else OTHER_CODE
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,11 @@ class Recorder:
         self._why = why
         self._reported.clear()
 
+    def report_code(self, label: str) -> None:
+        """Take note of the code that saves a tensor, where it is no torch function."""
+        self.op = label
+        self._reported.clear()
+
     def report_saved(self, kept: Saved, why: str = "") -> None:
         """Take note of how a tensor is kept."""
         tensors, decoder = kept
@@ -99,6 +113,12 @@ def report_op(func: Callable, why: str = NEEDED) -> None:
         _of_thread.recorder.report_op(func, why)
 
 
+def report_code(label: str) -> None:
+    """Tell the recorder of a report, if there is one, which code that is not torch's saves a tensor."""
+    if _of_thread.recorder is not None:
+        _of_thread.recorder.report_code(label)
+
+
 def report_saved(kept: Saved, why: str) -> None:
     """Tell the recorder of a report, if there is one, how a tensor is kept."""
     if _of_thread.recorder is not None:
@@ -112,7 +132,8 @@ def recording() -> Iterator[Recorder]:
     _of_thread.recorder = recorder
     recorders.append(recorder)
     try:
-        yield recorder
+        with scripted_calls:
+            yield recorder
     finally:
         recorders.remove(recorder)
         _of_thread.recorder = outer

@@ -28,7 +28,7 @@ def is_quant_proxy(module: nn.Module) -> bool:
 def activations_of(proxy: nn.Module) -> Iterator[nn.Module]:
     """Yield the activation functions that a quantizer proxy runs before it quantizes: the ReLU of a ``QuantReLU``."""
     for module in proxy.modules():
-        activation = module._modules.get("activation_impl")
+        activation = getattr(module, "activation_impl", None)
         if activation is not None:
             yield activation
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from brevact.autograd import other_code
 from brevact.autograd.op_names import OP_NAMES
 from brevact.nn.layer_types import LAYER_TYPES
 from brevact.policy.predicates import computes_attention, is_activation_function, is_norm, is_rectified
@@ -26,7 +27,8 @@ FIELDS = ("name", "types", "functions", "predicate")
 def key_to_plain(key: Any) -> dict[str, Any]:
     """Return the key of a rule as a field and its value.
 
-    A type of layers of another library, or a function of the user's, raises a TypeError.
+    A type of layers of another library, or a function of the user's, raises a TypeError. A Function or a scripted
+    function has the path by which it is imported, an operator its name.
 
     >>> import torch.nn.functional as F
     >>> key_to_plain(nn.Conv2d), key_to_plain(F.cross_entropy), key_to_plain("blocks.*")
@@ -35,6 +37,8 @@ def key_to_plain(key: Any) -> dict[str, Any]:
     if isinstance(key, str):
         return {"name": key}
     if ops_of(key):
+        for each in key if isinstance(key, tuple) else (key,):
+            _check_found(each)
         return {"functions": list(ops_of(key))}
     if are_module_types(key):
         names = {kind: name for name, kind in LAYER_TYPES.items()}
@@ -53,7 +57,8 @@ def key_to_plain(key: Any) -> dict[str, Any]:
 def key_from_plain(entry: Mapping[str, Any]) -> Any:
     """Return the key that :func:`key_to_plain` wrote, of an entry with exactly one of the fields, others beside.
 
-    A value of another type raises a TypeError, a name that is not known a ValueError.
+    A value of another type raises a TypeError, a name that is not known a ValueError. The module of a Function must be
+    imported already: a file imports none.
     """
     given = [field for field in FIELDS if field in entry]
     if len(given) != 1:
@@ -63,8 +68,8 @@ def key_from_plain(entry: Mapping[str, Any]) -> Any:
     if field in ("name", "predicate") and isinstance(value, str):
         return value if field == "name" else _find(value, PREDICATES, "predicate")
     if field in ("types", "functions") and isinstance(value, list) and value:
-        table = LAYER_TYPES if field == "types" else _FUNCTIONS
-        found = tuple(_find(each, table, field.removesuffix("s")) for each in value)
+        find = _find_type if field == "types" else _find_function
+        found = tuple(map(find, value))
         return found if len(found) > 1 else found[0]
     accepted = "a string" if field in ("name", "predicate") else "a list of names"
     raise TypeError(f"{field}: got {brief(value)} of type {type(value).__name__}; accepted is {accepted}")
@@ -80,6 +85,33 @@ def _functions() -> dict[str, Callable]:
 
 
 _FUNCTIONS = _functions()
+
+
+def _find_type(name: Any) -> Any:
+    return _find(name, LAYER_TYPES, "type")
+
+
+def _find_function(name: Any) -> Any:
+    """Return the function of torch, the Function, the scripted function or the operator of a name."""
+    if isinstance(name, str) and name not in _FUNCTIONS and ("." in name or "::" in name):
+        found = other_code.find(name)
+        if other_code.name_of(found) == name:
+            return found
+        raise ValueError(
+            f"function {brief(name)} is not imported here, and a file imports nothing; import its module before the "
+            "policy is loaded, or leave the rule out"
+        )
+    return _find(name, _FUNCTIONS, "function")
+
+
+def _check_found(func: Any) -> None:
+    """Raise for a Function or a scripted function that cannot be found again by its path."""
+    name = other_code.name_of(func)
+    if name is not None and other_code.name_of(other_code.find(name)) != name:
+        raise TypeError(
+            f"policy rule {name} cannot be saved: nothing has that path, by which a file names a Function or a "
+            "scripted function; define it at the top level of a module"
+        )
 
 
 def _find(name: Any, known: Mapping[str, Any], what: str) -> Any:

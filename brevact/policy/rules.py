@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from brevact.autograd import BackwardSettings, has_region
+from brevact.autograd import BackwardSettings, has_region, other_code
 from brevact.autograd.hooks import inherited_region, takes_hooks
 from brevact.autograd.op_names import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions
@@ -25,7 +25,8 @@ POLICY = "policy"
 OF_BLOCKS = ("*", "")
 ACCEPTED_KEYS = (
     "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
-    'tuple of functions), name patterns ("blocks.*", "*") and functions of a name and a module that return True or '
+    "tuple of functions), a torch.autograd.Function, a scripted function or an operator of torch.ops, "
+    'name patterns ("blocks.*", "*") and functions of a name and a module that return True or '
     "False"
 )
 
@@ -182,15 +183,16 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
 
 
 def ops_of(key: Any) -> tuple[str, ...]:
-    """Return the names of the ops that a rule is for; none if it is for modules.
+    """Return the names of the ops that a rule is for, of a Function or of scripted code too; none if for modules.
 
     A torch function in which no quantizer changes what is stored raises a TypeError.
     """
     functions = key if isinstance(key, tuple) else (key,)
-    if not functions or not all(map(is_torch_function, functions)):
+    others = [other_code.name_of(func) for func in functions]
+    if not functions or not all(x or is_torch_function(func) for x, func in zip(others, functions, strict=True)):
         return ()
-    for func in functions:
-        if func not in OP_NAMES:
+    for func, other in zip(functions, others, strict=True):
+        if other is None and func not in OP_NAMES:
             name = getattr(func, "__name__", brief(func))
             near = difflib.get_close_matches(name, dict.fromkeys(OP_NAMES.values()), n=3, cutoff=0.5)
             nearest = f"nearest: {', '.join(near)}; " if near else ""
@@ -199,7 +201,7 @@ def ops_of(key: Any) -> tuple[str, ...]:
                 f"{nearest}accepted are functions whose activations are "
                 "packed, such as F.cross_entropy, F.scaled_dot_product_attention and torch.matmul"
             )
-    return tuple(dict.fromkeys(OP_NAMES[func] for func in functions))
+    return tuple(dict.fromkeys(x or OP_NAMES[func] for x, func in zip(others, functions, strict=True)))
 
 
 def _fix_of_key(key: Any) -> str:
@@ -214,6 +216,8 @@ def rule_text(key: Any) -> str:
     """Return a rule as a short text."""
     if isinstance(key, tuple):
         return " | ".join(map(rule_text, key))
+    if other_code.name_of(key) is not None:
+        return other_code.label_of(key)
     if isinstance(key, type):
         return key.__name__
     return repr(key) if isinstance(key, str) else getattr(key, "__name__", brief(key))

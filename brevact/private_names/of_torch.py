@@ -67,6 +67,7 @@ ATTRIBUTES = (
     *("torch.nn.Module._forward_hooks_with_kwargs", "torch.nn.Module._forward_pre_hooks_with_kwargs"),
     *("torch.nn.Module._forward_hooks_always_called",),
     *("torch.nn.Module._backward_hooks", "torch.nn.Module._backward_pre_hooks"),
+    "torch.library.CustomOpDef._qualname",
 )
 for _path in ATTRIBUTES:
     find(_path, REGIONS)

@@ -39,10 +39,7 @@ from tests.crosses import taking_turns
 
 NEAREST = settings(bit_width=4, rounding=Rounding.NEAREST)
 #: Functions without a counterpart are the compiler's; stock BatchNorm2d(momentum=None) does not compile either.
-#: Not the grouped product: torch 2.13 traces it of bfloat16 alone, and the row computes in float32.
-COUNTERPARTS = [
-    op for op in ops.ALL if op not in ops.FALLBACK and op.name not in ("batch_norm2d", "conv2d reflect", "grouped_mm")
-]
+COUNTERPARTS = [op for op in ops.ALL if op not in ops.FALLBACK and op.name not in ("batch_norm2d", "conv2d reflect")]
 
 
 @pytest.fixture(autouse=True)

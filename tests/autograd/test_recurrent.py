@@ -163,6 +163,9 @@ class SavesStatistics(torch.autograd.Function):
         )[:2]
 
 
+SavesStatistics.__module__, SavesStatistics.__qualname__ = "torch.nn.modules._functions", "SyncBatchNorm"
+
+
 def test_functions_that_save_statistics_keep_them_and_pack_their_input():
     # With the default of 4096 elements, beyond the channels of any model, statistics are stored as they are.
     quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.NEAREST, bucket_size=64)

@@ -23,6 +23,8 @@ from brevact.autograd import (
     region,
 )
 from brevact.autograd.eager_mode import active
+from brevact.autograd.other_code import name_of
+from brevact.autograd.settings import with_functions
 from brevact.quantizers import Rounding
 from tests.autograd.measuring import settings, watch_saved
 
@@ -661,10 +663,10 @@ ctx_x: list[Tensor] = []
 ctx_mask: list[Tensor] = []
 
 
-def test_other_functions_save_packed_activations_and_lossless_masks():
+def test_functions_that_a_rule_names_save_packed_activations_and_lossless_masks():
     x = torch.randn(16, 100, requires_grad=True)
     y = x * 1
-    with watch_saved() as saved, region(settings()):
+    with watch_saved() as saved, region(with_functions(settings(), ((name_of(Doubled), settings()),))):
         out = Doubled.apply(y)
     assert packs(saved) == 2
     out.sum().backward()

@@ -8,7 +8,7 @@ from pathlib import Path
 import brevact
 
 SCRIPT = """
-import brevitas.config, torch
+import brevact, brevitas.config, torch
 import brevitas.nn as qnn
 from brevitas.quant import Int8ActPerTensorFloat, Uint8ActPerTensorFloat
 import brevact.nn as bnn
@@ -54,6 +54,20 @@ stock = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat)
 both = qnn.QuantReLU(act_quant=StochBackward2bit, forward_quant=Uint8ActPerTensorFloat)
 assert torch.equal(both(x), stock(x))
 assert both.state_dict().keys() == stock.state_dict().keys()
+
+for quant in (Int8ActPerTensorFloat, Uint8ActPerTensorFloat):
+    for policy in (brevact.DEFAULT, StochBackward2bit):
+        torch.manual_seed(0)
+        grads = []
+        for own in (None, None, policy):  # the first run of a script is profiled, and has other last bits
+            model = torch.nn.Sequential(qnn.QuantIdentity(act_quant=quant, bit_width=4))
+            if own is not None:
+                brevact.quantize_backward(model, own)
+            leaf = x.clone().requires_grad_()
+            y = model(leaf * 1.0)
+            y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+            grads.append(leaf.grad)
+        assert torch.equal(*grads[1:]), "scripted quantizers compare what they save"
 """
 
 

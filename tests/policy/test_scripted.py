@@ -79,7 +79,7 @@ def test_any_policy_works_beside_scripted_modules(kind, policy):
 def test_reports_and_fit_measure_models_with_scripted_modules():
     torch.manual_seed(0)
     model, batches = Net(torch.jit.script), [torch.randn(128, 64) for _ in range(2)]
-    policy = brevact.fit(model, batches, mean_square, ratio=2, progress=False)
+    policy = brevact.fit(model, batches, mean_square, ratio=1.5, progress=False)
     assert brevact.quantize_backward(Net(torch.jit.script), policy)
     report = brevact.gradient_report(model, batches, mean_square, StochBackward2bit, draws=2, progress=False)
     assert report.noise > 0

@@ -15,6 +15,7 @@ from benchmarks.model_zoo import MODELS, Subject, build, loss_of
 from benchmarks.models import gradient, loss_at, quantized, relative_error
 from brevact import BackwardSettings, PackedActivation, StochBackward2bit, StochBackward8bit, UniformQuantizer
 from brevact.autograd import region
+from brevact.autograd.eager_mode import current_region
 from brevact.autograd.ops.rounding import must_not_round
 from brevact.injectors import backward_settings_from
 
@@ -147,6 +148,7 @@ def test_the_default_fits_models_of_torchvision(name, bits):
 
 @pytest.mark.parametrize("name", ["deform_conv2d", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool"])
 def test_operators_that_save_places_of_what_they_read_keep_them_exact(name):
-    with region(BackwardSettings(brevact.quantizer(StochBackward2bit))) as active:
+    with region(BackwardSettings(brevact.quantizer(StochBackward2bit))):
+        active = current_region()
         assert must_not_round(active, getattr(torch.ops.torchvision, name), ())
         assert not must_not_round(active, torch.ops.aten.add, ())

@@ -1,0 +1,212 @@
+"""Code that is not torch's and saves tensors for its own backward pass: who it is, and by which name rules know it.
+
+Other people's ``autograd.Function``s, scripted code and operators of other libraries may compare what they save, or
+divide by it, and nobody has looked. Regions keep what they save as it is, unless a rule names them
+(``{MyFunction: StochBackward4bit}``), or :data:`brevact.autograd.library_functions.LIBRARY_FUNCTIONS` does.
+
+Operators are seen by a region's mode. A Function and scripted code are not; saved-tensor hooks find them: the Function
+by the frame of its ``apply`` (from torch 2.14 on, where that is no Python function, by its forward, which is watched),
+a scripted function by its call, which is watched while somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.storages import storage_address
+from brevact.private_names.of_torch import function_apply_code
+
+#: Classes of the operators of ``torch.ops``: all overloads of one, and one of them.
+OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
+_OF_TORCH = ("aten", "prim", "prims", "brevact")
+_SCRIPTED = torch.jit.ScriptFunction
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+class Saver(NamedTuple):
+    """Code that saves a tensor: the name by which rules know it, "" if none does, and a short one for reports."""
+
+    name: str
+    label: str
+    is_scripted_module: bool = False
+
+
+_UNKNOWN = Saver("", "")
+
+
+def operator_name(func: Any) -> str | None:
+    """Return the name of an operator of another library, ``"torchvision::roi_align"``; None for anything else."""
+    if not isinstance(func, OPERATORS):
+        return None
+    namespace, name = str(func).split(".")[:2]
+    return None if namespace in _OF_TORCH else f"{namespace}::{name}"
+
+
+def name_of(key: Any) -> str | None:
+    """Return the name by which a region knows the code that the key of a rule stands for; None for any other key.
+
+    It is the path of a Function or of a scripted function (``"package.module.MyFunction"``), or the name of an operator
+    (``"torchvision::roi_align"``). ``MyFunction.apply`` stands for its Function.
+    """
+    function = as_function(key)
+    if function is not None:
+        if function_apply_code is None:
+            watch_forward(function)
+        return _path_of(function)
+    if isinstance(key, _SCRIPTED):
+        return _path_of_scripted(key)
+    if isinstance(key, torch.library.CustomOpDef):
+        return str(key._qualname)
+    return operator_name(key)
+
+
+def as_function(key: Any) -> type[torch.autograd.Function] | None:
+    """Return the Function that a key is, or whose ``apply`` it is; None for others, and for those of this package."""
+    if getattr(key, "__name__", "") == "apply":
+        key = getattr(key, "__self__", key)
+    if isinstance(key, type) and issubclass(key, torch.autograd.Function) and not getattr(key, "is_brevact", False):
+        return key
+    return None
+
+
+def label_of(key: Any) -> str:
+    """Return what a key of :func:`name_of` is called in a rule."""
+    function = as_function(key)
+    if function is not None:
+        return function.__name__
+    name = operator_name(key) or name_of(key) or ""
+    if "::" in name:
+        return f"torch.ops.{name.replace('::', '.')}"
+    return name.rpartition(".")[2]
+
+
+def is_path(name: str) -> bool:
+    """Return whether the name of an op is the path of a Function or of a scripted function."""
+    return "." in name
+
+
+def _path_of(function: type) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _path_of_scripted(function: Any) -> str:
+    name = str(function.qualified_name).removeprefix("__torch__.")
+    return name if "." in name else f"__main__.{name}"
+
+
+def saver_of(x: Tensor, frame: FrameType) -> Saver:
+    """Return who saves a tensor while this Python frame, the innermost one, runs."""
+    if frame.f_code is function_apply_code:
+        function = frame.f_locals["cls"]
+        return Saver(_path_of(function), function.__name__)
+    module_name = frame.f_globals.get("__name__")
+    if _of_thread.ran is not None:
+        name, *place, saved = _of_thread.ran
+        if place == [id(frame), frame.f_lasti] and storage_address(x) in saved:
+            saved.remove(storage_address(x))  # the same call saves it once more, or another one does
+            return Saver(name, name.rpartition(".")[2])
+    if _of_thread.scripted:
+        name = _of_thread.scripted[-1]
+        return Saver(name, name.rpartition(".")[2])
+    module = frame.f_locals.get("self") if module_name == "torch.nn.modules.module" else None
+    if isinstance(module, torch.jit.ScriptModule):  # called by `nn.Module.__call__`
+        return Saver("", module.original_name, is_scripted_module=True)
+    return _UNKNOWN
+
+
+class _OfThread(threading.local):
+    """The scripted functions that run, outermost first; of the watched Function that ran last its name, its place,
+    which is the frame and the instruction of the call, and the storages that it saves."""
+
+    def __init__(self) -> None:
+        self.scripted: list[str] = []
+        self.ran: tuple[str, int, int, list[int]] | None = None
+
+
+_of_thread = _OfThread()
+
+
+class _ScriptedCalls:
+    """Takes note of the scripted functions that run, while somebody asks: their class has a ``__call__`` of ours."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()
+        self._call: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self._call = call = _SCRIPTED.__call__
+
+                def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
+                    _of_thread.scripted.append(_path_of_scripted(function))
+                    try:
+                        return call(function, *args, **kwargs)
+                    finally:
+                        _of_thread.scripted.pop()
+
+                _SCRIPTED.__call__ = noted
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                _SCRIPTED.__call__ = self._call
+
+
+#: Context in which the scripted functions that run are known.
+scripted_calls = _ScriptedCalls()
+
+
+def watch_forward(function: type[torch.autograd.Function]) -> None:
+    """Let a Function tell what it is about to save: the same call saves it as soon as the forward has run."""
+    name = "forward" if function.setup_context is torch.autograd.Function.setup_context else "setup_context"
+    inner = getattr(function, name)
+    if hasattr(inner, "brevact_inner"):
+        return
+    path = _path_of(function)
+
+    @functools.wraps(inner)
+    def told(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        result = inner(ctx, *args, **kwargs)
+        if not _is_compiling():
+            caller = sys._getframe(1)
+            saved = [storage_address(x) for x in ctx.to_save or () if x is not None]
+            _of_thread.ran = path, id(caller), caller.f_lasti, saved
+        return result
+
+    told.brevact_inner = inner  # type: ignore[attr-defined]
+    setattr(function, name, staticmethod(told))
+
+
+def watch_forwards(paths: Iterable[str]) -> None:
+    """Watch the Functions of these paths whose modules are imported."""
+    for path in paths:
+        function = as_function(find(path))
+        if function is not None:
+            watch_forward(function)
+
+
+def find(path: str) -> Any:
+    """Return what a name of :func:`name_of` stands for; None if its module is not imported, or has no such thing."""
+    namespace, _, operator = path.partition("::")
+    if operator:
+        return getattr(getattr(torch.ops, namespace), operator, None)
+    parts = path.split(".")
+    for stop in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:stop]))
+        if found is not None:
+            for part in parts[stop:]:
+                found = getattr(found, "__dict__", {}).get(part)
+            return found
+    return None

@@ -1,0 +1,385 @@
+"""What code saves that is not torch's: kept as it is, packed where a rule names it or somebody has looked at it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import brevitas.nn as qnn
+import pytest
+import torch
+from brevitas.quant import Int8ActPerTensorFloatMinMaxInit
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brevact
+from brevact import DEFAULT, LosslessBackward, NearestBackward4bit, Policy, StochBackward2bit, StochBackward4bit
+from brevact.autograd import BackwardSettings, region, storage_report
+from brevact.autograd.library_functions import LIBRARY_FUNCTIONS, Gradient
+from brevact.autograd.other_code import find, label_of, name_of, watch_forward
+from tests.autograd.measuring import Mirrored, watch_saved
+
+
+class BinarySign(torch.autograd.Function):
+    """The straight-through estimator of binary nets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1)
+
+
+class LearnedStep(torch.autograd.Function):
+    """Fake quantization as in LSQ: the gradient of the step asks which elements were clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: Tensor) -> Tensor:
+        ctx.save_for_backward(x, step)
+        return (x / step).round().clamp(-4, 3) * step
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, step = ctx.saved_tensors
+        q = x / step
+        inside = (q >= -4) & (q <= 3)
+        return grad * inside, (grad * torch.where(inside, q.round() - q, q.clamp(-4, 3))).sum()
+
+
+class Cube(torch.autograd.Function):
+    """A Function whose context is set up apart, which torch.func takes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * grad * ctx.saved_tensors[0] ** 2
+
+
+def scripted_relu(x: Tensor) -> Tensor:
+    return torch.relu(x)
+
+
+def scripted_clamp(x: Tensor) -> Tensor:
+    return torch.clamp(x, -0.5, 0.5)
+
+
+def scripted_abs(x: Tensor) -> Tensor:
+    return torch.abs(x)
+
+
+scripted_relu, scripted_clamp, scripted_abs = map(torch.jit.script, (scripted_relu, scripted_clamp, scripted_abs))
+
+
+@torch.library.custom_op("brevact_tests::hinge", mutates_args=())
+def hinge(x: Tensor) -> Tensor:
+    return x.clamp_min(0.25)
+
+
+hinge.register_autograd(
+    lambda ctx, grad: grad * (ctx.saved_tensors[0] > 0.25),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+_library = torch.library.Library("brevact_tests", "FRAGMENT")
+_library.define("ramp(Tensor x) -> Tensor")
+_library.impl("ramp", lambda x: F.relu6(6 * x) / 6, "CompositeImplicitAutograd")
+
+
+class Other(NamedTuple):
+    """Code that saves an activation, and the key of a rule for it, None for code that no rule names."""
+
+    call: Callable[[Tensor], Tensor]
+    key: Any = None
+    saves_input: bool = True
+
+
+STEP = torch.tensor(0.4, requires_grad=True)
+OTHERS = {
+    "straight-through": Other(BinarySign.apply, BinarySign),
+    "learned step": Other(lambda x: LearnedStep.apply(x, STEP), LearnedStep),
+    "context apart": Other(Cube.apply, Cube),
+    "scripted relu": Other(scripted_relu, scripted_relu, saves_input=False),
+    "scripted clamp": Other(scripted_clamp, scripted_clamp),
+    "scripted abs": Other(scripted_abs, scripted_abs),
+    "scripted module": Other(torch.jit.script(nn.ReLU())),
+    "operator": Other(hinge, hinge),
+    "operator made of torch's": Other(torch.ops.brevact_tests.ramp, torch.ops.brevact_tests.ramp, saves_input=False),
+}
+NAMED = {name: other for name, other in OTHERS.items() if other.key is not None}
+every_other = pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+every_named = pytest.mark.parametrize("other", NAMED.values(), ids=NAMED)
+#: The executor of scripted code runs twice to see what its tensors are, and then as it will.
+CALLS = 4
+
+
+class Net(nn.Module):
+    """An activation, and what other code makes of it."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.calls = [lambda x: call(x)]  # scripted functions cannot be copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.calls[0](x * 1.0)
+
+
+def activation() -> Tensor:
+    return torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Gradients of the input, and of the step where it has one, call after call."""
+    found = []
+    for _ in range(CALLS):
+        out = model(x)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        grads = torch.autograd.grad((out * weights).sum(), (x, STEP), allow_unused=True)
+        found += [grad for grad in grads if grad is not None]
+    return found
+
+
+@pytest.mark.parametrize(
+    "policy", [DEFAULT, StochBackward2bit, LosslessBackward], ids=["default", "2 bits", "lossless"]
+)
+@every_other
+def test_other_code_has_exact_gradients(other, policy):
+    x = activation()
+    expected = gradients(Net(other.call), x)
+    found = gradients(brevact.quantize_backward(Net(other.call), policy), x)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@every_other
+def test_memory_report_says_what_other_code_keeps_and_how_to_change_that(other):
+    report = brevact.memory_report(brevact.quantize_backward(Net(other.call)), activation())
+    (row,) = (row for row in report.ops if row.why.startswith(storage_report.OTHER_CODE))
+    assert (row.how, row.saved_bytes) == ("full precision", 64 * 128 * 4)
+    if other.key is None:
+        assert row.why.endswith("; a module that is not scripted packs it") and row.op == "ReLU"
+    else:
+        assert row.op and row.why.endswith(f"; a rule packs it: {{{label_of(other.key)}: StochBackward4bit}}")
+
+
+@pytest.mark.parametrize("rest", [{}, {"*": StochBackward2bit}, {"*": None}], ids=["alone", "packing", "exact"])
+@every_named
+def test_rules_pack_what_other_code_saves(other, rest):
+    x, quantizer = activation(), brevact.quantizer(NearestBackward4bit)
+    model = brevact.quantize_backward(Net(other.call), {other.key: NearestBackward4bit, **rest})
+    for _ in range(CALLS):
+        with watch_saved() as saved:
+            out = model(x)
+        packed = [t for t in saved.tensors if t.dtype is torch.uint8]
+        assert [len(t) for t in packed] == [quantizer.quantize(x.detach()).nbytes]
+        (expected,) = torch.autograd.grad(Net(other.call)(x).sum(), x)
+        (found,) = torch.autograd.grad(out.sum(), x)
+        assert not torch.equal(found, expected)
+        decoded = quantizer.quantize(x.detach()).dequantize().requires_grad_()
+        (of_decoded,) = torch.autograd.grad(Net(other.call)(decoded).sum(), decoded)
+        if other.saves_input:
+            torch.testing.assert_close(found, of_decoded)
+
+
+@every_named
+def test_the_first_rule_decides_what_other_code_keeps(other):
+    x = activation()
+    for rules in ({other.key: None, "*": StochBackward2bit}, {"calls": None, other.key: None}):
+        model = brevact.quantize_backward(Net(other.call), Policy(rules))
+        assert all(map(torch.equal, gradients(model, x), gradients(Net(other.call), x)))
+    inner = nn.Sequential(Net(other.call), Net(other.call))
+    brevact.quantize_backward(inner, {"0": None, other.key: StochBackward4bit, "*": StochBackward2bit})
+    y = activation()
+    with watch_saved() as saved:
+        inner(y)
+    assert sum(t.dtype is torch.uint8 for t in saved.tensors) == 1
+
+
+@every_named
+def test_rules_for_other_code_hold_in_blocks(other):
+    x = activation()
+    with watch_saved() as saved, brevact.backward_quant(Policy({other.key: StochBackward2bit})):
+        other.call(x * 1.0)
+    assert any(t.dtype is torch.uint8 for t in saved.tensors)
+
+
+def test_rules_take_a_functions_apply_and_tuples_for_it():
+    assert name_of(BinarySign.apply) == name_of(BinarySign) == f"{__name__}.BinarySign"
+    rules = {(BinarySign.apply, scripted_relu, F.gelu): StochBackward2bit}
+    policy = brevact.backward_policy(brevact.quantize_backward(nn.Linear(4, 4), rules))
+    assert [op.op for op in policy.rows[0].ops] == [f"{__name__}.BinarySign", f"{__name__}.scripted_relu", "gelu"]
+    assert policy.rows[0].ops[0].rule == "BinarySign | scripted_relu | gelu"
+
+
+def test_scripted_functions_are_watched_in_regions_with_a_rule_alone():
+    call = torch.jit.ScriptFunction.__call__
+    with pytest.raises(ZeroDivisionError), brevact.backward_quant(Policy({scripted_abs: StochBackward2bit})):
+        assert torch.jit.ScriptFunction.__call__ is not call
+        raise ZeroDivisionError
+    assert torch.jit.ScriptFunction.__call__ is call
+    with brevact.backward_quant(StochBackward2bit):
+        assert torch.jit.ScriptFunction.__call__ is call
+
+
+def test_a_function_without_a_frame_of_its_own_is_known_by_its_forward():
+    """As from torch 2.14 on, where ``Function.apply`` is compiled."""
+
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad * ctx.saved_tensors[0]
+
+    class Fourth(Cube):
+        pass
+
+    for function in (Squared, Fourth, Squared):
+        watch_forward(function)
+    squared, fourth, unwatched = (super(torch.autograd.Function, each).apply for each in (Squared, Fourth, Cube))
+    x = activation()
+    y = x * 1.0
+    with (
+        watch_saved() as saved,
+        brevact.backward_quant(Policy(dict.fromkeys((Squared, Fourth, Cube), StochBackward2bit))),
+    ):
+        kept = []
+        for call in (squared, unwatched, fourth, unwatched, Squared.apply):
+            call(y)
+            kept.append(saved.tensors[-1].dtype)
+    assert kept == [torch.uint8, torch.float32, torch.uint8, torch.float32, torch.uint8]
+    for call in (Squared.apply, Fourth.apply):
+        assert torch.equal(torch.compile(lambda x, call=call: call(x), backend="eager", fullgraph=True)(x), call(x))
+
+
+def test_masks_and_codes_that_other_code_saves_are_stored_without_a_loss():
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, mask):
+            ctx.save_for_backward(x, mask)
+            return x * mask
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, mask = ctx.saved_tensors
+            return grad * mask * x, None
+
+    x = activation()
+    with watch_saved() as saved, brevact.backward_quant(StochBackward2bit):
+        Masked.apply(x * 1.0, x > 0)
+    assert sorted(t.nbytes for t in saved.tensors) == [x.numel() // 8, 4 * x.numel()]
+    quantized = qnn.QuantIdentity(act_quant=Int8ActPerTensorFloatMinMaxInit, min_val=-4.0, max_val=4.0, bit_width=4)
+    found = []
+    for settings in (None, StochBackward2bit):
+        with watch_saved() as saved, brevact.backward_quant(settings):
+            out = Masked.apply(quantized(x), x > 0)
+        found.append(torch.autograd.grad(out.sum(), x)[0])
+    assert torch.equal(*found)
+    assert saved.nbytes < x.numel()  # codes of 4 bits and two masks
+
+
+def test_other_code_runs_in_transforms_as_without_a_region():
+    x = activation().detach()
+    with brevact.backward_quant(Policy({Cube: StochBackward2bit, "*": StochBackward2bit})):
+        found = torch.func.vmap(Cube.apply)(x)
+    assert torch.equal(found, x**3)
+    model = brevact.quantize_backward(Net(Cube.apply), {Cube: StochBackward2bit})
+    out, slope = torch.func.jvp(lambda x: x**3, (x,), (x,))
+    with torch.no_grad():
+        assert torch.equal(model(x), out) and slope.shape == x.shape
+
+
+class SavesStatistics(torch.autograd.Function):
+    """Saves what `SyncBatchNorm`, which needs a GPU, saves, and differentiates as it does in one process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        var, mean = torch.var_mean(x, 0, correction=0)
+        invstd, weight = torch.rsqrt(var + 1e-5), torch.ones_like(var)
+        ctx.save_for_backward(x, weight, mean, invstd, torch.tensor([len(x)], dtype=torch.int32))
+        return (x - mean) * invstd
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, weight, mean, invstd, _ = ctx.saved_tensors
+        return torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, None, None, mean, invstd, True, 1e-5, [True, False, False]
+        )[0]
+
+
+SavesStatistics.__module__, SavesStatistics.__qualname__ = "torch.nn.modules._functions", "SyncBatchNorm"
+WEIGHTS = torch.randn(64, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+MASK = torch.rand(64, 128, generator=torch.Generator().manual_seed(2)) > 0.1
+#: The Functions of libraries that are packed without a rule, as functions of one tensor.
+LOOKED_AT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "torch.nn.modules._functions.SyncBatchNorm": lambda function, x: SavesStatistics.apply(x),
+    "timm.layers.activations_me.SwishAutoFn": lambda function, x: function.apply(x),
+    "timm.layers.activations_me.MishAutoFn": lambda function, x: function.apply(x),
+    "transformers.models.bloom.modeling_bloom.GeLUFunction": lambda function, x: function.apply(x),
+    "transformers.models.sew_d.modeling_sew_d.XSoftmax": lambda function, x: function.apply(x, MASK, -1),
+}
+
+
+def function_of(path: str) -> Any:
+    """The Function of a library that is installed."""
+    pytest.importorskip(path.partition(".")[0])
+    importlib.import_module(path.rpartition(".")[0])
+    return find(path)
+
+
+def mean_error(call: Callable[[Tensor], Tensor], bit_width: int, rules: Any = ()) -> float:
+    """Norm of what the mean gradient over errors of both signs is off by: 0 where it is affine in what is saved."""
+    x = activation().double().detach().requires_grad_()
+    (expected,) = torch.autograd.grad((call(x * 1.0) * WEIGHTS).sum(), x)
+    mean = torch.zeros_like(expected)
+    for sign in (1, -1):
+        settings = BackwardSettings(Mirrored(sign, bit_width))
+        torch.manual_seed(0)
+        with region(replace(settings, of_functions=tuple((name, settings) for name in rules))):
+            out = call(x * 1.0)
+        (grad,) = torch.autograd.grad((out * WEIGHTS).sum(), x)
+        assert not torch.equal(grad, expected)  # it is packed
+        mean += grad / 2
+    return float((mean - expected).norm())
+
+
+#: What the mean error at 8 bits is, less than one of first order in the error at 4: 4 times that of second order.
+SECOND_ORDER = 4 * (15 / 255) ** 2
+
+
+@pytest.mark.parametrize("path", LIBRARY_FUNCTIONS)
+def test_functions_of_libraries_are_packed_where_their_bias_is_of_second_order(path):
+    function = function_of(path)
+    assert name_of(function) == path
+
+    def call(x: Tensor) -> Tensor:
+        return LOOKED_AT[path](function, x)
+
+    assert mean_error(call, 8) <= SECOND_ORDER * mean_error(call, 4)
+    if LIBRARY_FUNCTIONS[path] is Gradient.SMOOTH:  # of few bits, a curve of its input is not packed
+        x = activation()
+        with watch_saved() as saved, brevact.backward_quant(StochBackward2bit):
+            call(x * 1.0)
+        assert [t.dtype for t in saved.tensors] == [torch.float32]
+
+
+@pytest.mark.parametrize("call", [BinarySign.apply, scripted_clamp], ids=["straight-through", "clamp"])
+def test_what_is_compared_has_a_bias_of_first_order(call):
+    """The law of the functions of libraries tells one of these from them."""
+    rules = (name_of(BinarySign), name_of(scripted_clamp))
+    assert mean_error(call, 8, rules) > 2 * SECOND_ORDER * mean_error(call, 4, rules)
