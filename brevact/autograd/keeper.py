@@ -115,8 +115,6 @@ class EagerKeeper(Keeper, Protocol):
     packs: bool
     op: str | None
     """The op with settings of its own for which the region is; None: for any."""
-    by_op: dict[str, Any]
-    """Settings of ops, by their names, in place of ``settings``."""
     has_rules_for_other_code: bool
     """Whether some of these are for code that no mode sees."""
     hooks: TorchRunner
