@@ -3,8 +3,9 @@
 A leaf (``StochBackward2bit``) is a class of data; ``.let(bucket_size=128)``, a subclass or a layer's keywords change
 it. ``backward_settings_from`` resolves one into what a region takes, an activation injector of Brevitas itself as well
 (``BrevitasQuantizer``). Importing this package makes every Brevitas injector picklable
-(``brevact.injectors.pickling``), and lets Brevitas' forward quantizers store few bits inside a region
-(``brevact.injectors.forward_quantizers``).
+(``brevact.injectors.pickling``), lets Brevitas' forward quantizers store few bits inside a region
+(``brevact.injectors.forward_quantizers``), and gives Brevitas' own layers ``act_quant=``
+(``brevact.injectors.stock_layers``).
 """
 
 import types
@@ -13,6 +14,7 @@ import typing
 from brevact.injectors import forward_quantizers as forward_quantizers  # makes Brevitas' quantizers ask for a region
 from brevact.injectors import moved as moved  # lets pickles of earlier versions load
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
+from brevact.injectors import stock_layers as stock_layers  # gives Brevitas' layers the slot act_quant=
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQuantizer
 from brevact.injectors.fragments import BackwardQuantSolver as BackwardQuantSolver
 from brevact.injectors.fragments import DitheredRounding as DitheredRounding

@@ -31,6 +31,9 @@ class BackwardQuantProxy(nn.Module):
         settings: what the layers store for backward.
     """
 
+    #: What Brevitas asks of a quantizer in a layer's ``act_quant``: whether it quantizes the forward pass.
+    is_quant_enabled = False
+
     def __init__(self, settings: BackwardSettings) -> None:
         super().__init__()
         self.settings = settings
@@ -128,25 +131,24 @@ def _refuse_parts_and_parameters(injector: BackwardInjectorType, layer: nn.Modul
     if _is_built_by(QuantRecurrentLayerMixin):
         raise TypeError(
             f"{injector.__name__} in a slot of a recurrent layer (io_quant, gate_acc_quant, sigmoid_quant, ...) "
-            "would store nothing packed; pass it as act_quant= of brevact.nn.QuantLSTM or brevact.nn.QuantRNN, "
-            "where it covers the whole layer"
+            "would store nothing packed; pass it as act_quant= of QuantLSTM or QuantRNN, where it covers all of it"
         )
     if not all(name in written for name in FROM_LAYER):  # Brevitas passes them to the slots of activations alone
         raise TypeError(
             f"{injector.__name__} quantizes activations for backward and cannot quantize a weight or a bias; pass it "
-            f"as input_quant= of {type(layer).__name__}, or as act_quant= of its namesake in brevact.nn"
+            f"as act_quant= of {type(layer).__name__}"
         )
     if not isinstance(layer, QuantIdentity) or written["forward_quant"] is not None:
         return
     if _is_built_by(QuantMultiheadAttention):
         raise TypeError(
             f"{injector.__name__} in an inner slot of an attention (q_scaled_quant, v_quant, softmax_input_quant, ...) "
-            "would store nothing packed; pass it as act_quant= of brevact.nn.QuantMultiheadAttention, where it covers "
-            "the whole layer, or as in_proj_input_quant= and out_proj_input_quant= for the projections alone"
+            "would store nothing packed; pass it as act_quant= of QuantMultiheadAttention, where it covers the whole "
+            "layer, or as in_proj_input_quant= and out_proj_input_quant= for the projections alone"
         )
     warnings.warn(
         f"{injector.__name__} in a {type(layer).__name__} packs nothing: an identity keeps nothing for backward. Put "
-        "it into the layer that follows (input_quant= of brevitas.nn.QuantConv2d, act_quant= of brevact.nn)",
+        "it into the layer that follows (act_quant= of brevitas.nn.QuantConv2d)",
         stacklevel=3,
     )
 

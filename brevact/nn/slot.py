@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver, backward_settings_from
+from brevact.injectors import BackwardQuantProxy, BackwardQuantSolver
 from brevact.injectors.injector_type import BackwardInjectorType, derived, known_names
+from brevact.injectors.layer_slot import ACT_PREFIX, fill_slot, pop_settings
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.private_names.of_brevitas import ActQuantSolver
 from brevact.quantizers.brief import brief, did_you_mean
 
-ACT_PREFIX = "act_"
 #: Keywords that Brevitas' mixins take although the layers do not name them.
 _OF_BREVITAS_MIXINS = ("cache_inference_bias",)
 
@@ -55,18 +55,16 @@ def _with_slot(cls: type[BackwardSlot], initialize: Callable[..., None]) -> Call
     takes_any_keyword = len(named) < len(parameters) and initialize is not cls.__dict__.get("__init__")
 
     def __init__(self: Any, *args: Any, act_quant: Any = None, **kwargs: Any) -> None:
-        overrides = {
-            name: kwargs.pop(name) for name in list(kwargs) if name.startswith(ACT_PREFIX) and name not in names
-        }
+        overrides = pop_settings(kwargs, names)
         _check_positions(cls, names, args)
         if act_quant is None:
             _check_unused_settings(cls, names, overrides)
         if takes_any_keyword:
             _check_keywords(cls, names, kwargs, act_quant)
         initialize(self, *args, **kwargs)
-        self.act_quant = None if act_quant is None else _proxy(act_quant, self, overrides)
-        if self.act_quant is not None:
-            self.act_quant.add_tracked_module(self)
+        self.act_quant = None
+        if act_quant is not None:
+            fill_slot(self, act_quant, overrides)
 
     kind = inspect.Parameter
     itself = kind("self", kind.POSITIONAL_OR_KEYWORD)
@@ -124,16 +122,3 @@ def _check_unused_settings(cls: type[BackwardSlot], names: list[str], overrides:
             f"{name}={brief(value)} is not an argument of {cls.__name__}; {hint}Accepted: "
             f"{', '.join([*names, 'act_quant'])}, and settings of a backward quantizer with the prefix {ACT_PREFIX}"
         )
-
-
-def _proxy(source: Any, layer: nn.Module, overrides: dict[str, Any]) -> BackwardQuantProxy:
-    if isinstance(source, BackwardQuantProxy):
-        if overrides:
-            name, value = next(iter(overrides.items()))
-            raise ValueError(
-                f"{name}={brief(value)} cannot change act_quant, which is shared with another layer; pass the injector "
-                "class with this setting instead"
-            )
-        return source
-    settings = {name.removeprefix(ACT_PREFIX): value for name, value in overrides.items()}
-    return BackwardQuantProxy(backward_settings_from(source, layer, "act_quant", **settings))
