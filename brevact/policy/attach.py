@@ -15,12 +15,12 @@ from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
 from brevact.autograd.hooks import Attachment, takes_hooks
-from brevact.injectors import DitherBackward4bit, backward_settings_from, settings_of_block, settings_of_module
+from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
-from brevact.injectors.saved_form import LEAVES
 from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import hook_of_policy, inherit_policy, is_model, required_attachment
 from brevact.policy.notes import add_note, remove_note
+from brevact.policy.overrides import refuse_overrides
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
     POLICY,
@@ -33,7 +33,6 @@ from brevact.policy.rules import (
 )
 from brevact.policy.text import named_policy
 from brevact.quantizers import ActivationQuantizer
-from brevact.quantizers.brief import brief
 
 M = TypeVar("M", bound=nn.Module)
 _log = logging.getLogger(__name__)
@@ -123,7 +122,7 @@ class _RegionOfModel(region):
     """A region by the policy that a model has when it is entered."""
 
     def __init__(self, model: nn.Module, overrides: Mapping[str, Any]) -> None:
-        _refuse_overrides(model, overrides, "")
+        refuse_overrides(model, overrides, "")
         super().__init__(None, required_attachment(model))
         self._model = model
 
@@ -259,10 +258,10 @@ def _detach_policy(model: nn.Module) -> bool:
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
     source = named_policy(source, "source")
     if isinstance(source, Policy):
-        _refuse_overrides(source, overrides, "backward_quant(")
+        refuse_overrides(source, overrides, "backward_quant(")
         return block_assignment(source.rules, skips_modules=source is DEFAULT).settings
     if isinstance(source, nn.Module) and is_model(source):
-        _refuse_overrides(source, overrides, "")
+        refuse_overrides(source, overrides, "")
         return required_attachment(source).settings
     if source is None:
         if overrides:
@@ -274,30 +273,10 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     return backward_settings_from(source, **overrides)
 
 
-def _refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str) -> None:
-    if overrides:
-        fix = (
-            f"name one: {call}{_quantizer_with(overrides)})"
-            if policy is DEFAULT
-            else "in rules, put them on a rule's value: StochBackward2bit.let(bucket_size=128)"
-        )
-        raise TypeError(f"{', '.join(overrides)}: overrides go with a single quantizer; {fix}")
-
-
-def _quantizer_with(overrides: Mapping[str, Any]) -> str:
-    """Return the arguments of a call that names a quantizer with these settings; a wrong one raises its own error."""
-    others = {"bit_width" if name == "bits" else name: value for name, value in overrides.items()}
-    backward_settings_from(DitherBackward4bit, **others)
-    leaf = LEAVES.get(f"DitherBackward{others.get('bit_width', 4)}bit", DitherBackward4bit)
-    if leaf.bit_width == others.get("bit_width"):
-        del others["bit_width"]
-    return ", ".join([f"brevact.{leaf.__name__}", *(f"{name}={brief(value)}" for name, value in others.items())])
-
-
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
     """Return what each module gets by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
-        _refuse_overrides(policy, overrides, "quantize_backward(model, ")
+        refuse_overrides(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):
             if policy.layers is not None:
                 check_layers(model, policy.layers)

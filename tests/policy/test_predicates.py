@@ -13,6 +13,7 @@ from torch.nn.functional import relu as rectify
 
 import brevact
 from brevact import StochBackward2bit
+from brevact.policy.inherit import hook_of_policy
 from brevact.policy.predicates import computes_attention, is_activation_function, is_norm, is_rectified
 
 
@@ -233,3 +234,26 @@ def test_the_default_fits_modules_that_are_named_like_activation_functions(make,
     assert policy.rows[0].source == f"DitherBackward{bits}bit"
     report = brevact.memory_report(model, x)
     assert report.saved_bytes < report.plain_bytes
+
+
+class Mixed(nn.Module):
+    """A rectified stem, and a rectified part in a body that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Conv2dReLU(3, 8)
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU6()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.stem(x))
+
+
+def test_parts_called_alone_have_the_settings_that_the_default_gives_them_inside():
+    model = brevact.quantize_backward(Mixed())
+    bits = {row.module: row.settings.quantizer.bit_width for row in brevact.backward_policy(model).rows}
+    assert {name for name, width in bits.items() if width == 3} == {
+        *(name for name in bits if name.partition(".")[0] == "stem"),
+        *("body.2", "body.2.0", "body.2.1"),
+    }
+    modules = dict(model.named_modules())
+    assert bits == {name: hook_of_policy(modules[name]).settings.quantizer.bit_width for name in bits}
