@@ -117,8 +117,8 @@ FAULTS = (
     Fault(
         "a bfloat16 scale is rounded down",
         "quantizers/reference.py",
-        "(x.view(torch.int32) + 0xFFFF) & ~0xFFFF",
-        "x.view(torch.int32) & ~0xFFFF",
+        "((x.view(torch.int32) + (unit - 1)) & -unit)",
+        "(x.view(torch.int32) & -unit)",
         KERNELS,
     ),
     Fault(
@@ -356,7 +356,7 @@ FAULTS = (
     Fault(
         "recomputations of one backward pass share their noise",
         "autograd/seeds.py",
-        "count = _recomputed[1] + 1 if _recomputed[0] == backward else 0",
+        "count = _recomputed[1] + 1 if _recomputed[0] == backward else 1",
         "count = 0",
         ("autograd/test_region.py", "autograd/test_pitfalls.py", "integration/test_training.py"),
     ),
@@ -391,8 +391,8 @@ FAULTS = (
     Fault(
         "small tensors are packed",
         "autograd/store.py",
-        "if x.numel() < settings.min_numel:\n        return keep_small(x)",
-        "if False:\n        return keep_small(x)",
+        "if x.numel() < settings.min_numel:\n        return keep_small(x, settings)",
+        "if False:\n        return keep_small(x, settings)",
         ("autograd/test_region.py", "autograd/test_sharing.py", "test_models.py"),
     ),
     Fault(
@@ -594,8 +594,8 @@ FAULTS = (
     Fault(
         "a rule for an op packs under other hooks",
         "autograd/regions.py",
-        "norms_only = self.norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost",
-        "norms_only = self.norms_only",
+        "norms_only = norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost",
+        "pass",
         ("policy",),
     ),
     Fault(
@@ -769,8 +769,8 @@ FAULTS = (
     Fault(
         "graphs forget the rules of the module around them",
         "autograd/compiled/mode.py",
-        "elif around.text == text and not",
-        "elif not",
+        "(inherits or around.text == text)",
+        "True",
         COMPILED,
     ),
 )

@@ -57,6 +57,7 @@ _in_use: collections.Counter[int] = collections.Counter()  # bases of the region
 _recomputed: tuple[int, int] = (-1, 0)  # the backward pass that runs, and how many regions it has entered
 _MOST_ROOTS = 1 << 16
 #: Ids of the owners of root regions of forwards, by base.
+_threads: collections.Counter[int] = collections.Counter()  # that have regions with seeds, and how many
 _roots: collections.OrderedDict[int, int] = collections.OrderedDict()
 _given: Iterator[int] | None = None  # seeds of regions, one after the other, in all threads
 
@@ -105,6 +106,9 @@ class SeedStream:
         if stream is None:
             if self._base is None:
                 self._base, self._moves = _claim_base(self._owner)
+                self._thread = threading.get_ident()
+                with _lock:
+                    _threads[self._thread] += 1
             place = 0 if device.index is None else device.index + 1
             stream = self._streams[device] = _seeds(device, _mix(self._base, place))
         return next(stream)
@@ -121,7 +125,10 @@ class SeedStream:
             _in_use[self._base] -= 1
             if not _in_use[self._base]:
                 del _in_use[self._base]
-            is_alone = not _in_use
+            _threads[self._thread] -= 1
+            # Not those of regions that an interrupt abandoned: of this thread, or of one that has ended.
+            others = {thread for thread, count in _threads.items() if count and thread != self._thread}
+            is_alone = not others or others.isdisjoint(each.ident for each in threading.enumerate())
         if self._moves:
             with DisableTorchFunction(), no_dispatch_modes():
                 if not (is_alone and count_on(torch.default_generator)):

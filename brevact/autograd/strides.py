@@ -68,7 +68,7 @@ def strides_of_result(shape: tuple[int, ...], *strides: Strides) -> Strides:
     >>> strides_of_result((2, 3), (1, 2), (3, 1))
     (1, 2)
     >>> strides_of_result((2, 3), (0, 1), (1, 2))
-    (3, 1)
+    (1, 2)
     """
     operands = [torch.empty_strided(shape, stride, device="meta") for stride in strides]
     result: Tensor = functools.reduce(torch.add, operands) if len(operands) > 1 else operands[0].neg()

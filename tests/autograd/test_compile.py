@@ -39,7 +39,10 @@ from tests.crosses import taking_turns
 
 NEAREST = settings(bit_width=4, rounding=Rounding.NEAREST)
 #: Functions without a counterpart are the compiler's; stock BatchNorm2d(momentum=None) does not compile either.
-COUNTERPARTS = [op for op in ops.ALL if op not in ops.FALLBACK and op.name not in ("batch_norm2d", "conv2d reflect")]
+#: Not the grouped product: torch 2.13 traces it of bfloat16 alone, and the row computes in float32.
+COUNTERPARTS = [
+    op for op in ops.ALL if op not in ops.FALLBACK and op.name not in ("batch_norm2d", "conv2d reflect", "grouped_mm")
+]
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ def test_plot_joins_widths_and_fitted_policies_by_lines():
         (["--draws", "1"], "--draws 1 is not possible: use at least 2"),
         (["--unit-batches", "4"], "--unit-batches 4 is not possible: use at least 6"),
         (["--policies", "fit:24x", "--unit-batches", "7"], "--unit-batches 7 leaves fewer than 2 batches to fit on"),
-        (["--policies", "fit:24"], "fit:24: fit: 24 is not possible: use 24x"),
+        (["--policies", "fit:24"], "fit:24: fit: 24 is not possible: 24: a budget is written 24x, 512MiB"),
         (["--policies", "fit:bytes=Stoch2bit"], "Stoch2bit is not a backward quantizer"),
         (["--policies", "Stoch2bit"], "Stoch2bit is not a backward quantizer or policy of brevact; nearest: Stoch"),
     ],

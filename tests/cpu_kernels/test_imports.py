@@ -26,7 +26,7 @@ def _imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("layer", "own", "libraries"),
     [
-        ("private_names", {"brevact.private_names"}, {"torch"}),
+        ("private_names", {"brevact.private_names"}, {"numpy", "torch"}),
         (
             "cpu_kernels",
             {"brevact.cpu_kernels", "brevact.geometry", "brevact.private_names"},
