@@ -231,18 +231,18 @@ class Segments(NamedTuple):
         return Segments(inner, run, slots, -(-geometry.numel // inner) * slots)
 
 
-def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def ranges_of_keys(keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Join the ranges of parts; see `quantizers.passes.ranges`.
 
     Args:
         keys: (parts, 4, G) int32 keys of the lowest and the highest finite value, numbers of the other elements, and
-            whether one is 0, which is not read.
+            whether one is 0.
 
     Returns:
-        `(low, high, missing)`, each (G,): float32, float32 and int64.
+        `(low, high, missing, zeros)`, each (G,): float32, float32, int64 and bool.
     """
     joined = keys[:, 0].amin(0), keys[:, 1].amax(0)
     empty = joined[0] > joined[1]
     low, high = ((key ^ ((key >> 31) & 0x7FFFFFFF)).view(torch.float32) for key in joined)
     low, high = (low + 0.0).masked_fill(empty, float("nan")), (high + 0.0).masked_fill(empty, float("nan"))
-    return low, high, keys[:, 2].sum(0)
+    return low, high, keys[:, 2].sum(0), keys[:, 3].amax(0) > 0

@@ -250,7 +250,7 @@ def quantize(
     source, codes, threads = x.data_ptr(), buffer.data_ptr(), torch.get_num_threads()
     metadata = codes + plan.scale_at, codes + plan.minimum_at
     if not table.fused:
-        keys = range_keys(source, table, threads, zeros=True)
+        keys = range_keys(source, table, threads)
         calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address, 0, plan.geometry.groups)
     arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address)
     arguments += (0 if norm is None else ctypes.addressof(norm),)

@@ -74,14 +74,14 @@ def _mark_zeros(x, first, count, zeros, table):
 
 
 @kernel
-def extend_ranges(source, keys_at, finite, zeros, table_at, blocks, parts, start, stop):
+def extend_ranges(source, keys_at, finite, table_at, blocks, parts, start, stop):
     """Widen the key ranges of parts start to stop by the elements of each part.
 
     Args:
         source: Address of the elements.
-        keys_at: Address of int32 keys: for each part the lowest of every group, the highest, and two more rows.
+        keys_at: Address of int32 keys: for each part the lowest of every group, the highest, a third row, and a fourth,
+            which is set where an element is 0.
         finite: 1 to take finite elements alone, and to increase the third row by the numbers of the others; or 0.
-        zeros: 1 to set the fourth row where an element is 0; or 0.
         table_at: Address of the table.
         blocks: Number of blocks.
         parts: Number of parts, each a run of blocks.
@@ -99,29 +99,29 @@ def extend_ranges(source, keys_at, finite, zeros, table_at, blocks, parts, start
             count = min(block, numel - first)
             x = stage_rows(source, first, count, scratch, table)
             _extend(x, first, count, lows, highs, missing, finite, table)
-            if zeros and has_zero(x, count):
+            if has_zero(x, count):
                 _mark_zeros(x, first, count, marks, table)
 
 
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the law."""
     table = grid_table(geometry, flat.dtype, NEAREST)
-    keys = range_keys(flat.data_ptr(), table, torch.get_num_threads(), zeros=False)
+    keys = range_keys(flat.data_ptr(), table, torch.get_num_threads())
     return ranges_of_keys(torch.from_numpy(keys))
 
 
-def range_keys(source: int, table: GroupTable, threads: int, *, zeros: bool) -> np.ndarray:
+def range_keys(source: int, table: GroupTable, threads: int) -> np.ndarray:
     """Ranges of the groups of parts of a tensor; a second pass only where something is not finite.
 
     Returned are (parts, 4, G) int32 keys of the lowest and the highest finite value, see `groups.key_of`, numbers of
-    elements that are not finite, and 1 where one is 0 if `zeros` asks for it.
+    elements that are not finite, and 1 where one is 0.
     """
     geometry = table.geometry
     parts = parts_of(geometry, threads)
     keys = np.empty((parts, 4, geometry.groups), dtype=np.int32)
     for finite in (0, 1):
         keys[:, 0], keys[:, 1], keys[:, 2:] = HIGHEST_KEY, LOWEST_KEY, 0
-        arguments = (source, keys.ctypes.data, finite, int(zeros), table.address, table.blocks, parts)
+        arguments = (source, keys.ctypes.data, finite, table.address, table.blocks, parts)
         share(extend_ranges, arguments, parts, -(-geometry.numel // parts), threads)
         if (keys[:, 0] > MINUS_INFINITY_KEY).all() and (keys[:, 1] < INFINITY_KEY).all():
             break

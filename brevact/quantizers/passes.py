@@ -21,6 +21,7 @@ from brevact.quantizers.reference import (
     element_bits,
     group_index,
     group_ranges,
+    group_zeros,
     pack_chunk,
     parts_of_steps,
     positions_of_zeros,
@@ -385,21 +386,22 @@ def random_words(seed: int | Tensor, words: Tensor) -> None:
 
 
 @run_by_kernels
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Smallest and largest finite value of each group.
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Smallest and largest finite value of each group, and which groups hold a 0.
 
     Args:
         flat: (n,) floating-point tensor.
         geometry: Its groups.
 
     Returns:
-        `(low, high, missing)`: (G,) float32 ends without negative zeros, NaN for a group without a finite element, and
-        int64 numbers of elements that are not finite.
+        `(low, high, missing, zeros)`: (G,) float32 ends without negative zeros, NaN for a group without a finite
+        element, int64 numbers of elements that are not finite, and whether an element is 0.
     """
     refuse_wrapped(flat)
     low, high, missing = group_ranges(flat, geometry)
     empty = low > high
-    return (low + 0.0).masked_fill(empty, float("nan")), (high + 0.0).masked_fill(empty, float("nan")), missing
+    low, high = ((end + 0.0).masked_fill(empty, float("nan")) for end in (low, high))
+    return low, high, missing, group_zeros(flat, geometry)
 
 
 @run_by_kernels

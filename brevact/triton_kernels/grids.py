@@ -17,7 +17,7 @@ _LEAST_OF_MOMENTS = 64
 """Elements of a group that a part has at least: its six sums are 48 bytes."""
 
 
-def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+def ranges(flat: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Parts of large groups have keys of their own, see `floats.key_of`, which are then joined."""
     tiles = group_tiling(geometry, RANGES_TILE)
     keys = flat.new_empty((tiles.parts, 4, geometry.groups), dtype=torch.int32)

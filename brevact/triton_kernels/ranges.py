@@ -14,11 +14,11 @@ from brevact.triton_kernels.groups import HIGHEST_KEY, LOWEST_KEY, calibrate, is
 
 @triton.jit
 def _finish(
-    low_G, high_G, missing_G, least_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr
+    low_G, high_G, missing_G, zero_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH: tl.constexpr
 ):  # fmt: skip
     """Store what groups with these ranges of keys need."""
     base_G, scale_G, inverse_G = calibrate(
-        low_G, high_G, missing_G > 0, least_G == 0, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
+        low_G, high_G, missing_G > 0, zero_G > 0, BIT_WIDTH, scale_ptr.dtype.element_ty, minimum_ptr.dtype.element_ty
     )
     store_metadata(scale_ptr + group, scale_G, group < groups)
     store_metadata(minimum_ptr + group, base_G, group < groups)
@@ -69,8 +69,8 @@ def range_of_part(
 ):  # fmt: skip
     """Range of keys of GROUPS_TILE groups over one of `parts` equal shares of their tiles, and how many are missing.
 
-    The range is that of finite elements, upside down where there is none; the others are counted. The last result is 0
-    where an element is 0; see `groups.zero_part`.
+    The range is that of finite elements, upside down where there is none; the others are counted. The last result is 1
+    where an element is 0, else 0.
     """
     low = tl.full((REPEATS_TILE, GROUPS_TILE, INNER_TILE), float("inf"), tl.float32)
     high = -low
@@ -87,8 +87,8 @@ def range_of_part(
         missing += (valid & ~is_finite(x)).to(tl.int32)
         least = tl.minimum(least, zero_part(x, valid))
     low_GE, high_GE, missing_GE = tl.min(key_of(low), axis=0), tl.max(key_of(high), axis=0), tl.sum(missing, axis=0)
-    least_G = tl.min(tl.min(least, axis=0), axis=1)
-    return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1), tl.sum(missing_GE, axis=1), least_G
+    zero_G = (tl.min(tl.min(least, axis=0), axis=1) == 0).to(tl.int32)
+    return tl.min(low_GE, axis=1), tl.max(high_GE, axis=1), tl.sum(missing_GE, axis=1), zero_G
 
 
 @triton.jit(do_not_specialize=["repeats"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
@@ -99,11 +99,11 @@ def calibrate_kernel(
 ):  # fmt: skip
     """Minimum, scale and inverse scale of groups, each read by one program."""
     first_group = tl.program_id(0).to(tl.int64) * GROUPS_TILE
-    low_G, high_G, missing_G, least_G = range_of_part(
+    low_G, high_G, missing_G, zero_G = range_of_part(
         x_ptr, first_group, 0, numel, inner, groups, repeats, 1, REPEATS_TILE, GROUPS_TILE, INNER_TILE
     )
     group = first_group + tl.arange(0, GROUPS_TILE)
-    _finish(low_G, high_G, missing_G, least_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
+    _finish(low_G, high_G, missing_G, zero_G, group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH)
 
 
 @triton.jit(do_not_specialize=["repeats"])
@@ -113,11 +113,11 @@ def ranges_kernel(
 ):  # fmt: skip
     """Ranges of groups, each read by several programs.
 
-    Keys are [parts, 4, groups]: of the lowest and the highest finite element, the number of those that are not, and 0
+    Keys are [parts, 4, groups]: of the lowest and the highest finite element, the number of those that are not, and 1
     where an element is 0.
     """
     first_group, part = tl.program_id(0).to(tl.int64) * GROUPS_TILE, tl.program_id(1)
-    low_G, high_G, missing_G, least_G = range_of_part(
+    low_G, high_G, missing_G, zero_G = range_of_part(
         x_ptr, first_group, part, numel, inner, groups, repeats, tl.num_programs(1),
         REPEATS_TILE, GROUPS_TILE, INNER_TILE,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def ranges_kernel(
     tl.store(row_ptr + group, low_G, mask=group < groups)
     tl.store(row_ptr + groups + group, high_G, mask=group < groups)
     tl.store(row_ptr + 2 * groups + group, missing_G, mask=group < groups)
-    tl.store(row_ptr + 3 * groups + group, least_G, mask=group < groups)
+    tl.store(row_ptr + 3 * groups + group, zero_G, mask=group < groups)
 
 
 @triton.jit(do_not_specialize=["parts", "groups"], do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr"])
@@ -140,15 +140,15 @@ def join_ranges_kernel(
     low = tl.full((PARTS_TILE, GROUPS_TILE), HIGHEST_KEY, tl.int32)
     high = tl.full((PARTS_TILE, GROUPS_TILE), LOWEST_KEY, tl.int32)
     missing = tl.zeros((PARTS_TILE, GROUPS_TILE), tl.int32)
-    least = missing + 1
+    zero = missing
     for start in range(0, parts, PARTS_TILE):
         valid = (start + part < parts) & (group < groups)[None, :]
         offset = (start + part).to(tl.int64) * 4 * groups + group[None, :]
         low = tl.minimum(low, tl.load(keys_ptr + offset, mask=valid, other=HIGHEST_KEY))
         high = tl.maximum(high, tl.load(keys_ptr + offset + groups, mask=valid, other=LOWEST_KEY))
         missing += tl.load(keys_ptr + offset + 2 * groups, mask=valid, other=0)
-        least = tl.minimum(least, tl.load(keys_ptr + offset + 3 * groups, mask=valid, other=1))
+        zero += tl.load(keys_ptr + offset + 3 * groups, mask=valid, other=0)
     low_G, high_G, missing_G = tl.min(low, axis=0), tl.max(high, axis=0), tl.sum(missing, axis=0)
     _finish(
-        low_G, high_G, missing_G, tl.min(least, axis=0), group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH
+        low_G, high_G, missing_G, tl.sum(zero, axis=0), group, groups, scale_ptr, minimum_ptr, inverse_ptr, BIT_WIDTH
     )

@@ -17,7 +17,7 @@ from brevact.quantizers.checks import between_levels, check_bool, check_int, mem
 from brevact.quantizers.grid_quantizer import GridQuantizer
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import Part
-from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE, group_zeros
+from brevact.quantizers.reference import LARGEST_END, LARGEST_RANGE
 from brevact.quantizers.rounding import Rounding
 
 _UNITS = 65535.0
@@ -188,7 +188,7 @@ class NormalizedQuantizer(GridQuantizer):
 
         Both are NaN for a channel without a finite element.
         """
-        low, high, missing = passes.ranges(flat, geometry)
+        low, high, missing, zeros = passes.ranges(flat, geometry)
         wide = high - low >= LARGEST_RANGE  # distances from 0 then, of which those beyond 2^125 count as 2^125
         offset, width = torch.where(wide, 0.0, low), torch.where(wide, LARGEST_END, high - low)
         inverse = torch.where(width >= _SMALLEST_WIDTH, torch.full_like(width, _UNITS) / width, 0.0)
@@ -198,7 +198,7 @@ class NormalizedQuantizer(GridQuantizer):
         unit = width.double() / torch.full_like(count, _UNITS)
         deviation = ((square - mean * mean).clamp(min=0.0).sqrt() * unit).float()
         mean = (offset.double() + mean * unit).float()
-        has_zero = group_zeros(flat, geometry) & (deviation > 0)
+        has_zero = zeros & (deviation > 0)
         aligned = self._aligned(mean, deviation, low, high, missing > 0)
         mean, deviation = (
             torch.where(has_zero, own, plain) for own, plain in zip(aligned, (mean, deviation), strict=True)

@@ -165,7 +165,7 @@ class SampleQuantizer(Quantizer):
         """(parts,) uint8 widths on the CPU; ranges of what is finite, and weights, decide."""
         division = self._division(layout)
         geometry = Geometry.of_buckets(layout.numel, WIDEST, division.bucket)
-        low, high, _ = passes.ranges(flat, geometry)
+        low, high, _, _ = passes.ranges(flat, geometry)
         ranges = (high.cpu().double() - low.cpu().double()).nan_to_num().view(division.parts, division.buckets)
         sensitivity = ranges.square().sum(1)
         if self.weights is not None and layout.dims and layout.dims[0] == 0:

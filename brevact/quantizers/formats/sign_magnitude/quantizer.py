@@ -73,7 +73,7 @@ class SignMagnitudeLevels(GridQuantizer):
 
         The L2 norm counts magnitudes in 65535ths of the largest one, so that it is the same on every device.
         """
-        low, high, _ = passes.ranges(flat, geometry)
+        low, high, _, _ = passes.ranges(flat, geometry)
         largest = torch.maximum(-low, high)  # level 1 is not exceeded, but where bfloat16 ends
         scale = torch.where(largest > 0, largest.clamp(min=SMALLEST_GAP), largest)
         if not self.use_max:

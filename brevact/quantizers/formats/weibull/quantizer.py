@@ -97,7 +97,7 @@ class WeibullQuantizer(GridQuantizer):
         (G, 2^bit_width - 2) bfloat16 ascending distances from the offset, the last one infinity where something is not
         finite.
         """
-        low, high, missing = passes.ranges(flat, geometry)
+        low, high, missing, _ = passes.ranges(flat, geometry)
         empty = torch.isnan(low)
         low, high = bounded(low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0))
         middle = low.clamp(min=0.0).minimum(high)  # zero, or the end that is closest to it
