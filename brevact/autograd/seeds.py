@@ -91,6 +91,7 @@ class SeedStream:
         self._owner = id(owner) if replays or current_graph_task() == -1 else None
         self._moves = True
         self._base: int | None = None
+        self._thread = threading.get_ident()
         self._streams: dict[torch.device, Iterator[int | Tensor]] = {}
 
     def next(self, device: torch.device) -> int | Tensor:
@@ -106,7 +107,6 @@ class SeedStream:
         if stream is None:
             if self._base is None:
                 self._base, self._moves = _claim_base(self._owner)
-                self._thread = threading.get_ident()
                 with _lock:
                     _threads[self._thread] += 1
             place = 0 if device.index is None else device.index + 1
@@ -127,7 +127,7 @@ class SeedStream:
                 del _in_use[self._base]
             _threads[self._thread] -= 1
             # Not those of regions that an interrupt abandoned: of this thread, or of one that has ended.
-            others = {thread for thread, count in _threads.items() if count and thread != self._thread}
+            others = {thread for thread, count in _threads.items() if count > 0 and thread != self._thread}
             is_alone = not others or others.isdisjoint(each.ident for each in threading.enumerate())
         if self._moves:
             with DisableTorchFunction(), no_dispatch_modes():

@@ -558,20 +558,3 @@ def test_group_norm_reads_weights_with_gaps():
     assert torch.equal(grads[1][0], grads[0][0])
     for grad, reference in zip(grads[1][1:], grads[0][1:], strict=True):
         torch.testing.assert_close(grad, reference)
-
-
-@pytest.mark.parametrize("length", [2, 4, 8])
-@pytest.mark.parametrize(
-    "function", [lambda x: F.normalize(x, dim=1), lambda x: F.cosine_similarity(x, x.roll(1, 0), dim=1)]
-)
-def test_short_vectors_are_packed_beside_their_norms(function, length):
-    x = torch.randn(16, length, 64, requires_grad=True)
-    plain = function(x * 1)
-    g = torch.linspace(-1, 1, plain.numel()).sin().view_as(plain)
-    expected = torch.autograd.grad(plain, x, g)[0]
-    with watch_saved() as saved, region(settings(bit_width=8, rounding=Rounding.NEAREST)):
-        out = function(x * 1)
-    codes = sum(t.nbytes for t in saved.tensors if t.dtype is torch.uint8)
-    assert 0 < codes and sum(t.nbytes for t in saved.tensors if t.numel() == x.numel() and t.is_floating_point()) == 0
-    found = torch.autograd.grad(out, x, g)[0]
-    assert (found - expected).norm() < 0.1 * expected.norm()

@@ -14,9 +14,8 @@ Each is linear in the tensors that are packed, given the norms, which are as sma
 bias of -Var(y) g, that of softmax and of RMS norm. What is packed has one scale, however different the norms are: a
 rounding error of x itself, of the step of a bucket's largest vector, would be divided by the norm of its smallest.
 
-Norms take 32 bits a vector beside the codes of its elements, where the gradient divides by them. Of one element, whose
-norm is its magnitude, torch's own runs, at full precision. So do all other norms, whose gradients choose by elements or
-are singular in them.
+Along fewer than :data:`LEAST_LENGTH` elements the norms are no small tensors beside what they are norms of: torch runs,
+at full precision. So are all other norms, whose gradients choose by elements or are singular in them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Stored
 
-#: Elements of the shortest vector whose direction is no sign.
-LEAST_LENGTH = 2
+#: Elements of the shortest vector whose norm is small beside it.
+LEAST_LENGTH = 16
 
 
 class _Group(NamedTuple):
@@ -290,7 +289,7 @@ def _normalize(
 
 _VARIANCES = (torch.var, Tensor.var, torch.var_mean)
 _STORED = Stored(
-    "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance`",
+    "2-norms, standard deviation, variance, `cosine_similarity`, `pairwise_distance` of 16 elements or more",
     "the normalized input, packed; the norms as they are",
     UNBIASED,
 )
