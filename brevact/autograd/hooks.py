@@ -42,6 +42,8 @@ class _EnterRegion:
     """Forward pre-hook: the module's forward runs in a region while the module trains."""
 
     inherits = False
+    yields = False
+    """Whether the module runs as the policy around it says, if that is another one: models may share the module."""
     attachment: Attachment | None = None  # of pickles of earlier versions
 
     def __init__(
@@ -89,6 +91,9 @@ class _EnterRegion:
                 raise NotImplementedError(NO_ROUNDED_NORMS)
             return False
         enclosing = regions[-1] if regions else None
+        around = None if enclosing is None else enclosing.attachment
+        if self.yields and around is not None and around is not self.attachment:
+            return False
         if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.given):
             return False
         if enclosing is None:
@@ -192,8 +197,14 @@ def inherit_region(module: nn.Module, around: Any, own: BackwardSettings | None 
 
 def _attach(module: nn.Module, hook: _EnterRegion) -> None:
     detach_region(module, hook.origin)
+    hook.yields = hook.attachment is not None and is_shareable(module)
     module.register_forward_pre_hook(hook)
     module.register_forward_hook(_ExitRegion(hook.origin), always_call=True)
+
+
+def is_shareable(module: nn.Module) -> bool:
+    """Return whether models may share a module without knowing of each other: it holds nothing, as ``nn.SiLU()``."""
+    return not (module._modules or module._parameters or module._buffers)
 
 
 def takes_hooks(module: nn.Module) -> bool:

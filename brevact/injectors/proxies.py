@@ -38,9 +38,10 @@ def modules_without_own_region(module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
     Modules of ``torch.jit``, which take no hooks, are left out: they run in the region of the module around them.
     What is inside a quantizer is left out under its other names, too, and so is the cell that a recurrent layer of
-    Brevitas makes in its first forward: a model has the same modules before and after.
+    Brevitas makes in its first forward: a model has the same modules before and after. Attributes of classes, as the
+    activation function that all convolutions of a library have by default, run in the region of the module around them.
     """
-    yield from _outside(module, "", _inside_quantizers(module))
+    yield from _outside(module, "", _inside_quantizers(module) | _of_classes(module) - {module})
 
 
 def _outside(module: nn.Module, name: str, left_out: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -51,6 +52,12 @@ def _outside(module: nn.Module, name: str, left_out: set[nn.Module]) -> Iterator
         is_made_anew = child_name == COMPILED_CELL and isinstance(module, QuantRecurrentLayerMixin)
         if child is not None and not is_made_anew:
             yield from _outside(child, f"{name}.{child_name}" if name else child_name, left_out)
+
+
+def _of_classes(model: nn.Module) -> set[nn.Module]:
+    """Return the modules in a model that are attributes of its classes, which all models of these classes share."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return {each for kind in kinds for each in vars(kind).values() if isinstance(each, nn.Module)}
 
 
 def _inside_quantizers(model: nn.Module) -> set[nn.Module]:

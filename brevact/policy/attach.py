@@ -14,7 +14,7 @@ from torch import nn
 from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
-from brevact.autograd.hooks import Attachment, takes_hooks
+from brevact.autograd.hooks import Attachment, attachments_of, takes_hooks
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
@@ -28,6 +28,7 @@ from brevact.policy.rules import (
     assignments,
     block_assignment,
     check_rules,
+    is_foreign,
     refuse_policy,
     source_text,
 )
@@ -215,11 +216,15 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
         )
     attachment = Attachment()
     for module, assignment in _assignments(model, named_policy(policy), dict(overrides)).items():
+        if module is not model and is_foreign(module):
+            continue  # it runs as the module around it
         settings = settings_of_module(assignment.settings, module)
         label = assignment.rule, assignment.source, tuple((each.op, each.rule, each.source) for each in assignment.ops)
         attach_region(module, settings, POLICY, label=label, attachment=attachment)
         add_note(module)
     attachment.root = hook_of_policy(model)
+    if attachment.root is not None:
+        attachment.root.yields = False
     inherit_policy(model)
     return model
 
@@ -250,9 +255,12 @@ def restore_backward(model: M) -> M:
 
 def _detach_policy(model: nn.Module) -> bool:
     """Take regions and notes of a policy off all modules, and return whether there was one."""
-    for module in model.modules():
+    own = {each for module in model.modules() if not is_foreign(module) for each in attachments_of(module)}
+    own.update(attachments_of(model))
+    modules = [each for each in model.modules() if not is_foreign(each) or own.intersection(attachments_of(each))]
+    for module in modules:
         remove_note(module)
-    return any([detach_region(module, POLICY) for module in model.modules()])
+    return any([detach_region(module, POLICY) for module in modules])
 
 
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from brevact.autograd import BackwardSettings, has_region, other_code
-from brevact.autograd.hooks import inherited_region, takes_hooks
+from brevact.autograd.hooks import attachments_of, inherited_region, is_shareable, takes_hooks
 from brevact.autograd.op_names import OP_NAMES, is_torch_function
 from brevact.autograd.settings import with_functions
 from brevact.injectors import backward_settings_from
@@ -65,8 +65,17 @@ class Assignment:
 
 
 def has_policy(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, has a policy."""
-    return any(has_region(module, POLICY) or inherited_region(module) is not None for module in model.modules())
+    """Return whether a model, or a part of it, has a policy; that of another model may hold for what both share."""
+    return any(
+        has_region(module, POLICY) or inherited_region(module) is not None
+        for module in model.modules()
+        if module is model or not is_foreign(module)
+    )
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Return whether a module inside a model may be another model's as well, which has a policy for it."""
+    return is_shareable(module) and any(each.root is not None for each in attachments_of(module))
 
 
 def refuse_policy(model: nn.Module) -> None:
