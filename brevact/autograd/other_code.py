@@ -40,6 +40,8 @@ class Saver(NamedTuple):
 
 
 _UNKNOWN = Saver("", "")
+#: Frames between the call of a scripted module and its code; torch's own test utilities wrap it twice.
+_WRAPPERS = 4
 
 
 def operator_name(func: Any) -> str | None:
@@ -107,7 +109,6 @@ def saver_of(x: Tensor, frame: FrameType) -> Saver:
     if frame.f_code is function_apply_code:
         function = frame.f_locals["cls"]
         return Saver(_path_of(function), function.__name__)
-    module_name = frame.f_globals.get("__name__")
     if _of_thread.ran is not None:
         name, *place, saved = _of_thread.ran
         if place == [id(frame), frame.f_lasti] and storage_address(x) in saved:
@@ -116,10 +117,21 @@ def saver_of(x: Tensor, frame: FrameType) -> Saver:
     if _of_thread.scripted:
         name = _of_thread.scripted[-1]
         return Saver(name, name.rpartition(".")[2])
-    module = frame.f_locals.get("self") if module_name == "torch.nn.modules.module" else None
-    if isinstance(module, torch.jit.ScriptModule):  # called by `nn.Module.__call__`
+    module = _called_module(frame)
+    if isinstance(module, torch.jit.ScriptModule):
         return Saver("", module.original_name, is_scripted_module=True)
     return _UNKNOWN
+
+
+def _called_module(frame: FrameType | None) -> Any:
+    """Return the module whose `nn.Module.__call__` runs a frame, directly or through wrappers of a forward; or None."""
+    for _ in range(_WRAPPERS):
+        if frame is None:
+            return None
+        if frame.f_globals.get("__name__") == "torch.nn.modules.module":
+            return frame.f_locals.get("self")
+        frame = frame.f_back
+    return None
 
 
 class _OfThread(threading.local):
