@@ -9,6 +9,7 @@ than what it reads, a layer would pack a tensor of its own.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from brevact.autograd import attach_region, detach_region
 from brevact.autograd.hooks import takes_hooks
 from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
 from brevact.injectors import backward_settings_from
-from brevact.policy.fitted_layers import layers_of
+from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY
 from brevact.reports.chains import Chain, chains_of
@@ -47,7 +48,8 @@ class Groups:
         plain_bytes: what is stored at full precision.
         small: layers that keep tensors as they are, for they are small.
         attending: layers that compute attention.
-        names: of the modules that may have a rule, each behind the module around it.
+        names: of the modules that may have a rule, one each, behind the module around it.
+        shared: those of modules that have several names, and may run inside of several modules.
     """
 
     chains: tuple[Chain, ...]
@@ -57,6 +59,7 @@ class Groups:
     small: frozenset[str]
     attending: frozenset[str]
     names: tuple[str, ...]
+    shared: frozenset[str]
 
     @functools.cached_property
     def sources_of(self) -> dict[str, list[str]]:
@@ -84,7 +87,8 @@ class Groups:
             else:
                 width = _MOST if name in self.small else lowest
             effective[name] = width
-            if not name or effective[name.rpartition(".")[0]] != width or name in self.attending:
+            is_own = not name or name in self.shared or name in self.attending
+            if is_own or effective.get(name.rpartition(".")[0]) != width:
                 found[name] = width
         return found
 
@@ -96,7 +100,9 @@ class Groups:
     def policy(self, widths: Mapping[str, int]) -> Policy:
         """Return the rules that give each source its bit width."""
         found = self.quantizers(widths)
-        return Policy({_pattern(name): found[name] for name in sorted(found, key=_depth, reverse=True)})
+        inner_first = sorted(found, key=_depth, reverse=True)
+        inner_first.sort(key=lambda name: name not in self.shared)  # rules of containers match its other names
+        return Policy({_pattern(name): found[name] for name in inner_first})
 
 
 def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
@@ -116,6 +122,8 @@ def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
             if row.layer in owner:
                 costs[owner[row.layer]][width] += row.saved_bytes
     others = {op.layer for op in finest.ops if op.why != SMALL}
+    count = Counter(module for _, module in modules_without_own_region(model))
+    names = {module: name for module, name in names_of(model).items() if module in count}
     return Groups(
         chains=chains,
         costs=costs,
@@ -123,7 +131,8 @@ def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
         plain_bytes=finest.plain_bytes,
         small=frozenset(op.layer for op in finest.ops) - others - owner.keys(),
         attending=frozenset(op.layer for op in finest.ops if "attention" in op.op),
-        names=tuple(sorted(layers_of(model), key=_depth)),
+        names=tuple(sorted(names.values(), key=_depth)),
+        shared=frozenset(name for module, name in names.items() if count[module] > 1),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
-from brevact.injectors.proxies import modules_without_own_region
+from brevact.injectors.proxies import modules_without_own_region, names_of
 from brevact.policy.notes import add_note
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
@@ -195,20 +195,22 @@ def _packed_bytes(ops: Sequence[OpMemory], names: Collection[str]) -> int:
 
 
 def _regions(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: hook for name, module in model.named_modules() for hook in regions_of(module) if hook.origin == POLICY
-    }
+    names = names_of(model)
+    return {name: hook for module, name in names.items() for hook in regions_of(module) if hook.origin == POLICY}
 
 
 def _attach_to_all(model: nn.Module) -> None:
     """Attach a region to each module that has none, with the settings and the label of the module around it."""
-    found = _regions(model)
+    names = names_of(model)
+    found: dict[str, Any] = {}  # also under the other names of modules that have several
     for name, module in modules_without_own_region(model):
         around = found.get(name.rpartition(".")[0]) if name else None
-        if name not in found and around is not None and not has_region(module, POLICY):
+        if module in names and around is not None and not has_region(module, POLICY):
             attach_region(module, around.settings, POLICY, label=around.label)
             add_note(module)
-            found[name] = next(hook for hook in regions_of(module) if hook.origin == POLICY)
+        for hook in regions_of(module):
+            if hook.origin == POLICY:
+                found[name] = hook
 
 
 def _by_samples(settings: BackwardSettings, weights: SampleWeights) -> BackwardSettings:

@@ -48,10 +48,36 @@ def _outside(module: nn.Module, name: str, left_out: set[nn.Module]) -> Iterator
     if has_region(module) or module in left_out or not takes_hooks(module):
         return
     yield name, module
+    for child_name, child in _children(module, name):
+        yield from _outside(child, child_name, left_out)
+
+
+def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module._modules.items():
         is_made_anew = child_name == COMPILED_CELL and isinstance(module, QuantRecurrentLayerMixin)
         if child is not None and not is_made_anew:
-            yield from _outside(child, f"{name}.{child_name}" if name else child_name, left_out)
+            yield f"{name}.{child_name}" if name else child_name, child
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, str]:
+    """Return one name for each module, by which reports, fits and widths know it: the first of those that it has.
+
+    The quantizers inside a Brevitas layer have none: they belong to the layer, also where it refers to their insides.
+
+    >>> act = nn.ReLU()
+    >>> list(names_of(nn.Sequential(act, nn.Sequential(nn.Linear(8, 8), act))).values())
+    ['', '0', '1', '1.0']
+    """
+    found: dict[nn.Module, str] = {}
+    _find_names(model, "", _inside_quantizers(model) - {model}, found)
+    return found
+
+
+def _find_names(module: nn.Module, name: str, left_out: set[nn.Module], found: dict[nn.Module, str]) -> None:
+    if module not in left_out and module not in found:
+        found[module] = name
+        for child_name, child in _children(module, name):
+            _find_names(child, child_name, left_out, found)
 
 
 def _of_classes(model: nn.Module) -> set[nn.Module]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from brevact.arguments import check_model
 from brevact.autograd import current_region, detach_region
+from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.policy.rules import POLICY
 from brevact.quantizers.brief import brief
@@ -110,7 +111,7 @@ def gradient_report(
         measurement = _Measurement(changed, batches, loss, exact, on_pass)
         estimates = measurement.estimates(chains) if is_estimated else {}
         figures, notes = measurement.of_chains(chains, layer_draws) if is_measured else ({}, [])
-    kinds = {name: type(module).__name__ for name, module in model.named_modules(remove_duplicate=False)}
+    kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
     rows = []
     for chain in chains:
         noise, bias = figures.get(chain.source, (UNKNOWN, UNKNOWN))

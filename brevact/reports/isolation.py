@@ -12,7 +12,7 @@ from torch import nn
 from brevact.autograd import BackwardSettings, attach_region
 from brevact.autograd.hooks import regions_of, takes_hooks
 from brevact.injectors import BackwardQuantProxy
-from brevact.injectors.proxies import is_quant_proxy
+from brevact.injectors.proxies import names_of
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Rounding, UniformQuantizer
 
@@ -30,20 +30,20 @@ class Isolation:
     def __init__(self, model: nn.Module) -> None:
         self._regions: list[tuple[Any, nn.Module, BackwardSettings | None, BackwardSettings | None]] = []
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._enter(model, None, set())
+        self._enter(model, None, {*names_of(model)})
 
-    def _enter(self, module: nn.Module, around: BackwardSettings | None, seen: set[nn.Module]) -> None:
+    def _enter(self, module: nn.Module, around: BackwardSettings | None, left: set[nn.Module]) -> None:
         """Give each module a region of its own, which stores what the one around it does where it had none."""
-        if module in seen or is_quant_proxy(module) or isinstance(module, BackwardQuantProxy):
+        if module not in left or isinstance(module, BackwardQuantProxy):
             return
-        seen.add(module)
+        left.remove(module)
         if not regions_of(module) and around is not None and takes_hooks(module):
             attach_region(module, around, POLICY)
         for hook in regions_of(module):
             self._regions.append((hook, module, hook.settings, fine(hook.settings)))
             around = hook.settings  # the last one decides
         for child in module.children():
-            self._enter(child, around, seen)
+            self._enter(child, around, left)
 
     def has_region(self, layer: str) -> bool:
         """Return whether a region of a module decides on what a layer stores, and not one in the code of the model."""

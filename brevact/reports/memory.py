@@ -18,7 +18,7 @@ from brevact.autograd import region, regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, FULL_PRECISION, NO_QUANTIZER, ON_BACKWARD, PACKED, recording
 from brevact.autograd.storages import storage_address
-from brevact.injectors.proxies import is_quant_proxy
+from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.reports.copies import copy_of, uncompiled
@@ -84,7 +84,7 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
         except (TypeError, RuntimeError) as error:  # NotImplementedError, too
             note = f"The model has no backward quantizer, and brevact.quantize_backward(model) fails: {error}"
     plain_bytes, saved_bytes = _by_layer(plain.ops), _by_layer(saved.ops)
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
     rows = tuple(
         LayerMemory(
             *(name, kind, plain_bytes[name], saved_bytes[name]),
@@ -209,7 +209,7 @@ def _place_of(x: Tensor) -> int:
 @contextmanager
 def _running_module(model: nn.Module) -> Iterator[list[str]]:
     """Keep a list of the names of the modules that run in this thread, outermost first."""
-    names, thread = dict(_layers(model)), threading.get_ident()
+    names, thread = names_of(model), threading.get_ident()
     running = [""]
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -226,11 +226,3 @@ def _running_module(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _layers(module: nn.Module, name: str = "") -> Iterator[tuple[nn.Module, str]]:
-    """Yield modules and names; the quantizers inside a Brevitas layer belong to the layer."""
-    yield module, name
-    for child_name, child in module.named_children():
-        if not is_quant_proxy(child):
-            yield from _layers(child, f"{name}.{child_name}" if name else child_name)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import grad as of_weights
 
 from brevact.autograd import regions_disabled
+from brevact.injectors.proxies import names_of
 from brevact.reports.gradient_passes import Loss, gradients, squared_norm
 
 _OF_CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -38,7 +39,7 @@ def layers_with_formula(model: nn.Module, batch: Any, loss: Loss, seed: int) -> 
     """
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     layers = {}
-    for name, module in model.named_modules():
+    for module, name in names_of(model).items():
         weight = getattr(module, "weight", None)
         is_own = isinstance(weight, nn.Parameter) and weight.requires_grad and uses[id(weight)] == 1
         if is_own and (isinstance(module, nn.Linear) or _is_convolution(module)):
