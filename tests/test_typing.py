@@ -26,7 +26,7 @@ from brevact import StochBackward2bit
 
 model = nn.Sequential()
 brevact.quantize_backward(StochBackward2bit, model)  # type-var
-brevact.quantize_backward(model, "StochBackward2bit")  # arg-type
+brevact.quantize_backward(model, "StochBackward2bit")
 brevact.quantize_backward(model, {"*": "StochBackward2bit"})  # dict-item
 brevact.quantize_backward(model, 2)  # arg-type
 brevact.restore_backward(StochBackward2bit)  # type-var

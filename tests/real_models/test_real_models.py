@@ -79,8 +79,9 @@ def packed_weights(subject: Subject) -> set[tuple[tuple[int, ...], int]]:
 
 def other_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch of which no input is that of another one: noise on what is measured, other tokens and labels."""
+    generator = torch.Generator().manual_seed(1)  # models draw nothing that moves torch's own since the batch was made
     return {
-        name: torch.randn_like(x) if x.is_floating_point() else (x + 1) % (int(x.max()) + 1)
+        name: torch.randn(x.shape, generator=generator) if x.is_floating_point() else (x + 1) % (int(x.max()) + 1)
         for name, x in batch.items()
     }
 
