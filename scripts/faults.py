@@ -594,8 +594,8 @@ FAULTS = (
     Fault(
         "a rule for an op packs under other hooks",
         "autograd/regions.py",
-        "norms_only = norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost",
-        "pass",
+        "norms_only = self.norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost",
+        "norms_only = self.norms_only",
         ("policy",),
     ),
     Fault(

@@ -126,10 +126,6 @@ class EagerKeeper(Keeper, Protocol):
     by_op: dict[str, Any]
     """What some ops store in place of ``settings``, by their names."""
 
-    def of_op(self, name: str, *, saves: bool = False) -> Any:
-        """Return the region, not entered yet, of an op that has settings of its own."""
-        ...
-
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed."""
         ...

@@ -122,31 +122,29 @@ class Region(Store):
         """Tell Dynamo about the region, which asks its mode."""
         self.mode.text, self.mode.norms_only = compiled_mode.text_of(self.given), self.norms_only
 
-    def of_op(self, name: str, *, saves: bool = False) -> Region:
+    def of_op(self, name: str) -> Region:
         """Return the region, not entered yet, of an op that has settings of its own (``by_op``).
 
         It packs nothing where this one does not: without gradients, or under saved-tensor hooks that were entered here.
-        The hooks of this one say that it ``saves``; torch calls them without gradients.
         """
-        norms_only = self.norms_only
-        if not saves:
-            norms_only = norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
-        key = name, norms_only
-        if key not in self._of_ops:
-            self._of_ops[key] = found = Region(self.by_op[name], self.owner, norms_only=norms_only)
+        norms_only = self.norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost
+        return self._of_op(name, norms_only)
+
+    def _of_op(self, name: str, norms_only: bool) -> Region:
+        found = self._of_ops.get((name, norms_only))
+        if found is None:
+            found = self._of_ops[name, norms_only] = Region(self.by_op[name], self.owner, norms_only=norms_only)
             found.op = name
-        return self._of_ops[key]
+        return found
 
     def keeper_of(self, name: str) -> Region:
         """Return what keeps the tensors of code that no mode sees, by a rule for it (``by_op``), while this one runs.
 
-        It is a region that nobody enters: seeds and hooks are those of this one.
+        That is other people's code, and what checkpoints save. It is a region that nobody enters: seeds and hooks are
+        those of this one.
         """
-        key = name, self.norms_only
-        if key not in self._of_ops:
-            self._of_ops[key] = Region(self.by_op[name], self.owner, norms_only=self.norms_only)
-        found = self._of_ops[key]
-        found.op, found.parent, found.hooks = name, self, self.hooks
+        found = self._of_op(name, self.norms_only)
+        found.parent, found.hooks = self, self.hooks
         found.seeds, found.state, found.mode = self.seeds, self.state, self.mode
         found.is_alone, found.is_counted, found.is_distributed = self.is_alone, self.is_counted, self.is_distributed
         found.attachment = self.attachment

@@ -209,8 +209,8 @@ class SavedTensorHooks(HookStack):
             return self._keep(x, region, saver)
         if region.by_op.get(CHECKPOINT) is None:
             return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
-        with region.of_op(CHECKPOINT, saves=True) as of_checkpoints, of_checkpoints.hooks.suspended:
-            return of_checkpoints.hooks._keep(x, of_checkpoints, saver)
+        with self.suspended:
+            return self._keep(x, region.keeper_of(CHECKPOINT), saver)
 
     def _keep(self, x: Tensor, region: EagerKeeper, saver: FrameType, unknown: str = "") -> Saved:
         """Keep a tensor that is saved in a frame; if ``unknown`` says why, an activation stays as it is."""

@@ -151,7 +151,10 @@ def _placing(is_sum: bool) -> Callable:
             return NotImplemented  # nothing of the source is stored
         more = {} if alpha in (None, 1) else {"alpha": alpha}
         places = _Places(dim, True, is_inplace(func, (), {}))
-        call = lambda x, i, s: func(x, dim, i, s, **more)  # noqa: E731
+
+        def call(x: Tensor, i: Tensor, s: Tensor) -> Tensor:
+            return func(x, dim, i, s, **more)
+
         return region.apply(_Placing, call, places, alpha, input, index, source)
 
     return handle
@@ -177,7 +180,10 @@ def _reducing(is_by_row: bool) -> Callable:
         if index.dim() != 1 if is_by_row else index.shape != src.shape:
             return NotImplemented
         places = _Places(dim, is_by_row, is_inplace(func, (), {}))
-        call = lambda x, i, s: func(x, dim, i, s, reduce, include_self=include_self)  # noqa: E731
+
+        def call(x: Tensor, i: Tensor, s: Tensor) -> Tensor:
+            return func(x, dim, i, s, reduce, include_self=include_self)
+
         return region.apply(_Reduction, call, places, reduce, bool(include_self), input, index, src)
 
     return handle
