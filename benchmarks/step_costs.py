@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.records import append_rows, print_table
 from benchmarks.training_case import TrainingCase, workload
-from brevact.autograd import eager_mode
+from brevact.autograd import mode
 from brevact.cpu_kernels import launch, teams
 from recipes.models import resnet50
 from recipes.policy_names import named_policy
@@ -76,8 +76,8 @@ class _Timing(TorchFunctionMode):
 @contextmanager
 def timed_calls(seconds: Counter[str]) -> Iterator[None]:
     """While it is active, calls in a region are timed, by torch function: with all that the region does for them."""
-    mode = eager_mode.EagerMode
-    original = mode.__torch_function__
+    kind = mode.EagerMode
+    original = kind.__torch_function__
 
     def timed(
         self: Any, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -87,11 +87,11 @@ def timed_calls(seconds: Counter[str]) -> Iterator[None]:
         seconds[getattr(func, "__name__", str(func))] += time.thread_time() - start
         return result
 
-    mode.__torch_function__ = timed  # type: ignore[method-assign]
+    kind.__torch_function__ = timed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        mode.__torch_function__ = original  # type: ignore[method-assign]
+        kind.__torch_function__ = original  # type: ignore[method-assign]
 
 
 @contextmanager

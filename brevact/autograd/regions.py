@@ -11,7 +11,6 @@ Regions nest: the innermost one decides. ``region(None)`` keeps full precision i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,19 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.eager_mode import EagerMode, active
 from brevact.autograd.interrupts import is_alive
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
-from brevact.autograd.ops import LAYERS, LOOKUPS, NORMS
+from brevact.autograd.mode import EagerMode, active
 from brevact.autograd.ops.base import is_activation
 from brevact.autograd.ops.rounding import is_in_algorithm
 from brevact.autograd.other_code import scripted_calls, watch_forwards
+from brevact.autograd.rows import Row
 from brevact.autograd.saved_tensor_hooks import SavedTensorHooks
 from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import Store
 from brevact.autograd.transforms import is_distributed
-from brevact.autograd.weights import ModelState, is_known_activation, is_weight, tensors_in
+from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_known_activation, is_weight, tensors_in
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     REGIONS,
@@ -171,21 +170,26 @@ class Region(Store):
                 indexed = True
         return found and not (looks_up and indexed and trains)
 
-    def makes_weight(self, func: Callable, args: tuple, kwargs: dict) -> bool:
+    def makes_weight(self, row: Row, args: tuple, kwargs: dict) -> bool:
         """Return whether a function makes a weight of weights."""
-        if func is torch.eye:  # parametrizations add it; it is of no batch
-            return True
-        is_layer = (func in LAYERS and func not in NORMS) or (args and is_known_activation(args[0]))
-        return not is_layer and self.are_weights((args, kwargs), looks_up=func in LOOKUPS)
+        if row.is_layer:
+            return False
+        if args and is_known_activation(args[0]):
+            return False
+        return row.makes_weight or self.are_weights((args, kwargs), looks_up=row.looks_up)
 
-    def mark_weight(self, result: Any, weight: bool) -> None:
+    def mark(self, result: Any, *, is_weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
-        if isinstance(result, Tensor):
+        if type(result) is Tensor:
+            node = result.grad_fn
+            if node is not None:
+                node.metadata[WEIGHT_NUMEL] = result.numel() if is_weight else 0
+                return
             is_marked = result.is_floating_point() or result.is_complex() or result.dtype is torch.bool
         else:
-            is_marked = isinstance(result, tuple | list)
+            is_marked = isinstance(result, Tensor | tuple | list)
         if is_marked:
-            self.state.mark_weight(result, weight=weight)
+            self.state.mark_weight(result, weight=is_weight)
 
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed.

@@ -19,7 +19,7 @@ from brevact.autograd.storages import WeakStorage, storage_address
 from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre_hooks, skip_code
 
 #: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
-_WEIGHT_NUMEL = "brevact.weight_numel"
+WEIGHT_NUMEL = "brevact.weight_numel"
 #: Nodes of layers, which ran where no region saw them: what they return is an activation.
 _PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
@@ -101,14 +101,14 @@ class ModelState:
         """Note that what a layer returned is none, so that nobody has to walk through the graph to find out."""
         node = output.grad_fn
         if node is not None:
-            node.metadata[_WEIGHT_NUMEL] = 0
+            node.metadata[WEIGHT_NUMEL] = 0
 
     def mark_weight(self, output: Any, *, weight: bool) -> None:
         """Note whether what an op returned is a weight: on its graph node, or by its storage if it has none."""
         for x in tensors_in(output):
             node = x.grad_fn
             if node is not None:
-                node.metadata[_WEIGHT_NUMEL] = x.numel() if weight else 0
+                node.metadata[WEIGHT_NUMEL] = x.numel() if weight else 0
             elif weight and x.layout is torch.strided:
                 storage = x.untyped_storage()
                 if len(self._derived) >= self._sweep_at:
@@ -184,7 +184,7 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
     What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
     no gradient: a result larger than all the weights it came from is one.
     """
-    marked = node.metadata.get(_WEIGHT_NUMEL)
+    marked = node.metadata.get(WEIGHT_NUMEL)
     if marked == 0 or (marked is None and (_is_layer(node.name()) or _is_own(node))):
         return False
     pending: list[torch.autograd.graph.Node] = [node]
@@ -195,7 +195,7 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
         if node in seen:
             continue
         seen.add(node)
-        marked = node.metadata.get(_WEIGHT_NUMEL)
+        marked = node.metadata.get(WEIGHT_NUMEL)
         if len(seen) > _MAX_NODES or marked == 0 or _is_own(node):
             return False
         if marked is None and node.name().startswith((*_LAYER_NODES, *_PRODUCT_NODES)):
@@ -236,7 +236,7 @@ def is_known_activation(x: Any) -> bool:
     if type(x) is not Tensor:
         return False
     node = x.grad_fn
-    return node is not None and (node.metadata.get(_WEIGHT_NUMEL) == 0 or _is_own(node))
+    return node is not None and (node.metadata.get(WEIGHT_NUMEL) == 0 or _is_own(node))
 
 
 def _is_own(node: torch.autograd.graph.Node) -> bool:

@@ -20,7 +20,7 @@ import torch
 from brevitas.config import JIT_ENABLED
 from torch import Tensor, UntypedStorage, nn
 
-from brevact.autograd.eager_mode import packing_region
+from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.fake_quantization import Integers, fake_quantize
 from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
 from brevact.injectors.fused_activations import fused_activation, rectified, statistics

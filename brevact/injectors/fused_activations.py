@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd.eager_mode import packing_region
+from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.forward_statistics import absolute_percentile, weight_statistics
 from brevact.private_names.of_brevitas import (
     AbsAve,

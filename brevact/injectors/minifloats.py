@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from brevact.autograd import storage_report
-from brevact.autograd.eager_mode import packing_region
+from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.fake_quantization import fake_quantize, is_quantizable
 from brevact.autograd.ops.recompute import compute_from_quotient, compute_from_weight
 from brevact.private_names.of_brevitas import (

@@ -22,7 +22,7 @@ from brevact.autograd import (
     has_region,
     region,
 )
-from brevact.autograd.eager_mode import active
+from brevact.autograd.mode import active
 from brevact.autograd.other_code import name_of
 from brevact.autograd.settings import with_functions
 from brevact.quantizers import Rounding

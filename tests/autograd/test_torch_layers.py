@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import BackwardSettings, SaveMode, eager_mode, region
+from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.autograd.regions import Region
 from brevact.quantizers import PackedSpec, Rounding, denormalize, normalize
 from tests.autograd.measuring import settings, watch_saved

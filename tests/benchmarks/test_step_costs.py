@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from benchmarks.step_costs import PHASES, costs
-from brevact.autograd import eager_mode
+from brevact.autograd import mode
 from brevact.cpu_kernels import quantize
 from recipes.policy_names import named_policy
 
@@ -16,7 +16,7 @@ def _small():
 
 
 def test_costs_of_phases_calls_and_kernels():
-    share, call = quantize.share, eager_mode.EagerMode.__torch_function__
+    share, call = quantize.share, mode.EagerMode.__torch_function__
     phases, calls, kernels = costs(_small, named_policy("StochBackward4bit:min_numel=0"), rounds=1)
     found = {row["phase"]: row for row in phases}
     for kind in ("plain", "packed"):
@@ -25,4 +25,4 @@ def test_costs_of_phases_calls_and_kernels():
     assert {"conv2d", "batch_norm", "silu"} <= {row["forward call"] for row in calls}
     # The input of the first convolution and that of the norm are packed.
     assert {row["kernel"]: row["calls"] for row in kernels}["quantize_blocks"] == 2
-    assert quantize.share is share and eager_mode.EagerMode.__torch_function__ is call
+    assert quantize.share is share and mode.EagerMode.__torch_function__ is call

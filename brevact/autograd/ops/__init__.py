@@ -75,22 +75,10 @@ def _functions(holds: Callable[[Op], bool]) -> frozenset[Callable]:
 
 
 HANDLERS: dict[Callable, Callable] = {func: op.handler for op in OPS if op.handler for func in op.functions}
-MUST_NOT_ROUND: dict[Callable, Callable[[Keeper, tuple], bool]] = {
-    func: op.must_not_round for op in OPS if op.must_not_round for func in op.functions
-}
-#: What torch's own op saves of them may be packed.
-MAY_ROUND = _functions(lambda op: op.saves is not None)
 LAYERS = _functions(lambda op: op.is_layer)
-LOOKUPS = _functions(lambda op: op.looks_up)
-METADATA = _functions(lambda op: op.is_metadata)
-MOVES = _functions(lambda op: op.moves)
-SUMS = _functions(lambda op: op.is_sum)
-BILINEAR = _functions(lambda op: op.is_bilinear)
-AVERAGES = _functions(lambda op: op.is_average)
 NORMS = _functions(lambda op: op.is_norm)
 PRODUCTS = _functions(lambda op: op.is_product)
 ROUNDS_FORWARD = _functions(lambda op: op.rounds_forward)
-UNVERSIONED = _functions(lambda op: op.is_unversioned)
 _NOT_BIT_EXACT = _functions(lambda op: not op.is_bit_exact)
 
 

@@ -1,0 +1,219 @@
+"""The way of every torch function through an eager region: to its counterpart, or to torch with hooks around it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, MethodWrapperType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd import known_values, storage_report
+from brevact.autograd.compiled import mode as compiled_mode
+from brevact.autograd.derivations import MOST_DECODED
+from brevact.autograd.derived import Kind, follow, operands_of
+from brevact.autograd.interrupts import is_alive
+from brevact.autograd.known_through_moves import follow as follow_exactly
+from brevact.autograd.ops import run_counterpart
+from brevact.autograd.ops.base import is_activation, out_of_place
+from brevact.autograd.ops.metadata import stores_nothing
+from brevact.autograd.ops.rounding import is_in_algorithm, is_of_torch
+from brevact.autograd.other_code import label_of
+from brevact.autograd.rows import ROWS, Row, row_of
+from brevact.autograd.saved import Saved
+from brevact.autograd.saved_tensor_hooks import sizes_of
+from brevact.autograd.transforms import check_rounding, is_transformed
+from brevact.autograd.weights import tensors_in
+from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
+
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+class _Active(threading.local):
+    """The regions that this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.regions: list[Any] = []
+        self.disabled = 0
+
+
+active = _Active()
+
+
+def current_region() -> Any:
+    """Return the innermost ``Region`` of this thread, or None."""
+    return active.regions[-1] if active.regions else None
+
+
+def packing_region() -> Any:
+    """Return the region in which the caller runs, if what it stores is packed; None in a traced graph."""
+    if _is_compiling() or not active.regions or not _is_grad_enabled() or frame_callback() is not None:
+        return None
+    region = active.regions[-1]
+    if not region.packs or top_hooks(True) != region.hooks.pair or not is_alive(sys._getframe(1)):
+        return None
+    return region
+
+
+class EagerMode(compiled_mode.RegionMode):
+    """Hands torch functions to their counterparts; runs the others and notes which results are activations."""
+
+    @compiled_mode.skipped_by_dynamo
+    def __torch_function__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _is_compiling():
+            return compiled_mode.traced_call(self, func, types, args, kwargs)
+        if frame_callback() is not None:  # between the graphs of a compiled model
+            return compiled_mode.out_of_dynamo(self.__torch_function__)(func, types, args, kwargs)
+        row = ROWS.get(func)
+        if row is None:
+            if type(func) is MethodWrapperType:  # an attribute
+                return func(*args, **kwargs)
+            row = row_of(func)
+        elif row.is_metadata:
+            if row.is_unversioned and args and is_activation(args[0]):
+                known_values.forget(args[0])
+            if stores_nothing(func, args):
+                return func(*args, **kwargs)
+        for kind in types:
+            if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs)
+        regions = active.regions
+        if not regions:
+            return func(*args, **kwargs)
+        region = regions[-1]
+        if region.by_op:
+            if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
+                with region.of_op(row.name):
+                    return self.__torch_function__(func, types, args, kwargs)
+            if func is F.multi_head_attention_forward and row.handler is not None:  # whose ops may have others
+                return row.handler(region, func, *args, **kwargs)
+        if storage_report.recorders:
+            storage_report.report_op(func, storage_report.NO_QUANTIZER)
+        # Not without gradients, not at full precision, and not under saved-tensor hooks that were entered inside the
+        # region: a checkpointed function stores nothing, and its recomputation runs outside the region.
+        if not region.packs or not _is_grad_enabled() or top_hooks(True) != region.hooks.pair:
+            return _run_unpacked(region, row, func, args, kwargs)
+        if is_transformed():
+            if region.rounds_norms and row.rounds_forward:
+                check_rounding()
+            with region.hooks.suspended:
+                return func(*args, **kwargs)
+        return _run_packed(region, row, func, args, kwargs, sys._getframe(1))
+
+
+def _run_packed(
+    region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType
+) -> Any:
+    """Run a function where the region packs: by its counterpart, or by torch, whose saved tensors the hooks keep."""
+    is_inside = is_in_algorithm(caller)
+    operands = operands_of(region, tensors_in((args, kwargs))) if row.overwrites else None
+    if row.handler is not None:
+        if not is_alive(caller):
+            return func(*args, **kwargs)
+        if not is_inside and not (row.is_norm and region.makes_weight(row, args, kwargs)):
+            result = run_counterpart(row.handler, region, func, args, kwargs)
+            if result is not NotImplemented:
+                if row.kind is not None:
+                    _track(region, row, func, args, kwargs, result, operands)
+                return result
+    if region.makes_weight(row, args, kwargs):
+        if storage_report.recorders:
+            storage_report.report_op(func, storage_report.WEIGHT)
+        result = region.hooks.make_weight(func, args, kwargs)
+        region.mark(result, is_weight=True)
+        return result
+    if (is_inside or (row.must_not_round is not None and row.must_not_round(region, args))) and (
+        not region.settings.is_exact
+    ):
+        if storage_report.recorders:
+            is_torchs = is_of_torch(func)
+            why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))
+            storage_report.report_op(func, why)
+        with region.hooks.suspended:
+            result = func(*args, **kwargs)
+    else:
+        hooks = region.hooks
+        hooks.cast_shapes = _frozen_weight_shapes(region, args, kwargs) if is_any_autocast_enabled() else _NO_SHAPES
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            hooks.cast_shapes = None
+    region.mark(result, is_weight=False)
+    if row.kind is not None:
+        _track(region, row, func, args, kwargs, result, operands)
+    return result
+
+
+def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a function where the region packs nothing, by torch; norms may go on with rounded values there, too."""
+    makes_weight = region.makes_weight(row, args, kwargs)
+    if region.rounds_norms and row.rounds_forward and not makes_weight:
+        check_rounding()
+        result = _call_norm_aside(region, row, func, args, kwargs)
+    else:
+        result = func(*args, **kwargs)
+    region.mark(result, is_weight=makes_weight)
+    return result
+
+
+_NO_SHAPES: frozenset[tuple[int, ...]] = frozenset()
+
+
+def _track(
+    region: Any,
+    row: Row,
+    func: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    result: Any,
+    operands: list[tuple[Tensor, Saved | None]] | None,
+) -> None:
+    """Remember the result of a call that moves elements, takes means, or is linear, as a function of its arguments.
+
+    Where it may overwrite an argument, ``operands`` says what kept them before the call.
+    """
+    if type(result) is not Tensor:
+        return
+    moves = row.kind is Kind.MOVE
+    if moves:
+        follow_exactly(func, args, kwargs, result)
+    if not region.settings.derives:
+        return
+    is_new = not moves and not row.overwrites  # others return memory of which something may be known
+    if known_values.is_marked(result) if is_new else region.find_known(result) is not None:
+        return
+    tensors = tensors_in((args, kwargs))
+    if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
+        return
+    if not row.overwrites:
+        operands = operands_of(region, tensors)
+    if operands is not None:
+        follow(region, out_of_place(func), args, kwargs, result, operands, row.kind)
+
+
+def _call_norm_aside(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a norm where a region packs nothing: it goes on with rounded values there, too."""
+    if row.handler is not None and is_alive(sys._getframe(3)):
+        push_hooks(*region.hooks.pair)  # on top, where a Function of ours takes them off: others inside stay in force
+        try:
+            result = run_counterpart(row.handler, region, func, args, kwargs)
+        finally:
+            pop_hooks()
+        if result is not NotImplemented:
+            return result
+    return func(*args, **kwargs)
+
+
+def _frozen_weight_shapes(region: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[tuple[int, ...]]:
+    """Sizes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
+    tensors = tensors_in((args, kwargs))
+    return frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))

@@ -1,0 +1,132 @@
+"""What a region knows of one torch function: a lookup a call, made once of the rows of the op families."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd.derived import Kind
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.op_names import OP_NAMES
+from brevact.autograd.ops import OPS
+from brevact.autograd.ops.base import may_overwrite
+from brevact.autograd.ops.op import Op
+from brevact.autograd.other_code import OPERATORS, operator_name
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All that op families say of one torch function (:class:`~.ops.op.Op` has each field's meaning).
+
+    Args:
+        handler: its counterpart, or None.
+        name: by which rules know it; None where no rule applies to it.
+        kind: how its results derive from its arguments, None for functions whose results are not tracked here.
+        overwrites: whether it may overwrite an argument of a result that is tracked, so that the region must ask before
+            the call by what that argument is known.
+        must_not_round: says of a region and the arguments whether what torch's own op saves must stay as it is; None
+            where it may be packed.
+        is_bit_exact: whether the counterpart's gradient, with nothing rounded, is torch's to the last bit.
+        is_layer: whether the result is an activation even if only a weight went in, and it is no norm.
+        is_norm: whether it is a norm, which makes a weight of a weight.
+        rounds_forward: whether some quantizers change what it returns.
+        looks_up: whether integers beside a tensor are indices.
+        is_metadata: whether a call asks for what a tensor is, or makes a plain view (``stores_nothing``).
+        is_unversioned: whether the caller may change values behind the version counter.
+        makes_weight: whether the result is a weight whatever went in: of no batch, added by parametrizations.
+    """
+
+    handler: Callable[..., Any] | None = None
+    name: str | None = None
+    kind: Kind | None = None
+    overwrites: bool = False
+    must_not_round: Callable[[EagerKeeper, tuple], bool] | None = None
+    is_bit_exact: bool = True
+    is_layer: bool = False
+    is_norm: bool = False
+    rounds_forward: bool = False
+    looks_up: bool = False
+    is_metadata: bool = False
+    is_unversioned: bool = False
+    makes_weight: bool = False
+
+
+def _always(region: EagerKeeper, args: tuple) -> bool:
+    return True
+
+
+#: Of a function that no op family names: what it saves stays as it is, since nobody has looked at its gradient.
+_UNKNOWN = Row(must_not_round=_always)
+
+
+def _table() -> dict[Callable, Row]:
+    """Return the row of each torch function that an op family names."""
+    ops_of: dict[Callable, list[Op]] = {}
+    for op in OPS:
+        for func in op.functions:
+            ops_of.setdefault(func, []).append(op)
+    rows = {func: _joined(func, ops) for func, ops in ops_of.items()}
+    rows[torch.eye] = replace(rows.get(torch.eye, _UNKNOWN), makes_weight=True)
+    return rows
+
+
+def _joined(func: Callable, ops: list[Op]) -> Row:
+    """Return the row of a function that these rows of op families name; of two counterparts the last one counts."""
+    handlers = [op.handler for op in ops if op.handler]
+    tests = [op.must_not_round for op in ops if op.must_not_round]
+    may_round = any(op.saves is not None for op in ops)
+    kinds = {
+        Kind.SUM: any(op.is_sum for op in ops),
+        Kind.BILINEAR: any(op.is_bilinear for op in ops),
+        Kind.AVERAGE: any(op.is_average for op in ops),
+        Kind.MOVE: any(op.moves for op in ops),
+    }
+    kind = next((kind for kind in reversed(kinds) if kinds[kind]), None)
+    is_norm = any(op.is_norm for op in ops)
+    return Row(
+        handler=handlers[-1] if handlers else None,
+        name=OP_NAMES.get(func),
+        kind=kind,
+        overwrites=kind is not None and may_overwrite(func),
+        must_not_round=None if may_round else (tests[-1] if tests else _always),
+        is_bit_exact=all(op.is_bit_exact for op in ops),
+        is_layer=any(op.is_layer for op in ops) and not is_norm,
+        is_norm=is_norm,
+        rounds_forward=any(op.rounds_forward for op in ops),
+        looks_up=any(op.looks_up for op in ops),
+        is_metadata=any(op.is_metadata for op in ops),
+        is_unversioned=any(op.is_unversioned for op in ops),
+    )
+
+
+#: Of the functions that op families name.
+ROWS: dict[Callable, Row] = _table()
+
+
+def row_of(func: Callable) -> Row:
+    """Return the row of any function that a region's mode sees, those of other libraries and operators included."""
+    row = ROWS.get(func)
+    if row is None:
+        row = _row_of_operator(func) if isinstance(func, OPERATORS) else _UNKNOWN
+    return row
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_of_operator(func: Callable) -> Row:
+    """Return the row of an operator of ``torch.ops``: torch's own saves what the function of its name saves.
+
+    What another library's operator saves stays as it is, unless a rule names it.
+    """
+    namespace, plain = str(func).split(".")[:2]
+    if namespace != "aten":
+        name = operator_name(func)
+        return Row(name=name, must_not_round=lambda region, args: name is None or region.op != name)
+    function = next((found for home in (torch, Tensor, F) if callable(found := getattr(home, plain, None))), None)
+    known = _UNKNOWN if function is None else ROWS.get(function, _UNKNOWN)
+    return Row(must_not_round=known.must_not_round)
