@@ -645,7 +645,7 @@ FAULTS = (
         "autograd/norm_decoders.py",
         "return self.plan.decode_affine(tensors[0], tensors[1], tensors[2] if self.has[1] else None)",
         "return self.plan.decode_affine(tensors[0], tensors[1], None)",
-        ("autograd/test_derived.py", "autograd/test_short_ways.py"),
+        ("autograd/test_derived.py", "autograd/test_frequent_calls.py"),
     ),
     Fault(
         "a layer has the bytes of its last tensor alone",

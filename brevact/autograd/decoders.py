@@ -187,6 +187,33 @@ def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
     return x.conj() if is_conjugate else x
 
 
+class _Flattened(NamedTuple):
+    """Decodes a tensor, of which its reader has flattened dimensions."""
+
+    decoder: Any
+    shape: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(getattr(self.decoder, "is_whole", False))
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.decoder.decode(tensors).reshape(self.shape)
+
+    multiply = decoded_times
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.decoder.described(tensors)
+
+
+_flattened = one_object_each(_Flattened)
+
+
+def flattened(decoder: Any, shape: tuple[int, ...]) -> Any:
+    """Return the decoder of the same tensor with flattened dimensions."""
+    return _flattened(decoder, shape)
+
+
 AS_IT_IS = _AsItIs()
 decoder_of_packed, decoder_of_mask = one_object_each(_Packed), one_object_each(_Mask)
 decoder_of_pairs = one_object_each(_Pairs)

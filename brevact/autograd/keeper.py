@@ -25,8 +25,10 @@ class TorchRunner(Protocol):
         """Return whether a non-reentrant checkpoint is around the region, in forward or again."""
         ...
 
-    def run_torch(self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
-        """Run a layer that saves its input, its weight and statistics, and keep its input as a Function would."""
+    def run_torch(
+        self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, flattens: bool = False
+    ) -> Tensor:
+        """Run a layer that saves its input, whose leading dimensions it ``flattens``, and its weight, and keep both."""
         ...
 
     def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved | None) -> Tensor:

@@ -26,6 +26,7 @@ from brevact.autograd.other_code import label_of
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
+from brevact.autograd.storages import is_tracked
 from brevact.autograd.transforms import check_rounding, is_transformed
 from brevact.autograd.weights import tensors_in
 from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
@@ -110,9 +111,7 @@ class EagerMode(compiled_mode.RegionMode):
         return _run_packed(region, row, func, args, kwargs, sys._getframe(1))
 
 
-def _run_packed(
-    region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType
-) -> Any:
+def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
     """Run a function where the region packs: by its counterpart, or by torch, whose saved tensors the hooks keep."""
     is_inside = is_in_algorithm(caller)
     operands = operands_of(region, tensors_in((args, kwargs))) if row.overwrites else None
@@ -183,21 +182,26 @@ def _track(
     """
     if type(result) is not Tensor:
         return
-    moves = row.kind is Kind.MOVE
-    if moves:
+    if not row.overwrites:
+        tensors = tensors_in((args, kwargs))
+        if not any(map(is_tracked, tensors)):
+            return
+        if row.kind is Kind.MOVE:
+            follow_exactly(func, args, kwargs, result)
+        if not region.settings.derives:
+            return
+        if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
+            return
+        operands = operands_of(region, tensors)
+    elif row.kind is Kind.MOVE:
         follow_exactly(func, args, kwargs, result)
-    if not region.settings.derives:
+    if operands is None or not region.settings.derives:
         return
-    is_new = not moves and not row.overwrites  # others return memory of which something may be known
+    # Of memory that is new nothing can be known; a move may return a view.
+    is_new = row.kind is not Kind.MOVE and not row.overwrites
     if known_values.is_marked(result) if is_new else region.find_known(result) is not None:
         return
-    tensors = tensors_in((args, kwargs))
-    if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
-        return
-    if not row.overwrites:
-        operands = operands_of(region, tensors)
-    if operands is not None:
-        follow(region, out_of_place(func), args, kwargs, result, operands, row.kind)
+    follow(region, out_of_place(func), args, kwargs, result, operands, row.kind)
 
 
 def _call_norm_aside(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
-from brevact.autograd.decoders import AS_IT_IS, SavedByHook, unpack
+from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
 from brevact.autograd.derived import derive_output
 from brevact.autograd.hook_stack import HookStack
 from brevact.autograd.keeper import EagerKeeper
@@ -32,7 +32,7 @@ from brevact.autograd.ops.base import is_activation, is_complex, is_plain
 from brevact.autograd.other_code import saver_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
-from brevact.autograd.store import keep_as_it_is, keep_mask, keep_small, reported
+from brevact.autograd.store import is_compact, keep_as_it_is, keep_mask, keep_small, reported
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.autograd.weights_again import remember
 from brevact.private_names.of_torch import DisableTorchFunction
@@ -50,6 +50,8 @@ class SavedTensorHooks(HookStack):
         self.cast_shapes: frozenset[tuple[int, ...]] | None = None
         # Input and weight of torch's own layer that runs in place of a Function.
         self.layer: tuple[Tensor, Tensor | None] | None = None
+        # Whether that layer flattens the leading dimensions of its input, and transposes its weight.
+        self.flattens = False
         # What keeps that input, where it is known before the layer runs.
         self.kept: Saved | None = None
         # Running statistics of torch's own norm that runs.
@@ -58,17 +60,19 @@ class SavedTensorHooks(HookStack):
         self.waiting: list[tuple[SavedByHook, Tensor]] | None = None
         self._of_weights: list[tuple[SavedByHook, Tensor]] | None = None  # while an op makes a weight of weights
 
-    def run_torch(self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor | None, *args: Any) -> Tensor:
+    def run_torch(
+        self, layer: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, flattens: bool = False
+    ) -> Tensor:
         """Run torch's own layer, whose gradient is that of a Function of ours, and keep its input as that would.
 
-        It saves its input, its weight and statistics, whoever needs a gradient. The two calls of hooks for each cost
-        less than a Function.
+        It saves its input and its weight: as they are, or, if it ``flattens``, rows of the input and the weight
+        transposed. The two calls of hooks for each cost less than a Function.
         """
         try:
-            self.layer = input, weight
+            self.layer, self.flattens = (input, weight), flattens
             out = layer(input, weight, *args)
         finally:
-            self.layer = None
+            self.layer, self.flattens = None, False
         ModelState.mark_activation(out)
         return out
 
@@ -138,46 +142,51 @@ class SavedTensorHooks(HookStack):
             stored = SavedByHook()
             self._of_weights.append((stored, x))
             return stored
-        layer = self.layer
-        if layer is None and self.cast_shapes is None:
+        if self.layer is not None:
+            return self._pack_of_layer(x, *self.layer)
+        if self.cast_shapes is None:
             frame = sys._getframe(1)
-            if self.kept is None and saves_input(frame):
+            if saves_input(frame):
                 with DisableTorchFunction():  # the region's mode is active: what runs is no torch function
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
             return self._pack_for_other_code(x, frame)
-        if layer is not None and x is layer[1]:
+        return self._hand_on(self._keep(x, self._region, sys._getframe(1)))
+
+    def _pack_of_layer(self, x: Tensor, input: Tensor, weight: Tensor | None) -> SavedByHook | tuple[Tensor, int]:
+        """Keep what torch's own layer saves, which runs in place of a Function."""
+        if x is weight or (self.flattens and x._is_view() and (x._base is weight or x._base is weight._base)):
             if self._outer is None and is_parameter_or_view(x) and not storage_report.recorders:
                 return x if x.grad_fn is None else x.detach(), x._version
-            kept = self._region.keep_weight(x)
-        elif self.kept is not None:
-            kept = self.kept
-        elif self.waiting is not None:
+            return self._hand_on(self._region.keep_weight(x))
+        if self.kept is not None:
+            return self._hand_on(self.kept)
+        if self.waiting is not None:
             if x is self.buffers[0] or x is self.buffers[1]:
-                kept = keep_as_it_is(x)
-            else:
-                stored = SavedByHook()
-                self.waiting.append((stored, x.detach()))
-                return stored
-        elif layer is not None and x.shape != layer[0].shape:
-            kept = keep_as_it_is(x)  # statistics
-        else:  # a layer's input, or a copy of it in another order of memory
-            is_input = layer is not None and x is layer[0]
-            known = self._region.find_known(x) if is_input else None
-            if known is not None and x.numel() >= self._region.settings.min_numel:
-                kept = reported(known)
-            elif layer is not None and self._is_small_output(x):
-                kept = keep_small(x, self._region.settings)
-            else:
-                with self.suspended:  # a quantizer may use autograd, too
-                    kept = self._region.keep(x) if is_input else self._keep(x, self._region, sys._getframe(1))
-        return self._hand_on(kept)
+                return self._hand_on(keep_as_it_is(x))
+            stored = SavedByHook()
+            self.waiting.append((stored, x.detach()))
+            return stored
+        if x is input:
+            return self._hand_on(self._keep_input(x))
+        if self.flattens:
+            tensors, decoder = self._keep_input(input)
+            return self._hand_on((tensors, flattened(decoder, tuple(x.shape))))
+        if x.shape != input.shape:
+            return self._hand_on(keep_as_it_is(x))  # statistics
+        return self._hand_on(self._keep(x, self._region, sys._getframe(2)))  # the input in another order of memory
+
+    def _keep_input(self, input: Tensor) -> Saved:
+        """Keep the input of torch's own layer as a Function would."""
+        if input.numel() < self._region.settings.min_numel and not input._is_view():
+            return keep_small(input, self._region.settings)
+        with self.suspended:  # a quantizer may use autograd, too
+            return self._region.keep(input)
 
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> SavedByHook | tuple[Tensor, int]:
         """Keep what code saves that is no torch function, so that the region's mode is active here."""
         with DisableTorchFunction():
             region, unknown = self._keeper_for(x, saver)
-            with self.suspended:
-                return self._hand_on(self._keep(x, region, saver, unknown))
+            return self._hand_on(self._keep(x, region, saver, unknown))
 
     def _hand_on(self, kept: Saved) -> SavedByHook | tuple[Tensor, int]:
         """Return what autograd holds in place of a tensor; hooks around the region see what is really stored."""
@@ -192,10 +201,6 @@ class SavedTensorHooks(HookStack):
         stored.fill(kept, self._outer)
         return stored
 
-    def _is_small_output(self, x: Tensor) -> bool:
-        """Whether what torch's own layer saves is too small to pack, and no view, as one of a parameter would be."""
-        return x.is_floating_point() and x.numel() < self._region.settings.min_numel and not x._is_view()
-
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""
         return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
@@ -209,8 +214,7 @@ class SavedTensorHooks(HookStack):
             return self._keep(x, region, saver)
         if region.by_op.get(CHECKPOINT) is None:
             return keep_as_it_is(x, INPUT_OF_CHECKPOINT)
-        with self.suspended:
-            return self._keep(x, region.keeper_of(CHECKPOINT), saver)
+        return self._keep(x, region.keeper_of(CHECKPOINT), saver)
 
     def _keep(self, x: Tensor, region: EagerKeeper, saver: FrameType, unknown: str = "") -> Saved:
         """Keep a tensor that is saved in a frame; if ``unknown`` says why, an activation stays as it is."""
@@ -235,7 +239,8 @@ class SavedTensorHooks(HookStack):
         elif self._is_frozen_weight(x):
             why = storage_report.WEIGHT
         else:
-            return region.keep_activation(x)
+            with self.suspended:  # a quantizer may use autograd, too
+                return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
     def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[EagerKeeper, str]:
@@ -262,10 +267,11 @@ class SavedTensorHooks(HookStack):
 
     def _keep_small(self, x: Tensor) -> Saved:
         """Keep a tensor that is too small to pack; somebody holds all of a weight anyway."""
-        has_floats = x.is_floating_point() or x.is_complex()
-        if has_floats and not (x.is_leaf and x.requires_grad) and not self._region.is_weight(x):
-            return keep_small(x, self._region.settings)
-        return keep_as_it_is(x, storage_report.SMALL if has_floats else storage_report.NO_FLOATS)
+        if not (x.is_floating_point() or x.is_complex()):
+            return keep_as_it_is(x, storage_report.NO_FLOATS)
+        if is_compact(x) or (x.is_leaf and x.requires_grad) or self._region.is_weight(x):
+            return keep_as_it_is(x, storage_report.SMALL)
+        return keep_small(x, self._region.settings)
 
 
 def sizes_of(x: Tensor) -> tuple[int, ...]:

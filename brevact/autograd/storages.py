@@ -22,6 +22,14 @@ def storage_address(x: Tensor) -> int:
         return 0
 
 
+def is_tracked(x: Tensor) -> bool:
+    """Return whether the storage of ``x`` carries anything: by what it is known, or what keeps a tensor in it."""
+    try:
+        return bool(x.untyped_storage().__dict__)
+    except (NotImplementedError, RuntimeError):  # no storage
+        return False
+
+
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Return the version counters of tensors, -1 for inference tensors, which have none."""
     try:

@@ -26,6 +26,7 @@ from brevact.autograd.quality import EXACT
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks, Slot
+from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
@@ -41,9 +42,14 @@ def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
     return reported(kept, why) if storage_report.recorders else kept
 
 
+def is_compact(x: Tensor) -> bool:
+    """Return whether ``x`` is no view of a storage of more than twice its size, as a class token is."""
+    return is_traced(x) or x.untyped_storage().nbytes() <= 2 * x.nbytes
+
+
 def compact(x: Tensor) -> Tensor:
-    """Return ``x``, or a copy if it is a view of a larger storage, a class token say, so as not to hold all of it."""
-    return x.detach().clone() if not is_traced(x) and x.untyped_storage().nbytes() > 2 * x.nbytes else x
+    """Return ``x``, or a copy if it is a view of a larger storage, so as not to hold all of that."""
+    return x if is_compact(x) else x.detach().clone()
 
 
 def keep_small(x: Tensor, settings: BackwardSettings) -> Saved:
@@ -183,6 +189,8 @@ class Store(EagerKeeper):
 
     def find_kept(self, x: Tensor) -> Saved | None:
         """Return what ``x`` is known by, or what keeps it for an op that has run."""
+        if not is_tracked(x):
+            return None
         known = self.find_known(x)
         if known is None and self.settings.derives and self.hooks.scope is None:  # where it lives until backward
             known = find_packed(x, self.settings)

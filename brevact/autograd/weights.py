@@ -36,7 +36,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors among nested arguments or results."""
     if isinstance(value, Tensor):
         return [value]
-    found, pending = [], [value]
+    found: list[Tensor] = []
+    pending = [value]
     while pending:
         value = pending.pop()
         if isinstance(value, Tensor):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from brevact import StochBackward2bit
 from brevact.autograd import region
-from brevact.autograd.ops import HANDLERS, MAY_ROUND, MUST_NOT_ROUND
+from brevact.autograd.ops import HANDLERS
 from brevact.autograd.ops import OPS as ROWS
 from brevact.autograd.ops.op import EXACT, Saves
 from brevact.autograd.ops.rounding import is_of_torch
@@ -69,6 +69,8 @@ LIMITS: dict[str, tuple[set[str], str]] = {
     "diagflat": ({"large"}, "its result is the square of an input that is packed"),
 }
 #: Ops that once lost a gradient at the default settings.
+MAY_ROUND = {func for op in ROWS if op.saves is not None for func in op.functions}
+MUST_NOT_ROUND = {func for op in ROWS if op.must_not_round for func in op.functions}
 SHOWN = {"abs", "nansum", "copysign", "fmod", "remainder", "linalg.lu_factor_ex", "std", "norm", "take_along_dim"}
 by_name = {"ids": name_of}
 

@@ -22,6 +22,7 @@ from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import lay_out
+from brevact.quantizers import is_traced
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
 
@@ -31,7 +32,10 @@ class _Dropout(Saving):
     def forward(ctx: Any, region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
         source = region.find_kept(input)
         if input.device.type == "cpu":  # the same draws and the same rounding as torch's own dropout there
-            noise = F.dropout(torch.ones_like(input), p, True)
+            if is_traced(input):  # compilers draw a Bernoulli variable by other numbers
+                noise = F.dropout(torch.ones_like(input), p, True)
+            else:
+                noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
             mask = noise != 0
             out = input.mul_(noise) if inplace else input * noise
         else:

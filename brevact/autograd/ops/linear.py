@@ -57,6 +57,9 @@ def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias:
         return NotImplemented
     if weight.dim() != 2 or input.dim() == 0:
         return NotImplemented
+    runner = region.torch_runner(input) if input is not weight else None
+    if runner is not None:
+        return runner.run_torch(func, input, weight, bias, flattens=True)
     return region.apply(_Linear, func, input, weight, bias)
 
 

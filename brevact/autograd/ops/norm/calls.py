@@ -13,7 +13,8 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import requires_grad
 from brevact.autograd.ops.norm.formulas import BatchNorm, Frozen, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from brevact.autograd.ops.norm.functions import apply, reacts
-from brevact.autograd.ops.norm.planned_batch_norm import find_plan
+from brevact.autograd.ops.norm.planned_batch_norm import find_plan, packs_anew
+from brevact.autograd.ops.norm.planned_batch_norm import run as run_planned
 from brevact.autograd.ops.op import Op, Stored, everywhere
 from brevact.private_names.of_torch import verify_batch_size, verify_spatial_size
 from brevact.quantizers import is_traced
@@ -67,6 +68,8 @@ def _torch_batch_norm(
     if is_torchs and not is_traced(input):
         plan = find_plan(region.settings, input, *running, weight, bias, eps)
     if plan is not None:
+        if packs_anew(region, input):
+            return run_planned(region, plan, norm, input, weight, bias)
         norm.packing = plan.packing
         return apply(region, norm, input, weight, bias)
     runner = region.torch_runner(input, *running) if is_torchs else None

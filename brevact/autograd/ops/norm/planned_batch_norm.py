@@ -1,9 +1,8 @@
 """Batch norm whose input is packed by a plan: the same bytes and gradients as by ``functions``, in fewer calls.
 
 In small feature maps the calls around the kernels take more time than the kernels. What depends on sizes alone is in a
-plan, found again in each step; what a region would ask on the way is answered by few conditions, all of which a plain
-training step of a convolutional net fulfils. Where one is not, with hooks or a report around the region, say,
-`functions` runs the norm; its gradients are those of the same kernel wherever there is a plan (:func:`find_plan`).
+plan, found again in each step (:func:`find_plan`). Where something is known of the input, or a report asks, `functions`
+runs the norm by the same kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from brevact.autograd import known_values
+from brevact.autograd import known_values, storage_report
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.norm_decoders import OutputDecoder, PackedDecoder, output_decoder, packed_decoder
 from brevact.autograd.ops.base import Saving
@@ -22,6 +21,7 @@ from brevact.autograd.ops.norm.alignments import OverChannels
 from brevact.autograd.ops.norm.formulas import BatchNorm, packed_batch_norm, packed_batch_norm_backward
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
+from brevact.autograd.storages import is_tracked
 from brevact.autograd.store import share_normalized
 from brevact.autograd.weights import ModelState
 from brevact.quantizers import Layout
@@ -103,7 +103,7 @@ class _PlannedBatchNorm(Saving):
                 kept += (weight.clone() if region.is_distributed else weight.detach(),)
             if bias is not None:
                 kept += (bias.clone(),)
-            known_values.register_new(out, kept, plan.output)
+            known_values.register_new(out, kept, plan.output, region.hooks.scope)
         ctx.save_for_backward(buffer, invstd, weight)
         ctx.packing, ctx.eps = plan.packing, settings[-1]
         return out
@@ -146,30 +146,23 @@ def find_plan(
     return _plan_of(settings, input, weight, bias)
 
 
+def packs_anew(region: EagerKeeper, input: Tensor) -> bool:
+    """Return whether a batch norm that has a plan only has to pack its input: nothing is known of that, and no report
+    asks how it is kept."""
+    is_plain = region.settings.save_mode is SaveMode.SAVE_QUANTIZED and not region.is_counted
+    return is_plain and not (storage_report.recorders or input.is_inference() or is_tracked(input))
+
+
 def run(
     region: EagerKeeper,
+    plan: _Plan,
+    norm: BatchNorm,
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor | None:
-    """Run ``F.batch_norm``, with its arguments, by the statistics of the batch, and pack its input.
-
-    Around the region are no hooks and no report; the input is an activation that was computed in it. None is returned
-    where more is to be done than to pack the input and to derive the output from it: something is known of the input,
-    or an argument is of another kind than in most nets.
-    """
-    if training is not True or region.settings.save_mode is not SaveMode.SAVE_QUANTIZED:
-        return None
-    if input.layout is torch.strided and input.untyped_storage().__dict__:  # something is known of it
-        return None
-    plan = find_plan(region.settings, input, running_mean, running_var, weight, bias, eps)
-    if plan is None:
-        return None
-    out: Tensor = region.apply(_PlannedBatchNorm, plan, (running_mean, running_var, momentum, eps), input, weight, bias)
+) -> Tensor:
+    """Run a batch norm by the statistics of the batch, and pack its input anew (:func:`packs_anew`)."""
+    settings = norm.running_mean, norm.running_var, norm.momentum, norm.eps
+    out: Tensor = region.apply(_PlannedBatchNorm, plan, settings, input, weight, bias)
     ModelState.mark_activation(out)
     return out

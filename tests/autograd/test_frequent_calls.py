@@ -1,6 +1,7 @@
-"""Short ways for frequent calls: the same bytes, values and gradients as by the handlers of all calls."""
+"""Frequent calls of convolutional nets, in the spellings and with the arguments that their handlers tell apart."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import SaveMode, eager_mode
+from brevact.autograd import SaveMode, storage_report
 from brevact.quantizers import PackedSpec
 
 _KINDS = {1: (nn.Conv1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.BatchNorm2d), 3: (nn.Conv3d, nn.BatchNorm3d)}
@@ -35,14 +36,14 @@ class Block(nn.Module):
         return self.last(y)
 
 
-def _step(model, x, quantizer, ways, monkeypatch):
-    """Outputs, gradients and buffers, and the bytes of all that is packed, by some short ways."""
+def _step(model, x, quantizer, around, monkeypatch):
+    """Outputs, gradients and buffers, and the bytes of all that is packed, with a context around the region."""
     model, packed, empty = brevact.quantize_backward(copy.deepcopy(model), quantizer), [], PackedSpec.empty
     torch.manual_seed(1)
     with monkeypatch.context() as patch:
-        patch.setattr(eager_mode, "SHORT_WAYS", ways)
         patch.setattr(PackedSpec, "empty", lambda spec, like: packed.append(spec.nbytes) or empty(spec, like))
-        out = model(x)
+        with around():
+            out = model(x)
     return (out, *torch.autograd.grad(out.square().sum(), list(model.parameters())), *model.buffers()), packed
 
 
@@ -61,25 +62,13 @@ def _step(model, x, quantizer, ways, monkeypatch):
         (2, F.silu, {}, brevact.WeibullBackward4bit),
     ],
 )
-def test_short_ways_store_and_compute_the_same(dims, activation, options, quantizer, monkeypatch):
+def test_a_report_changes_neither_bytes_nor_gradients(dims, activation, options, quantizer, monkeypatch):
     torch.manual_seed(0)
     model, x = Block(dims, activation, **options), torch.randn(4, 3, *[{1: 121, 2: 11, 3: 5}[dims]] * dims)
-    ways = dict(eager_mode.SHORT_WAYS)
-    taken = []
-
-    def watched(way):
-        def run(*args):
-            found = way(*args)
-            taken.append(found is not None)
-            return found
-
-        return run
-
-    short = _step(model, x, quantizer, {func: watched(way) for func, way in ways.items()}, monkeypatch)
-    long = _step(model, x, quantizer, {}, monkeypatch)
-    assert any(taken)
-    assert all(torch.equal(a, b) for a, b in zip(short[0], long[0], strict=True))
-    assert short[1] == long[1]
+    ways = nullcontext, storage_report.recording
+    alone, reported = (_step(model, x, quantizer, way, monkeypatch) for way in ways)
+    assert all(torch.equal(a, b) for a, b in zip(alone[0], reported[0], strict=True))
+    assert alone[1] == reported[1]
 
 
 def _nested(x):
@@ -107,12 +96,11 @@ def _nested(x):
         lambda x: F.batch_norm(x, None, None, torch.ones(4), torch.zeros(4), True, 0.1, 1e-5),
     ],
 )
-def test_calls_without_a_short_way_go_to_the_handlers(call, monkeypatch):
+def test_a_report_changes_no_gradient_of_a_call(call):
     conv, x, found = nn.Conv2d(4, 4, 1), torch.randn(4, 4, 20, 20), []
-    for ways in (dict(eager_mode.SHORT_WAYS), {}):
-        monkeypatch.setattr(eager_mode, "SHORT_WAYS", ways)
+    for around in (nullcontext, storage_report.recording):
         torch.manual_seed(1)
-        with brevact.backward_quant(brevact.StochBackward4bit):
+        with around(), brevact.backward_quant(brevact.StochBackward4bit):
             y = conv(x)
             out = call(y)
         found.append((out, *torch.autograd.grad(out.square().sum(), list(conv.parameters()))))
@@ -156,21 +144,15 @@ def test_batch_norm_takes_the_eps_that_torch_takes():
 
 
 @pytest.mark.parametrize("take", [lambda w: w[:], lambda w: w.view_as(w), lambda w: w[:4], lambda w: w * 1.0])
-def test_weights_that_are_views_of_parameters(take, monkeypatch):
+def test_weights_that_are_views_of_parameters_are_kept_as_they_are(take):
     """Brevitas' layers read theirs by an index."""
-    taken = []
-    way = eager_mode.SHORT_WAYS[torch.conv2d]
-    ways = {**eager_mode.SHORT_WAYS, torch.conv2d: lambda *args: taken.append(way(*args)) or taken[-1]}
-    first, layer, x, found = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 5, 3), torch.randn(4, 3, 12, 12), []
-    for each in (ways, {}):
-        monkeypatch.setattr(eager_mode, "SHORT_WAYS", each)
-        torch.manual_seed(1)
-        with brevact.backward_quant(brevact.StochBackward4bit):
-            out = torch.conv2d(first(x), take(layer.weight), None, (1, 1), (0, 0), (1, 1), 1)
-        found.append((out, *torch.autograd.grad(out.square().sum(), [layer.weight, *first.parameters()])))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    is_view = take(layer.weight)._base is layer.weight
-    assert (taken[-1] is not None) == is_view
+    first, layer, x = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 5, 3), torch.randn(4, 3, 12, 12)
+    with brevact.backward_quant(brevact.StochBackward4bit):
+        out = torch.conv2d(first(x), take(layer.weight), None, (1, 1), (0, 0), (1, 1), 1)
+    found = torch.autograd.grad(out.square().sum(), list(first.parameters()))
+    plain = torch.conv2d(first(x), take(layer.weight), None, (1, 1), (0, 0), (1, 1), 1)
+    # The bias' gradient reads the weight alone.
+    assert torch.equal(found[1], torch.autograd.grad(plain.square().sum(), list(first.parameters()))[1])
 
 
 @pytest.mark.parametrize("take", [lambda w: w, lambda w: w[:]])
