@@ -165,4 +165,7 @@ def denormalize_elements(z, first, count, words_at, mean_of, scale_of, limit):
 
 def words_of(mean: Tensor | None, factor: Tensor, place: Place) -> ctypes.Array:
     """Words of a normalization, as kernels read them."""
-    return (ctypes.c_int64 * 6)(0 if mean is None else mean.data_ptr(), factor.data_ptr(), *place)
+    outer, row, inner, run = place
+    if row == 1:  # one group from one multiple of `outer` to the next: kernels go through a run at a time
+        inner = run = outer
+    return (ctypes.c_int64 * 6)(0 if mean is None else mean.data_ptr(), factor.data_ptr(), outer, row, inner, run)
