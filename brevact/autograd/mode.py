@@ -28,7 +28,7 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.transforms import check_rounding, is_transformed
-from brevact.autograd.weights import tensors_in
+from brevact.autograd.weights import tensors_of_call
 from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -114,7 +114,7 @@ class EagerMode(compiled_mode.RegionMode):
 def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any], caller: FrameType) -> Any:
     """Run a function where the region packs: by its counterpart, or by torch, whose saved tensors the hooks keep."""
     is_inside = is_in_algorithm(caller)
-    operands = operands_of(region, tensors_in((args, kwargs))) if row.overwrites else None
+    operands = operands_of(region, tensors_of_call(args, kwargs)) if row.overwrites else None
     if row.handler is not None:
         if not is_alive(caller):
             return func(*args, **kwargs)
@@ -183,7 +183,7 @@ def _track(
     if type(result) is not Tensor:
         return
     if not row.overwrites:
-        tensors = tensors_in((args, kwargs))
+        tensors = tensors_of_call(args, kwargs)
         if not any(map(is_tracked, tensors)):
             return
         if row.kind is Kind.MOVE:
@@ -219,5 +219,5 @@ def _call_norm_aside(region: Any, row: Row, func: Callable, args: tuple, kwargs:
 
 def _frozen_weight_shapes(region: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[tuple[int, ...]]:
     """Sizes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
-    tensors = tensors_in((args, kwargs))
+    tensors = tensors_of_call(args, kwargs)
     return frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))

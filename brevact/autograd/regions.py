@@ -30,7 +30,7 @@ from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import Store
 from brevact.autograd.transforms import is_distributed
-from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_known_activation, is_weight, tensors_in
+from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_known_activation, is_weight, tensors_in, tensors_of_call
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     REGIONS,
@@ -153,13 +153,17 @@ class Region(Store):
         """Return whether ``x`` is a weight of the model that runs in the region."""
         return is_weight(x, self.state)
 
-    def are_weights(self, arguments: Any, *, looks_up: bool = False) -> bool:
-        """Return whether the tensors among nested arguments are weights, apart from masks, integers and constants.
+    def are_weights(self, arguments: Any) -> bool:
+        """Return whether the tensors among nested arguments are weights, apart from masks, integers and constants."""
+        return self._are_weights(tensors_in(arguments), looks_up=False)
+
+    def _are_weights(self, tensors: list[Tensor], *, looks_up: bool) -> bool:
+        """Return the same of tensors.
 
         Not in a lookup, where integers are indices: rows of a table that trains are activations, as an embedding's are.
         """
         found = trains = indexed = False
-        for x in tensors_in(arguments):
+        for x in tensors:
             if is_weight(x, self.state):
                 found, trains = True, trains or x.requires_grad
             elif x.requires_grad:
@@ -176,7 +180,7 @@ class Region(Store):
             return False
         if args and is_known_activation(args[0]):
             return False
-        return row.makes_weight or self.are_weights((args, kwargs), looks_up=row.looks_up)
+        return row.makes_weight or self._are_weights(tensors_of_call(args, kwargs), looks_up=row.looks_up)
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""

@@ -49,6 +49,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call: the same, faster where few are nested."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list | dict):
+            found += tensors_in(value)
+    return found
+
+
 def is_parameter(x: Tensor) -> bool:
     """Return whether ``x`` is a parameter, or a tensor of another class that is marked as one."""
     kind = type(x)
