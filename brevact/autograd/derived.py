@@ -13,7 +13,6 @@ behind it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
-from brevact.quantizers import PointFunction, is_traced
+from brevact.quantizers import is_traced
 
 #: Packed tensors that one is put together of.
 MOST_MOVED = 4
@@ -84,19 +83,6 @@ def derive(
         result = found.of(tensors)
         if result is not None and found.is_worth_it(tensors, out):
             region.register(out, result, is_dirty=is_dirty, is_new=is_new and result[1].stride is not None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _curved(function: PointFunction) -> Way:
-    return Way(function, is_curved=True)
-
-
-def derive_curved(region: Keeper, out: Tensor, function: PointFunction, source: Saved) -> None:
-    """Remember the same of the new result of a curved function of elements, of a tensor that the source keeps."""
-    tensors, found = derivation(_curved(function), (source,), out)
-    result = found.of(tensors)
-    if result is not None and found.is_worth_it(tensors, out):
-        region.register(out, result, is_new=result[1].stride is not None)
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:

@@ -148,30 +148,36 @@ _KNOWN = "_brevact_known"
 
 
 def register(
-    x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, *, is_dirty: bool = False, scope: Any = None
+    x: Tensor,
+    tensors: tuple[Tensor, ...],
+    decoder: Any,
+    *,
+    scope: Any = None,
+    is_dirty: bool = False,
+    is_new: bool = False,
 ) -> None:
     """Remember the decoder that gives the values of ``x``, dense and alone in its storage, back from these tensors.
 
-    An op that keeps ``x`` hands the tensors to autograd in its place. It is dirty if a Function that has changed it in
-    place is about to say so, which counts as a change; the scope is the checkpoint in which the region runs, None
-    outside of one.
+    An op that keeps ``x`` hands the tensors to autograd in its place.
+
+    Args:
+        x: any tensor; of others than those above nothing is remembered.
+        tensors: what is kept, none of it in the storage of ``x``.
+        decoder: gives ``x`` back.
+        scope: the checkpoint in which the region runs, None outside of one.
+        is_dirty: whether a Function that has changed ``x`` in place is about to say so, which counts as a change.
+        is_new: whether it has just been made, so that it is known to be dense and alone in its storage.
     """
-    if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
-        return
-    storage = x.untyped_storage()
-    if storage.nbytes() != x.numel() * x.itemsize:
-        return  # others are in the storage
-    address = storage._cdata
-    for kept in tensors:
-        if storage_address(kept) == address:
-            return  # it would live for ever
-    register_new(x, tensors, decoder, scope, is_dirty=is_dirty)
-
-
-def register_new(
-    x: Tensor, tensors: tuple[Tensor, ...], decoder: Any, scope: Any = None, *, is_dirty: bool = False
-) -> None:
-    """Remember the same of a tensor that is known to be dense and alone in its storage: it has just been made, say."""
+    if not is_new:
+        if x.is_inference() or x.storage_offset() or not Layout.of(x).is_dense:
+            return
+        storage = x.untyped_storage()
+        if storage.nbytes() != x.numel() * x.itemsize:
+            return  # others are in the storage
+        address = storage._cdata
+        for kept in tensors:
+            if storage_address(kept) == address:
+                return  # it would live for ever
     x.untyped_storage().__dict__[_KNOWN] = (
         *(x._version + is_dirty, x.shape, x.stride(), x.dtype),
         *(tensors, versions_of(tensors), decoder, getattr(decoder, "quality", EXACT), scope),

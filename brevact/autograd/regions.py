@@ -30,7 +30,14 @@ from brevact.autograd.seeds import SeedStream
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import Store
 from brevact.autograd.transforms import is_distributed
-from brevact.autograd.weights import WEIGHT_NUMEL, ModelState, is_known_activation, is_weight, tensors_in, tensors_of_call
+from brevact.autograd.weights import (
+    WEIGHT_NUMEL,
+    ModelState,
+    is_known_activation,
+    is_weight,
+    tensors_in,
+    tensors_of_call,
+)
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     REGIONS,

@@ -23,10 +23,6 @@ _SWEEP_FLOOR = 4
 _numbers = itertools.count()
 
 
-#: Offset, sizes and strides of a tensor in its storage.
-_View = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
 class _WeakTensor:
     """Weak reference to a kept tensor: by itself, or by its storage, which also lives on in an alias.
 
@@ -35,14 +31,14 @@ class _WeakTensor:
 
     __slots__ = ("_dtype", "_storage", "_tensor", "_view")
 
-    def __init__(self, tensor: Tensor, source: int, view: _View | None = None) -> None:
+    def __init__(self, tensor: Tensor, source: int) -> None:
         self._tensor = weakref.ref(tensor)
         storage = tensor.untyped_storage()
         if storage._cdata == source:  # an alias of the source lives as long as the source, kept by a node or not
             self._storage = None
         else:
             self._storage, self._dtype = weakref.ref(storage), tensor.dtype
-            self._view = (tensor.storage_offset(), tensor.shape, tensor.stride()) if view is None else view
+            self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def __call__(self) -> Tensor | None:
         tensor = referent(self._tensor)
@@ -92,53 +88,35 @@ class SharedPacks:
             setattr(storage, self._attribute, packs)
         return packs
 
-    def slot(self, x: Tensor, settings: tuple[Hashable, ...]) -> Slot | None:
-        """Return the place in the table for what keeps ``x`` under settings with this key, and what goes with it.
+    def find(self, x: Tensor, settings: tuple[Hashable, ...]) -> tuple[tuple[Tensor, ...], Any] | None:
+        """Return the kept tensors and the decoder of ``x`` under settings with this key, if a node still holds them."""
+        packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
+        return None if not packs or x.is_inference() else packs.find(_key_of(x, settings))
 
-        None for inference tensors, which have no version.
-        """
+    def alternatives(self, x: Tensor, settings: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
+        """Yield what keeps ``x`` under settings with another key, if a node still holds it; what goes with it is as in
+        this one."""
+        packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
+        if not packs or x.is_inference():
+            return
+        sought = _key_of(x, settings)
+        for key in list(packs):
+            if key != sought and key[:-1] == sought[:-1] and key[-1][1:] == settings[1:]:
+                found = packs.find(key)
+                if found is not None:
+                    yield found
+
+    def add(self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any) -> None:
+        """Remember what keeps ``x``; not of inference tensors, which have no version."""
         if x.is_inference():
-            return None
+            return
         storage = x.untyped_storage()
-        return Slot(self.packs_of(storage), _key_of(x, settings), storage._cdata)
-
-    def add_vectors(self, x: Tensor, settings: tuple[Hashable, ...], vectors: tuple[Tensor, ...], decoder: Any) -> None:
-        """Remember what keeps a tensor: vectors that have just been made."""
-        storage = x.untyped_storage()
-        source, key = storage._cdata, _key_of(x, settings)
-        self.packs_of(storage)[key] = ([_WeakTensor(y, source, (0, y.shape, (1,))) for y in vectors], decoder)
+        packs, source = self.packs_of(storage), storage._cdata
+        if len(packs) >= packs.sweep_at:  # it has doubled
+            packs.sweep()
+        packs[_key_of(x, settings)] = ([_WeakTensor(tensor, source) for tensor in tensors], decoder)
 
 
 def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:
     """What tells a tensor from others in its storage, and the key of settings, and what goes with them."""
     return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)
-
-
-class Slot:
-    """The place of one tensor in the table: in the part for its storage, of this address, under a key.
-
-    The key is what the tensor is apart from that; its last item is the key of the settings, and what goes with them.
-    """
-
-    __slots__ = ("_address", "_key", "_packs", "found")
-
-    def __init__(self, packs: _Packs, key: tuple[Any, ...], address: int) -> None:
-        self._packs, self._key, self._address = packs, key, address
-        #: The kept tensors and their decoder if some node still holds them.
-        self.found = packs.find(key) if packs else None
-
-    def alternatives(self) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
-        """Yield what keeps the same tensor under other settings, if some node still holds it."""
-        own, (_, *kind) = self._key[:-1], self._key[-1]
-        for key in list(self._packs):
-            if key != self._key and key[:-1] == own and list(key[-1][1:]) == kind:
-                found = self._packs.find(key)
-                if found is not None:
-                    yield found
-
-    def fill(self, tensors: tuple[Tensor, ...], decoder: Any) -> None:
-        """Remember what keeps the tensor."""
-        packs = self._packs
-        if len(packs) >= packs.sweep_at:  # it has doubled
-            packs.sweep()
-        packs[self._key] = ([_WeakTensor(tensor, self._address) for tensor in tensors], decoder)

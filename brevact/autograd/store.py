@@ -25,7 +25,7 @@ from brevact.autograd.normalizing import NormInput
 from brevact.autograd.quality import EXACT
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
-from brevact.autograd.sharing import SharedPacks, Slot
+from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import is_parameter
 from brevact.private_names.of_torch import no_dispatch_modes
@@ -98,31 +98,12 @@ class Store(EagerKeeper):
         return self._keep_any(x, share, norm)
 
     def _keep_any(self, x: Tensor, share: bool, norm: NormInput | None) -> Saved:
-        if norm is None and share and self.settings.packs_by_plan and (planned := self._keep_by_plan(x)) is not None:
-            return planned
         if x.is_complex():
             return self._keep_pairs(x, share)
         if x._is_view() and is_parameter(x._base):
             kept = keep_as_it_is(x.detach(), storage_report.WEIGHT)
             return kept if norm is None else norm.unpacked(kept)
         return self._keep(x, self.settings, share, norm)
-
-    def _keep_by_plan(self, x: Tensor) -> Saved | None:
-        """Pack a tensor on the CPU of which nothing is known; None where more has to be found out."""
-        if type(x) is not Tensor or not x.is_cpu or x.layout is not torch.strided or x.untyped_storage().__dict__:
-            return None
-        settings = self.settings
-        if storage_report.recorders or x.numel() < settings.min_numel or x._is_view() or x.is_neg() or x.is_inference():
-            return None
-        plan = _plan_of(settings, x)
-        if plan is None:
-            return None
-        spec, decoder = plan
-        buffer = spec.empty(x)
-        seed = self.seeds.next(x.device) if settings.quantizer.is_stochastic else None
-        spec.quantizer.encode(x.detach(), spec, seed, buffer)
-        _shared.add_vectors(x, (settings.key, False), (buffer,), decoder)
-        return (buffer,), decoder
 
     def _keep_pairs(self, x: Tensor, share: bool) -> Saved:
         """Keep a complex tensor as pairs of real numbers."""
@@ -140,34 +121,53 @@ class Store(EagerKeeper):
             return self._keep(x, self.settings.for_normalized, True, norm)
 
     def _keep(self, x: Tensor, settings: BackwardSettings, share: bool, norm: NormInput | None) -> Saved:
-        # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.
-        repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         place = next(self.places) if settings.observes else 0
         normalizes = norm is not None and not settings.is_lossless
-        known = _keep_unpacked(x, settings, share, not normalizes, self.hooks.scope)
-        if known is not None:
-            return known if norm is None else _with_statistics(known, norm)
-        norm_key = (norm.key,) if norm is not None and normalizes else ()
-        slot = slot_of(x, settings, repeats, *norm_key) if share else None
-        found = None if slot is None else slot.found
+        if x.numel() < settings.min_numel:
+            return _beside(keep_small(x, settings), norm)
+        # Nothing can be found of a tensor whose storage carries nothing.
+        if share and is_tracked(x):
+            known = known_values.find(x, None if normalizes else settings, self.hooks.scope)
+            if known is not None:
+                return _beside(reported(known), norm)
+        if settings.is_exact:
+            return _beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)
+        # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.
+        repeats = settings.draws_size and self.hooks.are_in_checkpoint()
+        key: tuple[Hashable, ...] | None = (settings.key, repeats)
+        if norm is not None and normalizes:
+            key = None if norm.key is None else (settings.key, repeats, norm.key)
+        found = _shared.find(x, key) if share and key is not None and is_tracked(x) else None
         if found is None:
-            quantizer = settings.quantizer
-            if settings.draws_size:
-                numel = Layout.of(x).numel
-                quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
-            if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
-                x = x.detach()
-            if settings.observes:
-                quantizer = quantizer.with_statistics_of(norm.normalize(x) if normalizes else x, place)
-            seed = self.seeds.next(x.device) if quantizer.is_stochastic else 0
-            found = pack(x, quantizer, settings.save_mode, seed, norm if normalizes else None)
-            if slot is not None:
-                slot.fill(*found)
+            found = self._pack(x, settings, repeats, place, norm if normalizes else None)
+            if share and key is not None:
+                _shared.add(x, key, *found)
         if storage_report.recorders:
             on_backward = settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD
             storage_report.report_saved(found, storage_report.ON_BACKWARD if on_backward else "")
             _report_statistics(found)
-        return found if norm is None or normalizes else _with_statistics(found, norm)
+        return found if normalizes else _beside(found, norm)
+
+    def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, place: int, norm: NormInput | None) -> Saved:
+        """Pack ``x``, or its normalized values, of which nobody keeps codes."""
+        quantizer = settings.quantizer
+        plan = _plan_of(settings, x) if settings.packs_by_plan and norm is None else None
+        if plan is not None:
+            spec, decoder = plan
+            buffer = spec.empty(x)
+            spec.quantizer.encode(
+                x.detach(), spec, self.seeds.next(x.device) if quantizer.is_stochastic else None, buffer
+            )
+            return (buffer,), decoder
+        if settings.draws_size:
+            numel = Layout.of(x).numel
+            quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
+        if _is_grad_enabled() or settings.save_mode is not SaveMode.SAVE_QUANTIZED:
+            x = x.detach()
+        if settings.observes:
+            quantizer = quantizer.with_statistics_of(x if norm is None else norm.normalize(x), place)
+        seed = self.seeds.next(x.device) if quantizer.is_stochastic else 0
+        return pack(x, quantizer, settings.save_mode, seed, norm)
 
     def keep_activation(self, x: Tensor) -> Saved:
         """Keep an operand that may be a weight: packed if it is an activation, as it is otherwise.
@@ -202,14 +202,13 @@ class Store(EagerKeeper):
         A Function is about to mark it as changed if it ``is_dirty``; it is dense, in memory of its own, if it
         ``is_new``.
         """
-        if is_new:
-            known_values.register_new(out, *kept, self.hooks.scope)
-            return
-        known_values.register(out, *kept, is_dirty=is_dirty, scope=self.hooks.scope)
+        known_values.register(out, *kept, scope=self.hooks.scope, is_dirty=is_dirty, is_new=is_new)
 
 
-def _with_statistics(kept: Saved, norm: NormInput) -> Saved:
-    """Keep the statistics of a norm beside its input, which is kept without a loss."""
+def _beside(kept: Saved, norm: NormInput | None) -> Saved:
+    """Keep the statistics of a norm beside its input, which is kept without a loss; of other ops, the input alone."""
+    if norm is None:
+        return kept
     kept = norm.unpacked(kept)
     if storage_report.recorders:
         _report_statistics(kept)
@@ -223,18 +222,6 @@ def _report_statistics(kept: Saved) -> None:
         keep_as_it_is(statistic)
 
 
-def _keep_unpacked(x: Tensor, settings: BackwardSettings, share: bool, may_derive: bool, scope: Any) -> Saved | None:
-    """Keep ``x`` as it is, or what is known of it, if it is not to be packed."""
-    if x.numel() < settings.min_numel:
-        return keep_small(x, settings)
-    known = None
-    if share:
-        known = known_values.find(x, settings if may_derive else None, scope)
-    if known is not None:
-        return reported(known)
-    return keep_as_it_is(x, storage_report.EXACT_POLICY) if settings.is_exact else None
-
-
 def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
     """Return what keeps ``x`` packed for an op that has run outside of checkpoints, if there is one.
 
@@ -242,34 +229,27 @@ def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
     """
     if x.layout is not torch.strided or x.is_nested:
         return None
-    slot = slot_of(x, settings, False)
-    if slot is None or slot.found is not None:
-        return None if slot is None else slot.found
-    others = (kept for kept in slot.alternatives() if getattr(kept[1], "quality", EXACT).serves(settings))
+    key = settings.key, False
+    found = _shared.find(x, key)
+    if found is not None:
+        return found
+    others = (kept for kept in _shared.alternatives(x, key) if getattr(kept[1], "quality", EXACT).serves(settings))
     return next(others, None)
-
-
-def slot_of(x: Tensor, settings: BackwardSettings, repeats: bool, *norm: Hashable | None) -> Slot | None:
-    """Return the place of what ops share; None where nothing is shared.
-
-    ``repeats`` says that a checkpoint asks for tensors of the same sizes again. Where normalized values are kept, their
-    key follows, None for those that nobody shares.
-    """
-    return None if norm == (None,) else _shared.slot(x, (settings.key, repeats, *norm))
 
 
 def share_normalized(
     x: Tensor, settings: BackwardSettings, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any
 ) -> None:
-    """Let ops find the normalized values of ``x`` in vectors that have just been made to keep them.
-
-    Their key is that of a norm.
-    """
-    _shared.add_vectors(x, (settings.key, False, norm), vectors, decoder)
+    """Let ops find the normalized values of ``x``, under the key of a norm, in tensors that have been made to keep
+    them."""
+    _shared.add(x, (settings.key, False, norm), vectors, decoder)
 
 
 def _plan_of(settings: BackwardSettings, x: Tensor) -> tuple[PackedSpec[Any], Decoder] | None:
-    """Return how tensors of these sizes are packed, found again in each step; None for those with gaps."""
+    """Return how tensors of these sizes on the CPU are packed, found again in each step; None for others, and those
+    with gaps."""
+    if type(x) is not Tensor or not x.is_cpu or x.layout is not torch.strided or x.is_neg():
+        return None
     key = settings.key, x.shape, x.stride(), x.dtype
     try:
         return _plans[key]

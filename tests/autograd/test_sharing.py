@@ -23,26 +23,26 @@ from tests.autograd.measuring import settings, watch_saved
 
 def test_slot_finds_what_fill_kept():
     packs, x, kept = SharedPacks(), torch.randn(4), (torch.ones(3, dtype=torch.uint8),)
-    packs.slot(x, "settings").fill(kept, "decoder")
-    assert packs.slot(x, "other settings").found is None
-    found, decoder = packs.slot(x.detach(), "settings").found
+    packs.add(x, "settings", kept, "decoder")
+    assert packs.find(x, "other settings") is None
+    found, decoder = packs.find(x.detach(), "settings")
     assert decoder == "decoder" and torch.equal(found[0], kept[0])
     x.add_(1)
-    assert packs.slot(x, "settings").found is None
+    assert packs.find(x, "settings") is None
 
 
 def test_slot_forgets_a_tensor_that_nobody_keeps():
     packs, x = SharedPacks(), torch.randn(4)
-    packs.slot(x, "settings").fill((torch.ones(3),), "decoder")
-    assert packs.slot(x, "settings").found is None
+    packs.add(x, "settings", (torch.ones(3),), "decoder")
+    assert packs.find(x, "settings") is None
 
 
 def test_slot_of_a_freed_tensor_is_gone():
     packs, kept = SharedPacks(), (torch.ones(3),)
     for _ in range(10):
         x = torch.randn(4)
-        assert packs.slot(x, "settings").found is None
-        packs.slot(x, "settings").fill(kept, "decoder")
+        assert packs.find(x, "settings") is None
+        packs.add(x, "settings", kept, "decoder")
         part = weakref.ref(packs.packs_of(x.untyped_storage()))
         del x
         assert part() is None
@@ -51,11 +51,11 @@ def test_slot_of_a_freed_tensor_is_gone():
 def test_slot_outlives_the_python_objects_of_its_tensor():
     packs, kept = SharedPacks(), (torch.ones(3),)
     x = torch.randn(4, requires_grad=True).exp()
-    packs.slot(x.detach(), "settings").fill(kept, "decoder")
+    packs.add(x.detach(), "settings", kept, "decoder")
     sine = x.sin()
     del x
     gc.collect()
-    (found,), _ = packs.slot(sine.grad_fn._saved_self, "settings").found
+    (found,), _ = packs.find(sine.grad_fn._saved_self, "settings")
     assert found is kept[0]
 
 
@@ -66,9 +66,9 @@ def test_slot_finds_views_with_their_shape_strides_and_offset():
     for make in (lambda: block[7], lambda: block[4:], lambda: block.view(4, 6).t(), lambda: block.view(2, 3, 4)[:, 1]):
         view = make()
         expected, alias = view.clone(), view.detach()
-        packs.slot(x, "settings").fill((view,), "decoder")
+        packs.add(x, "settings", (view,), "decoder")
         del view
-        (found,), _ = packs.slot(x, "settings").found
+        (found,), _ = packs.find(x, "settings")
         assert torch.equal(found, expected) and found.stride() == alias.stride()
 
 
@@ -76,12 +76,12 @@ def test_fill_drops_dead_entries_of_a_storage_that_lives_on():
     packs, buffer, alive = SharedPacks(), torch.zeros(100, 4), []
     for step in range(400):
         kept = (torch.ones(3),)
-        packs.slot(buffer.add_(1), "settings").fill(kept, "decoder")
-        packs.slot(buffer[step % 100], "settings").fill(kept, "decoder")
+        packs.add(buffer.add_(1), "settings", kept, "decoder")
+        packs.add(buffer[step % 100], "settings", kept, "decoder")
         if step < 20:
             alive.append(kept)
     assert len(packs.packs_of(buffer.untyped_storage())) <= 2 * 2 * (len(alive) + 1)
-    assert packs.slot(buffer, "settings").found is not None
+    assert packs.find(buffer, "settings") is not None
 
 
 def test_training_on_one_buffer_keeps_the_table_small():
@@ -122,8 +122,8 @@ def test_quantize_on_backward_shares_a_tensor_whose_seed_is_a_view():
     settings = BackwardSettings(quantizer=quantizer, save_mode=save_mode)
     packs, x, block = SharedPacks(), torch.randn(64), torch.arange(256)
     kept, decoder = store.pack(x.detach(), quantizer, save_mode, block[7])
-    packs.slot(x, settings.key).fill(kept, decoder)
-    found, found_decoder = packs.slot(x, settings.key).found
+    packs.add(x, settings.key, kept, decoder)
+    found, found_decoder = packs.find(x, settings.key)
     assert torch.equal(found_decoder.decode(found), decoder.decode(kept))
 
 

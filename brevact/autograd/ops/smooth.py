@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from brevact.autograd.decoded_last import MOST_HELD
 from brevact.autograd.derivations import function_of
-from brevact.autograd.derived import derive, derive_curved, keep_smooth, keep_source
+from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.ops.base import Saving, Value, as_number, expanded_one, is_inplace, load, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
@@ -194,8 +194,7 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
     if source is None:
         return None
     out = region.hooks.run_torch_function(function, input, reported(source))
-    if region.settings.derives:
-        derive_curved(region, out, function, source)
+    derive(region, out, function, ((input, source),), is_curved=True, is_new=True)
     return out
 
 

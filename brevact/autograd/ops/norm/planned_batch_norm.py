@@ -103,7 +103,7 @@ class _PlannedBatchNorm(Saving):
                 kept += (weight.clone() if region.is_distributed else weight.detach(),)
             if bias is not None:
                 kept += (bias.clone(),)
-            known_values.register_new(out, kept, plan.output, region.hooks.scope)
+            known_values.register(out, kept, plan.output, scope=region.hooks.scope, is_new=True)
         ctx.save_for_backward(buffer, invstd, weight)
         ctx.packing, ctx.eps = plan.packing, settings[-1]
         return out
