@@ -22,8 +22,9 @@ PACKAGE = Path(brevact.__file__).parent
 PICTURE = PACKAGE.parent / "docs" / "way.svg"
 #: What each file on the way does, in a few words.
 ROLES = {
-    "autograd/eager_mode.py": "a region sees every torch function",
-    "autograd/short_ways.py": "knows frequent calls; ops/ has all others",
+    "autograd/mode.py": "a region sees every torch function",
+    "autograd/ops/__init__.py": "calls the counterpart in its row",
+    "autograd/ops/convolution.py": "the op family: runs torch's own layer",
     "autograd/saved_tensor_hooks.py": "takes what torch's own layer saves",
     "autograd/decoders.py": "each way of keeping knows its way back",
     "autograd/store.py": "known already? shared? else packed",
