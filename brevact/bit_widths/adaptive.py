@@ -41,7 +41,7 @@ class Adaptive:
     A measurement costs as many forward and backward passes of a batch as there are groups of layers, and one: with 40
     groups and ``every=1000`` 4 % of the time of training. It is taken when the object is made, and in every
     ``every``-th step. It runs under the widths that are in force, so that it stores no more than training does, but for
-    two gradients of the weights. Making the object costs 10 forward passes of copies beside, one at full precision and
+    two gradients of the weights. Making the object costs 10 forward passes beside, one at full precision and
     eight at 1 to 8 bits: where those of a batch do not fit, give a smaller one, since the budget is a ratio.
 
     With ``samples`` each sample of a batch has a width of its own, too (`SampleQuantizer`): those whose gradients were
@@ -117,8 +117,8 @@ class Adaptive:
                 "brevact.quantize_backward(model, brevact.StochBackward2bit)"
             )
 
-        def run(copied: nn.Module) -> Any:
-            return self._loss(copied, batch)
+        def run(model: nn.Module) -> Any:
+            return self._loss(model, batch)
 
         self._plan = plan_of(layers, run)
         if not self._plan.groups:

@@ -25,9 +25,9 @@ from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
 from brevact.policy.rules import refuse_policy
-from brevact.reports.copies import copy_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
+from brevact.reports.in_place import in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
@@ -79,7 +79,7 @@ def fit(
     >>> model = brevact.quantize_backward(model, policy)
 
     Args:
-        model: module without a policy; layers with ``act_quant=`` keep theirs. A copy of it runs.
+        model: module without a policy; layers with ``act_quant=`` keep theirs. It runs, and is afterwards as it was.
         batches: at least 2, of the size that it trains with: the more, the better is the unit known. Noise is measured
             on the first 4.
         loss: takes the model and a batch, and returns a scalar. What it stores outside of the model counts, too.
@@ -107,7 +107,8 @@ def fit(
         )
     refuse_policy(model)
     with progress_bar("fit", None, progress) as on_pass:
-        return _Fit(copy_of(model), batches, loss, budget, on_pass).policy()
+        with in_place(model):
+            return _Fit(model, batches, loss, budget, on_pass).policy()
 
 
 def _agree(report: FitReport) -> bool:

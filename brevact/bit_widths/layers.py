@@ -18,7 +18,7 @@ from brevact.policy.notes import add_note
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
 from brevact.quantizers.philox import moved_seed, seed_value
-from brevact.reports.copies import copy_of
+from brevact.reports.in_place import in_place
 from brevact.reports.memory import stored_ops
 from brevact.reports.memory_table import OpMemory
 
@@ -70,12 +70,12 @@ class LayerWidths:
             if has_width(hook.settings):
                 self.base[name] = hook.settings if weights is None else _by_samples(hook.settings, weights)
 
-    def set(self, widths: Mapping[str, int], redrawn: Collection[str] = (), model: nn.Module | None = None) -> None:
-        """Give layers, by the names of their modules, their widths, in the model or a copy; others keep theirs.
+    def set(self, widths: Mapping[str, int], redrawn: Collection[str] = ()) -> None:
+        """Give layers, by the names of their modules, their widths; others keep theirs.
 
         Those which are redrawn round with other random bits.
         """
-        for name, hook in _regions(self.model if model is None else model).items():
+        for name, hook in _regions(self.model).items():
             if name in widths and name in self.base:
                 key = self.base[name], widths[name], name in redrawn
                 if key not in self._settings:
@@ -83,10 +83,10 @@ class LayerWidths:
                 hook.settings = self._settings[key]
 
     def stored(self, run: Callable[[nn.Module], Any], bit_width: int) -> tuple[OpMemory, ...]:
-        """Measure how each op stores its tensors where all layers have one width, on a copy of the model."""
-        copied = copy_of(self.model)
-        self.set(dict.fromkeys(self.base, bit_width), model=copied)
-        return stored_ops(copied, run)
+        """Measure how each op stores its tensors where all layers have one width."""
+        with in_place(self.model):
+            self.set(dict.fromkeys(self.base, bit_width))
+            return stored_ops(self.model, run)
 
 
 @contextmanager
@@ -151,7 +151,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
-    """Measure what widths cost, by a forward pass of a copy, which ``run`` calls on a batch, for each of the eight."""
+    """Measure what widths cost, by a forward pass, which ``run`` calls on a batch, for each of the eight."""
     stored = {width: layers.stored(run, width) for width in BIT_WIDTHS}
     widest = stored[BIT_WIDTHS[-1]]
     group_of, read = _grouped(widest, layers.base)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from brevact.autograd.seeds import seeded
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
-from brevact.reports.copies import uncompiled
+from brevact.reports.in_place import uncompiled
 
 #: Gradients of parameters, in their order.
 Gradients = Sequence[Tensor]
@@ -52,8 +52,8 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
     found = [p.grad for p in model.parameters() if p.requires_grad]
     if all(grad is None for grad in found):
         raise ValueError(
-            "loss: no parameter of the model gets a gradient; compute it with the model that is passed, which may be a "
-            "copy: lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+            "loss: no parameter of the model gets a gradient; compute it with the model that is passed: "
+            "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
         )
     model.zero_grad(set_to_none=True)
     trained = (p for p in model.parameters() if p.requires_grad)

@@ -17,7 +17,6 @@ from brevact.policy.rules import POLICY
 from brevact.quantizers.brief import brief
 from brevact.reports.batches import without_surroundings
 from brevact.reports.chains import Chain, chains_of
-from brevact.reports.copies import copy_of
 from brevact.reports.gradient_noise import (
     Estimate,
     ExactGradients,
@@ -28,6 +27,7 @@ from brevact.reports.gradient_noise import (
 )
 from brevact.reports.gradient_passes import Loss, as_it_was, check_batches, check_draws, check_loss
 from brevact.reports.gradient_table import GradientReport, LayerNoise
+from brevact.reports.in_place import in_place
 from brevact.reports.isolation import Isolation
 from brevact.reports.memory import BY_DEFAULT, memory_of
 from brevact.reports.memory_table import MemoryReport
@@ -62,9 +62,10 @@ def gradient_report(
     bits, whose noise is subtracted. Beside it stands the part that comes through weight gradients of linear layers and
     convolutions, from a closed form (:mod:`brevact.weight_errors`).
 
-    It runs a copy of the model, in training mode, with the same random numbers of torch's (dropout) in all passes of a
-    batch. For B batches and L rows, 1 + B + B draws passes give the whole, 1 + B more the estimates, and
-    (L + 1) B layer_draws more the rows. Held are the gradients of all batches.
+    It runs the model, in training mode, with the same random numbers of torch's (dropout) in all passes of a batch.
+    For B batches and L rows, 1 + B + B draws passes give the whole, 1 + B more the estimates, and (L + 1) B
+    layer_draws more the rows. Held are the gradients of all batches. The model is afterwards as it was, bit for
+    bit: weights, buffers, gradients, policy, random generators.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -80,7 +81,7 @@ def gradient_report(
         model: module, with or without backward quantization.
         batches: a few of them, at least two; of one, figures are relative to the squared norm of its gradient, and
             have no standard errors. Each is what ``loss`` takes.
-        loss: takes the model (a copy of it) and a batch, and returns a scalar that is the mean over the batch.
+        loss: takes the model and a batch, and returns a scalar that is the mean over the batch.
         policy: what ``quantize_backward`` takes, in place of the policy in force; None for that one, or, in a model
             that has none, for the default.
         draws: seeds a batch for the whole, at least 2.
@@ -93,22 +94,37 @@ def gradient_report(
 
     Raises:
         TypeError: ``model`` is no module, ``batches`` no list, ``loss`` no function, or what it returns no tensor.
-        ValueError: there are no batches, or too few draws; the model cannot be copied, or has no parameters that
-            train; the loss is no scalar, is not finite, does not use the model, or draws random numbers of its own;
-            the gradients of all batches are equal; the policy does not fit; or it is called in a region.
+        ValueError: there are no batches, or too few draws; the model has no parameters that train; the loss is no
+            scalar, is not finite, does not use the model, or draws random numbers of its own; the gradients of all
+            batches are equal; the policy does not fit; or it is called in a region.
     """
     _check(model, batches, loss, layers)
     check_draws(draws)
     check_draws(layer_draws, "layer_draws")
-    changed, memory = _with_policy(model, batches[0], loss, policy)
+    with in_place(model):
+        return _report(model, batches, loss, policy, draws, layers, layer_draws, progress)
+
+
+def _report(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss: Loss,
+    policy: Any,
+    draws: int,
+    layers: str | None,
+    layer_draws: int,
+    progress: bool,
+) -> GradientReport:
+    """Measure what :func:`gradient_report` returns; the model is changed."""
+    memory = _take_policy(model, batches[0], loss, policy)
     chains = chains_of(memory)
     is_estimated, is_measured = layers is not None and bool(chains), layers == "measured" and bool(chains)
     passes = 1 + len(batches) * (1 + draws) + is_estimated * (1 + len(batches))
     passes += is_measured * (len(chains) + 1) * len(batches) * layer_draws
     with progress_bar("gradient_report", passes, progress) as on_pass:
-        exact = exact_gradients(changed, batches, loss, on_pass)
-        whole = gradient_noise(changed, batches, loss, exact, draws, on_pass)
-        measurement = _Measurement(changed, batches, loss, exact, on_pass)
+        exact = exact_gradients(model, batches, loss, on_pass)
+        whole = gradient_noise(model, batches, loss, exact, draws, on_pass)
+        measurement = _Measurement(model, batches, loss, exact, on_pass)
         estimates = measurement.estimates(chains) if is_estimated else {}
         figures, notes = measurement.of_chains(chains, layer_draws) if is_measured else ({}, [])
     kinds = {name: type(module).__name__ for module, name in names_of(model).items()}
@@ -136,7 +152,7 @@ def gradient_report(
 
 
 class _Measurement:
-    """What chains of a model, a copy with backward quantization, do to its gradients."""
+    """What chains of a model with backward quantization do to its gradients."""
 
     def __init__(
         self,
@@ -190,18 +206,17 @@ class _Measurement:
         return noise_of_batches(self._model, self._batches, self._loss, self._exact, draws, self._on_pass)
 
 
-def _with_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> tuple[nn.Module, MemoryReport]:
-    """Return a copy of a model with the policy that is measured, and what it stores."""
-    changed = copy_of(model)
+def _take_policy(model: nn.Module, batch: Any, loss: Loss, policy: Any) -> MemoryReport:
+    """Give a model the policy that is measured, and return what it stores."""
     if policy is not None:
-        for module in changed.modules():
+        for module in model.modules():
             detach_region(module, POLICY)
-        attach_policy(changed, policy)
+        attach_policy(model, policy)
     batch = without_surroundings(batch)
-    memory = memory_of(changed, lambda measured: loss(measured, batch), batch)
+    memory = memory_of(model, lambda measured: loss(measured, batch), batch)
     if memory.note == BY_DEFAULT:
-        attach_policy(changed)
-    return changed, memory
+        attach_policy(model)
+    return memory
 
 
 def _check(model: Any, batches: Any, loss: Any, layers: Any) -> None:

@@ -24,7 +24,7 @@ class Isolation:
     """Lets some layers of a model store what its policy says, and all others the same at 8 bits.
 
     Not at full precision: the same tensors are packed, and the same derive, as under the policy. The model is changed
-    for good: it is a copy.
+    for good: its caller puts it back (``in_place``).
     """
 
     def __init__(self, model: nn.Module) -> None:

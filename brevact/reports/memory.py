@@ -21,7 +21,7 @@ from brevact.autograd.storages import storage_address
 from brevact.injectors.proxies import names_of
 from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
-from brevact.reports.copies import copy_of, uncompiled
+from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
@@ -32,12 +32,13 @@ BY_DEFAULT = "The model has no backward quantizer: stored is what brevact.quanti
 def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any]) -> MemoryReport:
     """Measure what one training forward pass of a model stores for backward, each storage once.
 
-    Runs a copy of the model on the batch twice, as it is and with its backward quantizers switched off, and adds up
-    the storages that autograd keeps, without parameters and buffers. A model that has no backward quantizer is measured
-    as ``quantize_backward(model)`` would let it store; by the rules ``{"*": None}`` it has one, full precision. Model,
-    gradients and random generators stay untouched. An input that is stored as it is counts by its own bytes, also where
-    it is a slice of a larger tensor; the caller holds it anyway. What a checkpointed function will compute again does
-    not count. What ``torch.compile`` made is measured as it runs without the compiler.
+    Runs the model on the batch twice, as it is and with its backward quantizers switched off, and adds up the
+    storages that autograd keeps, without parameters and buffers. A model that has no backward quantizer is measured
+    as ``quantize_backward(model)`` would let it store; by the rules ``{"*": None}`` it has one, full precision. The
+    model, its gradients and random generators are afterwards as they were, bit for bit. An input that is stored as
+    it is counts by its own bytes, also where it is a slice of a larger tensor; the caller holds it anyway. What a
+    checkpointed function will compute again does not count. What ``torch.compile`` made is measured as it runs
+    without the compiler.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -58,7 +59,7 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
 
     Raises:
         TypeError: ``model`` is no module; ``batch`` is a data loader, or no arguments that the model takes.
-        ValueError: ``model`` cannot be copied.
+        ValueError: ``model`` has lazy parameters, or is a wrapper of several processes or devices.
     """
     check_model(model, "memory_report(model, batch)", batch)
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
@@ -69,7 +70,7 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
     """Measure what a training forward pass of a model stores for backward, as :func:`memory_report` does.
 
-    A function runs a copy of the model, and computes a loss of its output, say, which then counts, too. The arguments
+    A function runs the model, and computes a loss of its output, say, which then counts, too. The arguments
     are tensors that it works on.
     """
     note = ""
@@ -151,12 +152,17 @@ def _by_layer(ops: list[OpMemory]) -> Counter[str]:
 def _measure(
     model: nn.Module,
     run: Callable[[nn.Module], Any],
-    change: Callable[[nn.Module], nn.Module] = lambda model: model,
+    change: Callable[[nn.Module], object] = lambda model: None,
 ) -> _Measured:
-    """Return what each op of a copy of the model, changed first, keeps for backward."""
-    model = change(copy_of(model))
-    if not model.training:
-        model.train()
+    """Return what each op of the model, changed first, keeps for backward; the model is afterwards as it was."""
+    with in_place(model):
+        change(model)
+        if not model.training:
+            model.train()
+        return _measure_as_it_is(model, run)
+
+
+def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measured:
     weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
     held: dict[int, tuple[Tensor, str]] = {}
     found = _Measured()
@@ -189,9 +195,8 @@ def _measure(
             found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of, stored.bit_width))
         return x
 
-    devices = {x.device for x in weights.values() if x.device.type == "cuda"}
-    with uncompiled(), _running_module(model) as running, torch.random.fork_rng([device.index for device in devices]):
-        with torch.inference_mode(False), torch.enable_grad(), recording() as recorder, region(None):
+    with uncompiled(), _running_module(model) as running:
+        with torch.enable_grad(), recording() as recorder, region(None):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 try:
                     output = run(model)

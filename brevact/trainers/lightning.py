@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
@@ -24,8 +24,8 @@ _NO_LOSS = (
     "batch, or memory=False"
 )
 _NO_TRAINER = (
-    "loss: training_step asks for its trainer, which copies of the module that are measured have not; pass loss=, a "
-    "function of the module and a batch, or memory=False"
+    "loss: training_step asks for its trainer, which a module that is measured has not, so that it logs nothing; pass "
+    "loss=, a function of the module and a batch, or memory=False"
 )
 
 
@@ -48,7 +48,7 @@ class LightningCallback(Callback):
         noise_every: optimizer steps.
         memory: whether stored bytes are measured.
         loss: takes the module and a batch, and returns a scalar, for what is measured; left out, it is what
-            ``training_step(batch, 0)`` of a copy of the module returns, at the trainer's precision.
+            ``training_step(batch, 0)`` of the module returns, without a trainer, at the trainer's precision.
         batches: what is measured on; left out, those that the training data begins with.
 
     Raises:
@@ -155,8 +155,19 @@ def _region_of(module: nn.Module) -> Any:
     return region(found[-1].settings) if found else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def _without_trainer(module: Any) -> Iterator[None]:
+    """Take a module off its trainer for a block."""
+    before = module._trainer
+    module.trainer = None
+    try:
+        yield
+    finally:
+        module.trainer = before
+
+
 def _loss_of(trainer: Any) -> Loss:
-    """The loss of a copy of the module, whose `training_step` logs nothing."""
+    """The loss of a module, whose `training_step` logs nothing: it has no trainer meanwhile."""
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
         if not module.automatic_optimization:
@@ -165,7 +176,12 @@ def _loss_of(trainer: Any) -> Loss:
         args: tuple[Any, ...] = (batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
         if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             args = (iter([(batch, 0, 0)]),)
-        with trainer.precision_plugin.train_step_context(), _region_of(module), warnings.catch_warnings():
+        with (
+            trainer.precision_plugin.train_step_context(),
+            _region_of(module),
+            _without_trainer(module),
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", message=".*self.log.*")
             try:
                 found = step(module, *args)

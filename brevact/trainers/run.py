@@ -46,7 +46,7 @@ class Run:
         loss = self.loss
         if self.batches and loss is not None:
             batch = self.batches[0]
-            self.memory = memory_of(self.model, lambda copied: loss(copied, batch), batch)
+            self.memory = memory_of(self.model, lambda model: loss(model, batch), batch)
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
 
     def adapt(self, every: int) -> None:

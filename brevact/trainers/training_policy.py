@@ -50,7 +50,7 @@ class TrainingPolicy:
         mix_schedule: of the probability of quantizers that mix two widths (:class:`brevact.MixSchedule`), as text:
             "cosine:start=0.9,end=0.1"; its ``steps`` are those of the run, if it does not say. None for none.
         noise_every: steps from one measurement of the gradients' noise to the next; None for none.
-        memory: whether stored bytes are measured when the run begins, by two forward passes of a copy of the model.
+        memory: whether stored bytes are measured when the run begins, by two forward passes of the model.
 
     Raises:
         OSError: ``policy`` is the path of a file that cannot be read.
