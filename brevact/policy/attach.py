@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from brevact.autograd.hooks import Attachment, attachments_of, takes_hooks
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
-from brevact.policy.inherit import hook_of_policy, inherit_policy, is_model, required_attachment
+from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
 from brevact.policy.notes import add_note, remove_note
 from brevact.policy.overrides import refuse_overrides
 from brevact.policy.presets import DEFAULT, Policy
@@ -132,6 +133,11 @@ class _RegionOfModel(region):
         self.attachment = required_attachment(self._model)
         self.settings = settings_of_block(self.attachment.settings)
         super().__enter__()
+
+
+def region_of_step(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the region in which a training step of a model runs, its loss included; none without a policy."""
+    return nullcontext() if attachment_of(model) is None else _RegionOfModel(model, {})
 
 
 @torch.compiler.assume_constant_result

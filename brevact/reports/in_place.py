@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 _CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, set, deque))
@@ -69,7 +68,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 def _check(model: nn.Module) -> None:
     if any(is_lazy(x) for x in (*model.parameters(), *model.buffers())):
         raise ValueError("model: some lazy modules have no parameters yet; call the model on a batch first")
-    if isinstance(model, DistributedDataParallel | DataParallel):
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ValueError(
             f"model: a {type(model).__name__} sums gradients over processes or devices; accepted is the module that it "
             "wraps: model.module"

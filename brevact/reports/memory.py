@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -19,17 +20,23 @@ from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, FULL_PRECISION, NO_QUANTIZER, ON_BACKWARD, PACKED, recording
 from brevact.autograd.storages import storage_address
 from brevact.injectors.proxies import names_of
-from brevact.policy.attach import attach_policy
+from brevact.policy.attach import attach_policy, region_of_step
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
+from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
-#: Note of a report.
-BY_DEFAULT = "The model has no backward quantizer: stored is what brevact.quantize_backward(model) would store."
+#: Notes of a report.
+BY_DEFAULT = "The model has no backward quantizer: brevact.quantize_backward(model) would store this."
+GENERATOR = (
+    "The forward of the model is a generator, whose body runs behind the hooks of the module; let it pack by a block "
+    "around the loop: with brevact.backward_quant(model): ..."
+)
+NO_LOSS = "The loss is not in this: memory_report(model, batch, loss) measures a step with it."
 
 
-def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any]) -> MemoryReport:
+def memory_report(model: nn.Module, batch: Any, loss: Loss | None = None) -> MemoryReport:
     """Measure what one training forward pass of a model stores for backward, each storage once.
 
     Runs the model on the batch twice, as it is and with its backward quantizers switched off, and adds up the
@@ -47,24 +54,46 @@ def memory_report(model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str,
     >>> report.plain_bytes, report.saved_bytes  # of the input and of the ReLU's output
     (32768, 2608)
     >>> print(brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(64, 64)).note)
-    The model has no backward quantizer: stored is what brevact.quantize_backward(model) would store.
+    The model has no backward quantizer: brevact.quantize_backward(model) would store this.
+
+    A step is measured with its loss, as ``with brevact.backward_quant(model):`` runs it, in which the loss is packed,
+    too:
+
+    >>> loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    >>> step = brevact.memory_report(model, (torch.randn(64, 64), torch.randint(64, (64,))), loss)
+    >>> step.plain_bytes > report.plain_bytes
+    True
 
     Args:
         model: module, with or without backward quantization; measured in training mode.
         batch: what the model is called with, targets left out: a tensor, a tuple or list of positional arguments, or
-            a mapping of keyword arguments.
+            a mapping of keyword arguments. With a loss, what that takes.
+        loss: takes the model and the batch, and returns what the backward pass begins at; it runs in the region of a
+            model with a policy. None for a forward pass alone.
 
     Returns:
         The report: a row a layer, and how each op stored its tensors.
 
     Raises:
-        TypeError: ``model`` is no module; ``batch`` is a data loader, or no arguments that the model takes.
+        TypeError: ``model`` is no module; ``batch`` is a data loader, or no arguments that the model takes; ``loss`` is
+            no function.
         ValueError: ``model`` has lazy parameters, or is a wrapper of several processes or devices.
     """
     check_model(model, "memory_report(model, batch)", batch)
+    if loss is not None:
+        check_loss(loss)
+        batch = without_surroundings(batch)
+        return memory_of(model, lambda measured: _run_step(measured, batch, loss), batch)
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
     with explained(batch, arguments):
-        return memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
+        found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
+    return replace(found, scope=NO_LOSS) if found.rows else found
+
+
+def _run_step(model: nn.Module, batch: Any, loss: Loss) -> Any:
+    """Run a loss as a training step does: in the region of the model, if that has a policy."""
+    with region_of_step(model):
+        return loss(model, batch)
 
 
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:
@@ -95,7 +124,9 @@ def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any)
         if plain_bytes[name] or saved_bytes[name]
     )
     note = note if rows else _why_nothing(model, arguments, plain.has_graph)
-    return MemoryReport(rows, tuple(saved.ops), note)
+    if saved.is_generator:
+        note = GENERATOR
+    return MemoryReport(rows, tuple(saved.ops), note, would_save=note == BY_DEFAULT)
 
 
 def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMemory, ...]:
@@ -107,12 +138,13 @@ def stored_ops(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[OpMem
 class _Measured:
     """What one forward pass stores: a row a tensor, and for each layer the others that had stored one of it before.
 
-    The pass has a graph if its output has gradients to give.
+    The pass has a graph if its output has gradients to give; a generator's output is what it yields.
     """
 
     ops: list[OpMemory] = field(default_factory=list)
     shared: dict[str, list[str]] = field(default_factory=dict)
     has_graph: bool = False
+    is_generator: bool = False
 
     def derived_on(self, layer: str) -> str:
         """Return what the tensors of a layer that stores no bytes derive from, "" if it stores some."""
@@ -200,6 +232,8 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
                 try:
                     output = run(model)
+                    if isinstance(output, GeneratorType):
+                        found.is_generator, output = True, list(output)
                 finally:
                     held.clear()  # regions refer to it until garbage is collected, and later steps would share it
     found.has_graph = any(x.requires_grad for x in tensors_of(output))

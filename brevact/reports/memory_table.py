@@ -76,15 +76,20 @@ class MemoryReport:
         ops: one row a tensor that an op stores with backward quantization, in the order of the forward pass.
         note: that the model has no backward quantizer, and what is measured in its place; or why nothing is stored at
             all; "" otherwise.
+        would_save: whether nothing is packed yet, and ``saved_bytes`` are those that ``brevact.DEFAULT`` would store:
+            tables, files and plots then say "would store".
+        scope: what was left out of the measurement; "" for a whole step.
     """
 
     rows: tuple[LayerMemory, ...]
     ops: tuple[OpMemory, ...] = ()
     note: str = ""
+    would_save: bool = False
+    scope: str = ""
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes stored with backward quantization."""
+        """Bytes stored with backward quantization; those that would be, where it ``would_save``."""
         return sum(row.saved_bytes for row in self.rows)
 
     @property
@@ -101,14 +106,19 @@ class MemoryReport:
         """Return the table by layer, and the one by op."""
         total = LayerMemory("total", "", self.plain_bytes, self.saved_bytes)
         table = text_table(
-            ("layer", "kind", "plain", "stored", "ratio"),
+            ("layer", "kind", "plain", self._stored, "ratio"),
             [*map(_cells, self.rows)],
             _cells(total),
             numbers=3,
             notes=[row.note for row in self.rows],
         )
-        table = f"{table}\n\n{self.note}" if self.note else table
+        remarks = " ".join(filter(None, (self.note, self.scope)))
+        table = f"{table}\n\n{remarks}" if remarks else table
         return f"{table}\n\n{self._by_op(())}" if self.ops else table
+
+    @property
+    def _stored(self) -> str:
+        return "would store" if self.would_save else "stored"
 
     def explain(self) -> str:
         """Return a table of how each op of each layer stored its tensors, and why."""
@@ -128,17 +138,18 @@ class MemoryReport:
             cells.append(
                 (*values, str(len(rows)), size_text(tensor_bytes), size_text(sum(row.saved_bytes for row in rows)))
             )
-        return text_table((*names, "tensors", "decoded", "stored"), cells, numbers=3)
+        return text_table((*names, "tensors", "decoded", self._stored), cells, numbers=3)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one line a layer: layer, kind, plain_bytes, saved_bytes, note.
+        """Write one line a layer: layer, kind, plain_bytes, saved_bytes (or would_save_bytes), note.
 
         Args:
             path: file to write.
         """
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(("layer", "kind", "plain_bytes", "saved_bytes", "note"))
+            saved = "would_save_bytes" if self.would_save else "saved_bytes"
+            writer.writerow(("layer", "kind", "plain_bytes", saved, "note"))
             writer.writerows((row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note) for row in self.rows)
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
@@ -160,7 +171,7 @@ class MemoryReport:
         axes = figure.subplots()
         for offset, label, values in (
             (-height / 2, f"plain, {self.plain_bytes / MIB:.1f} MiB", [row.plain_bytes for row in rows]),
-            (height / 2, f"stored, {self.saved_bytes / MIB:.1f} MiB", [row.saved_bytes for row in rows]),
+            (height / 2, f"{self._stored}, {self.saved_bytes / MIB:.1f} MiB", [row.saved_bytes for row in rows]),
         ):
             axes.barh([y + offset for y in range(len(rows))], [v / MIB for v in values], height, label=label)
         axes.set_yticks(range(len(rows)), [row.layer or "(model)" for row in rows], fontsize=7)

@@ -14,8 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
-from brevact.autograd import region
-from brevact.autograd.hooks import regions_of
+from brevact.policy.attach import region_of_step
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.trainers.training_policy import TrainingPolicy
 
@@ -127,7 +126,7 @@ def _in_region(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def training_step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _region_of(module):
+        with region_of_step(module):
             return step(module, *args, **kwargs)
 
     # The trainer looks one function deep for the names of arguments, which say what it passes.
@@ -148,11 +147,6 @@ def _prepare_of(trainer: Any, module: Any) -> Callable[[Any], Any] | None:
         return trainer.strategy.batch_to_device(batch)
 
     return prepare
-
-
-def _region_of(module: nn.Module) -> Any:
-    found = regions_of(module)
-    return region(found[-1].settings) if found else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -178,7 +172,7 @@ def _loss_of(trainer: Any) -> Loss:
             args = (iter([(batch, 0, 0)]),)
         with (
             trainer.precision_plugin.train_step_context(),
-            _region_of(module),
+            region_of_step(module),
             _without_trainer(module),
             warnings.catch_warnings(),
         ):

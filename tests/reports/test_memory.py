@@ -473,3 +473,50 @@ def test_memory_report_ignores_modules_of_other_threads():
     model[1].register_forward_pre_hook(end)
     report = brevact.memory_report(model, torch.randn(128, 64))
     assert [row.layer for row in report.ops] == ["0", "1"]
+
+
+def test_a_step_is_measured_with_its_loss_in_the_region_of_the_model():
+    model, x, labels = nn.Linear(64, 512), torch.randn(64, 64), torch.randint(512, (64,))
+    loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
+    brevact.quantize_backward(model, StochBackward2bit)
+    alone, step = brevact.memory_report(model, x), brevact.memory_report(model, (x, labels), loss)
+    # The loss keeps the probabilities of its logits; in the region of the model they are packed.
+    logits = x.shape[0] * 512
+    assert step.plain_bytes >= alone.plain_bytes + 4 * logits
+    assert step.saved_bytes < alone.saved_bytes + logits
+    with watch_saved() as saved, brevact.backward_quant(model):
+        loss(model, (x, labels))
+    places = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved.tensors}
+    weights = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    assert step.saved_bytes == sum(size for place, size in places.items() if place not in weights)
+    assert "The loss is not in this" in str(alone) and "The loss" not in str(step)
+
+
+def test_a_loss_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"loss: got .* accepted is a function of the model and a batch"):
+        brevact.memory_report(nn.Linear(4, 4), torch.randn(4, 4), nn.MSELoss())
+
+
+def test_a_model_without_a_policy_has_would_in_its_numbers_names(tmp_path):
+    model, x = TwoInputs(), torch.randn(64, 64)
+    report = brevact.memory_report(model, x)
+    assert report.would_save and "would store" in str(report)
+    report.to_csv(tmp_path / "memory.csv")
+    assert "would_save_bytes" in (tmp_path / "memory.csv").read_text()
+    report = brevact.memory_report(brevact.quantize_backward(model), x)
+    assert not report.would_save and "would" not in str(report)
+
+
+def test_a_forward_that_is_a_generator_is_measured_and_told():
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).sigmoid()
+                yield x
+
+    report = brevact.memory_report(brevact.quantize_backward(Steps(), StochBackward2bit), torch.randn(128, 64))
+    assert report.plain_bytes == 4 * 4 * 128 * 64 and "is a generator" in report.note
