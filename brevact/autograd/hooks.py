@@ -29,8 +29,17 @@ class Attachment:
     The root is the hook of the model itself, None where no rule matches it.
     """
 
+    #: Whether a region of the policy was entered, since it was made.
+    has_run = False
+    #: Whether one was not, since its module was in eval mode with gradients on.
+    has_declined = False
+
     def __init__(self) -> None:
         self.root: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this model and not to a copy: what has run, and who watches its gradients."""
+        return {"root": self.root}
 
     @property
     def settings(self) -> BackwardSettings | None:
@@ -97,7 +106,11 @@ class _EnterRegion:
         if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.given):
             return False
         if enclosing is None:
-            return settings is not None and (module.training or settings.changes_forward)
+            if settings is None:
+                return False
+            if not module.training and self.attachment is not None:
+                self.attachment.has_declined = True
+            return module.training or settings.changes_forward
         same = enclosing.given is settings or enclosing.given == settings
         same = same or (self.inherits and enclosing.attachment is self.attachment)
         return not same or not enclosing.hooks.are_innermost() or (enclosing.norms_only and module.training)

@@ -101,6 +101,8 @@ class Region(Store):
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
             if self.attachment is None:
                 self.attachment = self.parent.attachment
+        if self.attachment is not None:
+            self.attachment.has_run = True
         if self.has_rules_for_other_code:
             scripted_calls.__enter__()
         if function_apply_code is None and (self.parent is None or self.has_rules_for_other_code):

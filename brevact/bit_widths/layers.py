@@ -14,6 +14,7 @@ from brevact.autograd import BackwardSettings, attach_region, detach_region, has
 from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, PACKED
 from brevact.injectors.proxies import modules_without_own_region, names_of
+from brevact.policy.inherit import inherit_policy
 from brevact.policy.notes import add_note
 from brevact.policy.rules import POLICY
 from brevact.quantizers import Granularity, PackedActivation, Rounding, SampleQuantizer, SampleWeights, UniformQuantizer
@@ -101,6 +102,7 @@ def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
                 hook.settings = before[hook]
             else:
                 detach_region(model.get_submodule(name), POLICY)
+        inherit_policy(model)  # modules that had a region of their own meanwhile
         raise
 
 

@@ -34,6 +34,7 @@ from brevact.policy.rules import (
     source_text,
 )
 from brevact.policy.text import named_policy
+from brevact.policy.unpacked_steps import stop_watching, watch_gradients
 from brevact.quantizers import ActivationQuantizer
 
 M = TypeVar("M", bound=nn.Module)
@@ -204,6 +205,7 @@ def quantize_backward(
             budget, which :func:`brevact.fit` takes; the model, or a part of it, already has a policy.
     """
     attach_policy(model, policy, overrides)
+    watch_gradients(model)
     regions = sum(has_region(module, POLICY) for module in model.modules())
     _log.info("%s has a backward policy; a rule matches %d of its modules", type(model).__name__, regions)
     return model
@@ -263,6 +265,8 @@ def _detach_policy(model: nn.Module) -> bool:
     """Take regions and notes of a policy off all modules, and return whether there was one."""
     own = {each for module in model.modules() if not is_foreign(module) for each in attachments_of(module)}
     own.update(attachments_of(model))
+    for attachment in own:
+        stop_watching(attachment)
     modules = [each for each in model.modules() if not is_foreign(each) or own.intersection(attachments_of(each))]
     for module in modules:
         remove_note(module)

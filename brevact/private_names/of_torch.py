@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,6 +97,13 @@ nn_pad = find("torch._C._nn.pad", COMPILING)
 if not TYPE_CHECKING:
     HigherOrderOperator = find("torch._ops.HigherOrderOperator", COMPILING)
     WeakTensorKeyDictionary = find("torch.utils.weak.WeakTensorKeyDictionary", COMPILING, placeholder=dict)
+
+
+def has_compiled() -> bool:
+    """Return whether torch.compile has traced anything in this process: graphs call no hooks of modules."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return bool(dynamo is not None and dynamo.counters["stats"])
+
 
 # --- autocast
 

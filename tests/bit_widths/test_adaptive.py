@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import brevact
 from brevact import Adaptive, StochBackward2bit, StochBackward4bit
 from brevact.autograd import settings as settings_of_regions
-from brevact.autograd.hooks import regions_of
+from brevact.autograd.hooks import inherited_region, regions_of
 from brevact.quantizers import UniformQuantizer
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
@@ -409,3 +409,13 @@ def test_optimizers_that_step_during_backward_do_not_step_in_measurements():
     assert not steps
     loss_of(model, images()).backward()
     assert len(steps) == len(list(model.parameters()))
+
+
+def test_parts_run_as_their_model_after_an_error():
+    """A module without a rule has a region of its own while widths are measured, and that of its model afterwards."""
+    model = brevact.quantize_backward(net(), brevact.DEFAULT)
+    before = {name: inherited_region(module) is not None for name, module in model.named_modules()}
+    assert any(before.values())
+    with pytest.raises(ValueError, match="not finite"):
+        Adaptive(model, images(), lambda model, batch: loss_of(model, batch) * float("inf"), bit_width=3)
+    assert {name: inherited_region(module) is not None for name, module in model.named_modules()} == before

@@ -1,0 +1,75 @@
+"""A warning, once a process: gradients came to a model with a policy that has packed nothing.
+
+Regions are entered by the hooks of modules. `model.forward(x)` calls none, and a model in eval mode trains without one.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from brevact.autograd.hooks import Attachment
+from brevact.policy.inherit import attachment_of
+from brevact.private_names.of_torch import has_compiled
+
+_log = logging.getLogger(__name__)
+_BLOCK = "with brevact.backward_quant(model): loss = loss_fn(model(inputs), targets)"
+_NOT_CALLED = (
+    "none of its modules was called: model.forward(x), and methods that use parameters by themselves, run no hooks. "
+    f"Call the model, model(x), or run the step in a block: {_BLOCK}"
+)
+_EVAL = f"it ran in eval mode. Call model.train(), or run the step in a block: {_BLOCK}"
+
+
+class _Warned:
+    """Whether this process has warned."""
+
+    is_so = False
+
+
+class _Watch:
+    """Hook of the parameters of a model, of which one stays after the first gradient."""
+
+    def __init__(self, kind: str, attachment: Attachment) -> None:
+        self._kind, self._attachment = kind, attachment
+        self.handles: dict[int, RemovableHandle] = {}
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Look at the first gradient of a step."""
+        if len(self.handles) > 1:
+            for key, handle in self.handles.items():
+                if key != id(parameter):
+                    handle.remove()
+            self.handles = {key: handle for key, handle in self.handles.items() if key == id(parameter)}
+        attachment = self._attachment
+        if attachment.has_run or _Warned.is_so or has_compiled():
+            return
+        _Warned.is_so = True
+        why = _EVAL if attachment.has_declined else _NOT_CALLED
+        message = f"{self._kind} has a backward policy, and got gradients of a step that packed nothing: {why}"
+        _log.warning(message)
+        warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def watch_gradients(model: nn.Module) -> None:
+    """Warn when parameters of a model with a policy get gradients, and no region of the policy was entered."""
+    attachment = attachment_of(model)
+    if attachment is None or attachment.settings is None:
+        return  # full precision is meant, or parts of it are
+    watch = _Watch(type(model).__name__, attachment)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_leaf and not parameter.is_inference():
+            watch.handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(watch)
+    vars(attachment)["watch"] = watch
+
+
+def stop_watching(attachment: Attachment) -> None:
+    """Undo :func:`watch_gradients`."""
+    watch: Any = vars(attachment).pop("watch", None)
+    if watch is not None:
+        for handle in watch.handles.values():
+            handle.remove()
