@@ -225,7 +225,7 @@ class SavedByHook:
     In its place, for a tensor that is kept as it is where no hooks are around the region: the tensor and its version.
     """
 
-    __slots__ = ("decoder", "handles", "unpack", "versions")
+    __slots__ = ("__weakref__", "decoder", "handles", "unpack", "versions")
 
     def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
         """Store what keeps the tensor, or hand it to hooks around the region."""

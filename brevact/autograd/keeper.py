@@ -35,6 +35,14 @@ class TorchRunner(Protocol):
         """Run a function that saves one tensor, its input or its output, which is kept already; None: it saves none."""
         ...
 
+    def run_torch_rectifier(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        """Run a rectifier that saves its output; a mask stands for it until another op keeps it, too."""
+        ...
+
+    def may_give_up_masks(self) -> bool:
+        """Return whether hooks around the region, if there are some, are a report's, which can be told."""
+        ...
+
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Run a norm by ``norm.forward``, and keep its normalized input; return the output."""
         ...

@@ -30,8 +30,9 @@ from brevact.autograd.norm_decoders import Centred, Zeros
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import is_activation, is_complex, is_plain
 from brevact.autograd.other_code import saver_of
+from brevact.autograd.rectified import give_up_mask, keep_signs, offer_mask
 from brevact.autograd.saved import Saved
-from brevact.autograd.storages import storage_address
+from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import is_compact, keep_as_it_is, keep_mask, keep_small, reported
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.autograd.weights_again import remember
@@ -54,6 +55,8 @@ class SavedTensorHooks(HookStack):
         self.flattens = False
         # What keeps that input, where it is known before the layer runs.
         self.kept: Saved | None = None
+        # Whether a mask may stand for the output that torch's own function saves.
+        self.rectifies = False
         # Running statistics of torch's own norm that runs.
         self.buffers: tuple[Tensor | None, Tensor | None] = None, None
         # The input of torch's own norm, kept once its statistics are there.
@@ -85,6 +88,20 @@ class SavedTensorHooks(HookStack):
             self.layer = self.kept = None
         ModelState.mark_activation(out)
         return out
+
+    def run_torch_rectifier(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+        """Run a rectifier of torch's that saves its output; a mask stands for it until another op keeps it, too."""
+        try:
+            self.layer, self.rectifies = (input, None), True
+            out = function(input)
+        finally:
+            self.layer, self.rectifies = None, False
+        ModelState.mark_activation(out)
+        return out
+
+    def may_give_up_masks(self) -> bool:
+        """Return whether hooks around the region, if there are some, are a report's, which can be told."""
+        return self._outer is None or (bool(storage_report.recorders) and self.scope is None)
 
     def run_torch_norm(self, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Run torch's own norm as :meth:`run_torch` does; of its input the normalized values are kept."""
@@ -160,6 +177,12 @@ class SavedTensorHooks(HookStack):
             return self._hand_on(self._region.keep_weight(x))
         if self.kept is not None:
             return self._hand_on(self.kept)
+        if self.rectifies:
+            stored = SavedByHook()
+            with self.suspended:
+                stored.fill(keep_signs(x.detach()), self._outer)
+            offer_mask(x, stored)
+            return stored
         if self.waiting is not None:
             if x is self.buffers[0] or x is self.buffers[1]:
                 return self._hand_on(keep_as_it_is(x))
@@ -170,6 +193,9 @@ class SavedTensorHooks(HookStack):
             return self._hand_on(self._keep_input(x))
         if self.flattens:
             tensors, decoder = self._keep_input(input)
+            if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
+                give_up_mask(input, self._outer)
+                return self._hand_on(((x,), AS_IT_IS))
             return self._hand_on((tensors, flattened(decoder, tuple(x.shape))))
         if x.shape != input.shape:
             return self._hand_on(keep_as_it_is(x))  # statistics
@@ -192,6 +218,8 @@ class SavedTensorHooks(HookStack):
         """Return what autograd holds in place of a tensor; hooks around the region see what is really stored."""
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
+            if is_tracked(x):
+                give_up_mask(x, self._outer)
             if x.grad_fn is not None:  # an output must not be kept with its graph: a cycle
                 x = x.detach()
             if self._outer is None:

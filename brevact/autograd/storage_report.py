@@ -68,6 +68,8 @@ class Recorder:
         self.op = ""
         self._why = NO_QUANTIZER
         self._reported: dict[int, SavedTensor] = {}
+        #: Addresses of storages that were kept at first, and given up for others.
+        self.withdrawn: set[int] = set()
 
     def report_op(self, func: Callable, why: str) -> None:
         """Take note of the torch function that runs, and why it stores what nobody reports."""
@@ -123,6 +125,12 @@ def report_saved(kept: Saved, why: str) -> None:
     """Tell the recorder of a report, if there is one, how a tensor is kept."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_saved(kept, why)
+
+
+def withdraw(tensors: tuple[Tensor, ...]) -> None:
+    """Tell the recorder of a report, if there is one, that tensors are not kept any more."""
+    if _of_thread.recorder is not None:
+        _of_thread.recorder.withdrawn |= set(map(storage_address, tensors))
 
 
 @contextmanager

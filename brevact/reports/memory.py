@@ -197,7 +197,7 @@ def _measure(
 def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Measured:
     weights = {_place_of(x): x for x in (*model.parameters(), *model.buffers())}
     held: dict[int, tuple[Tensor, str]] = {}
-    found = _Measured()
+    found, rows = _Measured(), list[tuple[int, OpMemory]]()
     source = ""  # layer that has stored what the last tensor derives from
 
     def pack(x: Tensor) -> Tensor:
@@ -224,7 +224,8 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
             if owner != layer and owner not in others:
                 others.append(owner)
             of = source if how == DERIVED else owner if owner != layer else None
-            found.ops.append(OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of, stored.bit_width))
+            row = OpMemory(layer, recorder.op, how, why, stored.tensor_bytes, size, of, stored.bit_width)
+            rows.append((place, row))
         return x
 
     with uncompiled(), _running_module(model) as running:
@@ -236,6 +237,7 @@ def _measure_as_it_is(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Mea
                         found.is_generator, output = True, list(output)
                 finally:
                     held.clear()  # regions refer to it until garbage is collected, and later steps would share it
+    found.ops = [row for place, row in rows if place not in recorder.withdrawn]
     found.has_graph = any(x.requires_grad for x in tensors_of(output))
     return found
 

@@ -184,7 +184,12 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
             return NotImplemented
         if func.__name__.endswith("_"):
             pieces = pieces._replace(inplace=True)
-        return region.apply(_PiecewiseLinear, lambda x: func(x, *rest, **kwargs), pieces, input)
+        call: Callable[[Tensor], Tensor] = lambda x: func(x, *rest, **kwargs)  # noqa: E731
+        if region.settings.is_exact and (pieces.reads == "output" or (pieces.inplace and pieces.outside)):
+            runner = region.torch_runner(input)
+            if runner is not None and runner.may_give_up_masks() and region.find_known(input) is None:
+                return runner.run_torch_rectifier(call, input)
+        return region.apply(_PiecewiseLinear, call, pieces, input)
 
     return handle
 

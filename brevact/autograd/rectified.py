@@ -1,0 +1,72 @@
+"""Rectifiers by whose output torch takes their gradient: a mask stands for it, until another op keeps it as it is.
+
+The gradient of a ReLU reads where its output is positive, which is one bit an element. Where the next layer keeps that
+output anyway, the mask would come on top of it: it is given up for the tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import storage_report
+from brevact.autograd.decoders import AS_IT_IS, SavedByHook
+from brevact.autograd.saved import Saved, decoded_times, one_object_each
+from brevact.autograd.store import keep_mask
+
+#: Attribute of the storage of an output, under which it carries what holds its mask.
+_MASKED = "_brevact_masked"
+
+
+class _Signs(NamedTuple):
+    """Decodes a mask to 1 where it is set, and to 0 elsewhere, in the type of the output that it stands for."""
+
+    mask: Any
+    dtype: torch.dtype
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return self.mask.decode(tensors).to(self.dtype)
+
+    multiply = decoded_times
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.mask.described(tensors)
+
+
+_signs = one_object_each(_Signs)
+
+
+def keep_signs(out: Tensor) -> Saved:
+    """Keep of the output of a rectifier where it is positive, or NaN."""
+    tensors, decoder = keep_mask(out)  # which reads a floating-point tensor as ~(x <= 0)
+    return tensors, _signs(decoder, out.dtype)
+
+
+def offer_mask(out: Tensor, stored: SavedByHook) -> None:
+    """Let an output know what holds its mask."""
+    entry = weakref.ref(stored), out._version, out.shape, out.stride(), out.storage_offset()
+    out.untyped_storage().__dict__[_MASKED] = entry
+
+
+def give_up_mask(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
+    """Let a rectifier, of whose output ``x`` is kept as it is, keep that as well, and no mask.
+
+    ``outer`` are the hooks around the region.
+    """
+    if x.is_inference() or x.layout is not torch.strided:
+        return
+    entry = x.untyped_storage().__dict__.pop(_MASKED, None)
+    if entry is None:
+        return
+    reference, version, *place = entry
+    stored = reference()
+    if stored is None or version != x._version or place != [x.shape, x.stride(), x.storage_offset()]:
+        return
+    if storage_report.recorders:
+        storage_report.withdraw(stored.handles)
+        storage_report.report_saved(((x,), AS_IT_IS), storage_report.EXACT_POLICY)
+    stored.fill(((x.detach(),), AS_IT_IS), outer)
