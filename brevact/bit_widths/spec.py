@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
 
 from brevact.bit_widths.fit import fit
 from brevact.policy.attach import quantize_backward
-from brevact.policy.text import read_policy
+from brevact.policy.text import PolicyText, read_policy
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss
 
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class PolicySpec:
+class PolicySpec(PolicyText):
     """What a text says of a policy: the policy, or the budget that it is to be fitted to.
 
     >>> import torch, brevact
@@ -36,10 +36,6 @@ class PolicySpec:
         source: what ``brevact.quantize_backward`` takes; None where it is to be fitted.
         budget: keyword argument of ``brevact.fit``; empty where nothing is to be fitted.
     """
-
-    text: str
-    source: Any
-    budget: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def needs_fit(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from brevact.policy.presets import Policy
@@ -43,16 +44,28 @@ def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple
         raise ValueError(f"{argument} {brief(words)}: {error}; {_ACCEPTED}") from error
 
 
+@dataclass(frozen=True)
+class PolicyText:
+    """What a text says of a policy; :class:`brevact.PolicySpec` has the meaning of the fields."""
+
+    text: str
+    source: Any
+    budget: Mapping[str, float] = field(default_factory=dict)
+
+
 def named_policy(policy: Any, argument: str = "policy") -> Any:
-    """Return the policy that a text names, and any other policy as it is.
+    """Return the policy that a text names, or what was read of one, and any other policy as it is.
 
     A budget raises a ValueError: it is fitted on batches, with a loss.
     """
-    if not isinstance(policy, str | os.PathLike):
-        return policy
-    source, budget = read_policy(policy, argument)
-    if budget:
+    if isinstance(policy, PolicyText):
+        words, source, budget = policy.text, policy.source, policy.budget
+    elif isinstance(policy, str | os.PathLike):
+        source, budget = read_policy(policy, argument)
         words = os.fsdecode(policy).strip()
+    else:
+        return policy
+    if budget:
         given = ", ".join(f"{name}={value!r}" for name, value in budget.items())
         raise ValueError(
             f"{argument} {words!r} is a budget, which is fitted on batches and a loss: "

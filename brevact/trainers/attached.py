@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +20,7 @@ from brevact.trainers.arguments import refuse_to_fit
 from brevact.trainers.batches import device_of
 from brevact.trainers.processes import in_one_process
 
+_log = logging.getLogger(__name__)
 #: Whose policy a model has.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, AttachedPolicy] = weakref.WeakKeyDictionary()
 
@@ -67,7 +70,9 @@ class AttachedPolicy:
             refuse_to_fit(model)
             if rules is None:
                 make = self.spec.policy_for
-                rules = in_one_process(lambda: make(model, batches, loss).to_json(), device_of(model))
+                _log.info("the policy %s is fitted to batches of the run, layer by layer", self.spec.text)
+                fitted = functools.partial(make, model, batches, loss, progress=True)
+                rules = in_one_process(lambda: fitted().to_json(), device_of(model))
             policy = self.fitted = Policy.from_json(rules)
         quantize_backward(model, policy)
         self._is_ours = True

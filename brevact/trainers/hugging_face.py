@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from brevact.policy.attach import region_of_step
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.trainers.training_policy import TrainingPolicy
 
@@ -23,8 +25,9 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     ``trainer_state.json``, from which ``resume_from_checkpoint`` goes on; with the arguments of the trainer's
     ``restore_callback_states_from_checkpoint`` as well, if policy and loss are texts or left out.
 
-    ``Trainer(..., callbacks=[callback])`` is enough. :meth:`add_to` takes the trainer's own ``compute_loss`` for what
-    is measured, and shows figures to loggers that stand before callbacks of users (TensorBoard, W&B), too.
+    ``Trainer(..., callbacks=[callback])`` is enough. :meth:`add_to` takes the trainer's own ``compute_loss`` for
+    what is measured, computes that loss in the region of the model, so that a loss behind the model is packed, too,
+    and shows figures to loggers that stand before callbacks of users (TensorBoard, W&B).
 
     >>> from brevact.trainers import HuggingFaceCallback
     >>> callback = HuggingFaceCallback("24x", adapt_every=500)
@@ -74,6 +77,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         self._loss, self._batches = loss, batches
         self._trainer: weakref.ref[Any] | None = None
         self._run: weakref.ref[Any] | None = None
+        self._compute_loss: Callable[..., Any] | None = None
 
     def add_to(self, trainer: Any) -> HuggingFaceCallback:
         """Add the callback to a trainer, before its others, and measure with the trainer's own loss.
@@ -115,6 +119,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         batches = kwargs["train_dataloader"] if self._batches is None else self._batches
         self.policy.begin(kwargs["model"], batches, self._loss_of_run(), steps=state.max_steps)
+        self._enter_trainer()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count an optimizer step."""
@@ -130,12 +135,36 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         """Take the policy off the model."""
         self.policy.end()
         self._run = None
+        self._leave_trainer()
+
+    def _enter_trainer(self) -> None:
+        """Let the trainer compute its loss in the region of the model, also where that is behind the model."""
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is not None and "compute_loss" not in vars(trainer):  # else somebody has put another in place
+            self._compute_loss = trainer.compute_loss = _in_region(trainer.compute_loss)
+
+    def _leave_trainer(self) -> None:
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is not None and vars(trainer).get("compute_loss") is self._compute_loss is not None:
+            del trainer.compute_loss
+        self._compute_loss = None
 
     def _loss_of_run(self) -> Loss:
         trainer = None if self._trainer is None else self._trainer()
         if self._loss is not None:
             return self._loss
         return _loss_of_model if trainer is None else _loss_of_trainer(trainer)
+
+
+def _in_region(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The `compute_loss` of a trainer, in the region of the model that it gets."""
+
+    @functools.wraps(compute_loss)
+    def compute(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with region_of_step(model):
+            return compute_loss(model, *args, **kwargs)
+
+    return compute
 
 
 def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
@@ -151,7 +180,7 @@ def _loss_of_model(model: nn.Module, batch: Any) -> Tensor:
 
 def _loss_of_trainer(trainer: Any) -> Loss:
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        with trainer.compute_loss_context_manager():
+        with trainer.compute_loss_context_manager(), region_of_step(model):
             return trainer.compute_loss(model, dict(batch))
 
     return loss

@@ -188,3 +188,11 @@ def test_overrides_that_are_no_settings_are_refused_by_name():
         brevact.quantize_backward(model(), bucket_sise=4)
     with pytest.raises(TypeError, match=r"bits=4 is not a setting of StochBackward2bit; did you mean bit_width\?"):
         brevact.quantize_backward(model(), brevact.StochBackward2bit, bits=4)
+
+
+def test_what_parse_policy_returns_is_taken_as_a_policy():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    brevact.quantize_backward(model, brevact.parse_policy("StochBackward2bit:bucket_size=128"))
+    assert "StochBackward2bit" in str(brevact.backward_policy(model))
+    with pytest.raises(ValueError, match=r"'24x' is a budget, which is fitted on batches"):
+        brevact.quantize_backward(brevact.restore_backward(model), brevact.parse_policy("24x"))

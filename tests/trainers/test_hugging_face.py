@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import brevact
+from brevact.autograd import current_region
 
 pytestmark = pytest.mark.exhaustive
 
@@ -235,3 +236,22 @@ def test_lora_trains_in_sft_trainer(run, callback, tmp_path):
     trainer.train()
     row = trainer.state.log_history[0]
     assert row["brevact/plain_mib"] > 3 * row["brevact/saved_mib"] > 0
+
+
+def test_a_loss_behind_the_model_is_computed_in_its_region(run, callback, tmp_path):
+    """By label smoothing the trainer computes the loss itself, of the logits of the model."""
+    seen = []
+
+    class Smoother:
+        def __call__(self, outputs, labels, **options):
+            seen.append(current_region() is not None)
+            return torch.nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    class Look(run.transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            joined[0]._trainer().label_smoother = Smoother()
+
+    joined = [callback("StochBackward4bit", memory=False)]
+    trainer = run.trained(tmp_path, Look(), joined, label_smoothing_factor=0.1)
+    assert seen and all(seen)
+    assert "compute_loss" not in vars(trainer)
