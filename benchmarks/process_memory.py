@@ -34,7 +34,7 @@ _STATM = Path("/proc/self/statm")
 _LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 _GLIBC = {
     "glibc": _LARGE_PAGES,
-    "glibc-learning": {**_LARGE_PAGES, "BREVACT_MALLOPT": "0"},
+    "glibc-learning": {**_LARGE_PAGES, "MALLOC_MMAP_MAX_": "65536"},  # as by default: it says that the user decides
     "glibc-small-pages": {"THP_MEM_ALLOC_ENABLE": "0"},
     "glibc-mapped": {**_LARGE_PAGES, "MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**28)},
 }

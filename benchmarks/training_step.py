@@ -31,7 +31,7 @@ import brevact
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
 from benchmarks.training_case import gpt2
-from brevact.heap import keep_free_memory
+from brevact.heap import tune_heap
 from recipes.models import resnet50
 from recipes.models.efficientnetv2 import SIZES, efficientnetv2
 from recipes.policy_names import named_policy
@@ -129,7 +129,7 @@ def _kept_bytes(sizes: tuple[str, int, int], policy: str) -> int:
 def _load(sizes: tuple[str, int, int], policy: str, keeps_memory: bool) -> tuple[int, int | None]:
     """Build the model of a policy, and its optimizer; its parameters, and the growth of the process by what is kept."""
     if keeps_memory:
-        keep_free_memory()
+        tune_heap()
     model, _, loss = _make(sizes, policy)
     _Loaded.forward = functools.partial(loss, model)
     _Loaded.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

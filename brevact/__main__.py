@@ -1,4 +1,4 @@
-"""``python -m brevact doctor`` and ``python -m brevact report MODEL``."""
+"""``python -m brevact doctor``, ``python -m brevact report MODEL`` and ``python -m brevact run SCRIPT``."""
 
 import sys
 

@@ -9,6 +9,7 @@ from brevact.bit_widths.adaptive import Adaptive as Adaptive
 from brevact.bit_widths.fit import fit as fit
 from brevact.bit_widths.spec import PolicySpec as PolicySpec
 from brevact.bit_widths.spec import parse_policy as parse_policy
+from brevact.heap import set_heap_tuning as set_heap_tuning
 from brevact.injectors.leaves import *
 from brevact.policy.attach import backward_quant as backward_quant
 from brevact.policy.attach import quantize_backward as quantize_backward

@@ -1,22 +1,25 @@
-"""The heap while activations are packed: a part of what a step frees serves the next one.
+"""The heap while activations are packed: what is not stored must not stay resident.
 
 glibc takes tensors from its heap up to a size that it learns from those it has freed, 32 MiB at most; larger ones it
 maps by themselves. When more is free at the end of the heap than it has learned to keep, 64 MiB at most, it returns all
-of it, and each step of a training run faults it in again, page by page. With packed activations little of a process
-lives long, and what is free at the end of the heap is in use again soon.
+of it, and each step of a training run faults it in again, page by page. So both sizes are set when the first activation
+on the CPU is about to be packed by kernels: up to 128 MiB that are free at the end of the heap stay, and tensors from
+32 MiB on are mapped, and returned as soon as they are freed, unless free memory of the heap holds them.
 
-So both sizes are set when the first activation on the CPU is about to be packed by kernels: up to 128 MiB that are free
-at the end of the heap stay, and tensors from 32 MiB on are mapped, and returned as soon as they are freed, unless free
-memory of the heap holds them. Mapping smaller ones would leave fewer gaps, but a step would fault them in again: from
-8 MiB on, that costs ResNet-50 on images of 224x224 a fifth of a step.
+In between, freed activations do not always serve the next ones. PyTorch asks for aligned blocks; glibc looks for a
+free block that is larger than what was asked, and hands the rest back as small pieces, which other requests take. A
+block that an activation leaves is then too small for the next one, and the heap grows. So the process is looked at
+whenever kernels have passed over 4 million elements: where more is resident than was ever in use, and 256 MiB, what is
+free inside of the heap is returned to the system (`malloc_trim`).
 
-The heap is left as it is where the environment says so: `BREVACT_MALLOPT=0`, or settings of glibc's own that concern
-these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is overridden. Other
-allocators and other systems are left alone.
+`set_heap_tuning(False)` turns both off, and so do settings of glibc's own in the environment that concern these sizes
+(`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is overridden. Other allocators
+and other systems are left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -24,16 +27,97 @@ import os
 import platform
 from collections.abc import Mapping
 
-VARIABLE = "BREVACT_MALLOPT"
 SMALLEST_MAPPED = 32 << 20
 """Bytes from which a tensor is mapped by itself, if free memory of the heap does not hold it."""
 
 MOST_KEPT = 128 << 20
 """Bytes that may be free at the end of the heap."""
 
+LOOKED_AFTER = 4 << 20
+"""Elements of activations that kernels pack or decode between two looks at the process."""
+
+MOST_FREE = 256 << 20
+"""Bytes of the heap that may be free and resident where it is larger than what was ever in use."""
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 _log = logging.getLogger("brevact")
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of <malloc.h>."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
+            "keepcost",
+        )
+    )
+
+
+class _Heap:
+    """What is free and resident in the heap of this process, and its return to the system.
+
+    An AttributeError or an OSError says that it cannot be known: glibc before 2.33, or no /proc.
+    """
+
+    def __init__(self, libc: ctypes.CDLL) -> None:
+        self._info, self._trim = libc.mallinfo2, libc.malloc_trim
+        self._info.restype = _Mallinfo
+        self._trim.argtypes, self._trim.restype = (ctypes.c_size_t,), ctypes.c_int
+        self._statm = open("/proc/self/statm", "rb", buffering=0)
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._process = os.getpid()
+        self._beside = self._resident() - self._in_use()
+        self._most_in_use = 0
+
+    def _resident(self) -> int:
+        self._statm.seek(0)
+        return int(self._statm.read().split()[1]) * self._page
+
+    def _in_use(self) -> int:
+        info = self._info()
+        return info.uordblks + info.hblkhd
+
+    def look(self) -> None:
+        """Return free memory to the system, if the process is larger than it was ever used for."""
+        if self._process != os.getpid():  # of a fork, whose file tells of the other process
+            self._statm = open("/proc/self/statm", "rb", buffering=0)
+            self._process = os.getpid()
+        in_use = self._in_use()
+        self._most_in_use = max(self._most_in_use, in_use)
+        if self._resident() - self._beside > self._most_in_use + MOST_FREE:
+            self._trim(MOST_KEPT)
+
+
+class _Tuning:
+    """What this process does to its heap."""
+
+    is_on = True
+    passed = 0
+    heap: _Heap | None = None
+
+
+def set_heap_tuning(enabled: bool) -> None:
+    """Let the package tune the heap of the process, as it does by default, or leave the heap alone.
+
+    The heap is glibc's; other allocators (`LD_PRELOAD`, musl, macOS) are never touched. Call it before the first
+    training step: sizes that are set stay.
+
+    >>> import brevact
+    >>> brevact.set_heap_tuning(False)
+    >>> brevact.set_heap_tuning(True)
+
+    Args:
+        enabled: False sets no sizes (`mallopt`) and returns no free memory to the system (`malloc_trim`).
+
+    Raises:
+        TypeError: `enabled` is no bool.
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: got {enabled!r} of type {type(enabled).__name__}; accepted are True and False")
+    _Tuning.is_on = enabled
 
 
 def is_left_alone(environment: Mapping[str, str]) -> bool:
@@ -42,16 +126,29 @@ def is_left_alone(environment: Mapping[str, str]) -> bool:
     Args:
         environment: variables by name.
     """
-    return (
-        environment.get(VARIABLE) == "0"
-        or any(name in environment for name in _SETTINGS)
-        or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
-    )
+    return any(name in environment for name in _SETTINGS) or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
+
+
+def note_passed(elements: int) -> None:
+    """Take note of elements that a kernel packs or decodes, and look at the process now and then.
+
+    Args:
+        elements: their number.
+    """
+    _Tuning.passed += elements
+    if _Tuning.passed >= LOOKED_AFTER:
+        _Tuning.passed = 0
+        if _Tuning.heap is not None and _Tuning.is_on:
+            _Tuning.heap.look()
+
+
+def tune_heap() -> bool:
+    """Set both sizes, once in a process, unless that is turned off; return whether they are set."""
+    return _Tuning.is_on and _tune()
 
 
 @functools.cache
-def keep_free_memory() -> bool:
-    """Set both sizes, once in a process; return whether they were set."""
+def _tune() -> bool:
     if platform.libc_ver()[0] != "glibc" or is_left_alone(os.environ):
         return False
     try:
@@ -62,9 +159,12 @@ def keep_free_memory() -> bool:
     except (AttributeError, OSError):
         return False
     if done:
+        with contextlib.suppress(AttributeError, OSError):
+            _Tuning.heap = _Heap(libc)
         _log.info(
-            "glibc keeps up to %d MiB of the heap, and maps tensors from %d MiB on; %s=0 leaves it alone",
-            *(MOST_KEPT >> 20, SMALLEST_MAPPED >> 20, VARIABLE),
+            "glibc keeps up to %d MiB of the heap, maps tensors from %d MiB on, and returns what more is free; "
+            "brevact.set_heap_tuning(False) leaves it alone",
+            *(MOST_KEPT >> 20, SMALLEST_MAPPED >> 20),
         )
     return done
 

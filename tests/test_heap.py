@@ -11,7 +11,7 @@ import pytest
 
 from brevact import heap
 
-OURS = ("BREVACT_MALLOPT", "GLIBC_TUNABLES", "LD_PRELOAD")
+OURS = ("GLIBC_TUNABLES", "LD_PRELOAD")
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 #: Prints whether 9 MiB lie on the heap, and 33 and 20 once an activation is packed; glibc by itself learns of the 9.
 CODE = """
@@ -47,7 +47,7 @@ def test_the_first_packed_tensor_lets_all_but_large_ones_lie_on_the_heap():
 @glibc
 @pytest.mark.parametrize(
     ("environment", "is_on_heap"),
-    [({"BREVACT_MALLOPT": "0"}, "False"), ({"MALLOC_MMAP_THRESHOLD_": "67108864"}, "True")],
+    [({"MALLOC_MMAP_MAX_": "65536"}, "False"), ({"MALLOC_MMAP_THRESHOLD_": "67108864"}, "True")],
 )
 def test_what_the_user_has_set_stays(environment: dict[str, str], is_on_heap: str):
     assert run(**environment) == [is_on_heap] * 3
@@ -86,7 +86,7 @@ def test_what_cannot_be_set_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr(heap.ctypes, "CDLL", missing)
     monkeypatch.setattr(heap, "is_left_alone", lambda environment: False)
     with caplog.at_level("INFO", "brevact"):
-        assert not heap.keep_free_memory.__wrapped__()
+        assert not heap._tune.__wrapped__()
     assert not caplog.records
 
 
@@ -94,8 +94,6 @@ def test_what_cannot_be_set_is_left_alone(monkeypatch, caplog):
     ("environment", "is_left_alone"),
     [
         ({}, False),
-        ({"BREVACT_MALLOPT": "1"}, False),
-        ({"BREVACT_MALLOPT": "0"}, True),
         ({"MALLOC_TOP_PAD_": "1"}, True),
         ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, True),
         ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}, False),
@@ -103,3 +101,47 @@ def test_what_cannot_be_set_is_left_alone(monkeypatch, caplog):
 )
 def test_which_environments_decide(environment: dict[str, str], is_left_alone: bool):
     assert heap.is_left_alone(environment) == is_left_alone
+
+
+@glibc
+def test_one_call_leaves_the_heap_alone():
+    assert run("import brevact; brevact.set_heap_tuning(False)" + CODE) == ["False"] * 3
+
+
+def test_the_call_takes_a_bool():
+    with pytest.raises(TypeError, match="enabled: got 1 of type int; accepted are True and False"):
+        heap.set_heap_tuning(1)
+
+
+#: Prints the MiB that are resident when activations between small blocks that live on were freed, before and after as
+#: many bytes are packed as it takes to look.
+GAPS = """
+import torch, brevact
+from brevact import heap
+from torch import nn
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+net, x = brevact.quantize_backward(nn.Linear(512, 512), brevact.StochBackward4bit), torch.randn(2048, 512)
+net(x).sum().backward()
+brevact.set_heap_tuning(TUNED)
+start, tensors, between = resident(), [], []
+for _ in range(160):
+    tensors.append(torch.ones(4 << 20, dtype=torch.uint8))
+    between.append(torch.ones(700 << 10, dtype=torch.uint8))
+tensors.clear()
+freed = resident() - start
+for _ in range(heap.LOOKED_AFTER // x.numel() + 1):
+    net(x * 1).sum().backward()
+print(freed, resident() - start)
+"""
+
+
+@glibc
+def test_free_memory_inside_of_the_heap_is_returned():
+    kept = float(run(GAPS.replace("TUNED", "True"))[1])
+    left = float(run(GAPS.replace("TUNED", "False"))[1])
+    # Of 640 MiB in the gaps; what is returned begins at the bound, and leaves the small blocks and a step's tensors.
+    assert kept < 640 / 2 < left

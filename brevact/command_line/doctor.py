@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from torch import nn
 
 from brevact.command_line.bytes_of_kernels import differing, kernels_of
+from brevact.command_line.launcher import allocator_in_use
 from brevact.cpu_kernels.libraries import LINKERS, folders, writable_folder
 from brevact.policy.attach import quantize_backward
 from brevact.reports.memory import memory_report
@@ -149,6 +150,11 @@ def _memory() -> Iterator[Finding]:
         yield Finding(NOTE, "no huge pages: decoding large tensors takes longer", f"echo madvise > {path}, as root")
     else:
         yield Finding(OK, f"{torch.get_num_threads()} threads; huge pages: {chosen}")
+    allocator = allocator_in_use()
+    if allocator:
+        yield Finding(OK, f"memory of the process: {allocator}")
+    elif platform.libc_ver()[0] == "glibc":
+        yield Finding(NOTE, "memory of the process: glibc, whose heap keeps gaps", "python -m brevact run SCRIPT ...")
     if torch.cuda.is_available():
         settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "its defaults"
         yield Finding(OK, f"torch's allocator on the GPU: {settings}")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from brevact.command_line.doctor import doctor
+from brevact.command_line.launcher import ALLOCATORS, run
 from brevact.command_line.model_report import report
 from brevact.version import __version__
 
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "doctor":
         return doctor()
     try:
+        if options.command == "run":
+            run(options.program, is_module=options.module, allocator=options.allocator)
         print(report(options))
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -60,4 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     found.add_argument("--plot", metavar="FILE", help="write the bytes of the layers as a picture, such as memory.png")
     found.add_argument("--csv", metavar="FILE", help="write a line a layer")
     found.add_argument("--explain", action="store_true", help="add how each op of each layer stores its tensors")
+    words = "run a Python program with an allocator whose freed memory serves again: a lower peak of the process"
+    found = commands.add_parser("run", help=words, description=words, epilog="Exit status: the program's.")
+    found.add_argument(
+        "--allocator", default="auto", help=f"auto, none, {', '.join(ALLOCATORS)} or a path (default: auto)"
+    )
+    found.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
+    found.add_argument("program", metavar="PROGRAM", nargs=argparse.REMAINDER, help="a script, and its arguments")
     return parser

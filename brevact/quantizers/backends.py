@@ -21,7 +21,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from brevact.heap import keep_free_memory
+from brevact.heap import tune_heap
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
             stacklevel=2,
         )
         return None
-    keep_free_memory()
+    tune_heap()
     return found
 
 

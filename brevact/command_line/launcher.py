@@ -1,0 +1,89 @@
+"""``python -m brevact run SCRIPT ...``: a program in a process whose freed memory serves again.
+
+PyTorch's tensors leave gaps in glibc's heap that the next ones do not fit into (`brevact.heap`); other allocators have
+none. They must be there when a process starts. As `torch.backends.xeon.run_cpu` does, this sets the environment and
+becomes the program: arguments, signals and exit status are the program's own.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+#: Libraries by the names that a command line gives them, the best one first.
+ALLOCATORS = {"mimalloc": "mimalloc", "jemalloc": "jemalloc", "tcmalloc": "tcmalloc_minimal"}
+_FIX = (
+    "pip install '.[run]' in a checkout of brevact, which has mimalloc for Linux, or the system's package, such as "
+    "libmimalloc2.0; or --allocator PATH, a shared library; or --allocator none"
+)
+
+
+def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
+    """Become a Python program.
+
+    Args:
+        program: path of a script, or the name of a module, and its arguments.
+        is_module: whether it is the name of a module, as behind `python -m`.
+        allocator: key of `ALLOCATORS`, path of a shared library, "auto" for the first one that is found, or "none".
+
+    Raises:
+        OSError: there is no such script.
+        ValueError: there is no such allocator here, or no program.
+    """
+    if not program:
+        raise ValueError("PROGRAM: got none; accepted is a script and its arguments: python -m brevact run train.py")
+    if not is_module and not Path(program[0]).is_file():
+        raise FileNotFoundError(f"PROGRAM {program[0]}: no such file; a module is run by -m: run -m {program[0]}")
+    environment = environment_of(allocator, os.environ)
+    arguments = [sys.executable, *(["-m"] if is_module else []), *program]
+    sys.stdout.flush()
+    os.execve(sys.executable, arguments, environment)
+
+
+def environment_of(allocator: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a process starts with an allocator, before what is loaded there already.
+
+    A ValueError says that the allocator is not here.
+    """
+    found = {**environment, "THP_MEM_ALLOC_ENABLE": environment.get("THP_MEM_ALLOC_ENABLE", "1")}
+    if allocator == "none":
+        return found
+    if sys.platform != "linux":
+        raise ValueError(f"--allocator {allocator}: known on Linux only, not on {sys.platform}; accepted is none")
+    library = _first_library() if allocator == "auto" else library_of(allocator)
+    if library is None:
+        names = ", ".join(ALLOCATORS)
+        raise ValueError(f"--allocator {allocator}: found no shared library (looked for {names}); {_FIX}")
+    return {**found, "LD_PRELOAD": " ".join(filter(None, (library, environment.get("LD_PRELOAD"))))}
+
+
+def _first_library() -> str | None:
+    return next((found for name in ALLOCATORS if (found := library_of(name))), None)
+
+
+def library_of(allocator: str) -> str | None:
+    """Return the shared library of an allocator, as LD_PRELOAD takes it; None if there is none here."""
+    if allocator not in ALLOCATORS:
+        return str(Path(allocator).resolve()) if Path(allocator).is_file() else None
+    if allocator == "mimalloc":
+        try:
+            files = metadata.files("cmeel-mimalloc") or []
+        except metadata.PackageNotFoundError:
+            files = []
+        for file in files:
+            if file.name == "libmimalloc.so":
+                return str(Path(str(file.locate())).resolve())
+    return ctypes.util.find_library(ALLOCATORS[allocator])
+
+
+def allocator_in_use() -> str:
+    """Return the name of the allocator that this process was started with; "" for the C library's own."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return next((name for name, library in ALLOCATORS.items() if f"lib{library}" in maps), "")

@@ -1,0 +1,78 @@
+"""`python -m brevact run`: the environment of a program, its arguments and its exit status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from brevact.command_line.launcher import ALLOCATORS, environment_of, library_of
+from brevact.command_line.main import main
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
+SCRIPT = "import os, sys; print(sys.argv[1:], os.environ.get('LD_PRELOAD', '')); sys.exit(int(sys.argv[1]))"
+
+
+def launched(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "brevact", "run", *arguments], capture_output=True, text=True)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@linux
+def test_a_program_gets_its_arguments_and_gives_its_exit_status(script):
+    done = launched("--allocator", "none", script, "7", "--flag", "-m")
+    assert (done.returncode, done.stdout) == (7, "['7', '--flag', '-m'] \n")
+
+
+@linux
+def test_a_module_runs_as_behind_m():
+    done = launched("--allocator", "none", "-m", "json.tool", "--help")
+    assert done.returncode == 0 and "json.tool" in done.stdout
+
+
+@linux
+def test_a_signal_ends_the_program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    assert launched("--allocator", "none", str(path)).returncode == -signal.SIGTERM
+
+
+@linux
+def test_a_library_is_loaded_before_others(script, tmp_path):
+    library = tmp_path / "libother.so"
+    library.touch()
+    assert environment_of(str(library), {})["LD_PRELOAD"] == str(library)
+    assert environment_of(str(library), {"LD_PRELOAD": "before.so"})["LD_PRELOAD"] == f"{library} before.so"
+    assert environment_of("none", {"THP_MEM_ALLOC_ENABLE": "0"}) == {"THP_MEM_ALLOC_ENABLE": "0"}
+
+
+@linux
+@pytest.mark.parametrize("name", ALLOCATORS)
+def test_an_allocator_that_is_here_runs_programs(name, script):
+    if library_of(name) is None:
+        assert "found no shared library" in launched("--allocator", name, script, "0").stderr
+        return
+    done = launched("--allocator", name, script, "0")
+    assert done.returncode == 0 and ALLOCATORS[name] in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "PROGRAM: got none"),
+        (["missing.py"], "PROGRAM missing.py: no such file"),
+        (["--allocator", "nothing", __file__], "--allocator nothing: found no shared library"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments, message, capsys):
+    assert main(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err
