@@ -9,7 +9,6 @@ from brevact.bit_widths.adaptive import Adaptive as Adaptive
 from brevact.bit_widths.fit import fit as fit
 from brevact.bit_widths.spec import PolicySpec as PolicySpec
 from brevact.bit_widths.spec import parse_policy as parse_policy
-from brevact.heap import set_heap_tuning as set_heap_tuning
 from brevact.injectors.leaves import *
 from brevact.policy.attach import backward_quant as backward_quant
 from brevact.policy.attach import quantize_backward as quantize_backward
@@ -35,6 +34,7 @@ from brevact.quantizers import SampleWeights as SampleWeights
 from brevact.quantizers import SignMagnitudeQuantizer as SignMagnitudeQuantizer
 from brevact.quantizers import UniformQuantizer as UniformQuantizer
 from brevact.quantizers import WeibullQuantizer as WeibullQuantizer
+from brevact.quantizers.heap_tuning import set_heap_tuning as set_heap_tuning
 from brevact.reports.gradient_table import GradientReport as GradientReport
 from brevact.reports.gradients import gradient_report as gradient_report
 from brevact.reports.memory import MemoryReport as MemoryReport

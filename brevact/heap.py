@@ -12,9 +12,9 @@ block that an activation leaves is then too small for the next one, and the heap
 whenever kernels have passed over 4 million elements: where more is resident than was ever in use, and 256 MiB, what is
 free inside of the heap is returned to the system (`malloc_trim`).
 
-`set_heap_tuning(False)` turns both off, and so do settings of glibc's own in the environment that concern these sizes
-(`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is overridden. Other allocators
-and other systems are left alone.
+`brevact.set_heap_tuning(False)` turns both off, and so do settings of glibc's own in the environment that concern
+these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is overridden. Other
+allocators and other systems are left alone.
 """
 
 from __future__ import annotations
@@ -91,33 +91,12 @@ class _Heap:
             self._trim(MOST_KEPT)
 
 
-class _Tuning:
+class Tuning:
     """What this process does to its heap."""
 
     is_on = True
     passed = 0
     heap: _Heap | None = None
-
-
-def set_heap_tuning(enabled: bool) -> None:
-    """Let the package tune the heap of the process, as it does by default, or leave the heap alone.
-
-    The heap is glibc's; other allocators (`LD_PRELOAD`, musl, macOS) are never touched. Call it before the first
-    training step: sizes that are set stay.
-
-    >>> import brevact
-    >>> brevact.set_heap_tuning(False)
-    >>> brevact.set_heap_tuning(True)
-
-    Args:
-        enabled: False sets no sizes (`mallopt`) and returns no free memory to the system (`malloc_trim`).
-
-    Raises:
-        TypeError: `enabled` is no bool.
-    """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"enabled: got {enabled!r} of type {type(enabled).__name__}; accepted are True and False")
-    _Tuning.is_on = enabled
 
 
 def is_left_alone(environment: Mapping[str, str]) -> bool:
@@ -135,16 +114,16 @@ def note_passed(elements: int) -> None:
     Args:
         elements: their number.
     """
-    _Tuning.passed += elements
-    if _Tuning.passed >= LOOKED_AFTER:
-        _Tuning.passed = 0
-        if _Tuning.heap is not None and _Tuning.is_on:
-            _Tuning.heap.look()
+    Tuning.passed += elements
+    if Tuning.passed >= LOOKED_AFTER:
+        Tuning.passed = 0
+        if Tuning.heap is not None and Tuning.is_on:
+            Tuning.heap.look()
 
 
 def tune_heap() -> bool:
     """Set both sizes, once in a process, unless that is turned off; return whether they are set."""
-    return _Tuning.is_on and _tune()
+    return Tuning.is_on and _tune()
 
 
 @functools.cache
@@ -160,7 +139,7 @@ def _tune() -> bool:
         return False
     if done:
         with contextlib.suppress(AttributeError, OSError):
-            _Tuning.heap = _Heap(libc)
+            Tuning.heap = _Heap(libc)
         _log.info(
             "glibc keeps up to %d MiB of the heap, maps tensors from %d MiB on, and returns what more is free; "
             "brevact.set_heap_tuning(False) leaves it alone",

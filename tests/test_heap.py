@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import brevact
 from brevact import heap
 
 OURS = ("GLIBC_TUNABLES", "LD_PRELOAD")
@@ -110,13 +111,14 @@ def test_one_call_leaves_the_heap_alone():
 
 def test_the_call_takes_a_bool():
     with pytest.raises(TypeError, match="enabled: got 1 of type int; accepted are True and False"):
-        heap.set_heap_tuning(1)
+        brevact.set_heap_tuning(1)
 
 
 #: Prints the MiB that are resident when activations between small blocks that live on were freed, before and after as
 #: many bytes are packed as it takes to look.
 GAPS = """
 import torch, brevact
+import brevact
 from brevact import heap
 from torch import nn
 
