@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from brevact.autograd.seeds import seeded
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
-from brevact.reports.in_place import uncompiled
+from brevact.reports.in_place import put_back, uncompiled
 
 #: Gradients of parameters, in their order.
 Gradients = Sequence[Tensor]
@@ -44,11 +44,9 @@ def gradients(model: nn.Module, batch: Any, loss: Loss, seed: int, quantization:
             with _gradients_kept(_leaves_beside(value, model)):
                 value.backward()
     finally:
-        with torch.no_grad():
-            for module, name, buffer, old in before:
-                module._buffers[name] = buffer
-                if not torch.equal(buffer, old):  # norms of torch's change theirs behind the version's back
-                    buffer.copy_(old)
+        for module, name, buffer, old in before:
+            module._buffers[name] = buffer
+            put_back(buffer, old)
     found = [p.grad for p in model.parameters() if p.requires_grad]
     if all(grad is None for grad in found):
         raise ValueError(

@@ -144,18 +144,22 @@ class _State:
         for generator, state in self._generators:
             generator.set_state(state)
         for x, grad, trains, values, version in self._tensors:
-            if values is not None and _differs(x, values, version):
-                with torch.no_grad():
-                    x.copy_(values)
+            # The version counter does not see `x.data`, nor what batch norms write.
+            if values is not None and (x.layout is torch.strided or x._version != version):
+                put_back(x, values)
             if x.requires_grad is not trains:
                 x.requires_grad_(trains)
             if x.grad is not grad:
                 x.grad = grad
 
 
-def _differs(x: Tensor, values: Tensor, version: int) -> bool:
-    """Whether a tensor has changed, perhaps behind its version counter's back: by ``x.data``, or in a batch norm."""
-    return x._version != version or (x.layout is torch.strided and not torch.equal(x, values))
+def put_back(x: Tensor, values: Tensor) -> None:
+    """Give a tensor the sizes and values that it had, if it has others."""
+    with torch.no_grad():
+        if x.shape != values.shape:  # observers of torch.ao resize theirs
+            x.resize_(values.shape)
+        if x.layout is not torch.strided or not torch.equal(x, values):
+            x.copy_(values)
 
 
 def _holds_state(value: Any) -> bool:

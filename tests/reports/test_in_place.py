@@ -13,6 +13,7 @@ import pytest
 import torch
 from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat
 from torch import Tensor, nn
+from torch.ao.quantization import default_fused_per_channel_wt_fake_quant
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
@@ -91,6 +92,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "moves a target": Averaged,
     "collects statistics": collecting,
     "lstm": lstm,
+    "observes channels": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), default_fused_per_channel_wt_fake_quant()),
 }
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
@@ -145,9 +147,13 @@ def same(a: Any, b: Any) -> bool:
 
 
 def trained(name: str) -> nn.Module:
-    """A model that has taken a step, with gradients that are there."""
+    """A model with gradients that are there: it has taken a step, unless its first one is to be restored."""
     torch.manual_seed(0)
     model = MODELS[name]()
+    if name == "observes channels":
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        return model
     loss(model, BATCHES[0]).backward()
     return model
 

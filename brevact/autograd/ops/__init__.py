@@ -34,6 +34,7 @@ from brevact.autograd.ops import (
     scattering,
     selections,
     smooth,
+    torch_fake_quantization,
     vector_norms,
 )
 from brevact.autograd.ops.norm import calls as norms
@@ -64,6 +65,7 @@ OPS: tuple[Op, ...] = (
     *scattering.OPS,
     *moves.OPS,
     *elementwise.OPS,
+    *torch_fake_quantization.OPS,
     *harmless.OPS,
     *metadata.OPS,
 )

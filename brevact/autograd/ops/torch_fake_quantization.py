@@ -1,0 +1,107 @@
+"""Fake quantization by torch's own ops, as the modules of ``torch.ao`` and ``torchao`` call them.
+
+y = (clip(round(x / s) + z, q_min, q_max) - z) s. Torch keeps a mask of what was clipped, which takes a bit an element.
+Whoever keeps y keeps the integers, in as many bits as their range needs (``known_values``): the gradients are torch's
+to the last bit. Source: torch.fake_quantize_per_tensor_affine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import known_values
+from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.ops.op import EXACT, Op, Saves, Stored
+from brevact.quantizers import Layout, is_traced
+
+
+def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
+    """Return a scale or a zero point as a float32 tensor that broadcasts to the result, as it is now."""
+    found = torch.as_tensor(statistic, device=out.device).detach().to(torch.float32, copy=True)
+    if axis is None:
+        return found.reshape(())
+    return found.view([-1 if dim == axis % out.dim() else 1 for dim in range(out.dim())])
+
+
+def _remember(out: Tensor, scale: Any, zero_point: Any, axis: int | None, low: int, high: int) -> None:
+    """Let whoever keeps the result keep its integers."""
+    s, z = _along(axis, scale, out), _along(axis, zero_point, out)
+    q = (out.detach() / s).round_().add_(z)
+    decoder = known_values.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, 1, out.nbytes)
+    known_values.register(out, decoder.encode(q, z, s), decoder)
+
+
+def _run(region: EagerKeeper, call: Callable[[Tensor], Tensor], input: Any, low: Any, high: Any) -> Any:
+    """Run torch's op, whose mask hooks keep in bits; NotImplemented where nothing is to be known of its result."""
+    if not (region.packs_input(input) and input.requires_grad and input.dtype is torch.float32):
+        return NotImplemented
+    if is_traced(input) or input.numel() < max(region.settings.min_numel, 1) or region.is_weight(input):
+        return NotImplemented
+    if not (isinstance(low, int) and isinstance(high, int) and 0 < high - low < 256):
+        return NotImplemented
+    runner = region.torch_runner(input)
+    return NotImplemented if runner is None else runner.run_torch_function(call, input, None)
+
+
+def _per_tensor(
+    region: EagerKeeper, func: Callable, input: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int
+) -> Any:
+    out = _run(region, lambda x: func(x, scale, zero_point, quant_min, quant_max), input, quant_min, quant_max)
+    if out is not NotImplemented:
+        _remember(out, scale, zero_point, None, quant_min, quant_max)
+    return out
+
+
+def _per_channel(
+    region: EagerKeeper,
+    func: Callable,
+    input: Any,
+    scale: Any,
+    zero_point: Any,
+    axis: int,
+    quant_min: int,
+    quant_max: int,
+) -> Any:
+    out = _run(region, lambda x: func(x, scale, zero_point, axis, quant_min, quant_max), input, quant_min, quant_max)
+    if out is not NotImplemented:
+        _remember(out, scale, zero_point, axis, quant_min, quant_max)
+    return out
+
+
+def _fused(
+    region: EagerKeeper,
+    func: Callable,
+    x: Any,
+    observer_on: Tensor,
+    fake_quant_on: Tensor,
+    running_min: Tensor,
+    running_max: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    averaging_const: float,
+    quant_min: int,
+    quant_max: int,
+    ch_axis: int,
+    per_row_fake_quant: bool = False,
+    symmetric_quant: bool = False,
+) -> Any:
+    """Observe, and quantize by the scale of now, which the op itself writes."""
+    others = (observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const)
+    others += (quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant)
+    is_on = isinstance(fake_quant_on, Tensor) and fake_quant_on.is_cpu and bool(fake_quant_on)
+    out = _run(region, lambda x: func(x, *others), x, quant_min, quant_max) if is_on else NotImplemented
+    if out is not NotImplemented:
+        _remember(out, scale, zero_point, ch_axis if per_row_fake_quant else None, quant_min, quant_max)
+    return out
+
+
+_STORED = Stored("fake quantization of torch.ao", "the integers that it returns, exactly, and a mask", EXACT)
+OPS = (
+    Op((torch.fake_quantize_per_tensor_affine,), _per_tensor, _STORED),
+    Op((torch.fake_quantize_per_channel_affine,), _per_channel, _STORED),
+    Op((torch.fused_moving_avg_obs_fake_quant,), _fused, _STORED, saves=Saves.PLACES),
+)
