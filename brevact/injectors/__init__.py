@@ -12,7 +12,6 @@ import types
 import typing
 
 from brevact.injectors import forward_quantizers as forward_quantizers  # makes Brevitas' quantizers ask for a region
-from brevact.injectors import moved as moved  # lets pickles of earlier versions load
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
 from brevact.injectors import stock_layers as stock_layers  # gives Brevitas' layers the slot act_quant=
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQuantizer

@@ -1,6 +1,5 @@
 """Activation quantizers: a float tensor to a `PackedActivation` and back. Needs torch only."""
 
-from brevact.quantizers import moved as moved  # lets pickles of earlier versions load
 from brevact.quantizers import ops as ops
 from brevact.quantizers.bits import mask_multiply, masked_fill_, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer

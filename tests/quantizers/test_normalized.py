@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brevact.quantizers import NormalizedFormat, NormalizedQuantizer, Rounding, normalized
+from brevact.quantizers import NormalizedFormat, NormalizedQuantizer, Rounding
+from brevact.quantizers.formats.normalized import quantizer as normalized
 
 
 def _sign(x: Tensor) -> Tensor:
