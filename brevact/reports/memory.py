@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import GeneratorType
@@ -36,7 +36,9 @@ GENERATOR = (
 NO_LOSS = "The loss is not in this: memory_report(model, batch, loss) measures a step with it."
 
 
-def memory_report(model: nn.Module, batch: Any, loss: Loss | None = None) -> MemoryReport:
+def memory_report(
+    model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any], loss: Loss | None = None
+) -> MemoryReport:
     """Measure what one training forward pass of a model stores for backward, each storage once.
 
     Runs the model on the batch twice, as it is and with its backward quantizers switched off, and adds up the
