@@ -48,25 +48,28 @@ def keep_signs(out: Tensor) -> Saved:
 
 def offer_mask(out: Tensor, stored: SavedByHook) -> None:
     """Let an output know what holds its mask."""
-    entry = weakref.ref(stored), out._version, out.shape, out.stride(), out.storage_offset()
+    entry = weakref.ref(stored), out._version, out.dtype, (out.shape, out.stride(), out.storage_offset())
     out.untyped_storage().__dict__[_MASKED] = entry
 
 
 def give_up_mask(x: Tensor, outer: tuple[Callable, Callable] | None) -> None:
-    """Let a rectifier, of whose output ``x`` is kept as it is, keep that as well, and no mask.
+    """Let a rectifier, of whose output ``x``, or a view of it, is kept as it is, keep that as well, and no mask.
 
     ``outer`` are the hooks around the region.
     """
     if x.is_inference() or x.layout is not torch.strided:
         return
-    entry = x.untyped_storage().__dict__.pop(_MASKED, None)
+    known = x.untyped_storage().__dict__
+    entry = known.get(_MASKED)
     if entry is None:
         return
-    reference, version, *place = entry
+    reference, version, dtype, place = entry
     stored = reference()
-    if stored is None or version != x._version or place != [x.shape, x.stride(), x.storage_offset()]:
+    if stored is None or version != x._version or dtype is not x.dtype:
         return
+    del known[_MASKED]
+    out = x.detach().as_strided(*place)  # of which x may be a view: all of the storage is kept
     if storage_report.recorders:
         storage_report.withdraw(stored.handles)
-        storage_report.report_saved(((x,), AS_IT_IS), storage_report.EXACT_POLICY)
-    stored.fill(((x.detach(),), AS_IT_IS), outer)
+        storage_report.report_saved(((out,), AS_IT_IS), storage_report.EXACT_POLICY)
+    stored.fill(((out,), AS_IT_IS), outer)

@@ -26,6 +26,11 @@ class Residual(nn.Module):
         return self.last(x + self.branch(x))
 
 
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
 class Rectified(nn.Module):
     """The outputs of a recurrent layer, rectified."""
 
@@ -83,6 +88,15 @@ READ_AGAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: nn.Sequential(*convolutions(3, nn.ReLU), nn.Conv2d(16, 8, 1)),
         MAP,
     ),
+    "flattened": (
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16384, 8)),
+        MAP,
+    ),
+    "viewed": (lambda: perceptron(nn.ReLU(), nn.Unflatten(0, (4, 32))), ROWS),
+    "transposed": (
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), Transposed(), nn.Conv1d(64, 8, 1)),
+        SEQUENCE,
+    ),
     "leaky relu in place": (lambda: inverted_residual(lambda: nn.LeakyReLU(0.1, True)), MAP),
     "perceptron": (lambda: perceptron(nn.ReLU()), ROWS),
     "transformer without dropout": (
@@ -119,6 +133,15 @@ def relu_net() -> nn.Sequential:
 
 def gradients(model: nn.Module, x: Tensor, **options: bool) -> list[Tensor]:
     return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters()), **options))
+
+
+@pytest.mark.parametrize("net", READ_AGAIN)
+def test_gradients_are_those_of_torch_where_layers_read_each_rectifier(net):
+    make, shape = READ_AGAIN[net]
+    model, x = make(), torch.randn(shape)
+    expected = gradients(model, x)
+    brevact.quantize_backward(model, LosslessBackward.let(min_numel=0))
+    assert all(map(torch.equal, gradients(model, x), expected))
 
 
 @pytest.mark.parametrize("shape", [(32, 64), (4, 8, 64)])
