@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.csv:
         append_rows(rows, options.csv)
     if options.markdown:
-        options.markdown.write_text(markdown(rows), encoding="utf-8")
+        options.markdown.write_text(markdown(rows) + _other_fields(options.markdown), encoding="utf-8")
 
 
 def measure(names: Sequence[str], draws: int) -> Iterator[Row]:
@@ -126,6 +126,13 @@ def mean_projection(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, floa
 def root_mean_square(values: Sequence[float]) -> float:
     """Root of the mean of the squares."""
     return math.sqrt(sum(value * value for value in values) / len(values))
+
+
+def _other_fields(page: Path) -> str:
+    """The end of a page, from models of other fields on (`benchmarks.domain_models`), which these rows are not of."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    start = text.find("## Models of other fields")
+    return "" if start < 0 else "\n" + text[start:]
 
 
 def markdown(rows: Sequence[Row]) -> str:
