@@ -66,15 +66,13 @@ class _Heap:
         self._info, self._trim = libc.mallinfo2, libc.malloc_trim
         self._info.restype = _Mallinfo
         self._trim.argtypes, self._trim.restype = (ctypes.c_size_t,), ctypes.c_int
-        self._statm = open("/proc/self/statm", "rb", buffering=0)
         self._page = os.sysconf("SC_PAGE_SIZE")
-        self._process = os.getpid()
         self._beside = self._resident() - self._in_use()
         self._most_in_use = 0
 
     def _resident(self) -> int:
-        self._statm.seek(0)
-        return int(self._statm.read().split()[1]) * self._page
+        with open("/proc/self/statm", "rb", buffering=0) as statm:  # anew: threads and forks share no file
+            return int(statm.read().split()[1]) * self._page
 
     def _in_use(self) -> int:
         info = self._info()
@@ -82,9 +80,6 @@ class _Heap:
 
     def look(self) -> None:
         """Return free memory to the system, if the process is larger than it was ever used for."""
-        if self._process != os.getpid():  # of a fork, whose file tells of the other process
-            self._statm = open("/proc/self/statm", "rb", buffering=0)
-            self._process = os.getpid()
         in_use = self._in_use()
         self._most_in_use = max(self._most_in_use, in_use)
         if self._resident() - self._beside > self._most_in_use + MOST_FREE:
@@ -117,8 +112,12 @@ def note_passed(elements: int) -> None:
     Tuning.passed += elements
     if Tuning.passed >= LOOKED_AFTER:
         Tuning.passed = 0
-        if Tuning.heap is not None and Tuning.is_on:
-            Tuning.heap.look()
+        heap = Tuning.heap
+        if heap is not None and Tuning.is_on:
+            try:
+                heap.look()
+            except OSError:  # no file can be opened any more: training goes on without
+                Tuning.heap = None
 
 
 def tune_heap() -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 from brevact.cpu_kernels import threads
 from brevact.cpu_kernels.kernels import Kernel
-from brevact.heap import note_passed
 
 SMALLEST_SHARE = 1 << 13
 """Elements a thread below which a team costs more than it brings."""
@@ -53,7 +52,6 @@ def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: i
 
     A block has `block_size` elements; the caller is one of the threads.
     """
-    note_passed(blocks * block_size)
     if most_threads == 1 or blocks * block_size < 2 * SMALLEST_SHARE:
         if blocks:
             kernel.function(kernel.words(*arguments, blocks, blocks, 0))

@@ -21,7 +21,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from brevact.heap import tune_heap
+from brevact.heap import note_passed, tune_heap
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
 
 _log = logging.getLogger(__name__)
@@ -56,9 +56,12 @@ def run_by_kernels(law: Callable[P, R]) -> Pass[P, R]:
 
     @functools.wraps(law)
     def run(*args: Any) -> Any:
-        kernels = kernels_for(arrays_of(args))
+        arrays = arrays_of(args)
+        kernels = kernels_for(arrays)
         launch = getattr(kernels, name, None)
         if launch is not None and (result := launch(*args)) is not NotImplemented:
+            last = arrays[-1]
+            note_passed(arrays[0].numel() if last is None else max(arrays[0].numel(), last.numel()))
             return result
         _log.debug("%s runs in plain torch: no kernel takes its arguments", name)
         with torch.no_grad():
