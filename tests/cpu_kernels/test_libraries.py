@@ -49,7 +49,8 @@ def _compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernel_is_compiled_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
     assert _counts(_as_in_another_process(example_kernels.count))
-    assert {path.suffix for path in folder.iterdir()} == {".so", ".lock"}
+    found = {path.suffix for path in folder.iterdir()}  # and perhaps a file of a kernel that is compiled beside it
+    assert {".so", ".lock"} <= found and ".o" not in found
     _compile_nothing(monkeypatch)
     prepare()
     assert _counts(_as_in_another_process(example_kernels.count))
