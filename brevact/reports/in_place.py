@@ -7,12 +7,13 @@ forward pass, or holds a lock.
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, set, deque))
+#: Containers, by whose own methods those of derived classes are filled again.
+_CONTAINERS = (OrderedDict, dict, list, set, deque)
 #: Objects in objects that are no modules, of which a module's attributes are looked through.
 _DEEPEST = 2
 #: Packages whose objects hold nothing that a forward pass changes and a model would miss.
@@ -81,7 +83,7 @@ class _State:
     def __init__(self, model: nn.Module) -> None:
         self._seen: dict[int, Any] = {}  # which keeps what is seen alive, so that no other object has its identity
         self._contents: list[tuple[Any, Any]] = []
-        self._generators: list[tuple[Any, Any]] = []
+        self._others: list[Callable[[], object]] = []
         self._tensors: list[tuple[Tensor, Tensor | None, bool, Tensor | None, int]] = []
         self._visit(model)
         hooks = [each for x, *_ in self._tensors for each in (x._post_accumulate_grad_hooks, x._backward_hooks) if each]
@@ -97,16 +99,19 @@ class _State:
             inside: Any = ()
             if isinstance(value, Tensor):
                 self._note_tensor(value)
-            elif type(value) in _CONTAINERS:
+            elif isinstance(value, _CONTAINERS):
                 inside = self._note_contents(value)
             elif isinstance(value, tuple):
                 inside = value
-            elif isinstance(value, torch.Generator):
-                self._generators.append((value, value.get_state()))
+            elif (restore := _restorer_of(value)) is not None:
+                self._others.append(restore)
             elif isinstance(value, nn.Module):
                 inside, depth = self._note_contents(vars(value)), 0
             elif depth < _DEEPEST and _holds_state(value):
                 inside, depth = self._note_contents(vars(value)), depth + 1
+            elif depth < _DEEPEST and (slots := _slots_of(value)):
+                self._others.append(functools.partial(_set_slots, value, slots))
+                inside, depth = slots.values(), depth + 1
             else:
                 continue
             self._seen[id(value)] = value
@@ -141,8 +146,8 @@ class _State:
         for hooks, before in self._hooks:
             hooks.clear()
             hooks.update(before)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for restore in self._others:
+            restore()
         for x, grad, trains, values, version in self._tensors:
             # The version counter does not see `x.data`, nor what batch norms write.
             if values is not None and (x.layout is torch.strided or x._version != version):
@@ -167,17 +172,48 @@ def _holds_state(value: Any) -> bool:
     return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _NOT_OURS
 
 
+def _restorer_of(value: Any) -> Callable[[], object] | None:
+    """Return what gives a generator of random numbers, or an array, what it has now; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        return functools.partial(np.copyto, value, value.copy())
+    return None
+
+
+def _slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that has slots for them, of a class that is neither Python's nor torch's."""
+    if type(value).__module__.partition(".")[0] in _NOT_OURS:
+        return {}
+    names = [name for kind in type(value).__mro__ for name in _names_of(vars(kind).get("__slots__", ()))]
+    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+
+
+def _names_of(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _set_slots(value: Any, slots: dict[str, Any]) -> None:
+    for name, before in slots.items():
+        if getattr(value, name, None) is not before:
+            object.__setattr__(value, name, before)
+
+
 def _refill(container: Any, items: Any) -> None:
     """Put items back into a container, unless it has just these."""
     now = [*container.items()] if isinstance(items, dict) else [*container]
     before = [*items.items()] if isinstance(items, dict) else items
     if len(now) == len(before) and all(_is_same(a, b) for a, b in zip(now, before, strict=True)):
         return
-    container.clear()
-    if isinstance(items, dict | list) and not isinstance(container, list | deque):
-        container.update(items)
-    else:
-        container.extend(items)
+    kind: Any = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if kind in (list, deque) else kind.update)(container, items)
 
 
 def _is_same(a: Any, b: Any) -> bool:

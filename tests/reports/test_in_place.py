@@ -233,3 +233,51 @@ def test_what_a_block_adds_is_gone():
         del model[2].inplace
         F.relu(model[0](BATCHES[0])).sum().backward()
     assert all(map(same, picture(model), before))
+
+
+class Slotted:
+    __slots__ = ("count", "last")
+
+    def __init__(self) -> None:
+        self.count, self.last = 0, torch.zeros(2)
+
+
+class Names(list):
+    pass
+
+
+class Counts(dict):
+    pass
+
+
+class Keeping(nn.Module):
+    """Holds state in objects of many kinds, all of which a forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.slotted, self.names, self.counts = Slotted(), Names(), Counts()
+        self.numbers, self.drawn = np.zeros(3), np.random.default_rng(0)
+        self.python, self.older = random.Random(0), np.random.RandomState(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.slotted.count += 1
+        self.slotted.last.add_(1)
+        self.names.append("pass")
+        self.counts["passes"] = self.counts.get("passes", 0) + 1
+        self.numbers += 1
+        self.drawn.random(), self.python.random(), self.older.rand()
+        return self.layer(x)
+
+    def state(self) -> list[Any]:
+        slotted = [self.slotted.count, self.slotted.last.tolist()]
+        generators = [self.drawn.bit_generator.state, self.python.getstate(), self.older.get_state()[1].tolist()]
+        return [*slotted, [*self.names], {**self.counts}, self.numbers.tolist(), *generators]
+
+
+def test_state_in_objects_of_other_kinds_is_as_it_was():
+    model = Keeping()
+    model(torch.randn(2, 4))
+    before = model.state()
+    brevact.memory_report(model, torch.randn(8, 4))
+    assert model.state() == before
