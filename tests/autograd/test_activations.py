@@ -154,6 +154,25 @@ def test_dropout_in_half_precision_scales_as_torch_does():
         assert_as_torch(lambda x: F.dropout1d(x, 0.3, True), torch.randn(40, 30, 2).to(dtype))
 
 
+def test_hardsigmoid_gradients_of_float64_are_torchs_to_the_last_bit():
+    x = torch.randn(40, 30, dtype=torch.float64)
+    expected, grads = (run(F.hardsigmoid, x, chosen)[1] for chosen in (None, settings(bit_width=32)))
+    assert torch.equal(expected[0], grads[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("drop", [F.dropout, F.dropout1d, F.alpha_dropout, F.feature_alpha_dropout])
+def test_dropout_gradients_are_torchs_to_the_last_bit(drop, dtype):
+    x = torch.randn(40, 30, 2).to(dtype)
+    for p in (0.1, 0.3, 0.429, 0.7):  # whose factors are between two numbers of the dtype
+        for inplace in (False, True):
+            expected, grads = (
+                run(lambda x, p=p, inplace=inplace: drop(x, p, True, inplace), x, chosen)[1]
+                for chosen in (None, settings(bit_width=32))
+            )
+            assert torch.equal(expected[0], grads[0])
+
+
 @pytest.mark.parametrize(
     "function",
     [nn.GLU(), nn.PReLU(), torch.abs, nn.Softsign(), lambda x: F.rrelu(x, training=True), nn.AlphaDropout(0.2)],

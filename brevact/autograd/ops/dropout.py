@@ -7,6 +7,7 @@ which keeps mean and variance. Source: Klambauer et al., arXiv:1706.02515, secti
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,26 +23,41 @@ from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import lay_out
+from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import is_traced
 
 _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
+
+
+@functools.lru_cache(maxsize=256)
+def _noise_of_kept(p: float, dtype: torch.dtype, alpha: bool = False) -> float:
+    """Return the factor that torch gives what it keeps, rounded as it is in the noise, which has the input's dtype."""
+    with no_dispatch_modes():  # a selective checkpoint counts ops
+        one = torch.ones((), dtype=dtype)
+        return float(one.mul_(_alpha_factor(p)) if alpha else one.div_(1 - p))
+
+
+def _alpha_factor(p: float) -> float:
+    return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
 
 
 class _Dropout(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
         source = region.find_kept(input)
+        ctx.factor = 1.0 / (1.0 - p)
         if input.device.type == "cpu":  # the same draws and the same rounding as torch's own dropout there
             if is_traced(input):  # compilers draw a Bernoulli variable by other numbers
                 noise = F.dropout(torch.ones_like(input), p, True)
             else:
+                ctx.factor = _noise_of_kept(p, input.dtype)
                 noise = torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
             mask = noise != 0
             out = input.mul_(noise) if inplace else input * noise
         else:
             out, mask = torch.native_dropout(input, p, True)
             out = input.copy_(out) if inplace else out
-        ctx.factor, ctx.stride = 1.0 / (1.0 - p), mask.stride()
+        ctx.stride = mask.stride()
         kept = keep_mask(mask)
         derive(region, out, ByMask(ctx.factor), ((input, source), (mask, kept)), is_dirty=inplace)
         if inplace:
@@ -75,12 +91,14 @@ class _ComposedDropout(Saving):
         kept, source = keep_mask(noise != 0), region.find_kept(input)
         save(ctx, kept)
         if kind.alpha:
-            ctx.factor = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
-            shift = noise.add(-1).mul_(_ALPHA * ctx.factor).add_(_ALPHA * ctx.factor * p)
-            noise.mul_(ctx.factor)
+            ctx.factor = factor = _alpha_factor(p)
+            shift = noise.add(-1).mul_(_ALPHA * factor).add_(_ALPHA * factor * p)
+            noise.mul_(factor)
         else:
             ctx.factor, shift = 1.0 / (1.0 - p), None
             noise.div_(1 - p)
+        if not is_traced(input):
+            ctx.factor = _noise_of_kept(p, input.dtype, kind.alpha)
         out = input.mul_(noise) if inplace else input.mul(noise)
         if shift is None:
             derive(region, out, ByMask(ctx.factor), ((input, source), (noise, kept)), is_dirty=inplace)

@@ -23,6 +23,7 @@ from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import Order, lay_out
 
 aten = torch.ops.aten
+_SIXTH = float(torch.tensor(1 / 6))  #: of float32, which torch's kernels have for float64, too
 
 
 class _Pieces(NamedTuple):
@@ -109,8 +110,8 @@ def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
 
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
-    value = _Bounded(0.0, 1.0, slope=1 / 6, shift=0.5)
-    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=1 / 6, value=value, order=Order.GRAD_FIRST)
+    value = _Bounded(0.0, 1.0, slope=_SIXTH, shift=0.5)
+    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=_SIXTH, value=value, order=Order.GRAD_FIRST)
 
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
