@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from brevact.autograd.seeds import seeded
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_int
-from brevact.reports.in_place import put_back, uncompiled
+from brevact.reports.in_place import uncompiled
+from brevact.reports.tensors_in_place import put_back
 
 #: Gradients of parameters, in their order.
 Gradients = Sequence[Tensor]

@@ -7,12 +7,13 @@ forward pass, or holds a lock.
 
 from __future__ import annotations
 
+import array
 import functools
 import operator
 import random
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,8 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from brevact.reports.tensors_in_place import TensorBefore
+
 #: Containers, by whose own methods those of derived classes are filled again.
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
+#: Classes of Python whose objects are to hold what a user likes.
+_OF_PYTHON = (types.SimpleNamespace, UserDict, UserList)
 #: Objects in objects that are no modules, of which a module's attributes are looked through.
 _DEEPEST = 2
 #: Packages whose objects hold nothing that a forward pass changes and a model would miss.
@@ -37,8 +42,8 @@ def in_place(model: nn.Module) -> Iterator[None]:
 
     That is parameters, buffers, gradients, modes, hooks, regions, attributes of modules, what is in their lists and
     dictionaries, and the random generators of torch, Python and NumPy. In the block no parameter has a gradient, and no
-    hook on parameters runs. Not restored is what is out of the model's sight: globals, files, tensors with a graph that
-    are overwritten.
+    hook on parameters runs. Not restored is what is out of the model's sight: globals, files, iterators, objects that
+    three others stand around, tensors with a graph that are overwritten.
 
     Args:
         model: any module but a wrapper of several processes or devices.
@@ -84,10 +89,8 @@ class _State:
         self._seen: dict[int, Any] = {}  # which keeps what is seen alive, so that no other object has its identity
         self._contents: list[tuple[Any, Any]] = []
         self._others: list[Callable[[], object]] = []
-        self._tensors: list[tuple[Tensor, Tensor | None, bool, Tensor | None, int]] = []
+        self._tensors: list[TensorBefore] = []
         self._visit(model)
-        hooks = [each for x, *_ in self._tensors for each in (x._post_accumulate_grad_hooks, x._backward_hooks) if each]
-        self._hooks = [(each, dict(each)) for each in hooks]
 
     def _visit(self, model: nn.Module) -> None:
         """Take note of a model, and of what is in it."""
@@ -96,25 +99,25 @@ class _State:
             value, depth = pending.pop()
             if id(value) in self._seen or isinstance(value, _NEVER):
                 continue
-            inside: Any = ()
+            inside: list[Any] = []
             if isinstance(value, Tensor):
-                self._note_tensor(value)
+                if value.is_leaf:  # others are of an earlier pass: they are put back where they were
+                    self._tensors.append(TensorBefore(value))
             elif isinstance(value, _CONTAINERS):
                 inside = self._note_contents(value)
             elif isinstance(value, tuple):
-                inside = value
+                inside = [*value]
             elif (restore := _restorer_of(value)) is not None:
                 self._others.append(restore)
             elif isinstance(value, nn.Module):
-                inside, depth = self._note_contents(vars(value)), 0
+                self._others.append(functools.partial(_set_class, value, type(value)))
+                depth = 0
             elif depth < _DEEPEST and _holds_state(value):
-                inside, depth = self._note_contents(vars(value)), depth + 1
-            elif depth < _DEEPEST and (slots := _slots_of(value)):
-                self._others.append(functools.partial(_set_slots, value, slots))
-                inside, depth = slots.values(), depth + 1
+                depth += 1
             else:
                 continue
             self._seen[id(value)] = value
+            inside += self._note_attributes(value)
             pending += [(item, depth) for item in inside]
 
     def _note_contents(self, container: Any) -> list[Any]:
@@ -122,54 +125,46 @@ class _State:
         is_mapping = isinstance(container, dict)
         items = dict(container) if is_mapping else list(container)
         self._contents.append((container, items))
-        return list(items.values()) if isinstance(items, dict) else items
+        return list(items.values()) if isinstance(items, dict) else [*items]
 
-    def _note_tensor(self, x: Tensor) -> None:
-        if not x.is_leaf:
-            return  # of an earlier pass: it is put back where it was
-        has_values = not (x.is_meta or x.is_inference())
-        values = x.detach().clone() if has_values else None
-        self._tensors.append((x, x.grad, x.requires_grad, values, x._version if has_values else 0))
+    def _note_attributes(self, value: Any) -> list[Any]:
+        """Take note of the attributes of an object, if it may have some, and return them."""
+        inside: list[Any] = []
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            inside += self._note_contents(attributes)
+        slots = _slots_of(value)
+        if slots:
+            before = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+            self._others.append(functools.partial(_set_slots, value, slots, before))
+            inside += before.values()
+        return inside
 
     def hide_gradients(self) -> None:
         """Let no parameter have a gradient, so that none adds to it, and no hook see one."""
-        for x, grad, *_ in self._tensors:
-            if grad is not None:
-                x.grad = None
-        for hooks, _ in self._hooks:
-            hooks.clear()
+        for each in self._tensors:
+            each.hide_gradient()
 
     def restore(self) -> None:
         """Put everything back."""
         for container, items in self._contents:
             _refill(container, items)
-        for hooks, before in self._hooks:
-            hooks.clear()
-            hooks.update(before)
         for restore in self._others:
             restore()
-        for x, grad, trains, values, version in self._tensors:
-            # The version counter does not see `x.data`, nor what batch norms write.
-            if values is not None and (x.layout is torch.strided or x._version != version):
-                put_back(x, values)
-            if x.requires_grad is not trains:
-                x.requires_grad_(trains)
-            if x.grad is not grad:
-                x.grad = grad
+        for each in self._tensors:
+            each.restore()
 
 
-def put_back(x: Tensor, values: Tensor) -> None:
-    """Give a tensor the sizes and values that it had, if it has others."""
-    with torch.no_grad():
-        if x.shape != values.shape:  # observers of torch.ao resize theirs
-            x.resize_(values.shape)
-        if x.layout is not torch.strided or not torch.equal(x, values):
-            x.copy_(values)
+def _is_ours(value: Any) -> bool:
+    """Whether an object is of a class that is neither Python's nor torch's: a user's, or ours."""
+    return type(value).__module__.partition(".")[0] not in _NOT_OURS
 
 
 def _holds_state(value: Any) -> bool:
-    """Whether an object has attributes, and is of a class that is neither Python's nor torch's: a user's, or ours."""
-    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _NOT_OURS
+    """Whether an object has attributes that a forward pass may change."""
+    if isinstance(value, _OF_PYTHON):
+        return True
+    return _is_ours(value) and (hasattr(value, "__dict__") or bool(_slots_of(value)))
 
 
 def _restorer_of(value: Any) -> Callable[[], object] | None:
@@ -184,25 +179,41 @@ def _restorer_of(value: Any) -> Callable[[], object] | None:
         return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if isinstance(value, np.ndarray) and value.flags.writeable:
         return functools.partial(np.copyto, value, value.copy())
+    if isinstance(value, bytearray | array.array):
+        return functools.partial(operator.setitem, value, slice(None), value[:])
     return None
 
 
-def _slots_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object that has slots for them, of a class that is neither Python's nor torch's."""
-    if type(value).__module__.partition(".")[0] in _NOT_OURS:
-        return {}
-    names = [name for kind in type(value).__mro__ for name in _names_of(vars(kind).get("__slots__", ()))]
-    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+def _slots_of(value: Any) -> list[str]:
+    """Return the names of the slots that an object has, of a class that is neither Python's nor torch's."""
+    kind: Any = type(value)
+    return _slots_of_class(kind) if _is_ours(value) else []
 
 
-def _names_of(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+@functools.lru_cache(maxsize=1024)
+def _slots_of_class(kind: type) -> list[str]:
+    found = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{each.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def _set_slots(value: Any, slots: dict[str, Any]) -> None:
-    for name, before in slots.items():
-        if getattr(value, name, None) is not before:
-            object.__setattr__(value, name, before)
+def _set_slots(value: Any, names: list[str], before: dict[str, Any]) -> None:
+    for name in names:
+        if name not in before:
+            if hasattr(value, name):
+                object.__delattr__(value, name)
+        elif getattr(value, name, None) is not before[name] or not hasattr(value, name):
+            object.__setattr__(value, name, before[name])
+
+
+def _set_class(value: Any, kind: type) -> None:
+    """Give a module the class that it had, before a parametrization for example."""
+    if type(value) is not kind:
+        value.__class__ = kind
 
 
 def _refill(container: Any, items: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
+import types
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -273,6 +276,114 @@ class Keeping(nn.Module):
         slotted = [self.slotted.count, self.slotted.last.tolist()]
         generators = [self.drawn.bit_generator.state, self.python.getstate(), self.older.get_state()[1].tolist()]
         return [*slotted, [*self.names], {**self.counts}, self.numbers.tolist(), *generators]
+
+
+class Private:
+    __slots__ = ("__count", "late")
+
+    def add(self) -> None:
+        self.__count = self.count() + 1
+        self.late = self.__count
+
+    def count(self) -> int:
+        return getattr(self, "_Private__count", 0)
+
+
+class SlottedList(list):
+    __slots__ = ("last",)
+
+
+class Attributed(SlottedList):
+    """Has a slot, attributes and items."""
+
+
+def grow(owner: nn.Module) -> None:
+    owner.private.add()
+    owner.attributed.last = owner.attributed.note = owner.private.count()
+    owner.attributed.append(owner.attributed.last)
+    owner.space.count += 1
+    owner.user["count"] = owner.user.get("count", 0) + 1
+    owner.raw[0] += 1
+    owner.layer.weight.seen = True
+
+
+def see(owner: nn.Module) -> list[Any]:
+    objects = [owner.private.count(), hasattr(owner.private, "late"), vars(owner.attributed), vars(owner.space)]
+    objects += [[*owner.attributed], getattr(owner.attributed, "last", 0)]
+    return [*objects, {**owner.user}, bytes(owner.raw), vars(owner.layer.weight)]
+
+
+def test_attributes_wherever_they_are_stay():
+    model = nn.Module()
+    model.layer, model.private, model.attributed = nn.Linear(2, 2), Private(), Attributed()
+    model.space, model.user, model.raw = types.SimpleNamespace(count=0), UserDict(), bytearray(2)
+    before = copy.deepcopy(see(model))
+    with in_place(model):
+        grow(model)
+    assert see(model) == before
+    grow(model)
+    before = copy.deepcopy(see(model))
+    with in_place(model):
+        grow(model)
+    assert see(model) == before
+
+
+def write_graph(model: nn.Module) -> None:
+    model.buffer.mul_(0.5).add_(model.layer(torch.ones(4)))
+
+
+def double(model: nn.Module) -> None:
+    model.double()
+
+
+def negate(model: nn.Module) -> None:
+    model.buffer.neg_()  # of zeros
+
+
+def regrow(model: nn.Module) -> None:
+    model.layer.weight.data = torch.ones(5, 4)
+
+
+def change_class(model: nn.Module) -> None:
+    torch.nn.utils.parametrize.register_parametrization(model.layer, "weight", nn.Identity())
+
+
+def add_hooks(model: nn.Module) -> None:
+    model.layer.weight.register_hook(lambda grad: grad / 0)
+    model.layer.weight.register_post_accumulate_grad_hook(lambda x: x.data.zero_())
+
+
+@pytest.mark.parametrize("change", [write_graph, double, negate, regrow, change_class, add_hooks])
+def test_tensors_are_the_same_bits_in_the_same_memory(change):
+    model = nn.Module()
+    model.layer = nn.Linear(4, 4)
+    model.register_buffer("buffer", torch.zeros(4))
+    tensors, places = [*model.parameters(), model.buffer], [x.data_ptr() for x in (*model.parameters(), model.buffer)]
+    before = [x.detach().clone() for x in tensors]
+    with in_place(model):
+        change(model)
+    assert type(model.layer) is nn.Linear and model.layer.weight is tensors[0]
+    assert all(map(same, before, tensors)) and all(x.is_leaf for x in tensors)
+    assert not model.buffer.signbit().any() and [x.data_ptr() for x in tensors] == places
+    model.layer(torch.ones(4)).sum().backward()
+    assert torch.equal(model.layer.weight.grad, torch.ones(4, 4)) and same(before[0], model.layer.weight.data)
+
+
+def test_memory_report_measures_a_model_that_writes_a_graph_into_a_buffer():
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.layer(x)
+            self.mean.mul_(0.9).add_(out.mean(0) * 0.1)
+            return out * self.mean
+
+    model = Writing()
+    brevact.memory_report(model, torch.randn(8, 4))
+    assert model.mean.is_leaf and not model.mean.any()
 
 
 def test_state_in_objects_of_other_kinds_is_as_it_was():

@@ -1,0 +1,112 @@
+"""A tensor that is measured with its model, as it was before: values, memory, gradient and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.storages import storage_address
+
+#: Whose equality is that of bits, by bytes: of floats -0 equals 0, and NaN nothing.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HOOKS = ("_post_accumulate_grad_hooks", "_backward_hooks")
+
+
+class TensorBefore:
+    """A leaf of the graph as it is now, to be put back."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x, self._grad, self._trains = x, x.grad, x.requires_grad
+        self._hooks = [(name, None if (each := getattr(x, name)) is None else dict(each)) for name in _HOOKS]
+        has_values = not (x.is_meta or x.is_inference())
+        self._values = x.detach().clone() if has_values else None
+        self._version = x._version if has_values else 0
+        self._memory = x.detach() if has_values and x.layout is torch.strided else None
+        self._nbytes = 0 if self._memory is None else _nbytes_of(x)
+
+    def hide_gradient(self) -> None:
+        """Let the tensor have no gradient, so that none adds to it, and no hook see one."""
+        if self._grad is not None:
+            self._x.grad = None
+        for name, hooks in self._hooks:
+            if hooks:
+                getattr(self._x, name).clear()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        x, values = self._x, self._values
+        _leave_graph(x)
+        if self._memory is not None and _place_of(x) != _place_of(self._memory):
+            x.data = self._memory
+        if self._memory is not None and _nbytes_of(x) != self._nbytes:  # observers of torch.ao resize theirs
+            x.untyped_storage().resize_(self._nbytes)
+        if values is not None:
+            # The version counter does not see `x.data`, nor what batch norms write.
+            same = _has_bits_of(x, values)
+            if same is False or (same is None and x._version != self._version):
+                _copy(x, values)
+        if x.is_leaf and x.requires_grad is not self._trains:
+            x.requires_grad_(self._trains)
+        if x.grad is not self._grad:
+            x.grad = self._grad
+        for name, before in self._hooks:
+            hooks = getattr(x, name)
+            if hooks is not None:
+                hooks.clear()
+                hooks.update(before or {})
+
+
+def put_back(x: Tensor, values: Tensor) -> None:
+    """Give a tensor the sizes and values that it had, if it has others."""
+    if values.grad_fn is None:
+        _leave_graph(x)
+    with torch.no_grad():
+        if x.shape != values.shape:
+            x.resize_(values.shape)
+    if not _has_bits_of(x, values):
+        _copy(x, values)
+
+
+def _leave_graph(x: Tensor) -> None:
+    """Let a buffer be a leaf again, into which a forward pass has written what has a graph."""
+    if not x.is_leaf and not x._is_view():
+        x.detach_()
+
+
+def _place_of(x: Tensor) -> tuple[Any, ...]:
+    """Return what tells where the values of a strided tensor are."""
+    if x.layout is not torch.strided:
+        return (x.layout,)
+    return storage_address(x), x.storage_offset(), x.shape, x.stride(), x.dtype
+
+
+def _nbytes_of(x: Tensor) -> int:
+    """Return the bytes of the storage of a strided tensor; 0 where it has none."""
+    return x.untyped_storage().nbytes() if storage_address(x) else 0
+
+
+@torch.no_grad()
+def _has_bits_of(x: Tensor, values: Tensor) -> bool | None:
+    """Return whether a tensor has these values, bit for bit; None for kinds of tensors that do not say."""
+    if x.layout is not torch.strided or x.is_quantized:
+        return None
+    if x.shape != values.shape or x.dtype is not values.dtype:
+        return False
+    try:
+        if x.is_complex():
+            x, values = torch.view_as_real(x), torch.view_as_real(values)
+        kind = _INTEGERS[x.itemsize]
+        return torch.equal(x.view(kind), values.view(kind))
+    except (RuntimeError, KeyError):  # of subclasses, conjugates
+        return None
+
+
+@torch.no_grad()
+def _copy(x: Tensor, values: Tensor) -> None:
+    if x.layout is torch.strided and not x.is_quantized:  # an expanded dimension holds one element
+        for dim, stride in enumerate(x.stride()):
+            if stride == 0 and x.shape[dim] > 1:
+                x, values = x.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    x.copy_(values)
