@@ -71,8 +71,10 @@ class _Heap:
         self._most_in_use = 0
 
     def _resident(self) -> int:
+        """Return the bytes of this process that are resident, without those of files: data may be mapped."""
         with open("/proc/self/statm", "rb", buffering=0) as statm:  # anew: threads and forks share no file
-            return int(statm.read().split()[1]) * self._page
+            _, resident, of_files, *_ = statm.read().split()
+        return (int(resident) - int(of_files)) * self._page
 
     def _in_use(self) -> int:
         info = self._info()
@@ -84,6 +86,8 @@ class _Heap:
         self._most_in_use = max(self._most_in_use, in_use)
         if self._resident() - self._beside > self._most_in_use + MOST_FREE:
             self._trim(MOST_KEPT)
+            # What stays is of others, such as Python's objects: it is no reason to return memory again and again.
+            self._beside = max(self._beside, self._resident() - self._in_use() - MOST_KEPT)
 
 
 class Tuning:

@@ -147,3 +147,47 @@ def test_free_memory_inside_of_the_heap_is_returned():
     left = float(run(GAPS.replace("TUNED", "False"))[1])
     # Of 640 MiB in the gaps; what is returned begins at the bound, and leaves the small blocks and a step's tensors.
     assert kept < 640 / 2 < left
+
+
+#: Prints the MiB that looks at the process return of gaps in the heap, while 400 MiB are resident that are not of the
+#: heap: of a file, of others; there the first look may return the gaps, since it cannot know.
+BESIDE = """
+import mmap, tempfile, torch
+from brevact import heap
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+def gaps():
+    tensors, between = [], []
+    for _ in range(20):
+        tensors.append(torch.ones(4 << 20, dtype=torch.uint8))
+        between.append(torch.ones(700 << 10, dtype=torch.uint8))
+    return between
+
+def returned():
+    between = gaps()
+    before = resident()
+    heap.Tuning.heap.look()
+    return before - resident()
+
+heap.tune_heap()
+if OF_FILE:
+    file = tempfile.TemporaryFile()
+    file.truncate(400 << 20)
+    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    sum(memory[place] for place in range(0, 400 << 20, 4096))
+else:
+    memory = mmap.mmap(-1, 400 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for place in range(0, 400 << 20, 4096):
+        memory[place] = 1
+    returned()
+print(returned())
+"""
+
+
+@glibc
+@pytest.mark.parametrize("of_file", ["True", "False"])
+def test_memory_of_others_is_no_reason_to_return_the_heaps(of_file):
+    assert float(run(BESIDE.replace("OF_FILE", of_file))[0]) < 40  # of 80 in the gaps

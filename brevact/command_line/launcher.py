@@ -34,20 +34,27 @@ def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
         OSError: there is no such script.
         ValueError: there is no such allocator here, or no program.
     """
+    program = program[1:] if program[:1] == ["--"] else program
     if not program:
         raise ValueError("PROGRAM: got none; accepted is a script and its arguments: python -m brevact run train.py")
     if not is_module and not Path(program[0]).is_file():
         raise FileNotFoundError(f"PROGRAM {program[0]}: no such file; a module is run by -m: run -m {program[0]}")
     environment = environment_of(allocator, os.environ)
-    arguments = [sys.executable, *(["-m"] if is_module else []), *program]
+    arguments = [sys.executable, *_options_of_python(), *(["-m"] if is_module else []), *program]
     sys.stdout.flush()
     os.execve(sys.executable, arguments, environment)
+
+
+def _options_of_python() -> list[str]:
+    """Return the options of the interpreter that runs ``python -O -X dev -m brevact``, which are the program's, too."""
+    place = next((i for i, each in enumerate(sys.orig_argv) if each == "-m"), 0)
+    return sys.orig_argv[1:place] if sys.orig_argv[place + 1 : place + 2] == ["brevact"] else []
 
 
 def environment_of(allocator: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which a process starts with an allocator, before what is loaded there already.
 
-    A ValueError says that the allocator is not here.
+    A ValueError says that the allocator is not here, or where it is cannot be said.
     """
     found = {**environment, "THP_MEM_ALLOC_ENABLE": environment.get("THP_MEM_ALLOC_ENABLE", "1")}
     if allocator == "none":
@@ -58,6 +65,11 @@ def environment_of(allocator: str, environment: Mapping[str, str]) -> dict[str, 
     if library is None:
         names = ", ".join(ALLOCATORS)
         raise ValueError(f"--allocator {allocator}: found no shared library (looked for {names}); {_FIX}")
+    if any(each in library for each in " :"):
+        raise ValueError(
+            f"--allocator {allocator}: found {library}, whose path has a space or a colon, which LD_PRELOAD does not "
+            "take; copy the file to another path, and pass that: --allocator PATH"
+        )
     return {**found, "LD_PRELOAD": " ".join(filter(None, (library, environment.get("LD_PRELOAD"))))}
 
 

@@ -40,6 +40,28 @@ def test_a_module_runs_as_behind_m():
 
 
 @linux
+def test_two_dashes_may_stand_before_the_program(script):
+    assert launched("--allocator", "none", "--", script, "0", "--").stdout == "['0', '--'] \n"
+    assert "PROGRAM: got none" in launched("--allocator", "none", "--").stderr
+
+
+@linux
+def test_options_of_python_are_the_programs(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("import sys; print(sys.flags.optimize, sys._xoptions)")
+    command = [sys.executable, "-O", "-X", "importtime=0", "-m", "brevact", "run", "--allocator", "none", str(path)]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "1 {'importtime': '0'}\n"
+
+
+@linux
+def test_a_path_that_ld_preload_does_not_take_is_refused(tmp_path):
+    library = tmp_path / "lib with spaces.so"
+    library.touch()
+    with pytest.raises(ValueError, match=r"--allocator .* has a space or a colon.*copy the file"):
+        environment_of(str(library), {})
+
+
+@linux
 def test_a_signal_ends_the_program(tmp_path):
     path = tmp_path / "program.py"
     path.write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
