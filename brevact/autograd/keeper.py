@@ -35,7 +35,9 @@ class TorchRunner(Protocol):
         """Run a function that saves one tensor, its input or its output, which is kept already; None: it saves none."""
         ...
 
-    def run_torch_rectifier(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    def run_torch_rectifier(
+        self, function: Callable[[Tensor], Tensor], input: Tensor, mask_of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Run a rectifier that saves its output; a mask stands for it until another op keeps it, too."""
         ...
 

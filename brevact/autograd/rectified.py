@@ -40,10 +40,13 @@ class _Signs(NamedTuple):
 _signs = one_object_each(_Signs)
 
 
-def keep_signs(out: Tensor) -> Saved:
-    """Keep of the output of a rectifier where it is positive, or NaN."""
-    tensors, decoder = keep_mask(out)  # which reads a floating-point tensor as ~(x <= 0)
-    return tensors, _signs(decoder, out.dtype)
+def keep_signs(mask: Tensor, dtype: torch.dtype) -> Saved:
+    """Keep of the output of a rectifier, of this type, where torch takes it for positive: a mask, or the output itself.
+
+    That is ~(x <= 0) for a ReLU, whose gradient passes where the output is NaN.
+    """
+    tensors, decoder = keep_mask(mask)  # which reads a floating-point tensor so
+    return tensors, _signs(decoder, dtype)
 
 
 def offer_mask(out: Tensor, stored: SavedByHook) -> None:

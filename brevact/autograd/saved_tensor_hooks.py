@@ -55,8 +55,8 @@ class SavedTensorHooks(HookStack):
         self.flattens = False
         # What keeps that input, where it is known before the layer runs.
         self.kept: Saved | None = None
-        # Whether a mask may stand for the output that torch's own function saves.
-        self.rectifies = False
+        # What makes a mask of the output that torch's own function saves, for which it may stand.
+        self.mask_of: Callable[[Tensor], Tensor] | None = None
         # Running statistics of torch's own norm that runs.
         self.buffers: tuple[Tensor | None, Tensor | None] = None, None
         # The input of torch's own norm, kept once its statistics are there.
@@ -89,13 +89,15 @@ class SavedTensorHooks(HookStack):
         ModelState.mark_activation(out)
         return out
 
-    def run_torch_rectifier(self, function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    def run_torch_rectifier(
+        self, function: Callable[[Tensor], Tensor], input: Tensor, mask_of: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Run a rectifier of torch's that saves its output; a mask stands for it until another op keeps it, too."""
         try:
-            self.layer, self.rectifies = (input, None), True
+            self.layer, self.mask_of = (input, None), mask_of
             out = function(input)
         finally:
-            self.layer, self.rectifies = None, False
+            self.layer = self.mask_of = None
         ModelState.mark_activation(out)
         return out
 
@@ -177,10 +179,10 @@ class SavedTensorHooks(HookStack):
             return self._hand_on(self._region.keep_weight(x))
         if self.kept is not None:
             return self._hand_on(self.kept)
-        if self.rectifies:
+        if self.mask_of is not None:
             stored = SavedByHook()
             with self.suspended:
-                stored.fill(keep_signs(x.detach()), self._outer)
+                stored.fill(keep_signs(self.mask_of(x.detach()), x.dtype), self._outer)
             offer_mask(x, stored)
             return stored
         if self.waiting is not None:

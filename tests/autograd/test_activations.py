@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from brevact import LosslessBackward
 from brevact.autograd import SaveMode, region
 from tests.autograd.measuring import (
     assert_graph_is_kept_and_refuses_a_second_derivative,
@@ -152,6 +153,15 @@ def test_dropout_in_half_precision_scales_as_torch_does():
     for dtype in (torch.float16, torch.bfloat16):
         assert_as_torch(lambda x: F.alpha_dropout(x, 0.3, True), torch.randn(40, 30).to(dtype))
         assert_as_torch(lambda x: F.dropout1d(x, 0.3, True), torch.randn(40, 30, 2).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "function", [F.leaky_relu_, lambda x: F.leaky_relu(x, 0.3, True), lambda x: F.rrelu_(x, 0.1, 0.3), F.relu_, F.relu]
+)
+def test_lossless_rectifiers_take_what_is_not_a_number_as_torch_does(function):
+    x = SPECIAL.repeat(64)
+    expected, grads = (run(function, x, chosen)[1] for chosen in (None, LosslessBackward.backward_settings))
+    assert torch.equal(expected[0], grads[0])
 
 
 def test_hardsigmoid_gradients_of_float64_are_torchs_to_the_last_bit():

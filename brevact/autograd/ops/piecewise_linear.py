@@ -189,7 +189,7 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
         if region.settings.is_exact and (pieces.reads == "output" or (pieces.inplace and pieces.outside)):
             runner = region.torch_runner(input)
             if runner is not None and runner.may_give_up_masks() and region.find_known(input) is None:
-                return runner.run_torch_rectifier(call, input)
+                return runner.run_torch_rectifier(call, input, pieces.mask)
         return region.apply(_PiecewiseLinear, call, pieces, input)
 
     return handle
