@@ -58,7 +58,9 @@ class IntegerCodes(NamedTuple):
         poison = q.sum(dtype=torch.float32).mul_(0.0)
         if q.device.type == "cpu" and not is_traced(q):
             mask = (pack_codes(codes.isnan().to(torch.uint8), 1),) if poison.isnan() else ()
-            packed = pack_codes((codes.nan_to_num(0) if mask else codes).to(torch.uint8), self.bit_width)
+            if mask:  # also of infinite products of an integer and its scale
+                codes = codes.nan_to_num(0, posinf=self._last, neginf=0)
+            packed = pack_codes(codes.to(torch.uint8), self.bit_width)
             return packed, offset, scale.detach(), *mask
         return pack_codes(codes.to(torch.uint8), self.bit_width), offset.add_(poison), scale.detach()
 

@@ -111,6 +111,21 @@ def test_infinite_values_and_large_ranges():
     assert all(map(torch.equal, found[: len(found) // 2], found[len(found) // 2 :]))
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 0.1, 1e37, 3e38])
+@pytest.mark.parametrize("zero_point", [torch.int32, torch.float32])
+def test_scales_and_zero_points_of_every_size(scale, zero_point):
+    """Of channels; products of integers with the largest scales are infinite, and zero points may be no integers."""
+    x, weight = torch.randn(8, 64, requires_grad=True), torch.randn(64, 8, requires_grad=True)
+    scales = torch.full((64,), scale) * torch.linspace(0, 1, 64)
+    zeros = torch.full((64,), 3.3 if zero_point is torch.float32 else 3).to(zero_point)
+    found = []
+    for policy in (LosslessBackward.let(min_numel=0), None):
+        with brevact.backward_quant(policy):
+            out = torch.fake_quantize_per_channel_affine(x * 1, scales, zeros, 1, -8, 7) @ weight
+            found += torch.autograd.grad(out.sum(), [x, weight])
+    assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(found[:2], found[2:], strict=True))
+
+
 def test_wrong_arguments_get_the_errors_of_torch():
     x = torch.randn(64, 64, requires_grad=True)
     with brevact.backward_quant(LosslessBackward), pytest.raises(RuntimeError) as found:

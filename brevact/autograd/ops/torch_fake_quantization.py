@@ -30,7 +30,7 @@ def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
 def _remember(out: Tensor, scale: Any, zero_point: Any, axis: int | None, low: int, high: int) -> None:
     """Let whoever keeps the result keep its integers."""
     s, z = _along(axis, scale, out), _along(axis, zero_point, out)
-    q = (out.detach() / s).round_().add_(z)
+    q = (out.detach() / s.masked_fill(s == 0, 1.0)).round_().add_(z)
     decoder = known_values.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, 1, out.nbytes)
     known_values.register(out, decoder.encode(q, z, s), decoder)
 
@@ -66,6 +66,8 @@ def _per_channel(
     quant_min: int,
     quant_max: int,
 ) -> Any:
+    if isinstance(zero_point, Tensor) and zero_point.is_floating_point():
+        return NotImplemented  # torch computes (q - z) s by more digits there
     out = _run(region, lambda x: func(x, scale, zero_point, axis, quant_min, quant_max), input, quant_min, quant_max)
     if out is not NotImplemented:
         _remember(out, scale, zero_point, axis, quant_min, quant_max)
