@@ -43,7 +43,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
     That is parameters, buffers, gradients, modes, hooks, regions, attributes of modules, what is in their lists and
     dictionaries, and the random generators of torch, Python and NumPy. In the block no parameter has a gradient, and no
     hook on parameters runs. Not restored is what is out of the model's sight: globals, files, iterators, objects that
-    three others stand around, tensors with a graph that are overwritten.
+    three others stand around, attributes of scripted modules, tensors with a graph that are overwritten.
 
     Args:
         model: any module but a wrapper of several processes or devices.
@@ -111,7 +111,7 @@ class _State:
                 self._others.append(restore)
             elif isinstance(value, nn.Module):
                 self._others.append(functools.partial(_set_class, value, type(value)))
-                depth = 0
+                inside, depth = self._note_scripted(value), 0
             elif depth < _DEEPEST and _holds_state(value):
                 depth += 1
             else:
@@ -119,6 +119,13 @@ class _State:
             self._seen[id(value)] = value
             inside += self._note_attributes(value)
             pending += [(item, depth) for item in inside]
+
+    def _note_scripted(self, module: nn.Module) -> list[Any]:
+        """Take note of the modes of a module of torch.jit, whose state is not in Python's, and return its tensors."""
+        if not isinstance(module, torch.jit.ScriptModule):
+            return []
+        self._others += [functools.partial(_set_mode, each, each.training) for each in module.modules()]
+        return [*module.parameters(), *module.buffers()]
 
     def _note_contents(self, container: Any) -> list[Any]:
         """Take note of a container, and return what is in it."""
@@ -208,6 +215,11 @@ def _set_slots(value: Any, names: list[str], before: dict[str, Any]) -> None:
                 object.__delattr__(value, name)
         elif getattr(value, name, None) is not before[name] or not hasattr(value, name):
             object.__setattr__(value, name, before[name])
+
+
+def _set_mode(module: nn.Module, trains: bool) -> None:
+    if module.training is not trains:
+        module.training = trains
 
 
 def _set_class(value: Any, kind: type) -> None:

@@ -75,6 +75,12 @@ def collecting() -> nn.Module:
     return nn.Sequential(qnn.QuantConv2d(3, 8, 3, **quantizers), nn.ReLU(), qnn.QuantConv2d(8, 4, 3, **quantizers))
 
 
+def scripted(make: Callable[..., nn.Module]) -> nn.Module:
+    """Of a net in which torch.jit has made a norm."""
+    norm = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU())
+    return nn.Sequential(nn.Conv2d(3, 8, 3), make(norm), nn.Conv2d(8, 4, 3))
+
+
 def lstm() -> nn.Module:
     return nn.Sequential(nn.Flatten(2), nn.LSTM(64, 16, batch_first=True), First(), nn.Linear(16, 4))
 
@@ -95,6 +101,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "moves a target": Averaged,
     "collects statistics": collecting,
     "lstm": lstm,
+    "scripted": lambda: scripted(torch.jit.script),
+    "traced": lambda: scripted(lambda norm: torch.jit.trace(norm, torch.randn(4, 8, 6, 6))),
     "observes channels": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), default_fused_per_channel_wt_fake_quant()),
 }
 BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -222,6 +230,14 @@ def test_figures_are_those_of_a_copy_that_trains():
 def test_wrappers_of_several_devices_are_refused():
     with pytest.raises(ValueError, match=r"model: a DataParallel sums gradients .* model\.module"):
         brevact.memory_report(nn.DataParallel(nn.Linear(4, 4)), torch.randn(2, 4))
+
+
+def test_a_scripted_model_is_as_it_was():
+    model = torch.jit.script(nn.Sequential(nn.BatchNorm2d(3).eval(), nn.BatchNorm2d(3)))
+    modes, before = [x.training for x in model.modules()], {key: x.clone() for key, x in model.state_dict().items()}
+    brevact.memory_report(model, BATCHES[0])
+    assert [x.training for x in model.modules()] == modes
+    assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
 
 
 def test_what_a_block_adds_is_gone():
