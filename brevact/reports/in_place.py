@@ -52,6 +52,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
         ValueError: the model has lazy parameters, or is such a wrapper.
     """
     _check(model)
+    _shard(model)
     state = _State(model)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     of_python, of_numpy = random.getstate(), np.random.get_state()
@@ -62,6 +63,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+        _shard(model)
         with torch.inference_mode(False):
             state.restore()
 
@@ -70,6 +72,14 @@ def uncompiled() -> AbstractContextManager[Any]:
     """A context in which compiled modules and functions run as they are written: no hook sees inside a graph."""
     is_there = "torch._dynamo" in sys.modules  # without it nothing is compiled, and importing it takes seconds
     return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
+
+
+def _shard(model: nn.Module) -> None:
+    """Let modules of FSDP2 that have gathered their parameters hold their own parts again, as they do between steps."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # without which there are none
+    for module in () if fsdp is None else model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def _check(model: nn.Module) -> None:

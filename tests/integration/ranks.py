@@ -91,6 +91,12 @@ def trained(make: Callable[[], nn.Module], part: Tensor) -> list[Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
 
 
+def measured(model: nn.Module, part: Tensor) -> nn.Module:
+    brevact.memory_report(model, part)
+    brevact.gradient_report(model, [part, part + 1], lambda run, batch: loss_of(run(batch)), draws=2, layers=None)
+    return model
+
+
 def noise(wrap: Callable[[nn.Module], Callable]) -> Tensor:
     """Codes of the same tensor at the same seed."""
     torch.manual_seed(0)
@@ -132,6 +138,7 @@ def measure(rank: int) -> dict[str, object]:
         "checkpoint": recomputed(part),
         "weights, ddp": trained(lambda: in_parallel(True), part),
         "weights, fsdp": trained(lambda: sharded(True), part),
+        "weights, fsdp, measured": trained(lambda: measured(sharded(True), part), part),
     }
 
 

@@ -65,6 +65,11 @@ def test_ranks_keep_the_same_weights(name, ranks):
     assert not any(map(torch.equal, ranks[0][name], net().parameters()))
 
 
+def test_a_sharded_model_trains_after_reports_as_without(ranks):
+    for rank in ranks:
+        assert all(map(torch.equal, rank["weights, fsdp, measured"], rank["weights, fsdp"]))
+
+
 @pytest.mark.parametrize("name", ["noise", "noise in a graph"])
 def test_each_rank_draws_noise_of_its_own(name, ranks):
     first, second = (rank[name] for rank in ranks)
