@@ -6,7 +6,8 @@
 # make lint     ruff (rules and format) and mypy
 # make docs     the documentation as a site in site/, and a check of its links
 # make picture  refresh docs/demo.png from a new demo run
-# Each target first sets up .venv; only Python >= 3.10, git and make are needed. PYTHON=python3.12 picks an interpreter.
+# Each target first sets up .venv; only Python >= 3.10, git and make are needed. PYTHON=python3.12 picks an interpreter,
+# VENV=folder another place for the environment.
 
 PYTHON ?= python3
 VENV := .venv

@@ -820,7 +820,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", ".nox", ".*_cache", "runs"))
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "venv", ".nox", ".*_cache", "runs"))
         if options.tests:
             shutil.rmtree(tree / "tests")
             shutil.copytree(options.tests, tree / "tests")
