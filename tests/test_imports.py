@@ -71,3 +71,8 @@ def test_imports_point_down():
     graph = {name: others - {"brevact"} for name, others in _graph().items() if name != "brevact"}
     upwards = [(name, other) for name in graph for other in graph[name] if _layer_of(other) > _layer_of(name)]
     assert upwards == []
+
+
+def test_nothing_in_the_package_is_made_for_tests():
+    for path in PACKAGE.rglob("*.py"):
+        assert "unittest" not in path.read_text("utf-8") and "MagicMock" not in path.read_text("utf-8"), path

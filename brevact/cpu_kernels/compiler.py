@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import numba
@@ -51,12 +52,28 @@ end:
 """LLVM removes the call of `raised` from a kernel of which it sees that it does not raise."""
 
 
+class Names(ModuleType):
+    """A module of names without meaning, in place of one that the launchers of kernels import and kernels do not use.
+
+    Every attribute is such a module as well: `torch.int16` can be the key of a table.
+    """
+
+    def __getattr__(self, name: str) -> Names:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        found = Names(f"{self.__name__}.{name}")
+        setattr(self, name, found)
+        return found
+
+
 def main(folder: str, *tasks: str) -> None:
     """Compile kernels that are not there yet. Each is compiled by one of the processes that look at the folder.
 
     A task is module, name and stem of the file of a kernel, with colons between.
     """
     sys.modules["brevact.cpu_kernels.memory"] = intrinsics  # here, kernels are written in these names
+    for name in ("torch", "brevact.private_names.of_torch"):  # a second each
+        sys.modules[name] = Names(name)
     if hasattr(os, "nice"):
         os.nice(5)  # what already runs of a training step comes first
     left, failed = [task.split(":") for task in tasks], False

@@ -49,11 +49,9 @@ class Task(NamedTuple):
 _START = """
 import sys
 sys.path[:] = sys.argv[1].splitlines()  # first of all: the current folder may have a file of a module's name
-import types, unittest.mock
+import types
 sys.modules["brevact"] = types.ModuleType("brevact")  # without what its __init__ imports
 sys.modules["brevact"].__path__ = [sys.argv[2]]
-for name in ("torch", "brevact.private_names.of_torch"):  # launchers need them, kernels do not: a second each
-    sys.modules[name] = unittest.mock.MagicMock()
 from brevact.cpu_kernels.compiler import main
 main(*sys.argv[3:])
 """

@@ -237,3 +237,12 @@ def test_names_that_kernels_are_written_in_have_a_meaning():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "brevact.cpu_kernels.memory":
                 assert [name.name for name in node.names if not hasattr(intrinsics, name.name)] == [], path
+
+
+def test_names_that_stand_for_a_module_are_keys_and_do_nothing():
+    torch_ = compiler.Names("torch")
+    assert torch_.int16 is torch_.int16 and torch_.int16 != torch_.int32 and {torch_.nn.Parameter: 1}
+    with pytest.raises(TypeError, match="not callable"):
+        torch_.zeros(3)
+    with pytest.raises(AttributeError, match=r"module 'torch' has no attribute '__version__'"):
+        torch_.__version__  # noqa: B018
