@@ -121,6 +121,21 @@ def test_dropout_in_torch_draws_torchs_numbers(name, suffix, p, train):
     assert_as_torch(lambda x: drop(drop(x, p, train), p, train), x, bit_width=1 if p < 1 else 32)
 
 
+@pytest.mark.parametrize("drop", [F.dropout, F.alpha_dropout, F.dropout1d])
+def test_lossless_dropout_gives_what_is_not_a_number_where_torch_does(drop):
+    """Of a gradient that is infinite or NaN, dropped elements included, and the signs of zeros."""
+    x, grad = torch.randn(64, 32, 2, requires_grad=True), torch.randn(64, 32, 2)
+    grad[::3], grad[1::3] = float("inf"), float("nan")
+    found = []
+    for policy in (LosslessBackward.let(min_numel=0), None):
+        torch.manual_seed(0)
+        with region(None if policy is None else policy.backward_settings):
+            out = drop(x * 1, 0.5, True)
+        found += torch.autograd.grad(out, x, grad)
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(*(each.nan_to_num().signbit() for each in found))
+
+
 @pytest.mark.filterwarnings("ignore:dropout")
 @pytest.mark.parametrize("drop", [F.dropout1d, F.dropout2d, F.dropout3d])
 @pytest.mark.parametrize("inplace", [False, True])

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from brevact.autograd.derived import derive
 from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.base import SavedValue, Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
 from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import lay_out
@@ -41,6 +41,11 @@ def _alpha_factor(p: float) -> float:
     return 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
 
 
+def _masked(kept: SavedValue, grad: Tensor, ctx: Any) -> Tensor:
+    """Return the gradient where the mask is set, and 0 elsewhere; a lossless one is NaN there if it is not finite."""
+    return grad * kept.decode() if ctx.is_exact else kept.multiply(grad)
+
+
 class _Dropout(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, input: Tensor, p: float, inplace: bool) -> Tensor:
@@ -57,7 +62,7 @@ class _Dropout(Saving):
         else:
             out, mask = torch.native_dropout(input, p, True)
             out = input.copy_(out) if inplace else out
-        ctx.stride = mask.stride()
+        ctx.stride, ctx.is_exact = mask.stride(), region.settings.is_exact
         kept = keep_mask(mask)
         derive(region, out, ByMask(ctx.factor), ((input, source), (mask, kept)), is_dirty=inplace)
         if inplace:
@@ -68,7 +73,7 @@ class _Dropout(Saving):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
-        return None, lay_out(kept.multiply(grad).mul_(ctx.factor), grad, ctx.stride), None, None
+        return None, lay_out(_masked(kept, grad, ctx).mul_(ctx.factor), grad, ctx.stride), None, None
 
 
 class _Noise(NamedTuple):
@@ -90,6 +95,7 @@ class _ComposedDropout(Saving):
         noise.bernoulli_(1 - p)
         kept, source = keep_mask(noise != 0), region.find_kept(input)
         save(ctx, kept)
+        ctx.is_exact = region.settings.is_exact
         if kind.alpha:
             ctx.factor = factor = _alpha_factor(p)
             shift = noise.add(-1).mul_(_ALPHA * factor).add_(_ALPHA * factor * p)
@@ -111,7 +117,7 @@ class _ComposedDropout(Saving):
         (kept,) = load(ctx)
         mask = kept.decode()
         is_of_elements = mask.shape == grad.shape
-        grad_input = lay_out(kept.multiply(grad), grad, mask.stride()) if is_of_elements else grad * mask
+        grad_input = lay_out(_masked(kept, grad, ctx), grad, mask.stride()) if is_of_elements else grad * mask
         return None, grad_input.mul_(ctx.factor), None, None, None
 
 
