@@ -103,8 +103,9 @@ def _has_bits_of(x: Tensor, values: Tensor) -> bool | None:
         return None
 
 
-@torch.no_grad()
 def _copy(x: Tensor, values: Tensor) -> None:
+    """Write values behind the version counter: a graph that has read the tensor before finds what it has read."""
+    x, values = x.data, values.detach()
     if x.layout is torch.strided and not x.is_quantized:  # an expanded dimension holds one element
         for dim, stride in enumerate(x.stride()):
             if stride == 0 and x.shape[dim] > 1:

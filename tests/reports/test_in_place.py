@@ -232,6 +232,22 @@ def test_wrappers_of_several_devices_are_refused():
         brevact.memory_report(nn.DataParallel(nn.Linear(4, 4)), torch.randn(2, 4))
 
 
+@pytest.mark.parametrize("policy", [None, FOUR, brevact.LosslessBackward])
+def test_a_graph_that_was_there_before_a_report_is_as_it_was(policy):
+    """Of a norm, whose running statistics are kept for backward; norms write theirs behind the version counter, too."""
+    found = []
+    for measures in ([], [measure_memory, measure_gradients]):
+        model = trained("plain")
+        if policy is not None:
+            brevact.quantize_backward(model, policy)
+        torch.manual_seed(1)
+        value = loss(model, BATCHES[0])
+        for measure in measures:
+            measure(model)
+        found.append(torch.autograd.grad(value, list(model.parameters())))
+    assert all(map(torch.equal, *found))
+
+
 def test_a_scripted_model_is_as_it_was():
     model = torch.jit.script(nn.Sequential(nn.BatchNorm2d(3).eval(), nn.BatchNorm2d(3)))
     modes, before = [x.training for x in model.modules()], {key: x.clone() for key, x in model.state_dict().items()}
