@@ -2,6 +2,9 @@
 
 The forward pass stays as it is; what a layer keeps for its backward pass is stored as packed 1- to 8-bit codes.
 
+`dir` lists verbs, policies, and six backward quantizers. All backward quantizers are in `brevact.quant`, layers in
+`brevact.nn`, quantizers of tensors in `brevact.quantizers`; `from brevact import NearestBackward3bit` works, too.
+
 Where Brevitas is not installed, this package exports nothing, and `brevact.quantizers` works by itself.
 """
 
@@ -15,11 +18,49 @@ from brevact.version import __version__ as __version__
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks for the log of "brevact"
 
 if TYPE_CHECKING or _find_spec("brevitas") is not None:
-    from brevact import api
+    from brevact import nn as nn
+    from brevact import quant as quant
     from brevact.api import *
 
     if not TYPE_CHECKING:  # type checkers take what is imported by `*` as exported, where there is no list
-        __all__ = ["__version__", *(name for name in vars(api) if not name.startswith("_"))]
+        __all__ = [
+            "CONV_NET",
+            "DEFAULT",
+            "TRANSFORMER",
+            "Adaptive",
+            "BackwardPolicy",
+            "BackwardSettings",
+            "DualPrecisionBackward2bit",
+            "L4Backward",
+            "LosslessBackward",
+            "MixSchedule",
+            "NearestBackward4bit",
+            "Policy",
+            "SaveMode",
+            "StochBackward2bit",
+            "StochBackward2bit4bitMix",
+            "WeibullBackward3bit",
+            "__version__",
+            "actnn_level",
+            "backward_policy",
+            "backward_quant",
+            "distributed",
+            "fit",
+            "gradient_report",
+            "memory_report",
+            "nn",
+            "parse_policy",
+            "quant",
+            "quantize_backward",
+            "quantizer",
+            "quantizers",
+            "restore_backward",
+            "set_heap_tuning",
+        ]
+
+        def __dir__() -> list[str]:
+            """Names that completion offers; what is not among them can be imported all the same."""
+            return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 else:
 
     def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""What `brevact` exports: all names of this module."""
+"""What can be imported from `brevact`: all names of this module. `brevact.__all__` has those that are listed."""
 
 from brevact import distributed as distributed
 from brevact.autograd import BackwardSettings as BackwardSettings
@@ -9,7 +9,6 @@ from brevact.bit_widths.adaptive import Adaptive as Adaptive
 from brevact.bit_widths.fit import fit as fit
 from brevact.bit_widths.spec import PolicySpec as PolicySpec
 from brevact.bit_widths.spec import parse_policy as parse_policy
-from brevact.injectors.leaves import *
 from brevact.policy.attach import backward_quant as backward_quant
 from brevact.policy.attach import quantize_backward as quantize_backward
 from brevact.policy.attach import quantizer as quantizer
@@ -22,6 +21,7 @@ from brevact.policy.presets import CONV_NET as CONV_NET
 from brevact.policy.presets import DEFAULT as DEFAULT
 from brevact.policy.presets import TRANSFORMER as TRANSFORMER
 from brevact.policy.presets import Policy as Policy
+from brevact.quant import *
 from brevact.quantizers import DualPrecisionQuantizer as DualPrecisionQuantizer
 from brevact.quantizers import Granularity as Granularity
 from brevact.quantizers import MixedQuantizer as MixedQuantizer

@@ -20,7 +20,7 @@ LAYERS = (
     ("cpu_kernels", "triton_kernels"),
     ("quantizers",),
     ("arguments", "autograd", "tables"),
-    ("injectors",),
+    ("injectors", "quant"),
     ("nn",),
     ("policy",),
     ("reports",),

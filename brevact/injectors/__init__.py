@@ -20,11 +20,11 @@ from brevact.injectors.fragments import DitheredRounding as DitheredRounding
 from brevact.injectors.fragments import NearestRounding as NearestRounding
 from brevact.injectors.fragments import SaveQuantized as SaveQuantized
 from brevact.injectors.fragments import StochasticRounding as StochasticRounding
-from brevact.injectors.leaves import *
 from brevact.injectors.resolve import backward_settings_from as backward_settings_from
 from brevact.injectors.resolve import settings_of_block as settings_of_block
 from brevact.injectors.resolve import settings_of_module as settings_of_module
 from brevact.injectors.slot import BackwardQuantProxy as BackwardQuantProxy
+from brevact.quant import *
 from brevact.quantizers.formats.dual_precision.injectors import DualPrecisionMaps as DualPrecisionMaps
 from brevact.quantizers.formats.mixed.injectors import MixedBuckets as MixedBuckets
 from brevact.quantizers.formats.normalized.injectors import NormalizedLevels as NormalizedLevels

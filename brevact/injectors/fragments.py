@@ -7,9 +7,12 @@ A backward quantizer is a class of data in Brevitas' dialect, the solver last::
 
 ``UniformBuckets`` is a fragment of the format, which its folder in ``brevact/quantizers/formats`` has. A new format is
 such a fragment with a ``quantizer`` of its own; the names that this ``@value`` function takes are its settings.
+Where names follow a pattern, ``leaf`` makes the classes in a loop, and ``brevact/quant.pyi`` declares them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from brevitas.inject import value
 
@@ -20,7 +23,7 @@ from brevact.autograd.settings import (
     DEFAULT_RESIDUAL_BIT_WIDTH,
     DEFAULT_SCORE_BIT_WIDTH,
 )
-from brevact.injectors.class_protocol import Fragment
+from brevact.injectors.class_protocol import Fragment, InjectorClass
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.slot import build_slot_proxy
 from brevact.quantizers.rounding import Rounding
@@ -72,3 +75,16 @@ class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
     @value
     def backward_settings(quantizer, save_mode, min_numel, residual_bit_width, derive_min_bits, score_bit_width):
         return BackwardSettings(quantizer, save_mode, min_numel, residual_bit_width, derive_min_bits, score_bit_width)
+
+
+def leaf(module: str, name: str, bases: tuple[InjectorClass, ...], doc: str, **settings: Any) -> InjectorClass:
+    """Return the backward quantizer that a class statement makes in a module.
+
+    Args:
+        module: ``__name__`` of the module, which binds the class to its name: pickle looks it up there.
+        name: name of the class.
+        bases: fragments, the solver last; or a leaf.
+        doc: docstring.
+        **settings: the body of the class.
+    """
+    return BackwardInjectorType(name, bases, {"__module__": module, "__qualname__": name, "__doc__": doc, **settings})

@@ -18,8 +18,8 @@ import brevitas.inject.enum
 import brevitas.quant
 import torch
 
+from brevact import quant
 from brevact.autograd import BackwardSettings
-from brevact.injectors import leaves
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer
 from brevact.injectors.brevitas_source import is_act_quantizer
 from brevact.injectors.class_protocol import InjectorClass, added_values
@@ -33,7 +33,7 @@ BREVITAS = "brevitas.quant."
 NO_QUANTIZER = "BackwardSettings"
 #: The backward quantizers of this package.
 LEAVES: dict[str, InjectorClass] = {
-    name: each for name, each in vars(leaves).items() if isinstance(each, BackwardInjectorType)
+    name: each for name, each in vars(quant).items() if isinstance(each, BackwardInjectorType)
 }
 #: Classes of quantizer objects.
 OBJECTS: dict[str, type] = {type(leaf.quantizer).__name__: type(leaf.quantizer) for leaf in LEAVES.values()}

@@ -8,12 +8,14 @@ import inspect
 import pickle
 import pydoc
 import rlcompleter
+from pathlib import Path
 
 import pytest
 from brevitas.inject import ExtendedInjector, value
 from dependencies.exceptions import DependencyError
 
 import brevact.injectors
+import brevact.quant
 from brevact.injectors import (
     BackwardQuantSolver,
     LosslessBackward,
@@ -80,7 +82,11 @@ def test_help_shows_docstring_and_settings_with_defaults(injector):
 def test_tools_see_a_class(injector):
     assert bool(injector) and injector is (injector or None)
     assert inspect.unwrap(injector) is injector
-    assert f"class {injector.__name__}(" in inspect.getsource(injector)
+    statement = f"class {injector.__name__}("
+    if statement in inspect.getsource(inspect.getmodule(injector)):
+        assert statement in inspect.getsource(injector)
+    else:  # made in a loop
+        assert statement in Path(brevact.quant.__file__).with_suffix(".pyi").read_text("utf-8")
     assert inspect.getmodule(injector).__name__ == injector.__module__
     assert repr(injector) == f"<class '{injector.__module__}.{injector.__name__}'>"
     assert copy.copy(injector) is injector and copy.deepcopy(injector) is injector

@@ -25,7 +25,7 @@ def test_leaf_resolves_to_its_quantizer(leaf, bit_width: int):
 
 @leaves
 def test_leaf_is_public_and_importable(leaf, bit_width: int):
-    assert leaf.__name__ in brevact.__all__ and leaf.__name__ in brevact.injectors.__all__
+    assert getattr(brevact, leaf.__name__) is leaf and leaf.__name__ in brevact.injectors.__all__
     assert pickle.loads(pickle.dumps(leaf)) is leaf
 
 

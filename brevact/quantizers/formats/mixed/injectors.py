@@ -9,20 +9,16 @@ Source: J. Li, master's thesis, Heidelberg University, 2025, section 5.7.
 
 from brevitas.inject import value
 
-from brevact.injectors.fragments import BackwardQuantSolver, NearestRounding, SaveQuantized, StochasticRounding
+from brevact.injectors.class_protocol import InjectorClass
+from brevact.injectors.fragments import (
+    BackwardQuantSolver,
+    NearestRounding,
+    SaveQuantized,
+    StochasticRounding,
+    leaf,
+)
 from brevact.quantizers.formats.mixed.quantizer import MixedQuantizer
 from brevact.quantizers.formats.uniform.injectors import Buckets
-
-__all__ = [
-    "NearestBackward2bit4bitMix",
-    "NearestBackward2bit6bitMix",
-    "NearestBackward3bit6bitMix",
-    "NearestBackward4bit8bitMix",
-    "StochBackward2bit4bitMix",
-    "StochBackward2bit6bitMix",
-    "StochBackward3bit6bitMix",
-    "StochBackward4bit8bitMix",
-]
 
 
 class MixedBuckets(Buckets):
@@ -42,65 +38,27 @@ class MixedBuckets(Buckets):
         )
 
 
-class NearestBackward2bit4bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """2 bits, 4 in 50 % of the buckets, nearest rounding: 3.10 bits an element, 10.3x smaller than float32."""
-
-    bit_width = 2
-    mix_bit_width = 4
-    mix_prob = 0.5
+#: The first word of a leaf's name, and how it rounds.
+_ROUNDINGS = {"Nearest": NearestRounding, "Stoch": StochasticRounding}
+#: The lower width, the higher one, and its probability.
+_MIXTURES = ((2, 4, 0.5), (2, 6, 0.3), (3, 6, 0.4), (4, 8, 0.2))
 
 
-class NearestBackward2bit6bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """2 bits, 6 in 30 % of the buckets, nearest rounding: 3.30 bits an element, 9.7x smaller than float32."""
-
-    bit_width = 2
-    mix_bit_width = 6
-    mix_prob = 0.3
-
-
-class NearestBackward3bit6bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """3 bits, 6 in 40 % of the buckets, nearest rounding: 4.30 bits an element, 7.4x smaller than float32."""
-
-    bit_width = 3
-    mix_bit_width = 6
-    mix_prob = 0.4
-
-
-class NearestBackward4bit8bitMix(NearestRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """4 bits, 8 in 20 % of the buckets, nearest rounding: 4.90 bits an element, 6.5x smaller than float32."""
-
-    bit_width = 4
-    mix_bit_width = 8
-    mix_prob = 0.2
+def _leaf(word: str, low: int, high: int, mix_prob: float) -> InjectorClass:
+    rounding = _ROUNDINGS[word]
+    bits = low + mix_prob * (high - low) + 0.096
+    return leaf(
+        __name__,
+        f"{word}Backward{low}bit{high}bitMix",
+        (rounding, MixedBuckets, SaveQuantized, BackwardQuantSolver),
+        f"{low} bits, {high} in {mix_prob:.0%} of the buckets, {rounding.rounding.value} rounding: "
+        f"{bits:.2f} bits an element, {32 / bits:.1f}x smaller than float32.".replace("%", " %"),
+        bit_width=low,
+        mix_bit_width=high,
+        mix_prob=mix_prob,
+    )
 
 
-class StochBackward2bit4bitMix(StochasticRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """2 bits, 4 in 50 % of the buckets, stochastic rounding: 3.10 bits an element, 10.3x smaller than float32."""
-
-    bit_width = 2
-    mix_bit_width = 4
-    mix_prob = 0.5
-
-
-class StochBackward2bit6bitMix(StochasticRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """2 bits, 6 in 30 % of the buckets, stochastic rounding: 3.30 bits an element, 9.7x smaller than float32."""
-
-    bit_width = 2
-    mix_bit_width = 6
-    mix_prob = 0.3
-
-
-class StochBackward3bit6bitMix(StochasticRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """3 bits, 6 in 40 % of the buckets, stochastic rounding: 4.30 bits an element, 7.4x smaller than float32."""
-
-    bit_width = 3
-    mix_bit_width = 6
-    mix_prob = 0.4
-
-
-class StochBackward4bit8bitMix(StochasticRounding, MixedBuckets, SaveQuantized, BackwardQuantSolver):
-    """4 bits, 8 in 20 % of the buckets, stochastic rounding: 4.90 bits an element, 6.5x smaller than float32."""
-
-    bit_width = 4
-    mix_bit_width = 8
-    mix_prob = 0.2
+_LEAVES = {each.__name__: each for each in (_leaf(word, *mixture) for word in _ROUNDINGS for mixture in _MIXTURES)}
+globals().update(_LEAVES)
+__all__ = list(_LEAVES)

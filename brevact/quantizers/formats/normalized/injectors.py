@@ -15,38 +15,19 @@ With stochastic rounding the outputs of norms are random, in eval mode too.
 Source: B. Graham, Low-precision batch-normalized activations, arXiv:1702.08231, table 1. Differs: sign(0) is +1.
 """
 
+from collections.abc import Iterator
+
 from brevitas.inject import value
 
-from brevact.injectors.class_protocol import Fragment
-from brevact.injectors.fragments import BackwardQuantSolver, NearestRounding, SaveQuantized, StochasticRounding
+from brevact.injectors.class_protocol import Fragment, InjectorClass
+from brevact.injectors.fragments import (
+    BackwardQuantSolver,
+    NearestRounding,
+    SaveQuantized,
+    StochasticRounding,
+    leaf,
+)
 from brevact.quantizers.formats.normalized.quantizer import NormalizedFormat, NormalizedQuantizer
-
-__all__ = [
-    "L2Backward",
-    "L2ForwardBackward",
-    "L3Backward",
-    "L3ForwardBackward",
-    "L4Backward",
-    "L4ForwardBackward",
-    "L5Backward",
-    "L5ForwardBackward",
-    "O4Backward",
-    "O4ForwardBackward",
-    "StochL2Backward",
-    "StochL3Backward",
-    "StochL4Backward",
-    "StochL5Backward",
-    "StochO4Backward",
-    "StochU4Backward",
-    "StochU5Backward",
-    "StochU8Backward",
-    "U4Backward",
-    "U4ForwardBackward",
-    "U5Backward",
-    "U5ForwardBackward",
-    "U8Backward",
-    "U8ForwardBackward",
-]
 
 
 class NormalizedLevels(Fragment):
@@ -62,145 +43,33 @@ class NormalizedLevels(Fragment):
         )
 
 
-class L2Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """Levels N(x) = +-0.707 and +-1.414, nearest rounding: 2.00 bits an element, 16.0x smaller than float32."""
-
-    format = NormalizedFormat.L2
-
-
-class StochL2Backward(StochasticRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """The levels of `L2Backward`, rounded stochastically: unbiased inside the grid."""
-
-    format = NormalizedFormat.L2
-
-
-class L2ForwardBackward(L2Backward):
-    """`L2Backward` that also quantizes the **forward** pass of norm layers."""
-
-    quantize_forward = True
-
-
-class L3Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """Levels N(x) = +-1/2, 1, 2 and 4, nearest rounding: 3.00 bits an element, 10.7x smaller than float32."""
-
-    format = NormalizedFormat.L3
-
-
-class StochL3Backward(StochasticRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """The levels of `L3Backward`, rounded stochastically: unbiased inside the grid."""
-
-    format = NormalizedFormat.L3
-
-
-class L3ForwardBackward(L3Backward):
-    """`L3Backward` that also quantizes the **forward** pass of norm layers."""
-
-    quantize_forward = True
-
-
-class L4Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """Levels N(x) = +-1/8, 1/4, ..., 16, nearest rounding: 4.00 bits an element, 8.0x smaller than float32."""
-
-    format = NormalizedFormat.L4
-
-
-class StochL4Backward(StochasticRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """The levels of `L4Backward`, rounded stochastically: unbiased inside the grid."""
-
-    format = NormalizedFormat.L4
-
-
-class L4ForwardBackward(L4Backward):
-    """`L4Backward` that also quantizes the **forward** pass of norm layers."""
-
-    quantize_forward = True
-
-
-class L5Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """Levels N(x) = +-1/8, 0.177, ..., 22.6, nearest rounding: 5.00 bits an element, 6.4x smaller than float32."""
-
-    format = NormalizedFormat.L5
-
-
-class StochL5Backward(StochasticRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """The levels of `L5Backward`, rounded stochastically: unbiased inside the grid."""
-
-    format = NormalizedFormat.L5
-
-
-class L5ForwardBackward(L5Backward):
-    """`L5Backward` that also quantizes the **forward** pass of norm layers."""
-
-    quantize_forward = True
-
-
-class U4Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """Levels N(x) = +-1/4, 3/4, ..., 15/4, nearest rounding: 4.00 bits an element, 8.0x smaller than float32."""
-
-    format = NormalizedFormat.U4
-
-
-class StochU4Backward(StochasticRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """The levels of `U4Backward`, rounded stochastically: unbiased inside the grid."""
-
-    format = NormalizedFormat.U4
-
-
-class U4ForwardBackward(U4Backward):
-    """`U4Backward` that also quantizes the **forward** pass of norm layers."""
-
-    quantize_forward = True
-
-
-class U5Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """Levels N(x) = +-1/6, 3/6, ..., 31/6, nearest rounding: 5.00 bits an element, 6.4x smaller than float32."""
-
-    format = NormalizedFormat.U5
-
-
-class StochU5Backward(StochasticRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """The levels of `U5Backward`, rounded stochastically: unbiased inside the grid."""
-
-    format = NormalizedFormat.U5
-
-
-class U5ForwardBackward(U5Backward):
-    """`U5Backward` that also quantizes the **forward** pass of norm layers."""
-
-    quantize_forward = True
-
-
-class U8Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """Levels N(x) = +-1/16, 3/16, ..., 255/16, nearest rounding: 8.00 bits an element, 4.0x smaller than float32."""
-
-    format = NormalizedFormat.U8
-
-
-class StochU8Backward(StochasticRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """The levels of `U8Backward`, rounded stochastically: unbiased inside the grid."""
-
-    format = NormalizedFormat.U8
-
-
-class U8ForwardBackward(U8Backward):
-    """`U8Backward` that also quantizes the **forward** pass of norm layers."""
-
-    quantize_forward = True
-
-
-class O4Backward(NearestRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """Levels N(x) = +-0.14, 0.47, ..., 5.75, nearest rounding: 4.00 bits an element, 8.0x smaller than float32."""
-
-    format = NormalizedFormat.O4
-
-
-class StochO4Backward(StochasticRounding, NormalizedLevels, SaveQuantized, BackwardQuantSolver):
-    """The levels of `O4Backward`, rounded stochastically: unbiased inside the grid."""
-
-    format = NormalizedFormat.O4
-
-
-class O4ForwardBackward(O4Backward):
-    """`O4Backward` that also quantizes the **forward** pass of norm layers."""
-
-    quantize_forward = True
+#: The levels of each format, in words.
+_LEVELS = {
+    NormalizedFormat.L2: "+-0.707 and +-1.414",
+    NormalizedFormat.L3: "+-1/2, 1, 2 and 4",
+    NormalizedFormat.L4: "+-1/8, 1/4, ..., 16",
+    NormalizedFormat.L5: "+-1/8, 0.177, ..., 22.6",
+    NormalizedFormat.U4: "+-1/4, 3/4, ..., 15/4",
+    NormalizedFormat.U5: "+-1/6, 3/6, ..., 31/6",
+    NormalizedFormat.U8: "+-1/16, 3/16, ..., 255/16",
+    NormalizedFormat.O4: "+-0.14, 0.47, ..., 5.75",
+}
+
+
+def _leaves(format: NormalizedFormat, levels: str) -> Iterator[InjectorClass]:
+    """The format by its own rounding, the same unbiased, and the same in the forward pass of norms as well."""
+    name, bits = format.name, format.bit_width
+    parts = (NormalizedLevels, SaveQuantized, BackwardQuantSolver)
+    size = f"{bits:.2f} bits an element, {32 / bits:.1f}x smaller than float32"
+    text = f"Levels N(x) = {levels}, nearest rounding: {size}."
+    nearest = leaf(__name__, f"{name}Backward", (NearestRounding, *parts), text, format=format)
+    text = f"The levels of `{name}Backward`, rounded stochastically: unbiased inside the grid."
+    yield nearest
+    yield leaf(__name__, f"Stoch{name}Backward", (StochasticRounding, *parts), text, format=format)
+    text = f"`{name}Backward` that also quantizes the **forward** pass of norm layers."
+    yield leaf(__name__, f"{name}ForwardBackward", (nearest,), text, quantize_forward=True)
+
+
+_LEAVES = {each.__name__: each for format, levels in _LEVELS.items() for each in _leaves(format, levels)}
+globals().update(_LEAVES)
+__all__ = list(_LEAVES)

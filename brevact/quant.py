@@ -1,5 +1,11 @@
-"""The backward quantizers of all formats: a line each, and `__all__` of the module that it names says which."""
+"""The backward quantizers of all formats, as `brevitas.quant` has Brevitas' own.
 
+    from brevact.quant import StochBackward2bit, WeibullBackward3bit
+
+`brevact` has each of them, too, and lists those with which the documentation leads.
+"""
+
+# A line for each format, whose `__all__` names its quantizers; `python -m scripts.leaf_stub` declares all in quant.pyi.
 from brevact.quantizers.formats.dual_precision.injectors import *
 from brevact.quantizers.formats.lossless.injectors import *
 from brevact.quantizers.formats.mixed.injectors import *
