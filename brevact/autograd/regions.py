@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brevact.autograd import first_region
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.interrupts import is_alive
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
@@ -89,6 +90,8 @@ class Region(Store):
 
     def __enter__(self) -> Region:
         refuse_without(REGIONS)
+        if first_region.waiting and self.packs:
+            first_region.prepare()
         self.parent = active.regions[-1] if active.regions else None
         self.hooks: SavedTensorHooks = SavedTensorHooks(self, None if self.parent is None else self.parent.hooks)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet

@@ -3,15 +3,15 @@
 A leaf (``StochBackward2bit``) is a class of data; ``.let(bucket_size=128)``, a subclass or a layer's keywords change
 it. ``backward_settings_from`` resolves one into what a region takes, an activation injector of Brevitas itself as well
 (``BrevitasQuantizer``). Importing this package makes every Brevitas injector picklable
-(``brevact.injectors.pickling``), lets Brevitas' forward quantizers store few bits inside a region
-(``brevact.injectors.forward_quantizers``), and gives Brevitas' own layers ``act_quant=``
-(``brevact.injectors.stock_layers``).
+(``brevact.injectors.pickling``) and gives Brevitas' own layers ``act_quant=`` (``brevact.injectors.stock_layers``); the
+first region that packs lets Brevitas' forward quantizers store few bits inside of regions
+(``brevact.injectors.forward_quantizers``).
 """
 
 import types
 import typing
 
-from brevact.injectors import forward_quantizers as forward_quantizers  # makes Brevitas' quantizers ask for a region
+from brevact.injectors import forward_quantizers as forward_quantizers  # for the first region
 from brevact.injectors import pickling as pickling  # makes injector classes picklable
 from brevact.injectors import stock_layers as stock_layers  # gives Brevitas' layers the slot act_quant=
 from brevact.injectors.brevitas_quantizer import BrevitasQuantizer as BrevitasQuantizer

@@ -1,11 +1,12 @@
 """Brevitas' forward quantizers inside a region: what their fake quantization stores for backward is exact and small.
 
-Importing this module makes the classes of ``brevitas.core`` that quantize, and those that take statistics, ask for a
-region: inside one that packs, they compute by ``brevact.autograd.ops.fake_quantization`` what they compute
-everywhere else by their own ops. No instance changes, so that copies, pickles, loaded state dicts, rebuilt quantizers
-and those of shared proxies are all the same. Scripted ones (``BREVITAS_JIT=1``) and those in traced graphs stay as they
-are, as does what has no fixed integers: learned rounding, quantizers with a delay, learned bit widths, whose ops store
-what they need at full precision; and what somebody changed (a subclass with integers of its own) or watches by hooks.
+The first region that packs makes the classes of ``brevitas.core`` that quantize, and those that take statistics, ask
+for a region; until then Brevitas is as it was. Inside a region that packs, they compute by
+``brevact.autograd.ops.fake_quantization`` what they compute everywhere else by their own ops. No instance changes, so
+that copies, pickles, loaded state dicts, rebuilt quantizers and those of shared proxies are all the same. Scripted ones
+(``BREVITAS_JIT=1``) and those in traced graphs stay as they are, as does what has no fixed integers: learned rounding,
+quantizers with a delay, learned bit widths, whose ops store what they need at full precision; and what somebody changed
+(a subclass with integers of its own) or watches by hooks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from brevitas.config import JIT_ENABLED
 from torch import Tensor, UntypedStorage, nn
 
+from brevact.autograd.first_region import before_first_region
 from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.fake_quantization import Integers, fake_quantize
 from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
@@ -208,15 +210,23 @@ def _let_ask_for_region(kind: type[nn.Module], counterpart: Callable) -> None:
     kind.forward = forward
 
 
+#: Classes of Brevitas, and what their forward is inside a region.
+COUNTERPARTS: dict[type[nn.Module], Callable] = {
+    IntQuant: _int_quant,
+    DecoupledIntQuant: _decoupled_int_quant,
+    BinaryQuant: _sign_quant,
+    ClampedBinaryQuant: _sign_quant,
+    TernaryQuant: _sign_quant,
+    FloatQuant: float_quant,
+    _Stats: statistics,
+    FusedActivationQuantProxy: fused_activation,
+}
+
+
+def _let_all_ask() -> None:
+    for kind, counterpart in COUNTERPARTS.items():
+        _let_ask_for_region(kind, counterpart)
+
+
 if not JIT_ENABLED and is_whole(FORWARD):
-    for _kind, _counterpart in {
-        IntQuant: _int_quant,
-        DecoupledIntQuant: _decoupled_int_quant,
-        BinaryQuant: _sign_quant,
-        ClampedBinaryQuant: _sign_quant,
-        TernaryQuant: _sign_quant,
-        FloatQuant: float_quant,
-        _Stats: statistics,
-        FusedActivationQuantProxy: fused_activation,
-    }.items():
-        _let_ask_for_region(_kind, _counterpart)
+    before_first_region(_let_all_ask)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from brevact.heap import Tuning
+
 SMALLEST = 32 << 20
 """Bytes from which glibc maps every allocation by itself, so that advice on it concerns no other memory."""
 
@@ -29,7 +31,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 def prefer_huge_pages(x: Tensor) -> None:
     """Ask the kernel to back the memory of a tensor that was not written with huge pages; no more than a hint."""
     nbytes = x.untyped_storage().nbytes()
-    if nbytes < SMALLEST or not x.is_cpu or (madvise := _madvise()) is None:
+    if nbytes < SMALLEST or not Tuning.is_on or not x.is_cpu or (madvise := _madvise()) is None:
         return
     start, stop = x.data_ptr(), x.data_ptr() + nbytes
     first = -(-start // _HUGE_PAGE) * _HUGE_PAGE

@@ -39,7 +39,7 @@ def _imports(path: Path) -> set[str]:
         ),
         (
             "quantizers",
-            {"brevact.quantizers", "brevact.geometry", "brevact.heap", "brevact.private_names"},
+            {"brevact.quantizers", "brevact.geometry", "brevact.heap", "brevact.large_pages", "brevact.private_names"},
             {"torch"},
         ),
     ],
