@@ -1,20 +1,26 @@
-"""The way of a tensor: through which files a convolution's input becomes bytes, and comes back; drawn from a run.
+"""The way of a tensor: through which files a convolution's input becomes bytes, and comes back; counted in a run.
 
-    python -m scripts.way_of_a_tensor        # writes docs/way.svg, the picture in CONTRIBUTING.md
+    python -m scripts.way_of_a_tensor        # prints the calls, and writes docs/way.svg, the picture in CONTRIBUTING.md
 
-The files are those on the call stack when the kernel starts, torch's own left out.
+Every function of the package that is entered counts, also where it returns before the kernel starts;
+comprehensions and generators count as part of their function. The way is those on the call stack when it starts.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from textwrap import wrap
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import torch
-from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
 
 import brevact
 
@@ -38,52 +44,104 @@ ROLES = {
 }
 
 
-def ways() -> tuple[list[str], list[str]]:
-    """Files on the way of a tensor that nothing is known of to its bytes, and on the way back.
+class Way(NamedTuple):
+    """What a pass enters.
+
+    Args:
+        calls: file and qualified name of each function of the package, in order; a name as often as it is entered.
+        stack: files on the call stack when the last kernel starts, outermost first.
+    """
+
+    calls: list[tuple[str, str]]
+    stack: list[str]
+
+    @property
+    def files(self) -> list[str]:
+        """The files of these functions, in the order in which they are entered first."""
+        return list(dict.fromkeys(file for file, _ in self.calls))
+
+    def __str__(self) -> str:
+        """Counts of both."""
+        return f"{len(self.calls):3} calls in {len(self.files):2} files"
+
+
+#: Contexts around a call, and the call, of an activation and a weight.
+Route = tuple[Callable[[], Any], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+ROUTES: dict[str, Route] = {
+    "positional": (nullcontext, F.conv2d),
+    "keywords": (nullcontext, lambda x, weight: F.conv2d(input=x, weight=weight)),
+    "padding": (nullcontext, lambda x, weight: F.conv2d(x, weight, padding="same")),
+    "identity hooks": (lambda: saved_tensors_hooks(lambda x: x, lambda x: x), F.conv2d),
+    "save_on_cpu": (save_on_cpu, F.conv2d),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), F.conv2d),
+}
+
+
+def ways(route: str = "positional") -> tuple[Way, Way]:
+    """What a convolution of a tensor enters of which nothing is known yet, once kernels are compiled.
+
+    Args:
+        route: a key of `ROUTES`.
 
     Returns:
-        Their paths in the package, outermost first: of the forward pass, and of the backward pass.
+        Of the forward pass and of the backward pass.
     """
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1))
-    brevact.quantize_backward(model, brevact.StochBackward4bit)
-    x = torch.randn(4, 3, 32, 32)
-    model(x).sum().backward()  # kernels are compiled
-    forward, y = _stack_of_kernel(lambda: model(x))
-    backward, _ = _stack_of_kernel(y.sum().backward)
+    around, call = ROUTES[route]
+    weight = torch.randn(8, 3, 1, 1, requires_grad=True)
+    for _ in range(3):
+        with around(), brevact.backward_quant(brevact.StochBackward4bit):
+            for _ in range(3):  # the first call of a region draws seeds for many
+                forward, y = _entered(functools.partial(call, torch.randn(4, 3, 32, 32), weight))
+        backward, _ = _entered(y.float().sum().backward)
     return forward, backward
 
 
-def _stack_of_kernel(run: Any) -> tuple[list[str], Any]:
-    """The files of this package on the stack when the last kernel starts, and what `run` returns."""
-    found: list[str] = []
+def _entered(run: Callable[[], Any]) -> tuple[Way, Any]:
+    """What of this package `run` enters, and what it returns."""
+    calls: list[tuple[str, str]] = []
+    stack: list[str] = []
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_name == "share" and frame.f_code.co_filename.endswith("teams.py"):
-            paths, outer = [frame.f_locals["kernel"].__wrapped__.__code__.co_filename], frame
-            while outer is not None:
-                paths.append(outer.f_code.co_filename)
-                outer = outer.f_back  # type: ignore[assignment]
-            inside = [Path(path) for path in reversed(paths) if Path(path).is_relative_to(PACKAGE)]
-            found[:] = dict.fromkeys(path.relative_to(PACKAGE).as_posix() for path in inside)
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or not path.is_relative_to(PACKAGE):
+            return
+        name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # of Python 3.11
+        if not name.endswith(("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")):
+            calls.append((path.relative_to(PACKAGE).as_posix(), name))
+        if frame.f_code.co_name == "share" and path.name == "teams.py":
+            stack[:] = _stack(frame)
 
     sys.setprofile(watch)
     try:
         result = run()
     finally:
         sys.setprofile(None)
-    return found, result
+    return Way(calls, stack), result
 
 
-def picture(forward: list[str], backward: list[str]) -> str:
-    """An SVG of both ways, side by side.
+def _stack(frame: FrameType) -> list[str]:
+    """Files of this package on the stack of the function that starts a kernel, and that of the kernel."""
+    paths, outer = [frame.f_locals["kernel"].__wrapped__.__code__.co_filename], frame
+    while outer is not None:
+        paths.append(outer.f_code.co_filename)
+        outer = outer.f_back  # type: ignore[assignment]
+    inside = [Path(path) for path in reversed(paths) if Path(path).is_relative_to(PACKAGE)]
+    return list(dict.fromkeys(path.relative_to(PACKAGE).as_posix() for path in inside))
+
+
+def picture(forward: Way, backward: Way) -> str:
+    """An SVG of both ways, side by side: the files on the stack, and those beside them.
 
     Args:
-        forward: files from the call to the bytes.
-        backward: files from what torch asks for to the tensor.
+        forward: from the call to the bytes.
+        backward: from what torch asks for to the tensor.
     """
     width, height = 330, 46
-    rows = max(len(forward), len(backward)) + 1
-    size = f"{2 * width + 60} {rows * (height + 14) + 40}"
+    beside = [[file for file in sorted(way.files) if file not in way.stack] for way in (forward, backward)]
+    lists = [wrap(", ".join(files), 50, break_long_words=False) for files in beside]
+    rows = max(len(forward.stack), len(backward.stack))
+    bottom = 40 + rows * (height + 14) + 70 + 16 * max(map(len, lists))
+    size = f"{2 * width + 60} {bottom}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="Helvetica, Arial, sans-serif" '
         'font-size="13" role="img" aria-labelledby="title">',
@@ -93,18 +151,24 @@ def picture(forward: list[str], backward: list[str]) -> str:
         '<path d="M0 0L10 5L0 10z" fill="#555"/></marker></defs>',
     ]
     ends = (("forward: torch.conv2d(x, weight)", "bytes"), ("backward: torch asks for x", "x again, for its gradient"))
-    for column, (files, (start, end)) in enumerate(zip((forward, backward), ends, strict=True)):
+    for column, (way, (start, end)) in enumerate(zip((forward, backward), ends, strict=True)):
         left = 20 + column * (width + 20)
         lines.append(f'  <text x="{left}" y="24" font-weight="bold" fill="#1a237e">{escape(start)}</text>')
-        for row, name in enumerate(files):
+        for row, name in enumerate(way.stack):
             top = 40 + row * (height + 14)
             lines += _box(left, top, width, height, name, ROLES[name])
             lines.append(
                 f'  <path d="M{left + width // 2} {top + height}v13" stroke="#555" stroke-width="1.5" '
                 'marker-end="url(#a)"/>'
             )
-        top = 40 + len(files) * (height + 14) + 18
+        top = 40 + len(way.stack) * (height + 14) + 18
         lines.append(f'  <text x="{left + width // 2}" y="{top}" text-anchor="middle">{escape(end)}</text>')
+        top = 40 + rows * (height + 14) + 50
+        said = [f"asked on the way, in {len(beside[column])} files more:", *lists[column]]
+        lines += [
+            f'  <text x="{left}" y="{top + 16 * row}" fill="#333">{escape(line)}</text>'
+            for row, line in enumerate(said)
+        ]
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
@@ -117,7 +181,10 @@ def _box(left: int, top: int, width: int, height: int, name: str, role: str) -> 
 
 
 def main() -> None:
-    """Write the picture."""
+    """Print what each route enters, and write the picture of the first."""
+    for route in ROUTES:
+        forward, backward = ways(route)
+        print(f"{route:15} forward: {forward}, backward: {backward}")
     PICTURE.write_text(picture(*ways()), encoding="utf-8")
 
 

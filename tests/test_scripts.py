@@ -30,4 +30,20 @@ def test_broken_links_refuses_a_folder_without_pages(tmp_path: Path):
 def test_the_picture_of_the_way_of_a_tensor_is_that_of_a_run():
     forward, backward = way_of_a_tensor.ways()
     assert way_of_a_tensor.PICTURE.read_text("utf-8") == way_of_a_tensor.picture(forward, backward)
-    assert len(forward) <= 9 and len(backward) <= 6
+    assert len(forward.stack) <= 9 and len(backward.stack) <= 6
+
+
+def test_the_way_of_a_tensor_has_the_functions_that_return_before_the_kernel_starts():
+    for way in way_of_a_tensor.ways():
+        assert {*way.stack} < {*way.files}
+        asked = {name for file, name in way.calls if file not in way.stack}
+        assert asked and not any(name.endswith(("comp>", "<genexpr>")) for name in asked)
+    assert str(way_of_a_tensor.Way([("a.py", "f"), ("b.py", "g"), ("a.py", "f")], [])) == "  3 calls in  2 files"
+
+
+@pytest.mark.parametrize("route", way_of_a_tensor.ROUTES)
+def test_a_convolution_enters_no_more_functions_than_it_did(route: str):
+    """Bounds that only go down: a call inside a region costs them."""
+    forward, backward = way_of_a_tensor.ways(route)
+    assert len(forward.calls) <= 66 and len(forward.files) <= 27, forward
+    assert len(backward.calls) <= 20 and len(backward.files) <= 12, backward
