@@ -3,9 +3,9 @@
     python -m benchmarks.paired_training --data data --policies StochBackward2bit --csv paired.csv
 
 The models of `benchmarks.trained_models` learn for a few epochs, once at full precision and once with each policy. Runs
-of a seed start from the same weights and see the same batches; nothing is random but quantizers. The mean training loss
-of the last epoch, less that at full precision, is a sharper measure than accuracy, which is known to a standard error
-of 1.6 points on 1,000 images. Each run has a process of its own, and is a row of the CSV as soon as it ends: runs that
+of a seed start from the same weights and see the same batches; nothing is random but quantizers. The difference in
+the mean training loss of the last epoch is a sharper measure than accuracy, which is known to a standard error of 1.6
+points on 1,000 images. Each run has a process of its own, and is a row of the CSV as soon as it ends: runs that
 are in it already are not repeated.
 """
 

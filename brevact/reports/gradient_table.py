@@ -24,7 +24,7 @@ class LayerNoise:
             layers counts in the row of each.
         bit_widths: bits of the codes, each once, without those of quantizers that do not say.
         saved_bytes: bytes of the packed tensors.
-        noise: variance of the gradients, with everything else at 8 bits, less that of everything at 8 bits.
+        noise: variance of the gradients with everything else at 8 bits, minus the variance with everything at 8 bits.
         noise_error: standard error of ``noise``.
         bias: squared norm of the mean error.
         bias_error: standard error of ``bias``.

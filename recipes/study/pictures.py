@@ -75,5 +75,6 @@ def _draw_differences(axes: Axes, found: Sequence[Comparison], measure: Measure,
     axes.set_yticks(range(len(found)), [each.case.label for each in found], fontsize=7)
     axes.invert_yaxis()
     against = found[0].against.label if found and found[0].against else "reference"
-    axes.set_xlabel(f"{measure.words}{f' ({measure.unit.strip()})' if measure.unit else ''}, less that of {against}")
+    unit = f" ({measure.unit.strip()})" if measure.unit else ""
+    axes.set_xlabel(f"difference in {measure.words}{unit} from {against}")
     axes.grid(alpha=0.3, axis="x")
