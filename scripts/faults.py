@@ -53,8 +53,8 @@ KERNELS = ("cpu_kernels/test_same_bytes.py", "quantizers/test_contract.py")
 GRIDS = ("cpu_kernels/test_grids.py", "quantizers/test_contract.py")
 INTERPRETED = ("triton_kernels/test_interpreted.py",)
 OPS = ("autograd/test_functions.py", "autograd/test_op_database.py")
-REGIONS = ("autograd/test_region.py", "autograd/test_sharing.py", "autograd/test_pitfalls.py")
-WEIGHTS = ("integration/test_weights.py", "autograd/test_pitfalls.py", "autograd/test_weights_again.py")
+REGIONS = tuple(f"autograd/test_{name}.py" for name in ("region", "sharing", "graphs", "interrupts", "seeds"))
+WEIGHTS = ("integration/test_weights.py", "autograd/test_weights.py", "autograd/test_weights_again.py")
 QAT = ("qat",)
 BIT_WIDTHS = ("bit_widths/test_allocation.py", "bit_widths/test_fit.py", "bit_widths/test_adaptive.py")
 SAMPLES = ("quantizers/test_sample.py",)
@@ -422,7 +422,7 @@ FAULTS = (
         "_claim_base",
         "_recomputed[1] + 1 if _recomputed[0] == backward else 1",
         "0",
-        ("autograd/test_region.py", "autograd/test_pitfalls.py", "integration/test_training.py"),
+        ("autograd/test_region.py", "autograd/test_seeds.py", "integration/test_training.py"),
     ),
     Fault(
         "shared packs ignore in-place changes",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import brevact
 from brevact.autograd import BackwardSettings, SaveMode, attach_region, region
 from brevact.quantizers import Rounding, UniformQuantizer
-from tests.autograd.measuring import settings, watch_saved
+from tests.autograd.measuring import EXACT_VALUES, assert_gradients_close, settings, train_module, watch_saved
 
-EXACT_VALUES = settings(bit_width=32)
 attend = F.scaled_dot_product_attention
 
 
@@ -322,59 +319,6 @@ def test_wrong_arguments_get_torchs_own_error(call):
 # modules
 
 
-PAD = torch.arange(21).view(3, 7) % 5 == 4
-MODULES = {
-    "plain": ({}, {}),
-    "key and value biases": ({"add_bias_kv": True}, {}),
-    "zeros": ({"add_zero_attn": True}, {}),
-    "separate projections": ({"kdim": 24, "vdim": 20, "bias": False}, {}),
-    "batch first": ({"batch_first": True}, {}),
-    "dropout": ({"dropout": 0.2}, {}),
-    "mask": ({}, {"attn_mask": torch.arange(42).view(6, 7) % 4 == 3}),
-    "padding": ({}, {"key_padding_mask": PAD}),
-    "mask and padding": ({}, {"key_padding_mask": PAD, "attn_mask": torch.arange(42).view(6, 7) % 4 == 3}),
-    "weights of each head": ({}, {"average_attn_weights": False}),
-}
-
-
-def train(module: nn.Module, inputs, chosen, **options):
-    """Outputs, gradients of inputs and parameters, and bytes kept for backward of a copy of the module."""
-    module, leaves = copy.deepcopy(module).train(), [x.clone().requires_grad_() for x in inputs]
-    torch.manual_seed(0)
-    with watch_saved() as saved, region(chosen):
-        outs = module(*(leaf * 1 for leaf in leaves), **options)
-    outs = [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
-    sum((out * torch.linspace(-1, 1, out.numel()).cos().view(out.shape)).sum() for out in outs).backward()
-    return outs, [x.grad for x in (*leaves, *module.parameters())], saved
-
-
-@pytest.mark.parametrize("made, called", MODULES.values(), ids=MODULES.keys())
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_multi_head_attention_stores_what_its_ops_store(made, called, need_weights):
-    module = nn.MultiheadAttention(32, 4, **made)
-    inputs = [torch.randn(6, 3, 32), torch.randn(7, 3, made.get("kdim", 32)), torch.randn(7, 3, made.get("vdim", 32))]
-    if made.get("batch_first"):
-        inputs = [x.transpose(0, 1) for x in inputs]
-    options = {"need_weights": need_weights, **called}
-    outs, grads, _ = train(module, inputs, None, **options)
-    for chosen in (EXACT_VALUES, settings(bit_width=2)):
-        found, found_grads, saved = train(module, inputs, chosen, **options)
-        assert all(map(torch.equal, found, outs)) and len(found) == len(outs)
-        if chosen is EXACT_VALUES:
-            assert_close(found_grads, grads)
-        # inputs of the projections; queries, keys, values and the input of the last projection
-        assert [t.dtype for t in saved.tensors].count(torch.uint8) >= 5 or chosen is EXACT_VALUES
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_transformer_layer_in_training_is_small(dropout):
-    layer, x = nn.TransformerEncoderLayer(64, 4, 128, dropout=dropout, batch_first=True), torch.randn(8, 64, 64)
-    outs, _, plain = train(layer, [x], None)
-    found, _, packed = train(layer, [x], settings(bit_width=2, bucket_size=512))
-    assert torch.equal(found[0], outs[0])
-    assert packed.nbytes < plain.nbytes / (9 if dropout else 3.5)
-
-
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_attention_of_a_model_stores_packed_tensors(need_weights):
     model = nn.MultiheadAttention(64, 4, batch_first=True)
@@ -438,13 +382,13 @@ def compiled(module: nn.Module) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`")
 def test_attention_compiles_whole_and_stores_packed_tensors(make):
     module, x = make(), torch.randn(4, 64, 64)
-    plain, _, _ = train(module, [x], None)
+    plain, _, _ = train_module(module, [x], None)
     attach_region(module, settings(bit_width=4, rounding=Rounding.NEAREST, bucket_size=512))
-    expected_out, expected, eager = train(module, [x], None)
-    out, grads, saved = train(compiled(module), [x], None)
+    expected_out, expected, eager = train_module(module, [x], None)
+    out, grads, saved = train_module(compiled(module), [x], None)
     assert torch.equal(expected_out[0], plain[0])
     torch.testing.assert_close(out, expected_out)
-    assert_close(grads, expected)
+    assert_gradients_close(grads, expected)
     mask = x.shape[1] ** 2 * x.element_size()  # a graph keeps it as it is added, or the mask of dropout
     assert saved.nbytes <= eager.nbytes + mask
 
@@ -452,17 +396,10 @@ def test_attention_compiles_whole_and_stores_packed_tensors(make):
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`")
 def test_attention_of_products_compiles_whole_and_stores_its_factors():
     module, x = Eager(0.1), torch.randn(4, 64, 64)
-    _, expected, plain = train(module, [x], None)
+    _, expected, plain = train_module(module, [x], None)
     attach_region(module, settings(bit_width=24, rounding=Rounding.NEAREST))  # half a step: less than float32's own
-    _, grads, saved = train(compiled(module), [x], None)
-    assert_close(grads, expected)
+    _, grads, saved = train_module(compiled(module), [x], None)
+    assert_gradients_close(grads, expected)
     # inputs of four projections, the factors of two products; the bound is that of 24 bits
     assert [t.dtype for t in saved.tensors].count(torch.uint8) >= 6
     assert saved.nbytes < plain.nbytes
-
-
-def assert_close(grads: list[Tensor], expected: list[Tensor]) -> None:
-    # Sums of some hundred products in another order, relative to the largest gradient.
-    top = max(grad.abs().max() for grad in expected)
-    for grad, reference in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, reference, rtol=0, atol=64 * torch.finfo(torch.float32).eps * top.item())

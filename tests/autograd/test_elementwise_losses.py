@@ -13,9 +13,8 @@ from torch.nn import functional as F
 import brevact
 from brevact import LosslessBackward, StochBackward2bit, StochBackward8bit
 from brevact.autograd import BackwardSettings, region
-from tests.autograd.measuring import settings, watch_saved
+from tests.autograd.measuring import EXACT_VALUES, settings, watch_saved
 
-EXACT_VALUES = settings(bit_width=32)
 OF_DIFFERENCES = {
     "mse": F.mse_loss,
     "l1": F.l1_loss,

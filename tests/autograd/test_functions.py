@@ -11,25 +11,9 @@ from torch import Tensor, nn
 from brevact.autograd import BackwardSettings, SaveMode, region
 from brevact.quantizers import PackedActivation, Rounding
 from tests.autograd import ops
-from tests.autograd.measuring import Mirrored, settings, watch_saved
-
-EXACT_VALUES = settings(bit_width=32)
-
+from tests.autograd.measuring import EXACT_VALUES, Mirrored, run_op, settings, watch_saved
 
 by_name = {"ids": lambda op: op.name}
-
-
-def run(op: ops.Op, function, x: Tensor, chosen: BackwardSettings | None, seed: int = 0):
-    """Output and gradients of a weighted sum of op(x), the input's gradient first."""
-    leaf = x.clone().requires_grad_()
-    inner = leaf.clone(memory_format=torch.preserve_format)
-    parameters = list(function.parameters()) if isinstance(function, nn.Module) else []
-    torch.manual_seed(seed)
-    with region(chosen):
-        out = function(inner)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.dtype)
-    grads = torch.autograd.grad((out * weights).sum(), [leaf, *parameters])
-    return out.detach(), grads
 
 
 @pytest.mark.parametrize("op", ops.ALL, **by_name)
@@ -37,8 +21,8 @@ def test_forward_is_bit_equal(op):
     function = op.make()
     plain, stored = copy.deepcopy(function), function
     x = torch.randn(op.shape)
-    expected, _ = run(op, plain, x, None)
-    out, _ = run(op, stored, x, settings())
+    expected, _ = run_op(op, plain, x, None)
+    out, _ = run_op(op, stored, x, settings())
     assert torch.equal(out, expected)
     assert out.stride() == expected.stride()
     if isinstance(function, nn.Module):  # running statistics as well
@@ -53,8 +37,8 @@ def test_gradients_at_full_precision_are_torchs_own(op, dtype):
     function = op.make()
     function = function.to(dtype) if isinstance(function, nn.Module) else function
     x = torch.randn(op.shape).to(dtype)
-    _, expected = run(op, copy.deepcopy(function), x, None)
-    _, grads = run(op, function, x, EXACT_VALUES)
+    _, expected = run_op(op, copy.deepcopy(function), x, None)
+    _, grads = run_op(op, function, x, EXACT_VALUES)
     # Sums of some hundred products in another order; torch rounds the 1 / alpha of this one to float32.
     rounded = torch.float32 if op.name == "celu" else dtype
     tolerance = 64 * torch.finfo(rounded).eps
@@ -69,8 +53,8 @@ def test_gradients_at_full_precision_are_torchs_own(op, dtype):
 def test_masks_and_indices_are_exact_at_one_bit(op):
     function = op.make()
     x = torch.randn(op.shape)
-    _, (expected,) = run(op, copy.deepcopy(function), x, None)
-    _, (grad,) = run(op, function, x, settings(bit_width=1))
+    _, (expected,) = run_op(op, copy.deepcopy(function), x, None)
+    _, (grad,) = run_op(op, function, x, settings(bit_width=1))
     torch.testing.assert_close(grad, expected, rtol=2 * torch.finfo(x.dtype).eps, atol=0)
 
 
@@ -87,8 +71,8 @@ def test_gradients_are_affine_in_what_is_stored(op):
     """So that unbiased rounding gives an unbiased gradient: errors of both signs cancel."""
     function = op.make()
     x = torch.randn(op.shape)
-    _, expected = run(op, function, x, None)
-    plus, minus = (run(op, function, x, BackwardSettings(Mirrored(sign), min_numel=0))[1] for sign in (1, -1))
+    _, expected = run_op(op, function, x, None)
+    plus, minus = (run_op(op, function, x, BackwardSettings(Mirrored(sign), min_numel=0))[1] for sign in (1, -1))
     eps = 64 * torch.finfo(torch.float32).eps  # sums of some hundred products in another order
     errors = []
     for a, b, reference in zip(plus, minus, expected, strict=True):
@@ -103,8 +87,8 @@ def test_stochastic_gradients_are_unbiased(op):
     draws = 200
     function = op.make()
     x = torch.randn(op.shape)
-    _, expected = run(op, function, x, None)
-    samples = [run(op, function, x, settings(bit_width=2), seed)[1] for seed in range(draws)]
+    _, expected = run_op(op, function, x, None)
+    samples = [run_op(op, function, x, settings(bit_width=2), seed)[1] for seed in range(draws)]
     for i, reference in enumerate(expected):
         values = torch.stack([grads[i] for grads in samples]).double()
         error = (values.mean(0) - reference).abs()
@@ -115,53 +99,12 @@ def test_stochastic_gradients_are_unbiased(op):
         assert (error <= allowed).all(), f"{op.name} gradient {i}: {(error / allowed).max():.2f} of the allowed error"
 
 
-def test_batch_norm_bias_is_that_of_one_copy():
-    # ActNN, appendix B.2: one copy biases the input gradient by -Var[x^] g / N only.
-    draws, x, norm = 300, torch.randn(16, 4, 12, 12), nn.BatchNorm2d(4)
-    op = ops.Op("batch_norm", lambda: norm)
-    _, (expected, expected_weight, expected_bias) = run(op, norm, x, None)
-    samples = [run(op, norm, x, settings(bit_width=2), seed)[1] for seed in range(draws)]
-    weight = torch.stack([grads[1] for grads in samples]).double()
-    assert ((weight.mean(0) - expected_weight).abs() <= 5 * weight.std(0) / draws**0.5).all()
-    torch.testing.assert_close(samples[0][2], expected_bias)
-    values = torch.stack([grads[0] for grads in samples]).double()
-    step = (x.max() - x.min()) / 3  # Var[x^] <= step^2 / 4; N elements a channel; |g| <= 1, invstd about 1
-    bias = (step**2 / 4) / (x.numel() / 4) * 2
-    assert ((values.mean(0) - expected).abs() <= 5 * values.std(0) / draws**0.5 + bias).all()
-
-
-def decoded(x: Tensor, chosen: BackwardSettings) -> Tensor:
-    return chosen.quantizer.quantize(x).dequantize()
-
-
-def test_conv_backward_is_the_formula_on_the_decoded_input():
-    chosen = settings(bit_width=2, rounding=Rounding.NEAREST)
-    x, conv = torch.randn(3, 4, 12, 12), nn.Conv2d(4, 6, 3, padding=1)
-    op = ops.Op("conv", lambda: conv)
-    _, grads = run(op, conv, x, chosen)
-    _, exact = run(op, conv, x, None)
-    _, on_decoded = run(op, conv, decoded(x, chosen), None)
-    torch.testing.assert_close(grads[0], exact[0], rtol=0, atol=0)
-    torch.testing.assert_close(grads[1], on_decoded[1])
-    torch.testing.assert_close(grads[2], exact[2])
-    assert not torch.allclose(grads[1], exact[1], rtol=1e-3)
-
-
-def test_smooth_backward_is_the_decoded_derivative_times_the_gradient():
-    chosen = settings(bit_width=3, rounding=Rounding.NEAREST)
-    x = torch.randn(5, 300)
-    _, (grad,) = run(ops.Op("silu", nn.SiLU), nn.SiLU(), x, chosen)
-    slope = torch.ops.aten.silu_backward(torch.ones_like(x), x)
-    weights = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).sin().view(x.shape).float()
-    torch.testing.assert_close(grad, decoded(slope, chosen) * weights, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("op", [*ops.PACKED, *ops.INPLACE], **by_name)
 def test_quantize_on_backward_gives_the_same_gradients(op):
     function = op.make()
     x = torch.randn(op.shape)
-    _, quantized = run(op, copy.deepcopy(function), x, settings())
-    _, deferred = run(op, function, x, settings(save_mode=SaveMode.QUANTIZE_ON_BACKWARD))
+    _, quantized = run_op(op, copy.deepcopy(function), x, settings())
+    _, deferred = run_op(op, function, x, settings(save_mode=SaveMode.QUANTIZE_ON_BACKWARD))
     for a, b in zip(quantized, deferred, strict=True):
         assert torch.equal(a, b)
 
@@ -192,25 +135,6 @@ def test_what_depends_on_sizes_alone_stores_nothing(op):
     assert saved.tensors == []
 
 
-@pytest.mark.parametrize("window", [(1, 2), (2, 2), (3, 3), (5, 5), (16, 17)])
-def test_max_pool_stores_the_fewest_bits(window):
-    x = torch.randn(8, 16, 40, 40, requires_grad=True).clone()
-    with watch_saved() as saved, region(settings()):
-        out = torch.nn.functional.max_pool2d(x, window, stride=2)
-    bits = (window[0] * window[1] - 1).bit_length()
-    assert saved.nbytes == -(-out.numel() // 8) * bits
-
-
-def test_max_pool_returns_torchs_indices():
-    x = torch.randn(2, 3, 10, 10, requires_grad=True)
-    pool = nn.MaxPool2d(3, 2, 1, return_indices=True)
-    expected = pool(x)
-    with region(settings()):
-        out = pool(x)
-    assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
-    out[0].sum().backward()
-
-
 MAPS = [op for op in ops.ALL if len(op.shape) == 4]
 
 
@@ -219,8 +143,8 @@ def test_channels_last_strides_and_gradients(op):
     function = op.make()
     function = function.to(memory_format=torch.channels_last) if isinstance(function, nn.Module) else function
     x = torch.randn(op.shape).to(memory_format=torch.channels_last)
-    expected_out, expected = run(op, copy.deepcopy(function), x, None)
-    out, grads = run(op, function, x, EXACT_VALUES)
+    expected_out, expected = run_op(op, copy.deepcopy(function), x, None)
+    out, grads = run_op(op, function, x, EXACT_VALUES)
     assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()
     tolerance = 64 * torch.finfo(torch.float32).eps  # sums of some hundred products in another order
     for grad, reference in zip(grads, expected, strict=True):
@@ -233,8 +157,8 @@ def test_half_precision_runs_as_torch_does(op, dtype):
     function = op.make()
     function = function.to(dtype) if isinstance(function, nn.Module) else function
     x = torch.randn(op.shape).to(dtype)
-    expected_out, expected = run(op, copy.deepcopy(function), x, None)
-    out, grads = run(op, function, x, EXACT_VALUES)
+    expected_out, expected = run_op(op, copy.deepcopy(function), x, None)
+    out, grads = run_op(op, function, x, EXACT_VALUES)
     assert torch.equal(out, expected_out)
     eps = torch.finfo(dtype).eps
     for grad, reference in zip(grads, expected, strict=True):
@@ -248,17 +172,11 @@ def test_nan_in_the_input_reaches_a_gradient(op):
     function = op.make()
     x = torch.randn(op.shape)
     x.view(-1)[7] = float("nan")
-    _, expected = run(op, copy.deepcopy(function), x, None)
-    _, grads = run(op, function, x, settings())
+    _, expected = run_op(op, copy.deepcopy(function), x, None)
+    _, grads = run_op(op, function, x, settings())
     for grad, reference in zip(grads, expected, strict=True):
         if reference.isnan().any():
             assert grad.isnan().any()
-
-
-def test_relu_passes_the_gradient_of_nan_as_torch_does():
-    x = torch.tensor([float("nan"), -1.0, 2.0, 0.0, float("inf")])
-    op = ops.Op("relu", nn.ReLU)
-    assert torch.equal(run(op, nn.ReLU(), x, settings())[1][0], run(op, nn.ReLU(), x, None)[1][0])
 
 
 @pytest.mark.parametrize("op", [op for op in ops.ALL if len(op.shape) > 2 and "unbatched" not in op.name], **by_name)
@@ -266,12 +184,12 @@ def test_empty_batches(op):
     x = torch.randn((0, *op.shape[1:]))
     function = op.make()
     try:
-        expected_out, expected = run(op, copy.deepcopy(function), x, None)
+        expected_out, expected = run_op(op, copy.deepcopy(function), x, None)
     except (RuntimeError, ValueError, IndexError) as error:
         with pytest.raises(type(error)):
-            run(op, function, x, settings())
+            run_op(op, function, x, settings())
         return
-    out, grads = run(op, function, x, settings())
+    out, grads = run_op(op, function, x, settings())
     torch.testing.assert_close(out, expected_out, rtol=0, atol=0, equal_nan=True)  # the mean of no losses is NaN
     for grad, reference in zip(grads, expected, strict=True):
         assert grad.shape == reference.shape and torch.equal(grad, reference)
@@ -288,32 +206,6 @@ def test_frozen_weights_store_no_input():
         (grad,) = torch.autograd.grad(out.sum(), x)
         torch.testing.assert_close(grad, torch.autograd.grad(layer(x).sum(), x)[0])
     assert not frozen.training
-
-
-@pytest.mark.parametrize(("make", "positions"), [(nn.Conv2d, 10 * 10), (nn.ConvTranspose2d, 14 * 14)])
-def test_only_the_bias_trains(make, positions):
-    layer = make(4, 4, 3)
-    layer.weight.requires_grad_(False)
-    with watch_saved() as saved, region(settings()):
-        out = layer(torch.randn(3, 4, 12, 12))
-    assert saved.tensors == []
-    out.sum().backward()
-    torch.testing.assert_close(layer.bias.grad, torch.full((4,), 3.0 * positions))
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_transposed_convolutions_run_in_torchs_dtypes_under_autocast(dims):
-    layer = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1](4, 6, 3, stride=2)
-    layer.forward = torch.autocast("cpu", torch.bfloat16)(layer.forward)
-    x = torch.randn(3, 4, *(7,) * dims)
-    op = ops.Op("conv_transpose", lambda: layer)
-    expected_out, expected = run(op, layer, x, None)
-    out, grads = run(op, layer, x, EXACT_VALUES)
-    assert [grad.dtype for grad in grads] == [torch.float32] * 3
-    assert out.dtype is torch.bfloat16 and torch.equal(out, expected_out)
-    eps = torch.finfo(torch.bfloat16).eps
-    for grad, reference in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad, reference, rtol=4 * eps, atol=4 * eps * reference.abs().max().item())
 
 
 @pytest.mark.parametrize(

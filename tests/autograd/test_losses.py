@@ -1,44 +1,23 @@
-"""Losses and probabilities: the formulas on what is stored, for every argument that torch takes."""
+"""Cross entropy and NLL: the formulas on the stored probabilities, for every argument that torch takes."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import BackwardSettings, SaveMode, region
-from brevact.quantizers import Rounding
+from brevact.autograd import SaveMode, region
 from tests.autograd.measuring import (
+    EXACT_VALUES,
     assert_graph_is_kept_and_refuses_a_second_derivative,
+    assert_loss_as_torch,
+    run_loss,
     settings,
     watch_saved,
 )
 
-EXACT_VALUES = settings(bit_width=32)
 SIZES = {"classes": (7,), "samples": (9, 7), "maps": (2, 7, 3, 5)}
-
-
-def run(function: Callable[[Tensor], Tensor], x: Tensor, chosen: BackwardSettings | None, seed: int = 0):
-    """Output and gradient of a weighted sum of function(x)."""
-    leaf = x.clone().requires_grad_()
-    torch.manual_seed(seed)
-    with region(chosen):
-        out = function(leaf.clone())
-    weights = torch.arange(1.0, out.numel() + 1).sin().view(out.shape).to(out.dtype)
-    return out.detach(), torch.autograd.grad((out * weights).sum(), leaf)[0]
-
-
-def assert_as_torch(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    expected_out, expected = run(function, x, None)
-    out, grad = run(function, x, EXACT_VALUES)
-    assert out.dtype == expected_out.dtype and torch.equal(out.nan_to_num(), expected_out.nan_to_num())
-    assert grad.dtype == expected.dtype
-    eps = 32 * torch.finfo(x.dtype).eps  # some roundings, relative to the largest entry
-    top = expected[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 1.0
-    torch.testing.assert_close(grad, expected, rtol=eps, atol=eps * top, equal_nan=True)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -52,14 +31,14 @@ def test_cross_entropy_gradients_are_torchs_own(sizes, weighted, reduction, labe
     weight = torch.rand(7, dtype=x.dtype) if weighted else None
     options = {"weight": weight, "reduction": reduction, "label_smoothing": label_smoothing}
     for target in (indices, torch.rand_like(x).softmax(dim)):
-        assert_as_torch(lambda x, target=target: F.cross_entropy(x, target, **options), x)
+        assert_loss_as_torch(lambda x, target=target: F.cross_entropy(x, target, **options), x)
     if x.dim() > 1:
-        assert_as_torch(lambda x: F.cross_entropy(x, indices, ignore_index=3, **options), x)
+        assert_loss_as_torch(lambda x: F.cross_entropy(x, indices, ignore_index=3, **options), x)
         negative = indices.where(indices != 2, -100)
-        assert_as_torch(lambda x: F.cross_entropy(x, negative, **options), x)
+        assert_loss_as_torch(lambda x: F.cross_entropy(x, negative, **options), x)
         if not label_smoothing:
             del options["label_smoothing"]
-            assert_as_torch(lambda x: F.nll_loss(F.log_softmax(x, dim), negative, **options), x)
+            assert_loss_as_torch(lambda x: F.nll_loss(F.log_softmax(x, dim), negative, **options), x)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -67,8 +46,8 @@ def test_cross_entropy_gradients_are_torchs_own(sizes, weighted, reduction, labe
 def test_cross_entropy_of_ignored_targets_has_no_gradient(reduction, label_smoothing):
     target = torch.full((9,), -100)
     options = {"reduction": reduction, "label_smoothing": label_smoothing}
-    assert_as_torch(lambda x: F.cross_entropy(x, target, **options), torch.randn(9, 7))
-    assert_as_torch(lambda x: F.cross_entropy(x, target, weight=torch.rand(7), **options), torch.randn(9, 7))
+    assert_loss_as_torch(lambda x: F.cross_entropy(x, target, **options), torch.randn(9, 7))
+    assert_loss_as_torch(lambda x: F.cross_entropy(x, target, weight=torch.rand(7), **options), torch.randn(9, 7))
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
@@ -76,16 +55,16 @@ def test_cross_entropy_of_masked_logits_is_torchs_own(value):
     x, target = torch.randn(9, 7), torch.arange(9) % 3
     x[2, 5] = value
     x[4, 1] = value  # the target itself
-    assert_as_torch(lambda x: F.cross_entropy(x, target, reduction="none"), x)
-    assert_as_torch(lambda x: F.log_softmax(x, 1), x)
-    assert_as_torch(lambda x: F.softmax(x, 1), x)
+    assert_loss_as_torch(lambda x: F.cross_entropy(x, target, reduction="none"), x)
+    assert_loss_as_torch(lambda x: F.log_softmax(x, 1), x)
+    assert_loss_as_torch(lambda x: F.softmax(x, 1), x)
 
 
 def test_masked_logits_have_probability_zero_at_one_bit():
     x = torch.randn(32, 64)
     x[:, 40:] = float("-inf")
     for function in (lambda x: F.cross_entropy(x, torch.arange(32)), lambda x: F.softmax(x, 1)):
-        _, grad = run(function, x, settings(bit_width=1))
+        _, grad = run_loss(function, x, settings(bit_width=1))
         assert grad.isfinite().all() and (grad[:, 40:] == 0).all() and (grad[:, :40] != 0).any()
 
 
@@ -98,8 +77,8 @@ def test_cross_entropy_runs_in_torchs_dtypes_under_autocast(device_dtype):
             return F.cross_entropy(x @ weight, target)
 
     x = torch.randn(40, 12)
-    expected_out, expected = run(function, x, None)
-    out, grad = run(function, x, EXACT_VALUES)
+    expected_out, expected = run_loss(function, x, None)
+    out, grad = run_loss(function, x, EXACT_VALUES)
     assert out.dtype == expected_out.dtype and torch.equal(out, expected_out)
     eps = torch.finfo(device_dtype).eps
     torch.testing.assert_close(grad, expected, rtol=8 * eps, atol=8 * eps * expected.abs().max().item())
@@ -107,8 +86,8 @@ def test_cross_entropy_runs_in_torchs_dtypes_under_autocast(device_dtype):
 
 def test_mean_over_many_samples_of_half_precision_is_finite():
     x, target = torch.randn(70000, 2, dtype=torch.float16), torch.zeros(70000, dtype=torch.int64)
-    _, grad = run(lambda x: F.cross_entropy(x.float(), target), x, EXACT_VALUES)
-    _, half = run(lambda x: F.cross_entropy(x, target), x, EXACT_VALUES)
+    _, grad = run_loss(lambda x: F.cross_entropy(x.float(), target), x, EXACT_VALUES)
+    _, half = run_loss(lambda x: F.cross_entropy(x, target), x, EXACT_VALUES)
     smallest = 2.0**-24  # gradients of 1e-5 are subnormal in float16
     torch.testing.assert_close(half, grad, rtol=0, atol=2 * smallest)
 
@@ -172,62 +151,6 @@ def test_wrong_arguments_get_torchs_own_error(call):
     with pytest.raises(type(expected.value)) as raised, region(settings()):
         call(x)
     assert str(raised.value).split("\n")[0] == str(expected.value).split("\n")[0]
-
-
-@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax, F.softmax, F.softmin, Tensor.softmax])
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
-def test_probabilities_take_a_dtype(function, dtype):
-    assert_as_torch(lambda x: function(x, 1, dtype=dtype), torch.randn(9, 70))
-    assert_as_torch(lambda x: function(x, -1, dtype=dtype), torch.randn(2, 9, 70).bfloat16())
-
-
-@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
-def test_probabilities_of_one_number(function):
-    assert_as_torch(lambda x: function(x, 0), torch.randn(()))
-    assert_as_torch(lambda x: function(x, 0), torch.randn(0, 4))
-
-
-@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
-def test_torch_chooses_the_dimension():
-    assert_as_torch(F.softmax, torch.randn(9, 70))
-
-
-@pytest.mark.parametrize("hard", [False, True])
-def test_gumbel_softmax_draws_torchs_numbers(hard):
-    assert_as_torch(lambda x: F.gumbel_softmax(x, tau=0.7, hard=hard), torch.randn(9, 70))
-
-
-def test_softmax_bias_is_that_of_one_copy():
-    # E[p^ (g - sum(g p^))] - p (g - sum(g p)) = -Var(p^) g, for independent errors: each row is a bucket, and a draw.
-    draws, row, g = 60000, torch.randn(16), torch.randn(16)
-    x = row.repeat(draws, 1).requires_grad_()
-    with region(settings(bit_width=1, bucket_size=16)):
-        out = torch.softmax(x * 1, 1)
-    (grads,) = torch.autograd.grad(out, x, g.expand_as(x))
-    p = row.softmax(0)
-    step = p.max() - p.min()
-    place = (p - p.min()) / step
-    bias = -(step**2) * (place - place.floor()) * (place.ceil() - place) * g
-    allowed = 5 * grads.std(0) / draws**0.5 + 1e-3 * p.max()  # and the rounding of scale and minimum to 16 bits
-    assert ((grads.mean(0) - p * (g - (g * p).sum()) - bias).abs() <= allowed).all()
-    assert (bias.abs() > allowed).any()  # it is there to be seen
-
-
-def test_log_softmax_gradient_is_the_formula_on_the_decoded_probabilities():
-    chosen = settings(bit_width=3, rounding=Rounding.NEAREST)
-    x = torch.randn(8, 64)
-    _, grad = run(lambda x: torch.log_softmax(x, 1), x, chosen)
-    p = chosen.quantizer.quantize(x.log_softmax(1).exp()).dequantize()
-    weights = torch.arange(1.0, x.numel() + 1).sin().view(x.shape)
-    torch.testing.assert_close(grad, weights - p * weights.sum(1, keepdim=True))
-
-
-def test_softmax_shares_its_copy_with_the_next_op():
-    x, linear = torch.randn(32, 64, requires_grad=True), torch.nn.Linear(64, 3)
-    with watch_saved() as saved, region(settings()):
-        linear(torch.softmax(x * 1, 1))
-    codes = [t for t in saved.tensors if t.dtype is torch.uint8]
-    assert len({t.untyped_storage().data_ptr() for t in codes}) == 1 and len(codes) == 2
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,9 @@ from brevact.quantizers import (
     UniformQuantizer,
     normalize,
 )
-from tests.autograd.measuring import Saved, settings, watch_saved
+from tests.autograd.measuring import EXACT_VALUES, Saved, settings, watch_saved
 from tests.autograd.ops import frozen
 
-EXACT_VALUES = settings(bit_width=32)
 NEAREST = settings(bit_width=3, rounding=Rounding.NEAREST)
 
 
@@ -558,3 +557,19 @@ def test_group_norm_reads_weights_with_gaps():
     assert torch.equal(grads[1][0], grads[0][0])
     for grad, reference in zip(grads[1][1:], grads[0][1:], strict=True):
         torch.testing.assert_close(grad, reference)
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(64), lambda: nn.GroupNorm(4, 64), lambda: nn.RMSNorm(64)])
+def test_statistics_of_norms_stay_exact(norm):
+    torch.manual_seed(0)
+    x = (torch.randn(2048, 64) * torch.rand(2048, 1) * 5).requires_grad_()
+    norm = norm()
+    weights = torch.randn(2048, 64)
+    grads = []
+    for chosen in (None, settings(bit_width=2)):
+        with watch_saved() as saved, region(chosen):
+            out = norm(x * 1)
+        grads.append(torch.autograd.grad((out * weights).sum(), x)[0])
+    assert any(t.dtype is torch.uint8 for t in saved.tensors)
+    assert grads[1].norm() < 2 * grads[0].norm()
+    assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), dim=0) > 0.9

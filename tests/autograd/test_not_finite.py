@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import brevact
 from brevact import (
@@ -18,6 +18,8 @@ from brevact import (
     StochBackward2bit4bitMix,
     WeibullBackward2bit,
 )
+from brevact.autograd import region
+from tests.autograd.leaves import every_leaf, every_noisy_leaf, packs
 
 INFINITY = torch.inf
 STOCH_8BIT = StochBackward2bit.let(bit_width=8)
@@ -93,3 +95,22 @@ def test_gradients_beside_what_is_not_finite_are_those_of_8_bits(case: Callable[
     for got, want in zip(_gradients(case, STOCH_8BIT), _gradients(case, None), strict=True):
         finite = want.isfinite()
         assert (got - want)[finite].norm() <= 0.1 * want[finite].norm()
+
+
+@every_leaf
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_seen_in_the_gradient(leaf, value):
+    layer, x = brevact.quantize_backward(nn.Linear(64, 8), leaf, min_numel=0), torch.randn(64, 64)
+    x[5, 7] = value
+    layer(x)[:5].sum().backward()
+    assert not torch.isfinite(layer.weight.grad[:, 7]).any()
+
+
+@every_noisy_leaf
+def test_a_nan_stays_one_in_gradients_of_each_kind(leaf):
+    x = torch.randn(4, 4096)
+    x[1, 7] = float("nan")
+    weight = torch.randn(8, 4096, requires_grad=True)
+    with region(packs(leaf)):
+        out = F.linear(x, weight)[1]
+    assert torch.autograd.grad(out.sum(), weight)[0][:, 7].isnan().all()

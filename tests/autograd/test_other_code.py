@@ -20,6 +20,7 @@ from brevact.autograd import BackwardSettings, region, storage_report
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS, Gradient
 from brevact.autograd.other_code import find, label_of, name_of, watch_forward
 from tests.autograd.measuring import Mirrored, watch_saved
+from tests.autograd.sync_batch_norm import SavesStatistics
 
 
 class BinarySign(torch.autograd.Function):
@@ -304,30 +305,13 @@ def test_other_code_runs_in_transforms_as_without_a_region():
         assert torch.equal(model(x), out) and slope.shape == x.shape
 
 
-class SavesStatistics(torch.autograd.Function):
-    """Saves what `SyncBatchNorm`, which needs a GPU, saves, and differentiates as it does in one process."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        var, mean = torch.var_mean(x, 0, correction=0)
-        invstd, weight = torch.rsqrt(var + 1e-5), torch.ones_like(var)
-        ctx.save_for_backward(x, weight, mean, invstd, torch.tensor([len(x)], dtype=torch.int32))
-        return (x - mean) * invstd
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        x, weight, mean, invstd, _ = ctx.saved_tensors
-        return torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, None, None, mean, invstd, True, 1e-5, [True, False, False]
-        )[0]
-
-
-SavesStatistics.__module__, SavesStatistics.__qualname__ = "torch.nn.modules._functions", "SyncBatchNorm"
 WEIGHTS = torch.randn(64, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 MASK = torch.rand(64, 128, generator=torch.Generator().manual_seed(2)) > 0.1
 #: The Functions of libraries that are packed without a rule, as functions of one tensor.
 LOOKED_AT: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "torch.nn.modules._functions.SyncBatchNorm": lambda function, x: SavesStatistics.apply(x),
+    "torch.nn.modules._functions.SyncBatchNorm": lambda function, x: SavesStatistics.apply(
+        x, torch.ones(x.shape[1], dtype=x.dtype)
+    ),
     "timm.layers.activations_me.SwishAutoFn": lambda function, x: function.apply(x),
     "timm.layers.activations_me.MishAutoFn": lambda function, x: function.apply(x),
     "transformers.models.bloom.modeling_bloom.GeLUFunction": lambda function, x: function.apply(x),

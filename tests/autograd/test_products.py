@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from brevact.autograd import region
 from brevact.quantizers import Rounding
-from tests.autograd.measuring import settings, watch_saved
-
-EXACT_VALUES = settings(bit_width=32)
+from tests.autograd.measuring import EXACT_VALUES, settings, watch_saved
 
 
 def run(product, leaves, chosen, weights=None, autocast=False):

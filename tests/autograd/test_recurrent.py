@@ -1,4 +1,4 @@
-"""Recurrent layers and synchronized batch norm, by the fallback."""
+"""Recurrent layers, which saved-tensor hooks pack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import brevact
 from brevact.autograd import BackwardSettings, region
-from brevact.quantizers import Rounding, UniformQuantizer
 from tests.autograd.measuring import Saved, settings, watch_saved
 
 LAYERS = {
@@ -126,59 +125,3 @@ def test_relu_layers_are_exact():
         _, expected, _ = run(layer, function, None)
         for grad, reference in zip(run(layer, function, settings(bit_width=1))[1], expected, strict=True):
             assert torch.equal(grad, reference)
-
-
-def test_synchronized_batch_norm_of_one_process_is_batch_norm():
-    results = []
-    x = torch.randn(8, 4, 6, 6)
-    for make in (nn.BatchNorm2d, nn.SyncBatchNorm):
-        for training in (True, False):
-            norm = make(4).train(training)
-            leaf = x.clone().requires_grad_()
-            torch.manual_seed(0)
-            with watch_saved() as saved, region(settings(bit_width=4)):
-                out = norm(leaf * 1)
-            grads = torch.autograd.grad((out * x.sin()).sum(), [leaf, *norm.parameters()])
-            results.append((out, *grads, norm.running_mean, torch.tensor(saved.nbytes)))
-    for batch, synchronized in zip(results[:2], results[2:], strict=True):
-        for a, b in zip(batch, synchronized, strict=True):
-            assert torch.equal(a, b)
-
-
-class SavesStatistics(torch.autograd.Function):
-    """Saves what `torch.nn.modules._functions.SyncBatchNorm` saves, and differentiates as it does in one process."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
-        invstd = torch.rsqrt(var + 1e-5)
-        ctx.save_for_backward(x, weight, mean, invstd, torch.tensor([x.numel()], dtype=torch.int32))
-        return (x - mean[:, None, None]) * invstd[:, None, None]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, mean, invstd, _ = ctx.saved_tensors
-        return torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, None, None, mean, invstd, True, 1e-5, [True, True, False]
-        )[:2]
-
-
-SavesStatistics.__module__, SavesStatistics.__qualname__ = "torch.nn.modules._functions", "SyncBatchNorm"
-
-
-def test_functions_that_save_statistics_keep_them_and_pack_their_input():
-    # With the default of 4096 elements, beyond the channels of any model, statistics are stored as they are.
-    quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.NEAREST, bucket_size=64)
-    x, weight = torch.randn(8, 16, 8, 8, requires_grad=True), torch.ones(16, requires_grad=True)
-    with watch_saved() as saved, region(BackwardSettings(quantizer)):
-        out = SavesStatistics.apply(x * 1, weight)
-    codes = [t for t in saved.tensors if t.dtype is torch.uint8]
-    assert len(codes) == 1 and codes[0].numel() == quantizer.quantize(x).nbytes
-    var, mean = torch.var_mean(x.detach(), (0, 2, 3), correction=0)
-    assert any(torch.equal(t, mean) for t in saved.tensors)
-    g = torch.linspace(-1, 1, x.numel()).view(x.shape)
-    decoded = quantizer.quantize(x.detach()).dequantize()
-    expected = torch.ops.aten.native_batch_norm_backward(
-        g, decoded, weight, None, None, mean, torch.rsqrt(var + 1e-5), True, 1e-5, [True, True, False]
-    )
-    torch.testing.assert_close(torch.autograd.grad(out, (x, weight), g), expected[:2])

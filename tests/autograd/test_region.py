@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import brevact
+from brevact import StochBackward2bit
 from brevact.autograd import (
     BackwardSettings,
     SaveMode,
@@ -25,7 +27,9 @@ from brevact.autograd import (
 from brevact.autograd.mode import active
 from brevact.autograd.other_code import name_of
 from brevact.autograd.settings import with_functions
+from brevact.private_names.of_torch import top_hooks
 from brevact.quantizers import Rounding
+from tests.autograd.leaves import every_leaf
 from tests.autograd.measuring import settings, watch_saved
 
 
@@ -733,3 +737,77 @@ def test_expanded_and_sliced_inputs():
 def test_settings_refuse_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         BackwardSettings(**{"quantizer": settings().quantizer, **arguments})
+
+
+def test_a_region_may_end_inside_hooks_that_its_module_entered():
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    layer = nn.Sequential(nn.Linear(64, 64))
+    layer.register_forward_pre_hook(lambda module, args: hooks.__enter__())
+    layer.register_forward_hook(lambda module, args, output: hooks.__exit__())
+    brevact.quantize_backward(layer, StochBackward2bit, min_numel=0)
+    layer(torch.randn(64, 64)).sum().backward()
+    assert current_region() is None and top_hooks(True) is None
+
+
+def test_a_region_inside_a_torch_function_leaves_the_mode_where_it_was():
+    @torch.overrides.wrap_torch_function(lambda layer, x: (x,))
+    def call(layer, x):
+        return layer(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return call(self.inner, x * 1)
+
+    outer = Outer()
+    attach_region(outer, settings(bit_width=2))
+    attach_region(outer.inner, settings(bit_width=8))
+    outer(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    assert current_region() is None and torch._C._len_torch_function_stack() == 0
+
+
+def test_an_op_that_raises_leaves_no_trace_in_the_region():
+    x = torch.randn(64, 64, requires_grad=True) * 1
+    with watch_saved() as saved, region(settings()):
+        with pytest.raises(RuntimeError):
+            F.layer_norm(x[:4], (63,))
+        torch.addcmul(x, x, x)
+    assert saved.tensors[-1].dtype is torch.uint8
+
+
+@every_leaf
+def test_a_region_that_cannot_be_entered_leaves_nothing_behind(leaf):
+    model, x = brevact.quantize_backward(nn.Linear(8, 8), leaf), torch.randn(4, 8)
+    parameters = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
+    assert current_region() is None
+    model(x).sum().backward()
+
+
+def test_a_region_object_can_be_entered_again():
+    context = brevact.backward_quant(StochBackward2bit)
+    for _ in range(2):
+        with context:
+            assert current_region() is not None
+            with context:
+                pass
+        assert current_region() is None
+
+
+def test_arguments_of_no_counterpart_reach_torch():
+    buffer, x = torch.empty(64, 64), torch.randn(64, 64)
+    with region(settings()):
+        torch.mul(x, x, out=buffer)
+        nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], requires_grad=True)
+        F.gelu(nested)
+    assert torch.equal(buffer, x * x)
+
+
+def test_meta_tensors_run_in_a_region():
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU()).to("meta")
+    with torch.device("meta"), region(settings(min_numel=10**9)):
+        assert model(torch.randn(8, 64)).shape == (8, 64)

@@ -18,9 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import brevact
 import brevact.nn as bnn
 from brevact import StochBackward2bit, StochBackward2bit4bitMix, StochBackward8bit
+from brevact.autograd import region, seeds
 from brevact.autograd.hooks import regions_disabled
 from brevact.autograd.seeds import SeedStream
 from brevact.private_names.generator_state import count_on, fingerprint, has_unused_bits
+from tests.autograd.leaves import every_leaf, every_noisy_leaf, packs, wide
 from tests.autograd.measuring import watch_saved
 
 LEAF = StochBackward2bit.let(min_numel=0)
@@ -316,3 +318,70 @@ def test_selective_checkpoints_have_the_gradients_of_full_ones(name):
         grads.append([p.grad.clone() for p in model.parameters()])
     for found, expected in zip(*reversed(grads), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_concurrent_regions_do_not_share_noise():
+    first = SeedStream()
+    seeds = [first.next(torch.device("cpu"))]
+    thread = threading.Thread(target=lambda: seeds.append(SeedStream().next(torch.device("cpu"))))
+    thread.start()
+    thread.join()
+    assert seeds[0] != seeds[1]
+    first.close()
+
+
+def test_seeds_are_those_of_split_mix_one_by_one():
+    stream = SeedStream()
+    found = [stream.next(torch.device("cpu")) for _ in range(300)]
+    stream.close()
+    assert len(set(found)) == 300
+    for state in (0, 1, 2**63, 2**64 - 1, 2**64 + 5):
+        expected = [seeds._split_mix(state + place * seeds._GOLDEN) for place in range(2 * seeds._AT_ONCE)]
+        stream = SeedStream()
+        stream._base, stream._moves = state, False
+        seeds._in_use[state] += 1
+        assert [stream.next(torch.device("cpu")) for _ in expected] == expected
+        stream.close()
+
+
+def test_regions_of_one_recomputation_do_not_share_noise():
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    for layer in layers:
+        brevact.quantize_backward(layer, StochBackward2bit, min_numel=0)
+    codes: list[Tensor] = []
+
+    def body(x: Tensor) -> Tensor:
+        with watch_saved() as saved:
+            out = sum(layer(x.clone()) for layer in layers)
+        codes.extend(t for t in saved.tensors if t.dtype is torch.uint8)
+        return out
+
+    x = torch.rand(32, 64, requires_grad=True)
+    checkpoint(body, x, use_reentrant=True).sum().backward()
+    assert len(codes) == 3
+    assert not any(torch.equal(codes[i], codes[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@every_leaf
+def test_noise_is_drawn_anew_for_every_layer_and_step(leaf):
+    layers = [nn.Linear(64, 64) for _ in range(2)]
+    x, codes = torch.randn(64, 64), []
+    for _ in range(2):
+        for layer in layers:
+            with watch_saved() as saved, brevact.backward_quant(leaf, min_numel=0):
+                layer(x.clone())
+            codes.extend(t for t in saved.tensors if t.dtype is torch.uint8)
+    assert len(codes) == 4
+    differ = [not torch.equal(a, b) for i, a in enumerate(codes) for b in codes[:i]]
+    assert differ == [brevact.quantizer(leaf).is_stochastic] * 6
+
+
+@every_noisy_leaf
+def test_no_kind_shares_noise_between_tensors_or_steps(leaf):
+    model, x = wide(), torch.randn(64, 256)
+    with watch_saved() as saved, region(packs(leaf)):
+        for _ in range(2):
+            model(x.clone())
+    codes = [t for t in saved.tensors if t.dtype is torch.uint8]
+    noise = [t for i, t in enumerate(codes) if all(not torch.equal(t, other) for other in codes[:i])]
+    assert len(codes) == len(noise) == 12

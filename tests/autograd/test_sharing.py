@@ -11,13 +11,14 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import brevact
 from brevact.autograd import attach_region, region, store
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import WeakStorage
-from brevact.quantizers import PackedSpec, UniformQuantizer
+from brevact.quantizers import PackedSpec, Rounding, UniformQuantizer
 from tests.autograd.measuring import settings, watch_saved
 
 
@@ -223,3 +224,14 @@ def test_a_view_of_what_is_known_too_coarsely_is_packed_once_with_it():
     found = brevact.memory_report(brevact.quantize_backward(model, coarse), x).saved_bytes
     alone = brevact.memory_report(brevact.quantize_backward(Flattened(torch.clone), coarse), x).saved_bytes
     assert found <= alone
+
+
+def test_conjugate_views_are_not_taken_for_each_other():
+    z = torch.randn(64, 64, dtype=torch.cfloat)
+    a, b = z.imag, z.conj().imag
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(2)]
+    with region(settings(bit_width=8, rounding=Rounding.NEAREST)):
+        out = F.linear(a, weights[0]).sum() + F.linear(b, weights[1]).sum()
+    first, second = torch.autograd.grad(out, weights)
+    step = (a.max() - a.min()) / 255
+    assert (first + second).abs().max() <= 64 * step

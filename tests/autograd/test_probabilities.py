@@ -1,0 +1,68 @@
+"""Softmax and log-softmax: the formulas on the probabilities that are stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brevact.autograd import region
+from brevact.quantizers import Rounding
+from tests.autograd.measuring import assert_loss_as_torch, run_loss, settings, watch_saved
+
+
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax, F.softmax, F.softmin, Tensor.softmax])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+def test_probabilities_take_a_dtype(function, dtype):
+    assert_loss_as_torch(lambda x: function(x, 1, dtype=dtype), torch.randn(9, 70))
+    assert_loss_as_torch(lambda x: function(x, -1, dtype=dtype), torch.randn(2, 9, 70).bfloat16())
+
+
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_probabilities_of_one_number(function):
+    assert_loss_as_torch(lambda x: function(x, 0), torch.randn(()))
+    assert_loss_as_torch(lambda x: function(x, 0), torch.randn(0, 4))
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+def test_torch_chooses_the_dimension():
+    assert_loss_as_torch(F.softmax, torch.randn(9, 70))
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_gumbel_softmax_draws_torchs_numbers(hard):
+    assert_loss_as_torch(lambda x: F.gumbel_softmax(x, tau=0.7, hard=hard), torch.randn(9, 70))
+
+
+def test_softmax_bias_is_that_of_one_copy():
+    # E[p^ (g - sum(g p^))] - p (g - sum(g p)) = -Var(p^) g, for independent errors: each row is a bucket, and a draw.
+    draws, row, g = 60000, torch.randn(16), torch.randn(16)
+    x = row.repeat(draws, 1).requires_grad_()
+    with region(settings(bit_width=1, bucket_size=16)):
+        out = torch.softmax(x * 1, 1)
+    (grads,) = torch.autograd.grad(out, x, g.expand_as(x))
+    p = row.softmax(0)
+    step = p.max() - p.min()
+    place = (p - p.min()) / step
+    bias = -(step**2) * (place - place.floor()) * (place.ceil() - place) * g
+    allowed = 5 * grads.std(0) / draws**0.5 + 1e-3 * p.max()  # and the rounding of scale and minimum to 16 bits
+    assert ((grads.mean(0) - p * (g - (g * p).sum()) - bias).abs() <= allowed).all()
+    assert (bias.abs() > allowed).any()  # it is there to be seen
+
+
+def test_log_softmax_gradient_is_the_formula_on_the_decoded_probabilities():
+    chosen = settings(bit_width=3, rounding=Rounding.NEAREST)
+    x = torch.randn(8, 64)
+    _, grad = run_loss(lambda x: torch.log_softmax(x, 1), x, chosen)
+    p = chosen.quantizer.quantize(x.log_softmax(1).exp()).dequantize()
+    weights = torch.arange(1.0, x.numel() + 1).sin().view(x.shape)
+    torch.testing.assert_close(grad, weights - p * weights.sum(1, keepdim=True))
+
+
+def test_softmax_shares_its_copy_with_the_next_op():
+    x, linear = torch.randn(32, 64, requires_grad=True), torch.nn.Linear(64, 3)
+    with watch_saved() as saved, region(settings()):
+        linear(torch.softmax(x * 1, 1))
+    codes = [t for t in saved.tensors if t.dtype is torch.uint8]
+    assert len({t.untyped_storage().data_ptr() for t in codes}) == 1 and len(codes) == 2

@@ -1,0 +1,60 @@
+"""Smooth activation functions: what the laws over all ops do not ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from brevact.autograd import region
+from brevact.quantizers import Rounding
+from tests.autograd import ops
+from tests.autograd.measuring import decoded, run_op, settings, watch_saved
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, Tensor.sigmoid, torch.tanh])
+def test_bounded_functions_of_small_tensors_are_torchs_own(function):
+    """Too small to pack: the output is kept, whose changes are refused, and second derivatives are there."""
+    x, chosen = torch.randn(4, 8, requires_grad=True), settings(bit_width=4, min_numel=64)
+    with watch_saved() as saved, region(chosen):
+        watched = function(x * 1)
+    assert any(kept.data_ptr() == watched.data_ptr() for kept in saved.tensors)
+    with region(chosen):
+        out = function(x * 1)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert torch.equal(grad, torch.autograd.grad(function(x).sum(), x)[0])
+    assert grad.requires_grad
+    out.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), x)
+
+
+@pytest.mark.parametrize("min_numel", [0, 64])
+def test_a_sigmoid_does_not_lose_where_its_result_is_to_go(min_numel):
+    x = torch.randn(4, 8, requires_grad=True)
+    with (
+        region(settings(bit_width=4, min_numel=min_numel)),
+        pytest.raises(RuntimeError, match="automatic differentiation"),
+    ):
+        torch.sigmoid(x * 1, out=torch.zeros(4, 8))
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.tanh])
+def test_bounded_functions_of_small_parts_of_what_is_packed_store_nothing(function):
+    norm, x = nn.BatchNorm2d(16), torch.randn(4, 16, 8, 8, requires_grad=True)
+    kept = []
+    for reads in (False, True):
+        with watch_saved() as saved, region(settings(bit_width=4, min_numel=1024)):
+            parts = norm(x * 1).chunk(16, 1)
+            torch.cat([function(part) if reads else part for part in parts], 1).sum().backward()
+        kept.append(sum({each.untyped_storage().data_ptr(): each.nbytes for each in saved.tensors}.values()))
+    assert kept[1] <= kept[0] + norm.bias.nbytes
+
+
+def test_smooth_backward_is_the_decoded_derivative_times_the_gradient():
+    chosen = settings(bit_width=3, rounding=Rounding.NEAREST)
+    x = torch.randn(5, 300)
+    _, (grad,) = run_op(ops.Op("silu", nn.SiLU), nn.SiLU(), x, chosen)
+    slope = torch.ops.aten.silu_backward(torch.ones_like(x), x)
+    weights = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).sin().view(x.shape).float()
+    torch.testing.assert_close(grad, decoded(slope, chosen) * weights, rtol=0, atol=0)

@@ -1,0 +1,173 @@
+"""What is a weight, which is never packed, and what is an activation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brevact
+from brevact import StochBackward2bit
+from brevact.autograd import current_region, region
+from tests.autograd.leaves import every_leaf, wide
+from tests.autograd.measuring import settings, watch_saved
+
+
+def stored_bits(model: nn.Module, x: Tensor) -> float:
+    return 32 / brevact.memory_report(model, x).ratio
+
+
+@every_leaf
+def test_a_full_precision_first_layer_does_not_stop_packing(leaf):
+    model = brevact.quantize_backward(wide(), {"0": None, "*": leaf})
+    assert stored_bits(model, torch.randn(64, 256)) < 10  # one of six tensors is the input at 32 bits
+
+
+@every_leaf
+def test_a_stem_outside_the_region_does_not_stop_packing(leaf):
+    net, x = wide(), torch.randn(64, 256)
+    stem = net[0](x)
+    with watch_saved() as saved, brevact.backward_quant(leaf):
+        net[1:](stem)
+    assert sum(t.dtype is torch.uint8 for t in saved.tensors) == 5
+    assert not [t for t in saved.tensors if t.is_floating_point() and t.shape == (64, 256)]
+
+
+@pytest.mark.parametrize("rules", [{"*": StochBackward2bit}, {"embed": None, "*": StochBackward2bit}])
+def test_embeddings_are_activations(rules):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body = nn.Embedding(1000, 256), wide()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.body(self.embed(ids) + 1)
+
+    model = brevact.quantize_backward(Model(), rules)
+    assert stored_bits(model, torch.randint(0, 1000, (4, 32))) < 3
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t, ids: t[ids], lambda t, ids: t[ids] + t[:64], lambda t, ids: t.index_select(0, ids)]
+)
+def test_rows_of_a_table_that_trains_are_activations(make):
+    table, ids = nn.Parameter(torch.randn(1000, 64)), torch.randint(0, 1000, (64,))
+    with watch_saved() as saved, region(settings()):
+        F.gelu(F.silu(make(table, ids)))
+    assert [t.dtype for t in saved.tensors if t.is_floating_point() and t.numel() == 64 * 64] == []
+
+
+BACKWARDS = list(range(63, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("index", "grad"),
+    [
+        *((index, grad) for index in (slice(None), BACKWARDS, torch.ones(64, dtype=torch.bool)) for grad in (0, 1)),
+        (torch.tensor(BACKWARDS), 0),
+    ],
+)
+def test_weights_that_are_indexed_stay_weights(index, grad):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(64, 64), requires_grad=bool(grad))
+    model.forward = lambda x: x * model.weight[index]
+    brevact.quantize_backward(model, settings(bit_width=1))
+    x = torch.randn(64, 64, requires_grad=True)
+    model(x * 1).sum().backward()
+    assert torch.equal(x.grad, model.weight[index])
+
+
+def test_notes_of_derived_weights_do_not_pile_up():
+    layer = nn.Linear(64, 64)
+    with brevact.backward_quant(StochBackward2bit):
+        state = current_region().state
+        for _ in range(500):
+            layer.weight.detach().sign()
+    assert len(state._derived) <= 64
+
+
+@every_leaf
+def test_what_layers_make_of_learned_inputs_is_an_activation(leaf):
+    class Model(nn.Module):
+        def __init__(self, make: object) -> None:
+            super().__init__()
+            self.latent, self.body, self.make = nn.Parameter(torch.randn(64, 256)), wide(), make
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(self.make(self.latent)) + x
+
+    ids = torch.arange(64)
+    makes = (
+        lambda p: p,
+        lambda p: p[:1].expand(128, 256),
+        lambda p: p + p.new_zeros(64, 256).index_add_(0, ids, p),
+    )
+    for make in makes:
+        model = brevact.quantize_backward(Model(make), leaf)
+        with watch_saved() as saved:
+            model(torch.zeros(1))
+        assert sum(t.dtype is torch.uint8 for t in saved.tensors) >= 5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w, mask: w.sign() * w.abs().mean(),
+        lambda w, mask: w + (w.round() - w).detach(),
+        lambda w, mask: torch.where(mask, w, 0.0),
+        lambda w, mask: w.clamp(-1, 1).mul(torch.where(w >= 0, 1.0, -1.0)),
+        lambda w, mask: torch.tanh(w) / torch.tanh(w).abs().max(),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+@every_leaf
+def test_weights_computed_from_weights_are_not_packed(make, grad, leaf):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.mask = nn.Parameter(torch.randn(64, 96)), torch.rand(64, 96) > 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.set_grad_enabled(grad):
+                weight = make(self.weight, self.mask)
+            return x @ weight
+
+    model, x = Model(), torch.randn(32, 64, requires_grad=True)
+    expected = torch.autograd.grad(model(x * 1).sum(), x)[0]
+    brevact.quantize_backward(model, leaf, min_numel=0)
+    assert torch.equal(torch.autograd.grad(model(x * 1).sum(), x)[0], expected)
+
+
+@every_leaf
+def test_frozen_weights_of_einsum_stay_exact_under_autocast(leaf):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(96, 64), requires_grad=False)
+    model.forward = lambda x: torch.einsum("bi,oi->bo", x, model.weight)
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch.autocast("cpu"):
+        expected = torch.autograd.grad(model(x * 1).float().sum(), x)[0]
+        brevact.quantize_backward(model, leaf, min_numel=0)
+        assert torch.equal(torch.autograd.grad(model(x * 1).float().sum(), x)[0], expected)
+
+
+class ScaledOutOfSight(torch.autograd.Function):
+    """A Function that no region sees: a batch times a parameter."""
+
+    @staticmethod
+    def forward(ctx, scale: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad * ctx.saved_tensors[0]).sum(0), None
+
+
+def test_what_is_larger_than_all_the_weights_it_came_from_is_packed():
+    """The batch has no gradient: by its graph, the product comes from a parameter alone."""
+    scale, x = nn.Parameter(torch.rand(64)), torch.randn(256, 64)
+    with watch_saved() as saved, region(settings()):
+        y = ScaledOutOfSight.apply(scale, x)
+        y.sin()
+    assert saved.tensors and not saved.holds(y)
