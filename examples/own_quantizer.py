@@ -1,0 +1,16 @@
+"""A quantizer of your own: a subclass, `.let(...)`, or any activation quantizer of Brevitas."""
+
+import torch
+from brevitas.quant import Int8ActPerTensorFloat
+
+import brevact
+
+
+class SmallBuckets(brevact.StochBackward2bit):
+    bucket_size = 128
+
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.SiLU(), torch.nn.Linear(128, 8))
+nearest = brevact.StochBackward4bit.let(rounding="nearest")
+brevact.quantize_backward(model, {"0": Int8ActPerTensorFloat, "2": nearest, "*": SmallBuckets})
+model(torch.randn(128, 64)).square().mean().backward()
