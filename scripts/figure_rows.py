@@ -10,7 +10,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 from recipes.study import records
-from recipes.study.analysis import ACCURACY, TRAIN_LOSS, comparisons
+from recipes.study.analysis import ACCURACY, TRAIN_LOSS, comparisons, difference_text
 from recipes.study.definitions import STUDIES
 
 Row = Mapping[str, str]
@@ -194,6 +194,7 @@ def of_studies(results: Results) -> dict[str, str]:
             for measure, word, sign in ((TRAIN_LOSS, "loss-above", 1), (ACCURACY, "accuracy-below", -1)):
                 difference = each.differences[measure.column]
                 ends = (sign * difference.mean + half for half in (-difference.half_width, difference.half_width))
+                found[f"{stem}.{word.partition('-')[0]}"] = difference_text(difference, measure)
                 found[f"{stem}.{word}"] = f"{sign * difference.mean:.{measure.decimals}f}"
                 found[f"{stem}.{word}-interval"] = " to ".join(f"{end:.{measure.decimals}f}" for end in ends)
     return found

@@ -15,7 +15,7 @@ from brevact.injectors.saved_form import LEAVES
 from scripts.notebook import run_cells
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 #: A page whose snippets are one program.
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 #: Pages with snippets of optional libraries, which `make test-all` installs.
@@ -70,7 +70,8 @@ def test_links_of_pages_lead_to_files(page):
 
 def test_every_page_is_in_the_navigation():
     navigation = set(re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M))
-    assert navigation == {page.name for page in PAGES} - {"README.md"}
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}
+    assert navigation == {page for page in pages if not page.startswith("studies/")}  # studies.md has links to them
 
 
 def test_api_page_has_every_public_name():

@@ -99,8 +99,8 @@ def check(options: argparse.Namespace) -> None:
         raise RecipeError(f"--jobs {options.jobs} is not possible: use at least 1")
     if options.epochs == 1 and options.study not in (LIST, retrofit_study.NAME):
         raise RecipeError("--epochs 1 is not possible: the first epoch is the warm-up; use at least 2")
-    if options.page and not options.page.is_file():
-        raise RecipeError(f"--page {options.page} is not there; name a Markdown page that has the part of the study")
+    if options.page and options.study not in (ALL, LIST):
+        page_of(options.study, options)
     if options.study != LIST:
         files.check_writable(options.out_dir)
         if not options.summary:
@@ -125,8 +125,9 @@ def along_training(options: argparse.Namespace) -> int:
     options.out_dir.mkdir(parents=True, exist_ok=True)
     noise_along.draw(picture, rows)
     if options.page:
-        link = f"![{noise_along.QUESTION}]({os.path.relpath(picture, options.page.parent)})"
-        page.replace_part(options.page, noise_along.NAME, f"{link}\n\n{text}")
+        path = page_of(noise_along.NAME, options)
+        link = f"![{noise_along.QUESTION}]({os.path.relpath(picture, path.parent)})"
+        page.replace_part(path, noise_along.NAME, f"{link}\n\n{text}")
     return 0
 
 
@@ -143,7 +144,7 @@ def retrofitted(options: argparse.Namespace) -> int:
     text = retrofit_study.table(rows)
     print(f"{retrofit_study.NAME}: {retrofit_study.QUESTION}\n\n{text}")
     if options.page:
-        page.replace_part(options.page, retrofit_study.NAME, text)
+        page.replace_part(page_of(retrofit_study.NAME, options), retrofit_study.NAME, text)
     return 0
 
 
@@ -205,12 +206,28 @@ def report(study: Study, rows: Mapping[Key, Row], options: argparse.Namespace) -
     options.out_dir.mkdir(parents=True, exist_ok=True)
     picture = options.out_dir / f"{study.name}.png"
     if options.page and (left := tables.left_to_run(study, rows, size, seeds)):
-        page.replace_part(options.page, study.name, left)
+        page.replace_part(page_of(study.name, options), study.name, left)
     elif pictures.draw(picture, study, rows, size, seeds):
         print(f"\n{picture}")
         if options.page:
-            link = f"![{study.question}]({os.path.relpath(picture, options.page.parent)})"
-            page.replace_part(options.page, study.name, f"{link}\n\n{text}")
+            path = page_of(study.name, options)
+            link = f"![{study.question}]({os.path.relpath(picture, path.parent)})"
+            page.replace_part(path, study.name, f"{link}\n\n{text}")
+
+
+def page_of(name: str, options: argparse.Namespace) -> Path:
+    """The page that has the part of a study: the one that the command line names, or that of the study in a folder.
+
+    Raises:
+        RecipeError: it is not there.
+    """
+    path = Path(options.page / f"{name}.md" if options.page.is_dir() else options.page)
+    if not path.is_file():
+        raise RecipeError(
+            f"--page {path} is not there; name a Markdown page that has the part of the study, "
+            "or a folder with a page for each study"
+        )
+    return path
 
 
 def runs_of(study: Study, options: argparse.Namespace) -> list[Run]:
@@ -249,7 +266,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--csv", type=Path, default=FOLDER / "runs.csv", help="rows of runs (default: %(default)s)")
     parser.add_argument("--out-dir", type=Path, default=FOLDER, help="folder of pictures (default: %(default)s)")
-    parser.add_argument("--page", type=Path, help="Markdown page whose parts between marks are written anew")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        help="Markdown page whose parts between marks are written anew; or a folder with a page for each study",
+    )
     parser.add_argument(
         "--summary", action="store_true", help="train nothing: table and picture of the rows that are there"
     )

@@ -1,4 +1,4 @@
-"""Differences between paired runs, with intervals, and what can be concluded from them.
+"""Differences between paired runs, with intervals.
 
 The interval of a mean difference d of n pairs is d ± t s / sqrt(n): s is their standard deviation, t the 97.5 %
 quantile of Student's distribution with n - 1 degrees of freedom. It is that of one comparison: among twenty, one
@@ -59,16 +59,6 @@ class Interval:
     half_width: float
     pairs: int
 
-    @property
-    def bound(self) -> float:
-        """The largest magnitude in the interval."""
-        return abs(self.mean) + self.half_width
-
-    @property
-    def has_zero(self) -> bool:
-        """Whether no difference is in the interval."""
-        return abs(self.mean) <= self.half_width
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -104,29 +94,27 @@ def interval(differences: Sequence[float]) -> Interval:
     return Interval(mean, quantile * statistics.stdev(differences) / math.sqrt(count), count)
 
 
-def conclusion(found: Interval | None, measure: Measure) -> str:
-    """What an interval says, in words.
+def difference_text(found: Interval | None, measure: Measure) -> str:
+    """A mean difference with the ends of its interval in brackets, or why there is none.
 
-    >>> conclusion(Interval(0.004, 0.01, 5), TRAIN_LOSS)
-    'no difference larger than 0.014 found'
-    >>> conclusion(Interval(-1.5, 0.5, 3), ACCURACY)
-    'worse by 1.50 ± 0.50 points'
+    >>> difference_text(Interval(-1.5, 0.5, 3), ACCURACY)
+    '-1.50 [-2.00, -1.00]'
+    >>> difference_text(Interval(0.25, math.nan, 1), TRAIN_LOSS)
+    '+0.250 (one pair)'
 
     Args:
         found: None without a pair of runs.
         measure: that it is of, in the units that are shown.
     """
     if found is None:
-        return "not run"
+        return ""
     if not math.isfinite(found.mean):
         return "did not converge"
-    mean, half, bound = (f"{abs(value):.{measure.decimals}f}" for value in (found.mean, found.half_width, found.bound))
+    mean = f"{found.mean:+.{measure.decimals}f}"
     if found.pairs < 2:
-        return f"{'+' if found.mean >= 0 else '-'}{mean}{measure.unit} in one pair, which tells nothing"
-    if found.has_zero:
-        return f"no difference larger than {bound}{measure.unit} found"
-    kind = "better" if (found.mean > 0) == measure.more_is_better else "worse"
-    return f"{kind} by {mean} ± {half}{measure.unit}"
+        return f"{mean} (one pair)"
+    low, high = (f"{found.mean + half:.{measure.decimals}f}" for half in (-found.half_width, found.half_width))
+    return f"{mean} [{low}, {high}]"
 
 
 def comparisons(study: Study, rows: Mapping[Key, Row], size: Size, seeds: Sequence[int]) -> list[Comparison]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from recipes import files, retrofit
 from recipes.errors import RecipeError
-from recipes.study.analysis import ACCURACY, conclusion, interval
+from recipes.study.analysis import ACCURACY, difference_text, interval
 from recipes.study.run import Size
 
 NAME = "retrofit"
@@ -81,9 +81,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(rows: Sequence[Row], column: str, exact: dict[int, float]) -> list[str]:
-    """The mean of a column in percent, and what can be said of its difference to full precision."""
+    """The mean of a column in percent, and its difference from full precision."""
     mean = 100 * sum(float(row[column]) for row in rows) / len(rows)
     if not rows[0]["scope"]:
         return [f"{mean:.2f}", ""]
     found = interval([100 * (float(row[column]) - exact[int(row["seed"])]) for row in rows])
-    return [f"{mean:.2f}", conclusion(found, ACCURACY)]
+    return [f"{mean:.2f}", difference_text(found, ACCURACY)]

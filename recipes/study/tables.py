@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from recipes.runs import MIB
-from recipes.study.analysis import MEASURES, Comparison, Interval, Measure, comparisons, conclusion, mean_of
+from recipes.study.analysis import MEASURES, Comparison, comparisons, difference_text, mean_of
 from recipes.study.cases import Study
 from recipes.study.run import FULL_PRECISION, Key, Run, Size
 from recipes.study.training import Row
@@ -15,7 +15,7 @@ SECONDS_AN_IMAGE = {True: 1.1e-3, False: 1.5e-3}
 FACTORS = {"qat": 1.3, "model=s": 10.0, "resnet50": 28.0}
 HEADER = (
     *("", "compared with", "runs", "training loss", "difference", "test accuracy, %", "difference", "spikes"),
-    *("what can be concluded", "stored, MiB"),
+    "stored, MiB",
 )
 _NAMED = 3
 """Missing runs that a sentence names."""
@@ -96,20 +96,12 @@ def left_to_run(study: Study, rows: Mapping[Key, Row], size: Size, seeds: Sequen
 def _cells(found: Comparison) -> tuple[str, ...]:
     against = found.against.label if found.against else ""
     if not found.rows:
-        return (found.case.label, against, "0", *[""] * 5, "not run", "")
+        return (found.case.label, against, "0", "not run", *[""] * 5)
     figures: list[str] = []
     for each in MEASURES:
         figures.append(f"{each.factor * mean_of(found.rows, each.column):.{each.decimals}f}")
-        figures.append(_difference(found.differences.get(each.column), each))
+        figures.append(difference_text(found.differences.get(each.column), each))
     spikes = str(sum(int(row["spikes"]) for row in found.rows.values()))
-    sentence = "; ".join(f"{each.words}: {conclusion(found.differences.get(each.column), each)}" for each in MEASURES)
     row = next(iter(found.rows.values()))
     less = f"{float(row['saved_bytes']) / MIB:.2f} ({float(row['plain_bytes']) / float(row['saved_bytes']):.1f}x less)"
-    return (found.case.label, against, str(len(found.rows)), *figures, spikes, sentence if against else "", less)
-
-
-def _difference(found: Interval | None, measure: Measure) -> str:
-    if found is None:
-        return ""
-    half = "" if math.isnan(found.half_width) else f" ± {found.half_width:.{measure.decimals}f}"
-    return f"{found.mean:+.{measure.decimals}f}{half}"
+    return (found.case.label, against, str(len(found.rows)), *figures, spikes, less)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recipes.study.analysis import ACCURACY, TRAIN_LOSS, Interval, comparisons, conclusion, interval
+from recipes.study.analysis import ACCURACY, TRAIN_LOSS, Interval, comparisons, difference_text, interval
 from recipes.study.cases import REFERENCE, Case, Study
 from recipes.study.pictures import draw
 from recipes.study.run import KEY, Size
@@ -46,17 +46,16 @@ def test_interval_covers_the_mean_as_often_as_it_says():
 @pytest.mark.parametrize(
     ("found", "measure", "words"),
     [
-        (None, TRAIN_LOSS, "not run"),
-        (Interval(0.02, 0.01, 3), TRAIN_LOSS, "worse by 0.020 ± 0.010"),
-        (Interval(-0.02, 0.01, 3), TRAIN_LOSS, "better by 0.020 ± 0.010"),
-        (Interval(1.0, 0.5, 3), ACCURACY, "better by 1.00 ± 0.50 points"),
-        (Interval(-0.2, 0.5, 3), ACCURACY, "no difference larger than 0.70 points found"),
-        (Interval(-0.2, float("nan"), 1), ACCURACY, "-0.20 points in one pair, which tells nothing"),
+        (None, TRAIN_LOSS, ""),
+        (Interval(0.02, 0.01, 3), TRAIN_LOSS, "+0.020 [0.010, 0.030]"),
+        (Interval(-0.02, 0.01, 3), TRAIN_LOSS, "-0.020 [-0.030, -0.010]"),
+        (Interval(-0.2, 0.5, 3), ACCURACY, "-0.20 [-0.70, 0.30]"),
+        (Interval(-0.2, float("nan"), 1), ACCURACY, "-0.20 (one pair)"),
         (Interval(float("nan"), float("nan"), 3), TRAIN_LOSS, "did not converge"),
     ],
 )
-def test_conclusion_says_what_an_interval_tells(found, measure, words):
-    assert conclusion(found, measure) == words
+def test_difference_text_has_the_ends_of_the_interval(found, measure, words):
+    assert difference_text(found, measure) == words
 
 
 def test_comparisons_take_pairs_of_one_seed_alone():
@@ -69,14 +68,14 @@ def test_comparisons_take_pairs_of_one_seed_alone():
 
 def test_summary_says_which_runs_are_missing():
     text = summary(STUDY, rows_of({0: (1.0, 1.25)}), SIZE, [0, 1])
-    assert "| 2 bits | full precision | 1 | 1.250 | +0.250 | 77.50 | -2.50 |" in text
+    assert "| 2 bits | full precision | 1 | 1.250 | +0.250 (one pair) | 77.50 | -2.50 (one pair) |" in text
     assert "2 of 4 runs are missing: efficientnetv2, None, seed 1; efficientnetv2, StochBackward2bit, seed 1." in text
     assert "not run" in summary(STUDY, {}, SIZE, [0])
 
 
 def test_runs_that_did_not_converge_are_told_of(tmp_path):
     rows = rows_of({0: (1.0, float("nan")), 1: (1.0, 1.5), 2: (1.0, 1.5)})
-    assert "training loss: did not converge" in summary(STUDY, rows, SIZE, range(3))
+    assert "| nan | did not converge |" in summary(STUDY, rows, SIZE, range(3))
     assert draw(tmp_path / "one.png", STUDY, rows, SIZE, range(3))
 
 

@@ -21,7 +21,7 @@ def rows_of(accuracies):
 def test_table_pairs_seeds():
     lines = table(rows_of({0: (0.9, 0.8, 0.9), 1: (0.7, 0.6, 0.7)})).splitlines()
     assert lines[2] == "| full precision |  | 2 | 80.00 |  |  |  | 1.00 |"
-    assert lines[3].startswith("| L4 | all | 2 | 70.00 | worse by 10.00 ± 0.00 points | 80.00 | no difference larger")
+    assert lines[3].startswith("| L4 | all | 2 | 70.00 | -10.00 [-10.00, -10.00] | 80.00 | +0.00 [0.00, 0.00] |")
 
 
 @pytest.mark.exhaustive
