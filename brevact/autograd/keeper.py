@@ -35,6 +35,12 @@ class TorchRunner(Protocol):
         """Run a function that saves one tensor, its input or its output, which is kept already; None: it saves none."""
         ...
 
+    def run_torch_keeping(
+        self, function: Callable[[Tensor], Tensor], input: Tensor, keep: Callable[[Tensor], Saved]
+    ) -> Tensor:
+        """Run a function that saves one tensor, which ``keep`` keeps."""
+        ...
+
     def run_torch_rectifier(
         self, function: Callable[[Tensor], Tensor], input: Tensor, mask_of: Callable[[Tensor], Tensor]
     ) -> Tensor:

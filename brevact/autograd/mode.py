@@ -52,11 +52,13 @@ def current_region() -> Any:
 
 
 def packing_region() -> Any:
-    """Return the region in which the caller runs, if what it stores is packed; None in a traced graph."""
+    """Return the region in which the caller runs, if its Functions store packed tensors; None in a traced graph."""
     if _is_compiling() or not active.regions or not _is_grad_enabled() or frame_callback() is not None:
         return None
     region = active.regions[-1]
-    if not region.packs or top_hooks(True) != region.hooks.pair or not is_alive(sys._getframe(1)):
+    if not region.packs or region.settings.double_backward:
+        return None
+    if top_hooks(True) != region.hooks.pair or not is_alive(sys._getframe(1)):
         return None
     return region
 
@@ -133,6 +135,8 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     if (is_inside or (row.must_not_round is not None and row.must_not_round(region, args))) and (
         not region.settings.is_exact
     ):
+        if row.is_backward and region.settings.double_backward:
+            return region.hooks.run_backward(func, args, kwargs)
         if storage_report.recorders:
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))

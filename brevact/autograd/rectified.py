@@ -23,13 +23,18 @@ _MASKED = "_brevact_masked"
 
 
 class _Signs(NamedTuple):
-    """Decodes a mask to 1 where it is set, and to 0 elsewhere, in the type of the output that it stands for."""
+    """Decodes a mask to one number where it is set, and to another elsewhere, in the type of what it stands for."""
 
     mask: Any
     dtype: torch.dtype
+    inside: float = 1.0
+    outside: float = 0.0
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self.mask.decode(tensors).to(self.dtype)
+        mask = self.mask.decode(tensors)
+        if self.inside == 1.0 and self.outside == 0.0:
+            return mask.to(self.dtype)  # type: ignore[no-any-return]
+        return torch.full_like(mask, self.outside, dtype=self.dtype).masked_fill_(mask, self.inside)
 
     multiply = decoded_times
 
@@ -47,6 +52,12 @@ def keep_signs(mask: Tensor, dtype: torch.dtype) -> Saved:
     """
     tensors, decoder = keep_mask(mask)  # which reads a floating-point tensor so
     return tensors, _signs(decoder, dtype)
+
+
+def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.0) -> Saved:
+    """Return what a mask stands for where torch takes one of two numbers for an element: inside of it, and outside."""
+    tensors, decoder = mask
+    return tensors, _signs(decoder, dtype, inside, outside)
 
 
 def offer_mask(out: Tensor, stored: SavedByHook) -> None:

@@ -38,6 +38,7 @@ class Row:
         rounds_forward: whether some quantizers change what it returns.
         looks_up: whether integers beside a tensor are indices.
         is_metadata: whether a call asks for what a tensor is, or makes a plain view (``stores_nothing``).
+        is_backward: whether it runs a backward pass.
         is_unversioned: whether the caller may change values behind the version counter.
         makes_weight: whether the result is a weight whatever went in: of no batch, added by parametrizations.
     """
@@ -53,6 +54,7 @@ class Row:
     rounds_forward: bool = False
     looks_up: bool = False
     is_metadata: bool = False
+    is_backward: bool = False
     is_unversioned: bool = False
     makes_weight: bool = False
 
@@ -101,6 +103,7 @@ def _joined(func: Callable, ops: list[Op]) -> Row:
         rounds_forward=any(op.rounds_forward for op in ops),
         looks_up=any(op.looks_up for op in ops),
         is_metadata=any(op.is_metadata for op in ops),
+        is_backward=any(op.is_backward for op in ops),
         is_unversioned=any(op.is_unversioned for op in ops),
     )
 

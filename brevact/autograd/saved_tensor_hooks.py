@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
+from brevact.autograd.attached import unpack_attached
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
 from brevact.autograd.derived import derive_output
@@ -44,7 +45,8 @@ class SavedTensorHooks(HookStack):
 
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
         is_empty = region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
-        super().__init__((self._pack, unpack), around, is_empty=is_empty)
+        is_twice = region.settings is not None and region.settings.double_backward
+        super().__init__((self._pack, unpack_attached if is_twice else unpack), around, is_empty=is_empty)
         self._region = region
         # Of frozen weights of the torch function that the region's mode runs; None where it runs none of which is known
         # that it may be packed: then other code saves what the hooks see.
@@ -55,6 +57,10 @@ class SavedTensorHooks(HookStack):
         self.flattens = False
         # What keeps that input, where it is known before the layer runs.
         self.kept: Saved | None = None
+        # Whether a backward pass runs, whose gradients are to be differentiated again.
+        self.is_in_backward = False
+        # What keeps the one tensor that torch's own function saves.
+        self.keep_by: Callable[[Tensor], Saved] | None = None
         # What makes a mask of the output that torch's own function saves, for which it may stand.
         self.mask_of: Callable[[Tensor], Tensor] | None = None
         # Running statistics of torch's own norm that runs.
@@ -89,6 +95,29 @@ class SavedTensorHooks(HookStack):
         ModelState.mark_activation(out)
         return out
 
+    def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a backward pass in the region: the second graph keeps codes in the place of what has been decoded.
+
+        Gradients, and what else it saves, stay as they are.
+        """
+        try:
+            self.is_in_backward = True
+            return func(*args, **kwargs)
+        finally:
+            self.is_in_backward = False
+
+    def run_torch_keeping(
+        self, function: Callable[[Tensor], Tensor], input: Tensor, keep: Callable[[Tensor], Saved]
+    ) -> Tensor:
+        """Run a function of torch's that saves one tensor, which ``keep`` keeps."""
+        try:
+            self.layer, self.keep_by = (input, None), keep
+            out = function(input)
+        finally:
+            self.layer = self.keep_by = None
+        ModelState.mark_activation(out)
+        return out
+
     def run_torch_rectifier(
         self, function: Callable[[Tensor], Tensor], input: Tensor, mask_of: Callable[[Tensor], Tensor]
     ) -> Tensor:
@@ -109,7 +138,7 @@ class SavedTensorHooks(HookStack):
         """Run torch's own norm as :meth:`run_torch` does; of its input the normalized values are kept."""
         try:
             self.layer, self.waiting = (input, weight), []
-            self.buffers = norm.running_mean, norm.running_var
+            self.buffers = norm.running
             out, mean, spread = norm.forward(input, weight, bias)
             kept = self._keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True))
             derive_output(self._region, norm, kept, out, weight, bias)
@@ -164,7 +193,11 @@ class SavedTensorHooks(HookStack):
         if self.layer is not None:
             return self._pack_of_layer(x, *self.layer)
         if self.cast_shapes is None:
-            frame = sys._getframe(1)
+            frame = sys._getframe().f_back
+            if self.is_in_backward or frame is None:  # a thread of autograd's has no frame
+                with DisableTorchFunction():
+                    known = known_values.find(x)
+                    return self._hand_on(keep_as_it_is(x) if known is None else known)
             if saves_input(frame):
                 with DisableTorchFunction():  # the region's mode is active: what runs is no torch function
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
@@ -179,6 +212,10 @@ class SavedTensorHooks(HookStack):
             return self._hand_on(self._region.keep_weight(x))
         if self.kept is not None:
             return self._hand_on(self.kept)
+        if self.keep_by is not None:
+            with self.suspended:
+                kept = self.keep_by(x.detach())
+            return self._hand_on(kept)
         if self.mask_of is not None:
             stored = SavedByHook()
             with self.suspended:

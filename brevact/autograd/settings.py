@@ -7,6 +7,7 @@ import enum
 import functools
 import itertools
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,10 +95,15 @@ class BackwardSettings:
         score_bit_width: bits of query and key of attention, 2 to 8, where the quantizer has fewer.
         of_functions: pairs of the name of an op (``brevact.autograd.op_names``) and the settings with which it runs in
             place of these, None for full precision. For an op inside another one, the first of the two decides.
+        double_backward: whether gradients may be differentiated again (``create_graph=True``): each op is torch's own
+            then, whose saved tensors are packed by hooks where its gradient bears that, and stored as they are
+            elsewhere. Compiled graphs, of which torch has no second derivatives, take no notice of it.
 
     Raises:
-        TypeError: ``quantizer`` cannot quantize, or ``of_functions`` holds something else.
-        ValueError: unknown ``save_mode``, negative ``min_numel``, or a number of bits that is not accepted.
+        TypeError: ``quantizer`` cannot quantize, ``of_functions`` holds something else, or ``double_backward`` is no
+            bool.
+        ValueError: unknown ``save_mode``, negative ``min_numel``, a number of bits that is not accepted, or
+            ``double_backward`` with a quantizer that changes the forward pass.
     """
 
     quantizer: Any
@@ -107,9 +113,10 @@ class BackwardSettings:
     derive_min_bits: int = field(default=DEFAULT_DERIVE_MIN_BITS)
     score_bit_width: int = field(default=DEFAULT_SCORE_BIT_WIDTH)
     of_functions: tuple[tuple[str, BackwardSettings | None], ...] = field(default=())
+    double_backward: bool = field(default=False)
     key: int = field(init=False, repr=False, compare=False)
-    """Number that settings share in this process which store a tensor alike, whatever ``of_functions``: quick to
-    hash."""
+    """Number that settings share in this process which store a tensor alike, whatever ``of_functions`` and
+    ``double_backward``: quick to hash."""
     text: str | None = field(init=False, repr=False, compare=False)
     """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
 
@@ -135,6 +142,9 @@ class BackwardSettings:
 
     is_lossless: bool = field(init=False, repr=False, compare=False)
     """Whether the quantizer gives back what it took, so that norms let it have their input, not what they normalize."""
+
+    leaves_ops_to_torch: bool = field(init=False, repr=False, compare=False)
+    """Whether torch runs some ops that have a counterpart: for bit-equal gradients, or for second derivatives."""
 
     def __post_init__(self) -> None:
         self._check_functions()
@@ -177,18 +187,21 @@ class BackwardSettings:
         rounds = getattr(self.quantizer, "for_normalized", None) is not None
         rounds = rounds and getattr(self.quantizer, "quantize_forward", False)
         object.__setattr__(self, "quantizes_forward", bool(rounds))
+        self._check_double_backward()
+        object.__setattr__(self, "leaves_ops_to_torch", self.is_exact or self.double_backward)
         object.__setattr__(self, "observes", callable(getattr(self.quantizer, "with_statistics_of", None)))
         is_plain = self.save_mode is SaveMode.SAVE_QUANTIZED and getattr(self.quantizer, "packs_by_plan", False)
         object.__setattr__(self, "packs_by_plan", bool(is_plain and not self.draws_size and not self.observes))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
-            fields = self._fields[1:-1]
+            fields = self._fields[1:-2]
         else:
             keys, has_text = _keys, _has_text(self.quantizer)
-            fields = self._fields[:-1]
+            fields = self._fields[:-2]
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
         has_text = has_text and all(each is None or each.text is not None for _, each in self.of_functions)
-        object.__setattr__(self, "text", to_text(self) if has_text else None)
+        for_graph = replace(self, double_backward=False) if has_text and self.double_backward else self
+        object.__setattr__(self, "text", to_text(for_graph) if has_text else None)
 
     def _quantizes(self) -> bool:
         return callable(getattr(self.quantizer, "quantize", None)) and hasattr(self.quantizer, "is_stochastic")
@@ -205,6 +218,19 @@ class BackwardSettings:
             'BackwardSettings or None: (("cross_entropy", settings),); a policy, {F.cross_entropy: '
             'StochBackward4bit, "*": StochBackward2bit}, makes it of torch functions'
         )
+
+    def _check_double_backward(self) -> None:
+        """Raise where ``double_backward`` is no bool, or is asked of a quantizer that changes the forward pass."""
+        if not isinstance(self.double_backward, bool):
+            raise TypeError(
+                f"double_backward={brief(self.double_backward)} must be True, to differentiate gradients again "
+                "(create_graph=True), or False, the default"
+            )
+        if self.double_backward and self.quantizes_forward:
+            raise ValueError(
+                f"double_backward=True with {brief(self.quantizer)}: norms that go on with rounded values have no "
+                "second derivative; leave out quantize_forward=True or double_backward=True"
+            )
 
     @functools.cached_property
     def by_op(self) -> dict[str, BackwardSettings | None]:
@@ -258,3 +284,11 @@ def with_functions(
     if settings is None:
         return BackwardSettings(None, of_functions=of_functions)
     return replace(settings, of_functions=(*of_functions, *settings.of_functions))
+
+
+def with_overrides(settings: BackwardSettings | None, overrides: Mapping[str, Any]) -> BackwardSettings | None:
+    """Return settings, or full precision, with other values of some fields, also for ops with a rule of their own."""
+    if settings is None or not overrides:
+        return settings
+    functions = tuple((name, with_overrides(each, overrides)) for name, each in settings.of_functions)
+    return replace(settings, of_functions=functions, **overrides)

@@ -52,7 +52,8 @@ class SaveQuantized(Fragment):
 
     Where a forward quantizer has a learned scale, what it rounds away is stored in ``residual_bit_width`` bits. Tensors
     that are smooth functions of one that is packed in at least ``derive_min_bits`` bits are derived from it; 0 derives
-    nothing. Query and key of attention take at least ``score_bit_width`` bits.
+    nothing. Query and key of attention take at least ``score_bit_width`` bits. With ``double_backward`` gradients may
+    be differentiated again (``create_graph=True``).
     """
 
     save_mode = SaveMode.SAVE_QUANTIZED
@@ -60,6 +61,7 @@ class SaveQuantized(Fragment):
     residual_bit_width = DEFAULT_RESIDUAL_BIT_WIDTH
     derive_min_bits = DEFAULT_DERIVE_MIN_BITS
     score_bit_width = DEFAULT_SCORE_BIT_WIDTH
+    double_backward = False
 
 
 class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
@@ -73,8 +75,11 @@ class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
     forward_quant = None
 
     @value
-    def backward_settings(quantizer, save_mode, min_numel, residual_bit_width, derive_min_bits, score_bit_width):
-        return BackwardSettings(quantizer, save_mode, min_numel, residual_bit_width, derive_min_bits, score_bit_width)
+    def backward_settings(
+        quantizer, save_mode, min_numel, residual_bit_width, derive_min_bits, score_bit_width, double_backward
+    ):
+        widths = residual_bit_width, derive_min_bits, score_bit_width
+        return BackwardSettings(quantizer, save_mode, min_numel, *widths, double_backward=double_backward)
 
 
 def leaf(module: str, name: str, bases: tuple[InjectorClass, ...], doc: str, **settings: Any) -> InjectorClass:

@@ -16,12 +16,13 @@ from brevact.arguments import check_model
 from brevact.autograd import BackwardSettings, attach_region, detach_region, has_region, region
 from brevact.autograd.compiled.mode import TracingMode, skipped_by_dynamo, text_of
 from brevact.autograd.hooks import Attachment, attachments_of, takes_hooks
+from brevact.autograd.settings import with_overrides
 from brevact.injectors import backward_settings_from, settings_of_block, settings_of_module
 from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
 from brevact.policy.notes import add_note, remove_note
-from brevact.policy.overrides import refuse_overrides
+from brevact.policy.overrides import of_all_rules, refuse_overrides
 from brevact.policy.presets import DEFAULT, Policy
 from brevact.policy.rules import (
     POLICY,
@@ -102,7 +103,8 @@ def backward_quant(
             a :class:`Policy` whose rules are "*" and torch functions. Or a model with a policy, or one around such a
             model (``DistributedDataParallel``). Or a text that :func:`brevact.parse_policy` reads and that is no
             budget. Left out, it is :data:`DEFAULT`, of whose rules those for modules do not count here.
-        **overrides: settings that replace those of ``source``, which is one quantizer.
+        **overrides: settings that replace those of ``source``, which is one quantizer; ``double_backward=True``, for
+            gradients that are differentiated again (``create_graph=True``), goes with rules, too.
 
     Returns:
         Context manager, to be used once or often, also as a decorator.
@@ -192,7 +194,8 @@ def quantize_backward(
             have no rules. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``; or a text that
             :func:`brevact.parse_policy` reads and that is no budget: "default", "StochBackward4bit:bucket_size=256",
             "policy.json". Left out, it is :data:`DEFAULT`.
-        **overrides: settings that replace those of the one quantizer.
+        **overrides: settings that replace those of the one quantizer; ``double_backward=True``, for gradients that are
+            differentiated again (``create_graph=True``), goes with rules, too.
 
     Returns:
         ``model``.
@@ -276,8 +279,8 @@ def _detach_policy(model: nn.Module) -> bool:
 def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None:
     source = named_policy(source, "source")
     if isinstance(source, Policy):
-        refuse_overrides(source, overrides, "backward_quant(")
-        return block_assignment(source.rules, skips_modules=source is DEFAULT).settings
+        overrides = of_all_rules(source, overrides, "backward_quant(")
+        return with_overrides(block_assignment(source.rules, skips_modules=source is DEFAULT).settings, overrides)
     if isinstance(source, nn.Module) and is_model(source):
         refuse_overrides(source, overrides, "")
         return required_attachment(source).settings
@@ -294,13 +297,15 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
     """Return what each module gets by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
-        refuse_overrides(policy, overrides, "quantize_backward(model, ")
+        overrides = of_all_rules(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):
             if policy.layers is not None:
                 check_layers(model, policy.layers)
-            return assignments(model, policy.rules, optional=True)
-        check_rules(policy, "policy")
-        return assignments(model, policy)
+            found = assignments(model, policy.rules, optional=True)
+        else:
+            check_rules(policy, "policy")
+            found = assignments(model, policy)
+        return {module: each.with_overrides(overrides) for module, each in found.items()}
     settings, source = backward_settings_from(policy, None, "policy", **overrides), source_text(policy, overrides)
     every = assignments(model, {"*": settings})
     return {module: Assignment(settings, found.rule, source) for module, found in every.items()}

@@ -1,4 +1,7 @@
-"""Settings beside a policy of several quantizers, which are refused with a call that takes them."""
+"""Settings beside a policy of several quantizers: one is for all of them, the others are refused.
+
+A gradient is differentiated again through the whole model, so that ``double_backward`` holds for all rules.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,12 @@ from brevact.injectors import DitherBackward4bit, backward_settings_from
 from brevact.injectors.saved_form import LEAVES
 from brevact.policy.presets import DEFAULT
 from brevact.quantizers.brief import brief
+
+
+def of_all_rules(policy: Any, overrides: Mapping[str, Any], call: str) -> dict[str, Any]:
+    """Return the overrides that hold for all quantizers of a policy; a TypeError as :func:`refuse_overrides`."""
+    refuse_overrides(policy, {name: value for name, value in overrides.items() if name != "double_backward"}, call)
+    return dict(overrides)
 
 
 def refuse_overrides(policy: Any, overrides: Mapping[str, Any], call: str) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from brevact.autograd import BackwardSettings, has_region, other_code
 from brevact.autograd.hooks import attachments_of, inherited_region, is_shareable, takes_hooks
 from brevact.autograd.op_names import OP_NAMES, is_torch_function
-from brevact.autograd.settings import with_functions
+from brevact.autograd.settings import with_functions, with_overrides
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.proxies import modules_without_own_region
@@ -62,6 +62,11 @@ class Assignment:
         """Return the assignment with rules for ops, which come before it."""
         settings = with_functions(self.settings, tuple((each.op, each.settings) for each in ops))
         return replace(self, settings=settings, ops=ops)
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Assignment:
+        """Return the assignment with settings that hold for all rules (:func:`~.overrides.of_all_rules`)."""
+        ops = tuple(replace(each, settings=with_overrides(each.settings, overrides)) for each in self.ops)
+        return replace(self, settings=with_overrides(self.settings, overrides), ops=ops)
 
 
 def has_policy(model: nn.Module) -> bool:

@@ -211,8 +211,19 @@ def _quietly(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def run(variant: Variant, sample: Sample, kind: str, settings: BackwardSettings | None, seed: int = 0) -> Outcome:
-    """Call an op inside a region, or plain, and differentiate a weighted sum of its results."""
+def run(
+    variant: Variant,
+    sample: Sample,
+    kind: str,
+    settings: BackwardSettings | None,
+    seed: int = 0,
+    *,
+    twice: bool = False,
+) -> Outcome:
+    """Call an op inside a region, or plain, and differentiate a weighted sum of its results.
+
+    ``twice`` says to differentiate a weighted sum of its gradients, too, which stand behind them.
+    """
     leaves: list[Tensor] = []
 
     def enter(x: Any) -> Any:
@@ -244,5 +255,10 @@ def run(variant: Variant, sample: Sample, kind: str, settings: BackwardSettings 
         loss = loss_of(outputs)
         grads: list[Tensor | None] = []
         if loss is not None:
-            grads = list(torch.autograd.grad(loss, leaves, allow_unused=True))
-    return Outcome([dense(x.detach()) for x in outputs], [None if x is None else dense(x) for x in grads], scale)
+            grads = list(torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=twice))
+            penalty = loss_of([x for x in grads if x is not None]) if twice else None
+            if penalty is not None:
+                grads += torch.autograd.grad(penalty, leaves, allow_unused=True)
+    return Outcome(
+        [dense(x.detach()) for x in outputs], [None if x is None else dense(x.detach()) for x in grads], scale
+    )

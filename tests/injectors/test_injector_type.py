@@ -23,6 +23,7 @@ SETTINGS = {
     "bucket_size",
     "channel_dim",
     "derive_min_bits",
+    "double_backward",
     "forward_quant",
     "granularity",
     "min_numel",

@@ -77,6 +77,8 @@ def _functions(holds: Callable[[Op], bool]) -> frozenset[Callable]:
 
 
 HANDLERS: dict[Callable, Callable] = {func: op.handler for op in OPS if op.handler for func in op.functions}
+#: Of those, counterparts without a Function of ours, whose gradients can be differentiated again.
+TWICE: dict[Callable, Callable] = {func: op.twice for op in OPS if op.twice for func in op.functions}
 LAYERS = _functions(lambda op: op.is_layer)
 NORMS = _functions(lambda op: op.is_norm)
 PRODUCTS = _functions(lambda op: op.is_product)
@@ -88,12 +90,17 @@ def run_counterpart(handler: Callable, region: Keeper, func: Callable, args: tup
     """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
 
     Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is lossless and torch's own
-    gradient has other last bits.
+    gradient has other last bits, and where gradients are to be differentiated again, which Functions of ours are not.
     """
-    if region.settings.is_exact and func in _NOT_BIT_EXACT:
+    counterpart: Callable | None = handler
+    if region.settings.leaves_ops_to_torch:
+        if region.settings.is_exact and func in _NOT_BIT_EXACT:
+            return NotImplemented
+        counterpart = TWICE.get(func) if region.settings.double_backward else handler
+    if counterpart is None:
         return NotImplemented
     try:
-        return handler(region, func, *args, **kwargs)
+        return counterpart(region, func, *args, **kwargs)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # not of this call
             raise

@@ -21,6 +21,8 @@ from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import SavedValue, Saving, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Saves, Stored, everywhere
+from brevact.autograd.rectified import stand_in
+from brevact.autograd.saved import Saved
 from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import lay_out
 from brevact.private_names.of_torch import no_dispatch_modes
@@ -74,6 +76,25 @@ class _Dropout(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
         return None, lay_out(_masked(kept, grad, ctx).mul_(ctx.factor), grad, ctx.stride), None, None
+
+
+def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], Tensor]) -> Any:
+    """Run torch's own dropout, whose gradient can be differentiated again: a mask stands for the noise it saves."""
+    runner = region.torch_runner(input)
+    if runner is None or input.numel() < region.settings.min_numel:
+        return NotImplemented
+    source, masks = region.find_kept(input), []
+
+    def keep(noise: Tensor) -> Saved:
+        masks.append(keep_mask(noise if noise.dtype is torch.bool else noise != 0))
+        factor = 1.0 if noise.dtype is torch.bool else _noise_of_kept(p, noise.dtype)
+        return stand_in(masks[0], noise.dtype, factor)
+
+    out = runner.run_torch_keeping(dropout, input, keep)
+    if len(masks) == 1:
+        factor = _noise_of_kept(p, input.dtype) if input.device.type == "cpu" else 1.0 / (1.0 - p)
+        derive(region, out, ByMask(factor), ((input, source), (input, masks[0])))
+    return out
 
 
 class _Noise(NamedTuple):
@@ -134,6 +155,14 @@ def _dropout(
     return region.apply(_Dropout, input, p, inplace)
 
 
+def _dropout_twice(
+    region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
+    if not _drops(region, input, p, training):
+        return NotImplemented
+    return _twice(region, input, p, lambda x: func(x, p, training, inplace))
+
+
 def _compose(region: Keeper, input: Tensor, p: float, training: bool, kind: _Noise, inplace: bool) -> Any:
     if not _drops(region, input, p, training) or (kind.of_channels and input.dim() < 2) or input.numel() == 0:
         return NotImplemented
@@ -185,7 +214,7 @@ _KINDS = {
 }
 _STORED = Stored("dropout of every kind", MASKS, EXACT)
 OPS = (
-    Op((F.dropout,), _dropout, _STORED),
+    Op((F.dropout,), _dropout, _STORED, _dropout_twice),
     Op((F.dropout1d,), _of_maps(3, unbatched=2), _STORED),
     Op((F.dropout2d,), _of_maps(4), _STORED),
     Op((F.dropout3d,), _of_maps(5, unbatched=4), _STORED),

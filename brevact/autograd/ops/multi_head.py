@@ -23,4 +23,10 @@ def _multi_head_attention_forward(region: Keeper, func: Callable, *args: Any, **
         return inside(*args, **kwargs)
 
 
-OPS = (Op((F.multi_head_attention_forward,), _multi_head_attention_forward, STORED, is_bit_exact=False, is_layer=True),)
+OPS = (
+    Op(
+        *((F.multi_head_attention_forward,), _multi_head_attention_forward, STORED, _multi_head_attention_forward),
+        is_bit_exact=False,
+        is_layer=True,
+    ),
+)

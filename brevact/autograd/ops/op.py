@@ -72,6 +72,8 @@ class Op(NamedTuple):
         handler: their counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns ``NotImplemented``
             to let torch run (nothing to store, or an argument that torch should explain).
         stored: what a reader of the documentation is told of them.
+        twice: their counterpart where gradients are to be differentiated again, called as ``handler``: it applies no
+            Function of ours. None: torch runs.
         saves: why what torch's own op saves may be packed; None: hooks let it be.
         must_not_round: says of the arguments of a call whether what torch's own op saves must stay as it is.
         is_bit_exact: whether the counterpart's gradient, with nothing rounded, is torch's to the last bit. If not,
@@ -86,12 +88,14 @@ class Op(NamedTuple):
         is_bilinear: whether it is linear in the element at its place of each of two tensors, the other one given.
         is_average: whether the result is made of means of elements.
         is_metadata: whether they ask for what a tensor is, or change an integer: a region need not look at all calls.
+        is_backward: whether they run a backward pass.
         is_unversioned: whether their caller may change values without the version counter seeing it.
     """
 
     functions: tuple[Callable, ...]
     handler: Callable[..., Any] | None = None
     stored: Stored | None = None
+    twice: Callable[..., Any] | None = None
     saves: Saves | None = None
     must_not_round: Callable[[Keeper, tuple], bool] | None = None
     is_bit_exact: bool = True
@@ -105,4 +109,5 @@ class Op(NamedTuple):
     is_bilinear: bool = False
     is_average: bool = False
     is_metadata: bool = False
+    is_backward: bool = False
     is_unversioned: bool = False

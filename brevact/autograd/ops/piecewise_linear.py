@@ -6,6 +6,7 @@ backward kernels do. Source: DIVISION, arXiv:2208.04187, section 3.4; ActNN, arX
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, as_number, expanded_one, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored, everywhere
 from brevact.autograd.ops.torch_rules import clamp_passes_bounds
+from brevact.autograd.rectified import stand_in
 from brevact.autograd.store import keep_mask
 from brevact.autograd.strides import Order, lay_out
 
@@ -35,6 +37,8 @@ class _Pieces(NamedTuple):
     outside: float = 0.0
     #: The function again, of its input, a derived one perhaps that is beyond a corner, and the mask; None: of no use.
     value: Callable[..., Tensor] | ByMask | None = ByMask()
+    #: Numbers that torch's own backward pass can take inside and outside of the mask for what it saves.
+    stands: tuple[float, float] = (1.0, 0.0)
     #: What torch's backward kernel takes beside the gradient, and in which order.
     reads: Literal["input", "output", "mask"] = "input"
     order: Order = Order.SAVED_FIRST
@@ -88,6 +92,15 @@ class _Bounded(NamedTuple):
         return torch.where(mask | x.isnan(), x, bounds)
 
 
+def _between(low: float, high: float) -> float:
+    """Return a number between two, of which one or both may be infinite."""
+    if math.isfinite(low) and math.isfinite(high):
+        return (low + high) / 2
+    if math.isfinite(low):
+        return low + max(1.0, abs(low))
+    return high - max(1.0, abs(high)) if math.isfinite(high) else 0.0
+
+
 def _itself(x: Tensor) -> Tensor:
     return x  # pack_mask reads a floating-point tensor as ~(x <= 0)
 
@@ -102,7 +115,8 @@ def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
     def mask(x: Tensor) -> Tensor:
         return aten.hardtanh_backward(expanded_one(x), x, min_val, max_val).bool()
 
-    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), order=Order.GRAD_FIRST)
+    stands = _between(min_val, max_val), math.inf
+    return _Pieces(mask, inplace, value=_Bounded(min_val, max_val), stands=stands, order=Order.GRAD_FIRST)
 
 
 def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
@@ -111,7 +125,8 @@ def _relu6(input: Tensor, inplace: bool = False) -> _Pieces:
 
 def _hardsigmoid(input: Tensor, inplace: bool = False) -> _Pieces:
     value = _Bounded(0.0, 1.0, slope=_SIXTH, shift=0.5)
-    return _Pieces(lambda x: (x > -3) & (x < 3), inplace, inside=_SIXTH, value=value, order=Order.GRAD_FIRST)
+    mask, stands = (lambda x: (x > -3) & (x < 3)), (0.0, math.inf)
+    return _Pieces(mask, inplace, inside=_SIXTH, value=value, stands=stands, order=Order.GRAD_FIRST)
 
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> _Pieces:
@@ -128,21 +143,21 @@ def _threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fa
     def mask(x: Tensor) -> Tensor:
         return aten.threshold_backward(expanded_one(x), x, threshold).bool()
 
-    return _Pieces(mask, inplace, value=_Bounded(value, None))
+    return _Pieces(mask, inplace, value=_Bounded(value, None), stands=(math.inf, -math.inf))
 
 
 def _softshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
     def mask(x: Tensor) -> Tensor:
         return aten.softshrink_backward(expanded_one(x), x, as_number(lambd)).bool()
 
-    return _Pieces(mask, value=None, order=Order.GRAD_FIRST)
+    return _Pieces(mask, value=None, stands=(math.inf, 0.0), order=Order.GRAD_FIRST)
 
 
 def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
     def mask(x: Tensor) -> Tensor:
         return aten.hardshrink_backward(expanded_one(x), x, as_number(lambd)).bool()
 
-    return _Pieces(mask, order=Order.GRAD_FIRST)
+    return _Pieces(mask, stands=(math.inf, 0.0), order=Order.GRAD_FIRST)
 
 
 def _clamp(input: Tensor, min: float | None = None, max: float | None = None) -> _Pieces:
@@ -155,7 +170,9 @@ def _clamp(input: Tensor, min: float | None = None, max: float | None = None) ->
             return below(x, max) if min is None else above(x, min)
         return above(x, min) & below(x, max)
 
-    return _Pieces(mask, value=_Bounded(min, max), reads="mask")
+    low, high = -math.inf if min is None else as_number(min), math.inf if max is None else as_number(max)
+    middle = high if high == math.inf else low if low == -math.inf else (low + high) / 2
+    return _Pieces(mask, value=_Bounded(min, max), stands=(middle, math.nan), reads="mask")
 
 
 def _clamp_min(input: Tensor, min: float) -> _Pieces:
@@ -169,7 +186,36 @@ def _clamp_max(input: Tensor, max: float) -> _Pieces:
 def _nan_to_num(
     input: Tensor, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
 ) -> _Pieces:
-    return _Pieces(torch.isfinite, value=None, reads="mask", order=Order.GRAD_FIRST)
+    return _Pieces(torch.isfinite, value=None, stands=(0.0, math.inf), reads="mask", order=Order.GRAD_FIRST)
+
+
+def _twice(rule: Callable[..., _Pieces]) -> Callable:
+    """Make the handler of a function that torch differentiates twice: a mask stands for what that saves.
+
+    In place torch saves what it overwrites, or the output, of others than those that read the output.
+    """
+
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            pieces = rule(*args, **kwargs)
+        except TypeError:
+            return NotImplemented
+        input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
+        inplace = pieces.inplace or func.__name__.endswith("_")
+        if not (region.packs_input(input) and input.requires_grad and region.torch_runner(input)):
+            return NotImplemented
+        if (inplace and pieces.reads != "output") or input.numel() < region.settings.min_numel:
+            return NotImplemented
+        if math.isfinite(pieces.stands[0]) and abs(pieces.stands[0]) > torch.finfo(input.dtype).max:
+            return NotImplemented
+        mask, source = keep_mask(pieces.mask(input.detach()), pieces.outside / pieces.inside), region.find_known(input)
+        kept = stand_in(mask, input.dtype, *pieces.stands)
+        out = region.hooks.run_torch_function(lambda x: func(x, *rest, **kwargs), input, kept)
+        if source is not None and pieces.value is not None and not isinstance(pieces.value, _Bounded):
+            derive(region, out, pieces.value, ((input, source), (input, mask)))
+        return out
+
+    return handle
 
 
 def _handler(rule: Callable[..., _Pieces]) -> Callable:
@@ -212,4 +258,4 @@ _RULES = {
     _clamp_max: everywhere("clamp_max"),
 }
 _STORED = Stored("ReLU, ReLU6, LeakyReLU, Hardtanh, Hardshrink, clamp", MASKS, EXACT)
-OPS = (*(Op(funcs, _handler(rule), _STORED) for rule, funcs in _RULES.items()),)
+OPS = (*(Op(funcs, _handler(rule), _STORED, _twice(rule)) for rule, funcs in _RULES.items()),)

@@ -214,6 +214,26 @@ def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Ten
     return out
 
 
+def _by_torch(run: Callable[[Any, PointFunction, Tensor], Tensor | None]) -> Callable:
+    """Make the handler of a function that torch differentiates twice, of its decoded input or output."""
+
+    def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
+        if is_inplace(func, args, kwargs) or not (args or "input" in kwargs):
+            return NotImplemented
+        input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
+        if not (region.packs_input(input) and input.requires_grad and region.torch_runner(input)):
+            return NotImplemented
+        out = run(region, Value.of(func, rest, kwargs), input)
+        return NotImplemented if out is None else out
+
+    return handle
+
+
+_TWICE = {
+    **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
+    **dict.fromkeys((F.celu, torch.celu, F.selu, torch.selu), _by_torch(run_torch)),
+    **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), _by_torch(run_torch_by_output)),
+}
 #: Functions of which torch saves the input, or the output, and nothing else.
 _RUNNERS = {
     **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu), run_torch),
@@ -271,4 +291,5 @@ OPS = (
     *(_op(funcs, _handler(_fixed(slope), is_gentle=False)) for slope, funcs in _STEEP.items()),
     _op((F.glu,), _glu),
     Op(everywhere("sigmoid", "expit", "tanh"), saves=Saves.BOUNDED),
+    *(Op((func,), twice=handler) for func, handler in _TWICE.items()),
 )

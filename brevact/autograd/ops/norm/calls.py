@@ -34,6 +34,14 @@ def _have_last_dims(input: Any, shape: Any) -> bool:
     return tuple(input.shape[-len(shape) :]) == tuple(shape)
 
 
+def _by_torch(region: Keeper, norm: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """Run torch's own norm, whose gradient can be differentiated again, on its input less its means."""
+    if region.settings.for_normalized is not None or not requires_grad(input, weight):
+        return NotImplemented
+    runner = region.torch_runner(input, *norm.running)
+    return NotImplemented if runner is None else runner.run_torch_norm(norm, input, weight, bias)
+
+
 def _torch_batch_norm(
     region: Keeper,
     func: Callable,
@@ -59,10 +67,14 @@ def _torch_batch_norm(
     if not reacts(region, input, weight, bias):
         return NotImplemented
     running = running_mean, running_var
+    if not training and region.settings.double_backward:
+        return NotImplemented
     if not training:
         norm = Frozen(torch.batch_norm, *running, momentum, eps, cudnn_enabled)
         return apply(region, norm, input, weight, bias)
     norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
+    if region.settings.double_backward:
+        return _by_torch(region, norm, input, weight, bias)
     is_torchs = requires_grad(input, weight) and region.settings.for_normalized is None
     plan = None
     if is_torchs and not is_traced(input):
@@ -160,7 +172,8 @@ def _layer_norm(
         return NotImplemented
     if not reacts(region, input, weight, bias):
         return NotImplemented
-    return apply(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
+    run = _by_torch if region.settings.double_backward else apply
+    return run(region, LayerNorm(tuple(normalized_shape), eps), input, weight, bias)
 
 
 def _torch_group_norm(
@@ -177,7 +190,8 @@ def _torch_group_norm(
         return NotImplemented
     if num_groups <= 0 or input.shape[1] % num_groups or not reacts(region, input, weight, bias):
         return NotImplemented
-    return apply(region, GroupNorm(num_groups, eps), input, weight, bias)
+    run = _by_torch if region.settings.double_backward else apply
+    return run(region, GroupNorm(num_groups, eps), input, weight, bias)
 
 
 def _group_norm(
@@ -225,9 +239,14 @@ _WITH_MEAN: dict[Callable, Callable] = {
     F.group_norm: _group_norm,
     torch.group_norm: _torch_group_norm,
 }
+#: Of torch's own instance norm, what it saves is laid out otherwise.
+_TWICE = (_batch_norm, _torch_batch_norm, _layer_norm, _group_norm, _torch_group_norm)
 OPS = (
     *(
-        Op((func,), handler, _STORED, is_bit_exact=False, is_layer=True, is_norm=True, rounds_forward=True)
+        Op(
+            *((func,), handler, _STORED, handler if handler in _TWICE else None),
+            **{"is_bit_exact": False, "is_layer": True, "is_norm": True, "rounds_forward": True},
+        )
         for func, handler in _WITH_MEAN.items()
     ),
     Op((F.rms_norm, torch.rms_norm), _rms_norm, _STORED, is_bit_exact=False, is_layer=True, is_norm=True),

@@ -115,6 +115,11 @@ class Norm:
     has_mean = True
     packing: NormalizedPlan | None = None
 
+    @property
+    def running(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the running mean and the running variance, if it has them."""
+        return None, None
+
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
