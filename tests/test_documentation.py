@@ -74,6 +74,15 @@ def test_every_page_is_in_the_navigation():
     assert navigation == {page for page in pages if not page.startswith("studies/")}  # studies.md has links to them
 
 
+def test_the_limits_page_quotes_errors_of_the_source():
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "brevact").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # of literals that go on in the next line
+    page = (ROOT / "docs" / "limits.md").read_text("utf-8")
+    quotes = re.findall(r"^\| .*? \| `(.*?)` \|", page[page.index("{ #raises }") :], re.M)
+    parts = [part for quote in quotes for part in re.split(r"\s*\.\.\.\s*", quote) if part]
+    assert len(quotes) >= 15 and [part for part in parts if part not in source] == []
+
+
 def test_api_page_has_every_public_name():
     page = (ROOT / "docs" / "api.md").read_text("utf-8")
     named = re.findall(r"^::: brevact\.((?!trainers)\S+)", page, re.M)
