@@ -58,6 +58,18 @@ def _set_bits(source, kind, first, count, scratch, bits):
             store(bits, e, np.uint8(not load(x, e) <= np.float32(0.0)))
 
 
+@inlined
+def bits_to_bytes(bits, columns, out):
+    """Pack the bits of a block, one byte each."""
+    b1, b2, b3 = advance(bits, columns), advance(bits, 2 * columns), advance(bits, 3 * columns)
+    b4, b5, b6 = advance(bits, 4 * columns), advance(bits, 5 * columns), advance(bits, 6 * columns)
+    b7 = advance(bits, 7 * columns)
+    for j in range(columns):
+        low = load(bits, j) | load(b1, j) << 1 | load(b2, j) << 2 | load(b3, j) << 3
+        high = load(b4, j) << 4 | load(b5, j) << 5 | load(b6, j) << 6 | load(b7, j) << 7
+        store(out, j, np.uint8(low | high))
+
+
 @kernel
 def pack_mask_blocks(source, kind, packed, numel, start, stop):
     """Pack blocks start to stop of a mask from elements of this kind, a code of `floats`."""
@@ -69,14 +81,7 @@ def pack_mask_blocks(source, kind, packed, numel, start, stop):
         _set_bits(source, kind, first, count, scratch, bits)
         for e in range(count, 8 * columns):
             store(bits, e, np.uint8(0))
-        out = advance(u8_at(packed), first // 8)
-        b1, b2, b3 = advance(bits, columns), advance(bits, 2 * columns), advance(bits, 3 * columns)
-        b4, b5, b6 = advance(bits, 4 * columns), advance(bits, 5 * columns), advance(bits, 6 * columns)
-        b7 = advance(bits, 7 * columns)
-        for j in range(columns):
-            low = load(bits, j) | load(b1, j) << 1 | load(b2, j) << 2 | load(b3, j) << 3
-            high = load(b4, j) << 4 | load(b5, j) << 5 | load(b6, j) << 6 | load(b7, j) << 7
-            store(out, j, np.uint8(low | high))
+        bits_to_bytes(bits, columns, advance(u8_at(packed), first // 8))
 
 
 @inlined

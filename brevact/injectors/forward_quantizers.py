@@ -23,10 +23,11 @@ from torch import Tensor, UntypedStorage, nn
 
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.mode import packing_region
-from brevact.autograd.ops.fake_quantization import Integers, fake_quantize
+from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
 from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
 from brevact.injectors.fused_activations import fused_activation, rectified, statistics
 from brevact.injectors.minifloats import float_quant
+from brevact.integers import IntegerRounding
 from brevact.private_names.lookup import is_whole
 from brevact.private_names.of_brevitas import (
     FORWARD,
@@ -52,6 +53,14 @@ from brevact.private_names.of_brevitas import (
     ternary_sign_ste,
 )
 
+#: Deterministic roundings that kernels know.
+_ROUNDINGS = {
+    RoundSte: IntegerRounding.NEAREST,
+    FloorSte: IntegerRounding.FLOOR,
+    CeilSte: IntegerRounding.CEIL,
+    RoundToZeroSte: IntegerRounding.TO_ZERO,
+    DPURoundSte: IntegerRounding.DPU,
+}
 #: What rounding takes away, x - round(x), by the kind of rounding.
 _RESIDUALS = {
     RoundSte: (-0.5, 0.5),
@@ -125,21 +134,27 @@ def _quantize(
     if not 1 <= width <= 32 or width != int(width):
         return NotImplemented
     minimum, maximum = quant.min_int(bit_width), quant.max_int(bit_width)
+    lowest = (-(2 ** (int(width) - 1)) + bool(quant.narrow_range)) if quant.signed else 0
     integers = Integers(
         round=quant.float_to_int_impl,
         clamp=functools.partial(quant.tensor_clamp_impl, min_val=minimum, max_val=maximum),
         minimum=minimum,
         maximum=maximum,
-        lowest=(-(2 ** (int(width) - 1)) + bool(quant.narrow_range)) if quant.signed else 0,
+        lowest=lowest,
+        highest=lowest + 2 ** int(width) - 1 - bool(quant.narrow_range),
         bit_width=int(width),
         residual=residual,
+        rounding=_ROUNDINGS.get(type(quant.float_to_int_impl)),
         is_narrow=bool(quant.narrow_range),
         repeats=type(quant.float_to_int_impl) is not StochasticRoundSte,
         clips_gradients=clamp is TensorClamp,
     )
     viewed = quant.input_view_impl(x)
-    before_relu = rectified.input if viewed is rectified.output else None
-    return fake_quantize(region, integers, viewed, scale, zero_point, pre_scale, pre_zero_point, before_relu)
+    given = scale, zero_point, pre_scale, pre_zero_point
+    if viewed is not rectified.output:
+        return fake_quantize(region, integers, viewed, *given)
+    rectifier = Rectifier(None if rectified.waits else viewed)
+    return fake_quantize(region, integers, rectified.input, *given, rectifier)
 
 
 def _delays(quant: nn.Module) -> bool:

@@ -58,10 +58,14 @@ _STATISTICS_OF_WEIGHTS = (
 
 
 class _Rectified(threading.local):
-    """The ReLU of a fused activation, while its quantizer runs: output, without a graph, and input."""
+    """The ReLU of a fused activation, while its quantizer runs: output, without a graph, and input.
+
+    If the output ``waits``, nobody reads its elements but the quantization itself, and it is an alias of the input.
+    """
 
     output: Tensor | None = None
     input: Tensor | None = None
+    waits: bool = False
 
 
 rectified = _Rectified()
@@ -96,14 +100,25 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
         return NotImplemented
     if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x) or _is_observed(fused):
         return NotImplemented
-    around = rectified.output, rectified.input
-    with torch.no_grad():
-        y = relu(x)
-    rectified.output, rectified.input = y, x
+    around = rectified.output, rectified.input, rectified.waits
+    waits = not _takes_statistics(fused.tensor_quant.scaling_impl)
+    if waits:
+        y = x.detach()
+    else:
+        with torch.no_grad():
+            y = relu(x)
+    rectified.output, rectified.input, rectified.waits = y, x, waits
     try:
         return fused.tensor_quant(y)
     finally:
-        rectified.output, rectified.input = around
+        rectified.output, rectified.input, rectified.waits = around
+
+
+def _takes_statistics(scaling: Any) -> bool:
+    """Whether a scale is computed from the activation."""
+    if type(scaling) is not ParameterFromRuntimeStatsScaling:
+        return False
+    return bool(scaling.training and scaling.counter < scaling.collect_stats_steps)
 
 
 def _is_observed(fused: FusedActivationQuantProxy) -> bool:
@@ -128,7 +143,7 @@ def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
     scaling = quant.scaling_impl
     if type(scaling) is not ParameterFromRuntimeStatsScaling:
         return type(scaling) in (ConstScaling, ParameterScaling)
-    if not scaling.training or scaling.counter >= scaling.collect_stats_steps:
+    if not _takes_statistics(scaling):
         return True
     impl = scaling.stats.stats_impl
     return (

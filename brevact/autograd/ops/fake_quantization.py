@@ -14,21 +14,25 @@ arithmetic and order of operations these are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import known_values, storage_report
+from brevact.autograd.decoders import decoder_of_mask
 from brevact.autograd.keeper import EagerKeeper
-from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.base import SavedValue, Saving, load, save
+from brevact.autograd.ops.one_pass import Kind, Quantized, one_pass_for
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
-from brevact.autograd.store import keep_as_it_is, keep_mask, pack, reported
+from brevact.autograd.store import keep_as_it_is, pack, reported
+from brevact.integers import IntegerRounding
 from brevact.private_names.of_torch import DisableTorchFunction
-from brevact.quantizers import Layout, ResidualQuantizer, masked_fill_
+from brevact.quantizers import Layout, ResidualQuantizer, masked_fill_, pack_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +41,7 @@ class Integers:
 
     The minimum is there as a 0-d tensor and as a number, ``lowest``. The residual has the bounds of what rounding takes
     away, x - round(x). A narrow range leaves the last code to NaN, and rounding repeats if it gives the same integers
-    of the same numbers again.
+    of the same numbers again. Of a deterministic ``rounding``, kernels compute all of it in one pass.
     """
 
     round: Callable[[Tensor], Tensor]
@@ -45,8 +49,10 @@ class Integers:
     minimum: Tensor
     maximum: Tensor
     lowest: int
+    highest: int
     bit_width: int
     residual: tuple[float, float]
+    rounding: IntegerRounding | None = None
     is_narrow: bool = False
     repeats: bool = True
     clips_gradients: bool = True
@@ -63,6 +69,19 @@ class Integers:
             return None
         return (rounded > self.maximum).logical_or_(rounded < self.minimum)
 
+    @functools.cached_property
+    def kind(self) -> Kind | None:
+        """Which integers, as kernels know them; None for those that they do not."""
+        if self.rounding is None:
+            return None
+        ends = self.bit_width, self.lowest, self.highest
+        return Kind(*ends, self.rounding, self.clips_gradients, self.is_narrow)
+
+    def residual_quantizer(self, bit_width: int) -> ResidualQuantizer:
+        """Return what packs residuals."""
+        low, high = self.residual
+        return ResidualQuantizer(bit_width=bit_width, low=low, high=high)
+
     def quantized(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
     ) -> Tensor:
@@ -70,51 +89,78 @@ class Integers:
         return (self.of(x, pre_scale, pre_zero_point)[2] - zero_point) * scale
 
 
+class Rectifier(NamedTuple):
+    """A ReLU in front: its output, without a graph, or None where it is not computed yet."""
+
+    output: Tensor | None
+
+
 class _FakeQuantization(Saving):
-    """Of an activation."""
+    """Of an activation, of which ``source`` is what is rounded: itself, or what a ReLU in front returns of it.
+
+    The source of a ReLU is its output, or its input where nobody has computed that yet.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         region: EagerKeeper,
         integers: Integers,
-        rectified: tuple[Tensor] | None,
+        rectifier: Rectifier | None,
         x: Tensor,
         scale: Tensor,
         zero_point: Tensor,
         pre_scale: Tensor,
         pre_zero_point: Tensor,
     ) -> Tensor:
-        values = x if rectified is None else rectified[0]
-        shifted, rounded, q = integers.of(values, pre_scale, pre_zero_point)
-        out = (q - zero_point) * scale
-        blocked = integers.blocked(rounded)
-        if rectified is not None:
-            blocked = (values <= 0) if blocked is None else blocked.logical_or_(values <= 0)
+        given = scale, zero_point, pre_scale, pre_zero_point
         needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[4:]
-        codes = _codes(integers, q, zero_point, scale, out)
-        kept: list[Saved | None] = [reported(codes) if needs_scale or needs_pre_scale else None, None, None, None]
-        if needs_pre_scale and integers.clips_gradients and region.settings.residual_bit_width <= 8:
-            kept[1] = _residual(region, integers, shifted.sub_(rounded), blocked)
-        else:
-            kept[2] = None if blocked is None else keep_mask(blocked.logical_not_())
-            if needs_pre_scale:
-                exactly = region.settings.residual_bit_width > 8
-                kept[3] = keep_as_it_is(values) if exactly else region.keep(values)
+        in_bits = needs_pre_scale and integers.clips_gradients and region.settings.residual_bit_width <= 8
+        residual_of = integers.residual_quantizer(region.settings.residual_bit_width) if in_bits else None
+        seed = region.seeds.next(x.device) if in_bits else None
+        keeps_values = needs_pre_scale and not in_bits
+        values = x if rectifier is None else rectifier.output
+        one_pass = None if integers.kind is None else one_pass_for(integers.kind, rectifier is not None, x, *given)
+        found = None
+        if one_pass is not None:
+            unwritten = one_pass.layout.empty(x.device) if values is None and keeps_values else None
+            keeps_mask = residual_of is None and (integers.clips_gradients or rectifier is not None)
+            options = {"keeps_mask": keeps_mask, "residual_of": residual_of, "seed": seed, "values": unwritten}
+            found = one_pass.quantize(x if values is None else values, scale, zero_point, **options)
+        if found is None:
+            one_pass = None
+            values = x.relu() if values is None else values
+            found = _quantized(integers, rectifier is not None, values, given, residual_of, seed)
+        elif values is None:
+            values = unwritten
+        known_values.register(found.out, *found.codes)
+        kept: list[Saved | None] = [
+            reported(found.codes) if needs_scale or needs_pre_scale else None,
+            None if found.residual is None else reported(found.residual),
+            None if found.mask is None else reported(found.mask),
+            None,
+        ]
+        if keeps_values and values is not None:
+            kept[3] = keep_as_it_is(values) if region.settings.residual_bit_width > 8 else region.keep(values)
         save(ctx, *kept, exact=(scale, pre_scale, pre_zero_point if pre_zero_point is not zero_point else None))
-        ctx.clipped = None if kept[1] is None else integers.residual[0] - 1.0
-        ctx.shapes = (scale.shape, zero_point.shape, pre_scale.shape, pre_zero_point.shape)
-        ctx.dtype = q.dtype
-        return out
+        ctx.residual_of, ctx.one_pass = residual_of, one_pass
+        ctx.shapes = tuple(each.shape for each in given)
+        ctx.dtype = found.codes[1].layout.dtype
+        return found.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, residual, mask, values, scale, pre_scale, pre_zero_point = load(ctx)
+        needs = ctx.needs_input_grad[3:]
+        if ctx.one_pass is not None and ctx.one_pass.takes(grad):
+            found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale)
+            if found is not None:
+                return None, None, None, *found
         shifted = blocked = None
         q = None if codes is None else codes.decoder.integers(codes.tensors)
         if residual is not None:
             shifted = residual.decode()
-            blocked = shifted == ctx.clipped
+            blocked = shifted == ctx.residual_of.clipped
             if pre_zero_point is not None:
                 shifted.add_(codes.tensors[1]).sub_(pre_zero_point)
             shifted.add_(q)  # clipped elements have some value here, their gradient is zero
@@ -125,8 +171,64 @@ class _FakeQuantization(Saving):
             clipped = masked_fill_(through.clone(), blocked, 0.0)
         else:
             clipped = through if mask is None else mask.multiply(through)
-        needs = ctx.needs_input_grad[3:]
         return None, None, None, *_gradients(needs, ctx.shapes, grad, q, through, clipped, shifted, pre_scale)
+
+
+def _in_one_pass(
+    ctx: Any,
+    grad: Tensor,
+    codes: SavedValue | None,
+    residual: SavedValue | None,
+    mask: SavedValue | None,
+    values: SavedValue | None,
+    scale: Tensor,
+) -> tuple[Tensor | None, ...] | None:
+    """Gradients of x, scale, zero_point, pre_scale and pre_zero_point by kernels; None where they do not take all."""
+    needs_x, needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[3:]
+    x = None if values is None else values.decode()
+    if x is not None and not ctx.one_pass.layout.matches(x):
+        return None
+    learns = codes is not None and (x is not None or residual is not None)
+    zero_point = scale.new_zeros(()) if codes is None else codes.tensors[1]
+    of_x, of_scale, of_pre_scale = ctx.one_pass.gradients(
+        *(grad, scale, zero_point),
+        codes=codes.tensors[0] if learns and codes is not None else None,
+        mask=None if mask is None else mask.tensors[0],
+        values=x,
+        residual_of=ctx.residual_of,
+        residual=None if residual is None else residual.tensors[0],
+    )
+    return of_x if needs_x else None, of_scale if needs_scale else None, None, of_pre_scale if needs_pre_scale else None, None
+
+
+def _quantized(
+    integers: Integers,
+    rectifies: bool,
+    values: Tensor,
+    given: tuple[Tensor, ...],
+    residual_of: ResidualQuantizer | None,
+    seed: int | Tensor | None,
+) -> Quantized:
+    """Quantize by ops of torch, and pack what the gradient needs; values are those behind a ReLU."""
+    scale, zero_point, pre_scale, pre_zero_point = given
+    shifted, rounded, q = integers.of(values, pre_scale, pre_zero_point)
+    out = (q - zero_point) * scale
+    blocked = integers.blocked(rounded)
+    if rectifies:
+        blocked = (values <= 0) if blocked is None else blocked.logical_or_(values <= 0)
+    decoder = known_values.IntegerCodes(
+        Layout.of(q), integers.bit_width, integers.lowest, 1, out.nbytes, integers.is_narrow
+    )
+    codes = decoder.encode(q, zero_point, scale), decoder
+    mask = residual = None
+    if residual_of is not None and seed is not None:
+        left = shifted.sub_(rounded).clamp_(residual_of.low, residual_of.high)
+        state = masked_fill_(left, blocked, residual_of.clipped)
+        residual = pack(state, residual_of, SaveMode.SAVE_QUANTIZED, seed)
+    elif blocked is not None:
+        blocked.logical_not_()
+        mask = (pack_mask(blocked),), decoder_of_mask(Layout.of(blocked), 0.0)
+    return Quantized(out, codes, mask, residual)
 
 
 def _gradients(
@@ -153,23 +255,6 @@ def _gradients(
         (-clipped * (shifted / pre_scale)).sum_to_size(of_pre_scale) if needs_pre_scale else None,
         clipped.sum_to_size(of_pre_zero_point) if needs_pre_zero_point else None,
     )
-
-
-def _codes(integers: Integers, q: Tensor, zero_point: Tensor, scale: Tensor, out: Tensor) -> Saved:
-    decoder = known_values.IntegerCodes(
-        Layout.of(q), integers.bit_width, integers.lowest, 1, out.nbytes, integers.is_narrow
-    )
-    tensors = decoder.encode(q, zero_point, scale)
-    known_values.register(out, tensors, decoder)
-    return tensors, decoder
-
-
-def _residual(region: EagerKeeper, integers: Integers, residual: Tensor, blocked: Tensor) -> Saved:
-    low, high = integers.residual
-    quantizer = ResidualQuantizer(bit_width=region.settings.residual_bit_width, low=low, high=high)
-    state = masked_fill_(residual.clamp_(low, high), blocked, quantizer.clipped)
-    seed = region.seeds.next(state.device)
-    return reported(pack(state, quantizer, SaveMode.SAVE_QUANTIZED, seed))
 
 
 class _WeightFakeQuantization(Saving):
@@ -208,20 +293,20 @@ def fake_quantize(
     zero_point: Tensor,
     pre_scale: Tensor,
     pre_zero_point: Tensor,
-    before_relu: Tensor | None = None,
+    rectifier: Rectifier | None = None,
 ) -> Any:
     """Fake-quantize to integers: (clip(round(x / pre_scale + pre_zero_point)) - zero_point) * scale.
 
     Scales and zero points broadcast to the activation or weight ``x``; those before rounding are often the ones behind
-    it. If ``x`` is a ReLU's output, ``before_relu`` is its input: the gradient goes there, and one mask stands for
-    both; no zero point must have a gradient then, which elements at zero would add to. Returns ``NotImplemented`` where
-    stock ops must run.
+    it. With a ``rectifier``, ``x`` is the input of a ReLU, whose output is quantized: the gradient goes to ``x``, and
+    one mask stands for both; no zero point must have a gradient then, which elements at zero would add to. Returns
+    ``NotImplemented`` where stock ops must run.
     """
     given = (scale, zero_point, pre_scale, pre_zero_point)
     weight = region.is_weight(x)
     if (
         not is_quantizable(region, x, given)
-        or (weight and not integers.repeats)
+        or (weight and (rectifier is not None or not integers.repeats))
         or (not weight and integers.bit_width > 8)
     ):
         return NotImplemented
@@ -229,9 +314,7 @@ def fake_quantize(
     with DisableTorchFunction():
         if weight:
             return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
-        if before_relu is None:
-            return region.apply(_FakeQuantization, integers, None, x, *given)
-        return region.apply(_FakeQuantization, integers, (x,), before_relu, *given)
+        return region.apply(_FakeQuantization, integers, rectifier, x, *given)
 
 
 def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:

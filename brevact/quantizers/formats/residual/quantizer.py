@@ -66,6 +66,10 @@ class ResidualQuantizer(GridQuantizer):
         """One row of levels."""
         return Grid(_levels(self.bit_width, self.low, self.high, device), marks=True)
 
+    def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Levels, (1, 2^b), and inverse gaps between them, (1, 2^b - 1)."""
+        return _rows(self.bit_width, self.low, self.high, device)
+
 
 @functools.lru_cache(maxsize=64)
 def _levels(bit_width: int, low: float, high: float, device: torch.device) -> Tensor:
@@ -73,3 +77,10 @@ def _levels(bit_width: int, low: float, high: float, device: torch.device) -> Te
     values = [low - 1.0, *(low + (high - low) * i / (count - 1) for i in range(count))]
     with torch.inference_mode(False):
         return torch.tensor([values], dtype=torch.float32, device="cpu").to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(bit_width: int, low: float, high: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    levels = _levels(bit_width, low, high, device)
+    with torch.inference_mode(False):
+        return levels, Grid(levels).steps(stochastic=True).contiguous()

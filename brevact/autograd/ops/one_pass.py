@@ -1,0 +1,180 @@
+"""Fake quantization in one pass over the elements forward and one backward, where kernels know its arithmetic.
+
+That is for float32 tensors without gaps on the CPU, by one scale or one for each index of a dimension, which rounding
+and what follows it share, with zero points that learn nothing. What is stored, and every gradient, is that of the ops
+of ``fake_quantization``, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.decoders import decoder_of_mask, decoder_of_packed
+from brevact.autograd.known_values import IntegerCodes
+from brevact.autograd.saved import Saved
+from brevact.geometry import DEFAULT_BLOCK, packed_bytes
+from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, is_traced
+from brevact.quantizers.integer_passes import fake_quantize, fake_quantize_backward
+
+
+class Kind(NamedTuple):
+    """Which integers: see ``IntegerPlan``."""
+
+    bit_width: int
+    lowest: int
+    highest: int
+    rounding: IntegerRounding
+    clips: bool
+    has_spare: bool
+
+
+class OnePass(NamedTuple):
+    """How tensors of certain sizes are quantized by the kernels.
+
+    The layout is that of the result; ``by_group`` says whether there are several scales, whose gradients torch adds.
+    """
+
+    plan: IntegerPlan
+    layout: Layout
+    code_decoder: IntegerCodes
+    mask_decoder: Any
+    by_group: bool
+
+    def quantize(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor,
+        *,
+        keeps_mask: bool,
+        residual_of: ResidualQuantizer | None,
+        seed: int | Tensor | None,
+        values: Tensor | None,
+    ) -> Quantized | None:
+        """Quantize, and pack what the gradient needs; None where a NaN has no code.
+
+        Args:
+            x: what is quantized, or the input, or the output, of the ReLU in front.
+            scale: of any shape that the plan was made for.
+            zero_point: likewise.
+            keeps_mask: whether to pack where elements have a gradient.
+            residual_of: packs what rounding left over; None for nothing.
+            seed: of this packing.
+            values: receives the ReLU's output, unless it is None.
+        """
+        plan, layout = self.plan, self.layout
+        out = layout.empty(x.device)
+        codes = x.new_empty(packed_bytes(plan.numel, plan.bit_width, DEFAULT_BLOCK), dtype=torch.uint8)
+        mask = x.new_empty(packed_bytes(plan.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8) if keeps_mask else None
+        spec = None if residual_of is None else PackedSpec.of(residual_of, layout)
+        residual = None if spec is None else spec.empty(x)
+        missing = x.new_zeros(1, dtype=torch.uint8)
+        fake_quantize(
+            *(x, plan, _flat(scale), _flat(zero_point), residual_of, seed, out, values, codes, mask, residual, missing)
+        )
+        if not plan.has_spare and missing.item():
+            return None
+        kept_codes = (codes, zero_point.detach().clone(), scale.detach()), self.code_decoder
+        kept_mask = None if mask is None else ((mask,), self.mask_decoder)
+        kept_residual = None if residual is None else ((residual,), decoder_of_packed(spec))
+        return Quantized(out, kept_codes, kept_mask, kept_residual)
+
+    def gradients(
+        self,
+        grad: Tensor,
+        scale: Tensor,
+        zero_point: Tensor,
+        *,
+        codes: Tensor | None,
+        mask: Tensor | None,
+        values: Tensor | None,
+        residual_of: ResidualQuantizer | None,
+        residual: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradient of what was quantized, and both parts of the scale's, None without codes."""
+        plan, layout = self.plan, self.layout
+        target = torch.empty_like(grad)
+        terms = sums = None
+        if codes is not None:
+            if self.by_group:
+                terms = grad.new_empty(2, plan.numel)
+            else:
+                sums = grad.new_empty(2)
+        fake_quantize_backward(
+            *(grad, plan, _flat(scale), _flat(zero_point), residual_of, codes, mask, values, residual),
+            *(target, terms, sums),
+        )
+        if terms is not None:
+            first, second = (layout.restore(each).sum_to_size(scale.shape) for each in terms)
+            return target, first, second
+        if sums is not None:
+            return target, sums[0].view(scale.shape), sums[1].view(scale.shape)
+        return target, None, None
+
+    def takes(self, grad: Tensor) -> bool:
+        """Return whether a gradient lies in memory as the codes do."""
+        return grad.dtype is torch.float32 and self.layout.matches(grad)
+
+
+class Quantized(NamedTuple):
+    """The result, its codes, and the mask and the residuals, None where nobody asked for them."""
+
+    out: Tensor
+    codes: Saved
+    mask: Saved | None
+    residual: Saved | None
+
+
+def one_pass_for(
+    kind: Kind, rectifies: bool, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
+) -> OnePass | None:
+    """Return how kernels quantize a tensor, None where they do not know how."""
+    if pre_scale is not scale or pre_zero_point is not zero_point or zero_point.requires_grad:
+        return None
+    if not (x.is_cpu and x.dtype is scale.dtype is zero_point.dtype is torch.float32) or kind.bit_width > 8:
+        return None
+    if is_traced(x) or x.is_neg() or scale.is_neg() or zero_point.is_neg():
+        return None
+    return _one_pass(kind, rectifies, x.shape, x.stride(), scale.shape, zero_point.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _one_pass(
+    kind: Kind,
+    rectifies: bool,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    of_scale: torch.Size,
+    of_zero_point: torch.Size,
+) -> OnePass | None:
+    layout = Layout.of_sizes(shape, stride, torch.float32)
+    like = torch.empty_strided(shape, stride, device="meta")
+    quotient = like / torch.empty(of_scale, device="meta") + torch.empty(of_zero_point, device="meta")
+    result = Layout.of(quotient)
+    if not layout.is_dense or not layout.numel or layout.numel != like.numel() or not result.matches(like):
+        return None
+    dims = {dim for sizes in (of_scale, of_zero_point) for dim in _dims_of(sizes, len(shape))}
+    if len(dims) > 1:
+        return None
+    inner, groups = result.groups_along(dims.pop()) if dims else (result.numel, 1)
+    plan = IntegerPlan(
+        result.numel, kind.bit_width, kind.lowest, kind.highest, kind.rounding, rectifies, kind.clips, kind.has_spare,
+        inner, groups,
+    )  # fmt: skip
+    decoder = IntegerCodes(result, kind.bit_width, kind.lowest, 1, 4 * result.numel, kind.has_spare)
+    mask_layout = Layout.of_sizes(result.shape, result.stride, torch.bool)
+    return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), groups > 1)
+
+
+def _dims_of(sizes: torch.Size, dims: int) -> list[int]:
+    """Dimensions of a tensor along which numbers that broadcast to it differ."""
+    return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
+
+
+def _flat(numbers: Tensor) -> Tensor:
+    return numbers.detach() if numbers.numel() == 1 else numbers.detach().reshape(-1)

@@ -1,0 +1,256 @@
+"""Kernel of fake quantization to integers: `integer_passes.fake_quantize`'s bytes, in one pass over the elements."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brevact.cpu_kernels.levels import place
+from brevact.cpu_kernels.masks import bits_to_bytes
+from brevact.cpu_kernels.memory import (
+    advance,
+    as_u32,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    rint,
+    store,
+    u8_at,
+    u8_scratch,
+    u32_scratch,
+)
+from brevact.cpu_kernels.philox import column_words, halves_of
+from brevact.cpu_kernels.planes import codes_to_bytes, words_to_bytes
+from brevact.cpu_kernels.rounding import round_narrow, round_wide
+from brevact.cpu_kernels.teams import share
+from brevact.integers import IntegerPlan
+
+BLOCK = 512
+
+NUMEL, BIT_WIDTH, LOWEST, HIGHEST, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, INNER, GROUPS = range(10)
+"""Fields of the words of a call: those of `IntegerPlan`."""
+
+SCALE, SCALES, ZERO_POINT, ZERO_POINTS = range(10, 14)
+"""Addresses of float32 scales and zero points, and how many there are: one, or one a group."""
+
+X, OUT, VALUES, CODES, MASK, RESIDUAL, MISSING, LEVELS, STEPS, WIDTH, SEED = range(14, 25)
+"""Addresses of arrays, 0 for none; bits of a residual; the key of random bits."""
+
+_FLOOR, _CEIL, _TO_ZERO, _DPU = range(1, 5)
+
+
+@inlined
+def fill_groups(words, source, count_of, first, count, out):
+    """The number of each element's group, for elements first to first + count."""
+    numbers, inner, groups = f32_at(load(words, source)), load(words, INNER), load(words, GROUPS)
+    if load(words, count_of) == 1:
+        number = load(numbers, 0)
+        for e in range(count):
+            store(out, e, number)
+        return
+    e = 0
+    while e < count:
+        group = (first + e) // inner % groups
+        if inner == 1:
+            run = min(groups - group, count - e)
+            for g in range(run):
+                store(out, e + g, load(numbers, group + g))
+        else:
+            run = min(inner - (first + e) % inner, count - e)
+            number = load(numbers, group)
+            for g in range(e, e + run):
+                store(out, g, number)
+        e += run
+
+
+@inlined
+def _shift(x, values, rectifies, count, scales, zero_points, shifted):
+    """x / s + z; of what a ReLU returns, which `values` receive if they are not x itself."""
+    if rectifies:
+        for e in range(count):
+            v = load(x, e)
+            v = np.float32(0.0) if v < np.float32(0.0) else v
+            store(values, e, v)
+            store(shifted, e, v / load(scales, e) + load(zero_points, e))
+    else:
+        for e in range(count):
+            store(shifted, e, load(x, e) / load(scales, e) + load(zero_points, e))
+
+
+@inlined
+def _round(shifted, count, rounding, rounded):
+    """To integers."""
+    if rounding == 0:
+        for e in range(count):
+            store(rounded, e, rint(load(shifted, e)))
+    elif rounding == _FLOOR:
+        for e in range(count):
+            store(rounded, e, np.float32(np.floor(load(shifted, e))))
+    elif rounding == _CEIL:
+        for e in range(count):
+            store(rounded, e, np.float32(np.ceil(load(shifted, e))))
+    elif rounding == _TO_ZERO:
+        for e in range(count):
+            store(rounded, e, np.float32(np.trunc(load(shifted, e))))
+    else:
+        for e in range(count):
+            t = load(shifted, e)
+            below = np.float32(np.floor(t))
+            is_half = (t < np.float32(0.0)) & (np.float32(t - below) == np.float32(0.5))
+            store(rounded, e, np.float32(below + np.float32(1.0)) if is_half else rint(t))
+
+
+@inlined
+def _clip(rounded, count, lowest, highest, spare, scales, zero_points, out, numbers):
+    """Write (q - z) s, and numbers of codes q - lowest; return how many q are NaN."""
+    missing = np.int32(0)
+    for e in range(count):
+        q = load(rounded, e)
+        q = highest if q > highest else q
+        q = lowest if q < lowest else q
+        store(out, e, (q - load(zero_points, e)) * load(scales, e))
+        missing = np.int32(missing + np.int32(q != q))
+        store(numbers, e, q - lowest if q == q else spare)
+    return missing
+
+
+@inlined
+def _pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits):
+    """One byte an element, 1 where it has a gradient."""
+    if clips and rectifies:
+        for e in range(count):
+            r = load(rounded, e)
+            is_cut = (r > highest) | (r < lowest) | (load(x, e) <= np.float32(0.0))
+            store(bits, e, np.uint8(np.uint8(is_cut) ^ np.uint8(1)))
+    elif clips:
+        for e in range(count):
+            r = load(rounded, e)
+            store(bits, e, np.uint8(np.uint8((r > highest) | (r < lowest)) ^ np.uint8(1)))
+    else:
+        for e in range(count):
+            is_cut = (load(x, e) <= np.float32(0.0)) & (rectifies != 0)
+            store(bits, e, np.uint8(np.uint8(is_cut) ^ np.uint8(1)))
+
+
+@inlined
+def _keep_residuals(shifted, rounded, count, bits, low, high):
+    """Write x / s + z - round(x / s + z) over the first, within bounds, and where there is no gradient low - 1."""
+    for e in range(count):
+        r = load(shifted, e) - load(rounded, e)
+        r = low if r < low else r
+        r = high if r > high else r
+        store(shifted, e, r if load(bits, e) else low - np.float32(1.0))
+
+
+@kernel
+def fake_quantize_blocks(words_at, start, stop):
+    """Quantize blocks start to stop as the words at this address say."""
+    words = i64_at(words_at)
+    numel, bit_width, rounding = load(words, NUMEL), load(words, BIT_WIDTH), load(words, ROUNDING)
+    lowest, highest = np.float32(load(words, LOWEST)), np.float32(load(words, HIGHEST))
+    rectifies, clips, has_spare = load(words, RECTIFIES), load(words, CLIPS), load(words, HAS_SPARE)
+    spare = np.float32((np.int64(1) << bit_width) - 1) if has_spare else np.float32(0.0)
+    width, k = load(words, WIDTH), halves_of(load(words, SEED))
+    scales, zero_points = f32_scratch(BLOCK), f32_scratch(BLOCK)
+    shifted, rounded, numbers, spent = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
+    bits, wide = u8_scratch(BLOCK), as_u32(spent)
+    columns = BLOCK // 8
+    low, high = u32_scratch(columns), u32_scratch(columns)
+    w0, w1, w2, w3 = u32_scratch(columns), u32_scratch(columns), u32_scratch(columns), u32_scratch(columns)
+    single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
+    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
+    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    for index in range(start, stop):
+        first = index * BLOCK
+        count = min(BLOCK, numel - first)
+        columns = (count + 7) // 8
+        if not single:
+            fill_groups(words, SCALE, SCALES, first, count, scales)
+            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
+        x, out = advance(f32_at(load(words, X)), first), advance(f32_at(load(words, OUT)), first)
+        values = advance(f32_at(load(words, VALUES)), first) if load(words, VALUES) else spent
+        _shift(x, values, rectifies, count, scales, zero_points, shifted)
+        _round(shifted, count, rounding, rounded)
+        missing = _clip(rounded, count, lowest, highest, spare, scales, zero_points, out, numbers)
+        if missing != np.int32(0) and not has_spare:
+            store(u8_at(load(words, MISSING)), 0, np.uint8(1))
+        for e in range(count, 8 * columns):
+            store(numbers, e, np.float32(0.0))
+        packed = advance(u8_at(load(words, CODES)), first // 8 * bit_width)
+        if bit_width < 8:
+            round_narrow(numbers, columns, bit_width, False, w0, w1, w2, w3, low, high)
+            words_to_bytes(low, high, columns, bit_width, packed)
+        else:
+            round_wide(numbers, columns, np.int64(255), False, w0, w1, w2, w3, wide)
+            codes_to_bytes(wide, columns, bit_width, packed)
+        if load(words, MASK) or load(words, RESIDUAL):
+            _pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
+            for e in range(count, 8 * columns):
+                store(bits, e, np.uint8(0))
+        if load(words, MASK):
+            bits_to_bytes(bits, columns, advance(u8_at(load(words, MASK)), first // 8))
+        if load(words, RESIDUAL):
+            levels, size = f32_at(load(words, LEVELS)), (np.int64(1) << width)
+            _keep_residuals(shifted, rounded, count, bits, load(levels, 1), load(levels, size - 1))
+            place(shifted, count, levels, f32_at(load(words, STEPS)), size, True, numbers, spent)
+            top = np.float32(size - 1)
+            for e in range(count):
+                store(numbers, e, load(numbers, e) if load(shifted, e) == load(shifted, e) else top)
+            for e in range(count, 8 * columns):
+                store(numbers, e, np.float32(0.0))
+            column_words(first // 8, columns, k[0], k[1], w0, w1, w2, w3)
+            packed = advance(u8_at(load(words, RESIDUAL)), first // 8 * width)
+            if width < 8:
+                round_narrow(numbers, columns, width, True, w0, w1, w2, w3, low, high)
+                words_to_bytes(low, high, columns, width, packed)
+            else:
+                round_wide(numbers, columns, size - 1, True, w0, w1, w2, w3, wide)
+                codes_to_bytes(wide, columns, width, packed)
+
+
+def reads(*tensors: Tensor | None) -> bool:
+    """Whether the kernels read and write these tensors: they are all float32."""
+    return all(x is None or x.dtype is torch.float32 for x in tensors)
+
+
+def address(x: Tensor | None) -> int:
+    """Address of the elements of a tensor; 0 for none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def fake_quantize(
+    x: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    seed: int | Tensor | None,
+    out: Tensor,
+    values: Tensor | None,
+    codes: Tensor,
+    mask: Tensor | None,
+    residual: Tensor | None,
+    missing: Tensor,
+) -> None:
+    """The kernel reads float32, and codes of at most 8 bits."""
+    if not reads(x, scale, zero_point, out, values) or plan.bit_width > 8:
+        return NotImplemented
+    of_residual, rows = (0, 0, 0, 0), None
+    if residual is not None and seed is not None:
+        rows = residual_of.rows(x.device)
+        of_residual = (rows[0].data_ptr(), rows[1].data_ptr(), residual_of.bit_width, int(seed))
+    words = (ctypes.c_int64 * 25)(
+        *plan,
+        *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
+        *(x.data_ptr(), out.data_ptr(), address(values), codes.data_ptr(), address(mask), address(residual)),
+        *(missing.data_ptr(), *of_residual),
+    )
+    blocks = -(-plan.numel // BLOCK)
+    share(fake_quantize_blocks, (ctypes.addressof(words),), blocks, BLOCK, torch.get_num_threads())

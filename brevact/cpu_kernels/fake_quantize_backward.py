@@ -1,0 +1,179 @@
+"""Kernel of the gradient of fake quantization: `integer_passes.fake_quantize_backward`'s bytes, in one pass."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from brevact.cpu_kernels.cascade import LANES, add_block, adds_as_torch, finish, runs_of
+from brevact.cpu_kernels.fake_quantize import (
+    BIT_WIDTH,
+    BLOCK,
+    CODES,
+    HAS_SPARE,
+    LEVELS,
+    LOWEST,
+    MASK,
+    NUMEL,
+    OUT,
+    RESIDUAL,
+    SCALE,
+    SCALES,
+    VALUES,
+    WIDTH,
+    X,
+    ZERO_POINT,
+    ZERO_POINTS,
+    address,
+    fill_groups,
+    reads,
+)
+from brevact.cpu_kernels.masks import spread_bits
+from brevact.cpu_kernels.memory import (
+    advance,
+    f32_at,
+    f32_scratch,
+    i64_at,
+    inlined,
+    kernel,
+    load,
+    store,
+    u8_at,
+    u8_scratch,
+    u32_scratch,
+)
+from brevact.cpu_kernels.planes import bytes_to_codes
+from brevact.cpu_kernels.teams import share
+from brevact.integers import IntegerPlan
+
+TERMS, SUMS, REST = 25, 26, 27
+"""Addresses of (2, n) terms, of the sums of the lanes of full blocks, (2, B * 32), and of (2, 512) terms of the last
+block where it is not full; 0 for none. X is the gradient, OUT the gradient of what was quantized."""
+
+
+@inlined
+def _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q):
+    """Integers less zero points, of codes."""
+    spare = np.uint32((np.int64(1) << bit_width) - 1) if has_spare else np.uint32(0xFFFFFFFF)
+    for e in range(count):
+        code = load(codes, e)
+        number = np.float32(np.int32(code)) + lowest
+        store(q, e, (np.float32(np.nan) if code == spare else number) - load(zero_points, e))
+
+
+@inlined
+def _terms(g, clipped, q, steps, scales, count, first, second):
+    """g q and -g' (steps / s); steps are x / s."""
+    for e in range(count):
+        store(first, e, load(g, e) * load(q, e))
+        store(second, e, -load(clipped, e) * (load(steps, e) / load(scales, e)))
+
+
+@kernel
+def fake_quantize_backward_blocks(words_at, start, stop):
+    """Gradients of blocks start to stop as the words at this address say."""
+    words = i64_at(words_at)
+    numel, bit_width, has_spare = load(words, NUMEL), load(words, BIT_WIDTH), load(words, HAS_SPARE)
+    lowest, width = np.float32(load(words, LOWEST)), load(words, WIDTH)
+    wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0
+    scales, zero_points, clipped = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
+    q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
+    bits, codes, own = u8_scratch(BLOCK), u32_scratch(BLOCK), f32_scratch(LANES)
+    single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
+    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
+    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    for e in range(BLOCK):
+        store(bits, e, np.uint8(1))
+    blocks = (numel + BLOCK - 1) // BLOCK
+    for index in range(start, stop):
+        first = index * BLOCK
+        count = min(BLOCK, numel - first)
+        columns = (count + 7) // 8
+        if not single:
+            fill_groups(words, SCALE, SCALES, first, count, scales)
+            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
+        g, target = advance(f32_at(load(words, X)), first), advance(f32_at(load(words, OUT)), first)
+        if load(words, RESIDUAL):
+            bytes_to_codes(advance(u8_at(load(words, RESIDUAL)), first // 8 * width), columns, width, codes)
+            levels = f32_at(load(words, LEVELS))
+            for e in range(count):
+                code = load(codes, e)
+                store(steps, e, load(levels, np.int64(code)))
+                store(bits, e, np.uint8(code != np.uint32(0)))
+        elif load(words, MASK):
+            spread_bits(load(words, MASK), first, count, bits)
+        for e in range(count):
+            through = load(g, e) * load(scales, e)
+            store(clipped, e, through if load(bits, e) else np.float32(0.0))
+        for e in range(count):
+            store(target, e, load(clipped, e) / load(scales, e))
+        if not wants_terms:
+            continue
+        bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
+        _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
+        if load(words, RESIDUAL):
+            for e in range(count):
+                store(steps, e, load(steps, e) + load(q, e))
+        else:
+            x = advance(f32_at(load(words, VALUES)), first)
+            for e in range(count):
+                store(steps, e, load(x, e) / load(scales, e))
+        if load(words, TERMS):
+            one = advance(f32_at(load(words, TERMS)), first)
+            _terms(g, clipped, q, steps, scales, count, one, advance(one, numel))
+        elif count == BLOCK:
+            _terms(g, clipped, q, steps, scales, BLOCK, first_terms, second_terms)
+            lanes = advance(f32_at(load(words, SUMS)), index * LANES)
+            add_block(first_terms, own, lanes)
+            add_block(second_terms, own, advance(lanes, blocks * LANES))
+        else:
+            rest = f32_at(load(words, REST))
+            _terms(g, clipped, q, steps, scales, count, rest, advance(rest, BLOCK))
+
+
+def fake_quantize_backward(
+    grad: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: Any,
+    codes: Tensor | None,
+    mask: Tensor | None,
+    values: Tensor | None,
+    residual: Tensor | None,
+    target: Tensor,
+    terms: Tensor | None,
+    sums: Tensor | None,
+) -> None:
+    """The kernel reads float32; it adds where torch's order of a sum is known, else torch adds the terms."""
+    if not reads(grad, scale, zero_point, values, target) or plan.bit_width > 8:
+        return NotImplemented
+    threads = torch.get_num_threads()
+    runs = None if sums is None or terms is not None else runs_of(plan.numel, threads)
+    if runs is not None and not adds_as_torch(threads):
+        runs = None
+    if sums is not None and runs is None and terms is None:
+        terms = grad.new_empty(2, plan.numel)
+    lanes = rest = None
+    blocks = -(-plan.numel // BLOCK)
+    if runs is not None:
+        lanes, rest = grad.new_empty(2, blocks * LANES), grad.new_empty(2, BLOCK)
+    levels = None if residual is None else residual_of.rows(grad.device)[0]
+    width = 0 if residual is None else residual_of.bit_width
+    words = (ctypes.c_int64 * 28)(
+        *plan,
+        *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
+        *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
+        *(address(levels), 0, width, 0, address(terms), address(lanes), address(rest)),
+    )
+    share(fake_quantize_backward_blocks, (ctypes.addressof(words),), blocks, BLOCK, threads)
+    if sums is not None:
+        for place in range(2):
+            if runs is not None and lanes is not None and rest is not None:
+                sums[place] = finish(lanes[place], rest[place], plan.numel, runs, threads)
+            elif terms is not None:
+                sums[place] = terms[place].sum()

@@ -1,0 +1,44 @@
+"""How a fake quantizer gets from floating-point numbers to integers: data for kernels and quantizers."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class IntegerRounding(enum.IntEnum):
+    """Deterministic roundings: half to even, floor, ceiling, towards zero, and half to even but -1/2 up (DPU)."""
+
+    NEAREST = 0
+    FLOOR = 1
+    CEIL = 2
+    TO_ZERO = 3
+    DPU = 4
+
+
+class IntegerPlan(NamedTuple):
+    """Fake quantization of a flat tensor: y = (clip(round(x / s + z), lowest, highest) - z) s.
+
+    Args:
+        numel: Number of elements.
+        bit_width: Bits of a code, which stands for an integer less the lowest.
+        lowest: Smallest integer.
+        highest: Largest integer.
+        rounding: From x / s + z to an integer.
+        rectifies: Whether a ReLU is in front, so that x is its input.
+        clips: Whether what is clipped has no gradient; what a ReLU sets to zero never has.
+        has_spare: Whether the last code stands for NaN.
+        inner: Consecutive elements of one scale and zero point.
+        groups: Number of scales: element e has that of `e // inner % groups`.
+    """
+
+    numel: int
+    bit_width: int
+    lowest: int
+    highest: int
+    rounding: IntegerRounding
+    rectifies: bool
+    clips: bool
+    has_spare: bool
+    inner: int
+    groups: int

@@ -1,0 +1,161 @@
+"""Fake quantization to integers and its gradient, one pass over the elements each: the definitions in plain torch.
+
+Every element is computed by the ops of ``brevitas.core.quant.IntQuant`` in their order, each of which rounds once, and
+sums are those of `torch.sum`: results are those of Brevitas bit for bit. Kernels of the same names write the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from brevact.geometry import DEFAULT_BLOCK
+from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.quantizers import reference
+from brevact.quantizers.backends import refuse_wrapped, run_by_kernels
+from brevact.quantizers.formats.residual.quantizer import ResidualQuantizer
+from brevact.quantizers.layout import Layout
+from brevact.quantizers.packed import PackedSpec
+from brevact.quantizers.passes import flat_memory
+
+ROUNDINGS: dict[IntegerRounding, Callable[[Tensor], Tensor]] = {
+    IntegerRounding.NEAREST: torch.round,
+    IntegerRounding.FLOOR: torch.floor,
+    IntegerRounding.CEIL: torch.ceil,
+    IntegerRounding.TO_ZERO: lambda x: torch.sign(x) * torch.floor(torch.abs(x)),
+    IntegerRounding.DPU: lambda x: torch.where((x < 0.0) & (x - x.floor() == 0.5), x.ceil(), x.round()),
+}
+
+
+@run_by_kernels
+def fake_quantize(
+    x: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: ResidualQuantizer | None,
+    seed: int | Tensor | None,
+    out: Tensor,
+    values: Tensor | None,
+    codes: Tensor,
+    mask: Tensor | None,
+    residual: Tensor | None,
+    missing: Tensor,
+) -> None:
+    """Quantize to integers and back, and pack the integers and what the gradient needs.
+
+    Args:
+        x: Dense float32 tensor of n elements.
+        plan: Its plan.
+        scale: (1,) or (groups,) float32 scales.
+        zero_point: (1,) or (groups,) float32 zero points.
+        residual_of: How residuals are rounded, to levels between its bounds; None where there are none.
+        seed: Signed 64-bit int or 0-d int64 tensor of that rounding.
+        out: Dense float32 result, written.
+        values: Dense float32 tensor, the ReLU's output, written; None where it is not asked for.
+        codes: Packed uint8 codes of the integers, written. NaN has the last code if that is spare, else 0.
+        mask: Packed uint8 mask of the elements that have a gradient, written, or None.
+        residual: Packed uint8 residuals x / s + z - round(x / s + z), clipped elements marked, written, or None.
+        missing: (1,) uint8, set to 1 where an integer is NaN and no code is spare.
+    """
+    refuse_wrapped(x)
+    n = plan.numel
+    v = flat_memory(x.detach(), n)
+    v = v.relu() if plan.rectifies else v
+    shifted = v / _each(scale, plan) + _each(zero_point, plan)
+    rounded = ROUNDINGS[plan.rounding](shifted)
+    q = torch.where(rounded > plan.highest, float(plan.highest), rounded)
+    q = torch.where(q < plan.lowest, float(plan.lowest), q)
+    flat_memory(out, n).copy_((q - _each(zero_point, plan)) * _each(scale, plan))
+    if values is not None:
+        flat_memory(values, n).copy_(v)
+    number = (q - plan.lowest).nan_to_num(float(2**plan.bit_width - 1 if plan.has_spare else 0))
+    codes.copy_(reference.pack(number.to(torch.uint8), plan.bit_width, DEFAULT_BLOCK))
+    if not plan.has_spare:
+        missing.logical_or_(q.isnan().any())
+    passes = torch.ones_like(v, dtype=torch.bool)
+    if plan.clips:
+        passes = ((rounded > plan.highest) | (rounded < plan.lowest)).logical_not_()
+    if plan.rectifies:
+        passes &= ~(v <= 0.0)
+    if mask is not None:
+        mask.copy_(reference.pack(passes.to(torch.uint8), 1, DEFAULT_BLOCK))
+    if residual is not None and residual_of is not None:
+        left = (shifted - rounded).clamp_(residual_of.low, residual_of.high).masked_fill_(~passes, residual_of.clipped)
+        spec = PackedSpec.of(residual_of, Layout.of(left))
+        residual_of.encode(left, spec, seed, residual)
+
+
+@run_by_kernels
+def fake_quantize_backward(
+    grad: Tensor,
+    plan: IntegerPlan,
+    scale: Tensor,
+    zero_point: Tensor,
+    residual_of: ResidualQuantizer | None,
+    codes: Tensor | None,
+    mask: Tensor | None,
+    values: Tensor | None,
+    residual: Tensor | None,
+    target: Tensor,
+    terms: Tensor | None,
+    sums: Tensor | None,
+) -> None:
+    """Gradients of what is quantized and of its scale, in the order of Brevitas' ops.
+
+    With q = y - z from the codes, g' = g s where an element was not clipped, else 0: the gradient of x is g' / s; that
+    of the scale is the sum of g q and of -g' ((x / s) / s), with x as it is or x / s = q + r by residuals r.
+
+    Args:
+        grad: Dense float32 gradient of the result, in the memory order of the codes.
+        plan: As in the forward pass; no integer was NaN, unless a code is spare.
+        scale: As in the forward pass.
+        zero_point: As in the forward pass.
+        residual_of: As in the forward pass.
+        codes: Packed integers, of no use without sums or terms.
+        mask: Packed mask of the elements that have a gradient; None for all of them, or where there are residuals.
+        values: Dense float32 tensor x, behind the ReLU; None where there are residuals, or no sums or terms.
+        residual: Packed residuals, or None.
+        target: Dense float32 gradient of x, written.
+        terms: (2, n) float32 terms of both sums, written, or None.
+        sums: (2,) float32 sums as `torch.sum` adds them, written, or None.
+    """
+    n = plan.numel
+    g, s = flat_memory(grad, n), _each(scale, plan)
+    through = g * s
+    left = passes = None
+    if residual is not None and residual_of is not None:
+        left = g.new_empty(n)
+        residual_of.decode(residual, PackedSpec.of(residual_of, Layout.of(left)), left)
+        passes = left != residual_of.clipped
+    elif mask is not None:
+        passes = reference.unpack(mask, 1, n, DEFAULT_BLOCK).bool()
+    clipped = through if passes is None else torch.where(passes, through, 0.0)
+    flat_memory(target, n).copy_(clipped / s)
+    if terms is None and sums is None:
+        return
+    assert codes is not None
+    q = _integers(codes, plan) - _each(zero_point, plan)
+    steps = flat_memory(values, n) / s if left is None and values is not None else left + q  # type: ignore[operator]
+    both = g * q, -clipped * (steps / s)
+    if terms is not None:
+        torch.stack(both, out=terms)
+    if sums is not None:
+        torch.stack([each.sum() for each in both], out=sums)
+
+
+def _integers(codes: Tensor, plan: IntegerPlan) -> Tensor:
+    """Integers of packed codes, (n,) float32."""
+    numbers = reference.unpack(codes, plan.bit_width, plan.numel, DEFAULT_BLOCK)
+    q = numbers.float() + plan.lowest
+    return q.masked_fill_(numbers == 2**plan.bit_width - 1, torch.nan) if plan.has_spare else q
+
+
+def _each(of_groups: Tensor, plan: IntegerPlan) -> Tensor:
+    """A number for each element, or one for all."""
+    if of_groups.numel() == 1:
+        return of_groups
+    index = torch.arange(plan.numel, device=of_groups.device) // plan.inner % plan.groups
+    return of_groups[index]
