@@ -9,7 +9,6 @@ TensorIteratorReduce.cpp, `two_pass_reduction`. Whether this is so where the pac
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -125,7 +124,7 @@ def runs_of(numel: int, threads: int) -> tuple[int, int] | None:
 def finish(lanes: Tensor, rest: Tensor, numel: int, runs: tuple[int, int], threads: int) -> Tensor:
     """Return the sum, (), of the sums of the lanes of blocks, (B * 32,), and the elements of a ragged last block."""
     run, count = runs
-    sums = torch.zeros(threads if count > 1 or numel >= _GRAIN and threads > 1 else 1)
+    sums = torch.zeros(threads if count > 1 or (numel >= _GRAIN and threads > 1) else 1)
     arguments = (lanes.data_ptr(), rest.data_ptr(), run, numel, sums.data_ptr())
     share(add_runs, arguments, count, run, threads)
     return sums.sum() if sums.numel() > 1 else sums[0]

@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Grid, MapBlocks, Place, Segments, UniformPlan, packed_bytes
-from brevact.quantizers import Layout, PackedSpec, UniformQuantizer, passes
+from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, UniformQuantizer, integer_passes, passes
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from tests.quantizers.grid_cases import buckets, random_grid, values_around
 
-NAMES = tuple(name for name, value in vars(passes).items() if hasattr(value, "law"))
+LAWS = {
+    name: value.law
+    for module in (passes, integer_passes)
+    for name, value in vars(module).items()
+    if hasattr(value, "law")
+}
+NAMES = tuple(LAWS)
 SEED = -0x123456789ABCDEF
 _N = 1095
 
@@ -69,6 +76,8 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         return [(x.to(dtype), x > 0, value) for dtype, value in zip(types, values, strict=True)]
     if name == "random_words":
         return [(SEED, Unwritten(_N, torch.int64))]
+    if name.startswith("fake_quantize"):
+        return _of_integers(name)
     if name.endswith("_grid") or name in ("ranges", "moments"):
         return _of_groups(name, other)
     return _of_uniform(name, x, other)
@@ -87,6 +96,45 @@ def _of_groups(name: str, other: Tensor) -> list[tuple[Any, ...]]:
     codes = torch.empty(geometry.code_bytes, dtype=torch.uint8)
     passes.quantize_grid.law(x, geometry, grid, SEED, codes)
     return [(codes, geometry, grid, factor, Unwritten(_N, torch.float32)) for factor in (None, other)]
+
+
+def _of_integers(name: str) -> list[tuple[Any, ...]]:
+    """Roundings, ends, one scale and one for each of some groups, with a ReLU in front or not."""
+    return [call for number, rounding in enumerate(IntegerRounding) for call in _of_rounding(name, rounding, number)]
+
+
+def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tuple[Any, ...]]:
+    ends = ((4, 0, 15, False), (4, -7, 7, True), (8, -128, 127, False), (2, -2, 1, False), (3, -3, 3, True))
+    calls: list[tuple[Any, ...]] = []
+    for place, (numel, inner, groups) in enumerate(((_N, _N, 1), (_N, 73, 15), (2048, 1, 8), (_N, 73, 5))):
+        bit_width, lowest, highest, spare = ends[(number + place) % len(ends)]
+        rectifies, clips = bool(place % 2), bool((number + place) % 3)
+        plan = IntegerPlan(numel, bit_width, lowest, highest, rounding, rectifies, clips, spare, inner, groups)
+        x, scale = torch.randn(numel) * highest, torch.rand(groups) + 0.3
+        x[:6] = torch.tensor((0.0, -0.0, 0.5, -0.5, -1.5, float("nan") if spare or name == "fake_quantize" else 1.0))
+        zero_point = torch.zeros(1) if place != 1 else torch.randint(0, highest + 1, (groups,)).float()
+        residual_of = ResidualQuantizer(bit_width=2 + (number + place) % 7)
+        sizes = [packed_bytes(numel, width, 512) for width in (bit_width, 1, residual_of.bit_width)]
+        floats, one = Unwritten(numel, torch.float32), Unwritten(1, pattern=0)
+        given = plan, scale, zero_point
+        if name == "fake_quantize":
+            masked = x, *given, None, None, floats, floats if rectifies else None, *map(Unwritten, sizes[:2]), None, one
+            kept = x, *given, residual_of, SEED, floats, None, Unwritten(sizes[0]), None, Unwritten(sizes[2]), one
+            calls += [masked, kept]
+            continue
+        out, codes, mask, residual, missing = (torch.zeros(size) for size in (numel, *sizes, 1))
+        packed = codes.byte(), mask.byte(), residual.byte()
+        missing = missing.byte()
+        integer_passes.fake_quantize.law(x, *given, residual_of, SEED, out, None, *packed, missing)
+        grad, x = torch.randn(numel), x.relu() if rectifies else x
+        terms, sums = Unwritten(2 * numel, torch.float32, shape=(2, -1)), Unwritten(2, torch.float32)
+        calls += [
+            (grad, *given, None, packed[0], packed[1], x, None, floats, terms, sums),
+            (grad, *given, None, packed[0], packed[1], x, None, floats, None, sums),
+            (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, sums),
+            (grad, *given, None, None, packed[1], None, None, floats, None, None),
+        ]
+    return calls
 
 
 def _of_uniform(name: str, x: Tensor, other: Tensor) -> list[tuple[Any, ...]]:
@@ -143,7 +191,7 @@ def _of_segments(
 
 
 #: Passes that one of the backends does without: its kernels draw the words where they use them, and torch fills well.
-_LAWS_ALONE = frozenset(("random_words", "fill"))
+_LAWS_ALONE = frozenset(("random_words", "fill", "fake_quantize", "fake_quantize_backward"))
 
 
 def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "cpu", most: int | None = None) -> None:
@@ -155,7 +203,7 @@ def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "c
         device: Where its kernels run.
         most: Calls to check, which are spread over all of them; None for all.
     """
-    law, launch = getattr(passes, name).law, getattr(launchers, name, None)
+    law, launch = LAWS[name], getattr(launchers, name, None)
     if launch is None:
         assert name in _LAWS_ALONE, f"{launchers.__name__} has no launcher for it"
         return

@@ -198,7 +198,8 @@ def _in_one_pass(
         residual_of=ctx.residual_of,
         residual=None if residual is None else residual.tensors[0],
     )
-    return of_x if needs_x else None, of_scale if needs_scale else None, None, of_pre_scale if needs_pre_scale else None, None
+    of_x, of_scale = of_x if needs_x else None, of_scale if needs_scale else None
+    return of_x, of_scale, None, of_pre_scale if needs_pre_scale else None, None
 
 
 def _quantized(
