@@ -1,6 +1,6 @@
 """Every backward quantizer on four kinds of data: what it stores, how far off it is, and how long it takes.
 
-    python -m benchmarks.formats --csv formats.csv --markdown docs/formats.md --plot docs/formats.png
+    python -m benchmarks.formats --csv benchmarks/results/formats.csv --plot docs/formats.png
 
 Data: standard normal; its positive part, as after ReLU; double Weibull of shape 0.6, long-tailed; and what a trained
 EfficientNetV2 nano keeps for a training step on digits. With y the decoded x and norms over all elements:
@@ -16,7 +16,6 @@ time: of quantizing and of decoding 4.2 million normal values, in medians relati
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import re
 import statistics
@@ -53,7 +52,6 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=8, help="seeds of stochastic quantizers (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls (default: %(default)s)")
     parser.add_argument("--csv", help="append the rows to this file")
-    parser.add_argument("--markdown", type=Path, help="write a table to this file")
     parser.add_argument("--plot", type=Path, help="write a picture of bits and error to this file")
     options = parser.parse_args()
     if options.csv:
@@ -62,8 +60,6 @@ def main() -> None:
     print_table(rows)
     if options.csv:
         append_rows(rows, options.csv)
-    if options.markdown:
-        options.markdown.write_text(markdown(rows), encoding="utf-8")
     if options.plot:
         plot(rows).savefig(options.plot, dpi=120)
 
@@ -207,49 +203,6 @@ def times(quantizer: Any, repeats: int) -> tuple[float, float]:
             taken.append(time.perf_counter() - start)
     clone, quantize, decode = (statistics.median(taken[1:]) for taken in found)  # the first calls warm up
     return quantize / clone, decode / clone
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A page with one table a kind of data.
-
-    Args:
-        rows: of `measure`.
-
-    Returns:
-        The text.
-    """
-    lines = ["# Formats", "", *inspect.cleandoc(_PAGE).splitlines(), ""]
-    for data in dict.fromkeys(row["data"] for row in rows):
-        lines += [f"## {data[0].upper()}{data[1:]}", ""]
-        lines += ["| quantizer | bits an element | error | bias | variance | quantize | decode |"]
-        lines += ["|---|---|---|---|---|---|---|"]
-        for row in rows:
-            if row["data"] == data:
-                cells = [f"`{row['quantizer']}`", *(row[name] for name in COLUMNS[2:])]
-                lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-_PAGE = """
-    Every backward quantizer on four kinds of data, made by
-    `python -m benchmarks.formats --markdown docs/formats.md --plot docs/formats.png`.
-    *Normal*: standard normal values. *After ReLU*: their positive part. *Long-tailed*: double Weibull of shape 0.6.
-    *EfficientNetV2*: what autograd keeps for a training step of the nano size that has learnt digits for two epochs.
-    Bits are measured: all bytes of the storage times 8, divided by the elements. With y the decoded x, error is
-    |y - x| / |x|, bias |E y - x| / |x| (0: less than 3 standard errors of the estimate from eight draws), variance
-    E |y - E y|^2 / |x|^2, norms over all elements. Times are relative to `clone()` on two cores of an Intel Xeon
-    that were busy with other work as well: they are for orientation.
-
-    An element that is not finite decodes to NaN in every format, and its finite neighbours as if it were not there, but
-    that they have a code less in groups that had none to spare: at 2 bits, three levels instead of four. No format
-    takes bytes for that; the flag of a group is the sign of its scale. Quantizers of Brevitas do the same: `help` of
-    `brevact.injectors.BrevitasQuantizer` names the code that each gives up.
-
-    An element that is exactly 0 decodes to exactly 0 in every format ([how](how.md#codes) has the exceptions).
-
-    ![Bits an element and relative error of every quantizer](formats.png)
-"""
 
 
 def plot(rows: Sequence[Row]) -> Figure:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import itertools
 import math
 import re
@@ -84,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, help="folder that keeps trained weights for a next run")
     parser.add_argument("--csv", help="append the rows to this file; plot and page then show all that it has")
     parser.add_argument("--plot", type=Path, help="draw noise over bytes into this file")
-    parser.add_argument("--markdown", type=Path, help="write a page with the table to this file")
     parser.add_argument("--quick", action="store_true", help="a minute: one epoch on less data, few batches and draws")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -108,8 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = latest(read_rows(options.csv))
     if options.plot:
         plot(rows).savefig(options.plot, dpi=120)
-    if options.markdown:
-        options.markdown.write_text(markdown(rows, options.plot), encoding="utf-8")
 
 
 def measure_model(
@@ -234,56 +230,6 @@ def _worth_it(rows: Sequence[Row]) -> list[tuple[float, float]]:
         if noise > 0 and (not found or noise < found[-1][1]):
             found.append((size, noise))
     return found
-
-
-def markdown(rows: Sequence[Row], picture: Path | None) -> str:
-    """A page with the table.
-
-    Args:
-        rows: of `measure_model`.
-        picture: beside the page; None for none.
-
-    Returns:
-        The text.
-    """
-    lines = ["# Noise", "", *inspect.cleandoc(_PAGE).splitlines(), ""]
-    if picture is not None:
-        lines += [f"![Noise of the gradients over the bytes kept]({picture.name})", ""]
-    for model in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == model]
-        first = mine[0]
-        lines += [
-            f"## {model}",
-            "",
-            f"Data: {first['data']}; {first['batches']} batches of {first['batch_size']}, {first['draws']} seeds each, "
-            f"the unit from {first['unit_batches']}; loss {float(first['loss']):.2f}. Full precision keeps "
-            f"{int(first['plain_bytes']) / 2**20:.2f} MiB a batch.",
-            "",
-            "| policy | noise | bias² | MiB a batch | times less |",
-            "|---|---|---|---|---|",
-        ]
-        for row in mine:
-            policy, *cells = list(readable(row).values())[1:]
-            lines.append(f"| `{policy}` | {' | '.join(cells).replace(' MiB', '')} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-_PAGE = """
-    Noise and bias of the gradients of trained models under backward policies, in units of the noise between
-    minibatches, and the bytes that a training step keeps. Made by `python -m benchmarks.noise --data data
-    --markdown docs/noise.md --plot docs/noise.png`; models, data and steps are in `benchmarks/trained_models.py`.
-
-    With g the exact gradient of a batch, all weights in one vector, h the same under a policy, and E the mean over
-    the seeds of rounding: *noise* is E |h - E h|² and *bias²* is |E h - g|², means over batches, divided by
-    the variance of g between batches of that size. Both are estimated without bias, so that a bias of 0 may come out
-    negative. Noise 1 doubles the variance of a training step's gradient, as halving the batch does. Figures come with
-    their standard errors. *MiB a batch* are the distinct storages that autograd keeps, weights left out, the loss's
-    own included. `fit:...` are policies that `brevact.fit` makes on 12 batches that are not measured, for the noise or
-    the bytes that are named: at the bytes of `DEFAULT`, they have about half its noise or less. `adaptive:...` are
-    widths that `brevact.Adaptive` gives the trained model in three steps, from `DEFAULT`. Lines join the policies
-    that are worth their bytes.
-"""
 
 
 if __name__ == "__main__":

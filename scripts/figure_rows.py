@@ -1,35 +1,12 @@
-"""Figures that pages may name, from the rows in `benchmarks/results`: each kind of row is a function of `KINDS`."""
+"""Figures that pages may name, from the rows of measurements: each kind of row is a function of `KINDS`."""
 
 from __future__ import annotations
 
-import csv
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from decimal import ROUND_HALF_UP, Decimal
-from pathlib import Path
 
-from recipes.study import records
-from recipes.study.analysis import ACCURACY, TRAIN_LOSS, comparisons, difference_text
-from recipes.study.definitions import STUDIES
-
-Row = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Results:
-    """The rows of a folder of CSV files."""
-
-    folder: Path
-
-    def rows(self, name: str) -> list[Row]:
-        """All rows of a file."""
-        with open(self.folder / f"{name}.csv", encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
-
-    def last(self, name: str, *columns: str) -> dict[tuple[str, ...], Row]:
-        """The last row for each value of these columns."""
-        return {tuple(row[column] for column in columns): row for row in self.rows(name)}
+from scripts.figure_results import Results, mib, table
 
 
 def of_steps(results: Results) -> dict[str, str]:
@@ -48,13 +25,13 @@ def of_steps(results: Results) -> dict[str, str]:
         plain, packed = ([row for row in rows if row["stored"] == stored][-1] for stored in ("plain", "DEFAULT"))
         less = {kind: f"{float(packed[f'{kind}_ratio']):.1f}" for kind in ("kept", "resident")}
         step, same_heap = (f"{statistics.median(values):.2f}" for values in ratios.values())
-        found |= {f"step.{model}.plain": _mib(plain["kept_mib"]), f"step.{model}.kept": _mib(packed["kept_mib"])}
+        found |= {f"step.{model}.plain": mib(plain["kept_mib"]), f"step.{model}.kept": mib(packed["kept_mib"])}
         found |= {f"step.{model}.less": less["kept"], f"step.{model}.ratio": step, f"step.{model}.same-heap": same_heap}
         line = [words]
         for kind in ("kept", "resident"):
-            line += [_mib(plain[f"{kind}_mib"]), f"{_mib(packed[f'{kind}_mib'])} ({less[kind]} times less)"]
+            line += [mib(plain[f"{kind}_mib"]), f"{mib(packed[f'{kind}_mib'])} ({less[kind]} times less)"]
         cells.append((*line, step, same_heap))
-    return found | {"steps": _table(cells)}
+    return found | {"steps": table(cells)}
 
 
 def of_first_steps(results: Results) -> dict[str, str]:
@@ -69,7 +46,7 @@ def of_qat(results: Results) -> dict[str, str]:
     for row in results.rows("qat"):
         name, step = f"qat.{row['net']}.{row['trains']}", float(row["step_ms"])
         run[row["net"], row["trains"]] = step
-        found[f"{name}.kept"] = _mib(row["kept_mib"])
+        found[f"{name}.kept"] = mib(row["kept_mib"])
         found[f"{name}.less"] = f"{float(row['brevitas_ratio']):.1f}"
         found[f"{name}.of-float"] = f"{float(row['of_float']):.2f}"
         for other in ("float", "Brevitas"):
@@ -93,7 +70,7 @@ def _qat_table(found: Mapping[str, str]) -> str:
             stem = f"qat.{net}.{name}"
             line.append(f"{found[f'{stem}.kept']} ({found[f'{stem}.less']}, {found[f'{stem}.of-float']})")
         cells.append(tuple(line))
-    return _table(cells)
+    return table(cells)
 
 
 def _qat_steps(found: Mapping[str, str]) -> str:
@@ -102,7 +79,7 @@ def _qat_steps(found: Mapping[str, str]) -> str:
     for net, words in _NETS.items():
         steps = [f"{found[f'qat.{net}.{name}.step-to-{other}']}" for name in _TRAINS for other in ("Brevitas", "float")]
         cells.append((words, *(f"{one}, {other}" for one, other in zip(steps[::2], steps[1::2], strict=True))))
-    return _table(cells)
+    return table(cells)
 
 
 def of_noise(results: Results) -> dict[str, str]:
@@ -122,7 +99,31 @@ def of_noise(results: Results) -> dict[str, str]:
         found[f"{name}.kept"] = f"{int(row['saved_bytes']) / 2**20:.1f}"
         found[f"{name}.plain"] = f"{int(row['plain_bytes']) / 2**20:.1f}"
         found[f"{name}.less"] = f"{float(row['ratio']):.1f}"
-    return found | {"noise.policies": _policies_table(found)}
+    return found | _noise_tables(results) | {"noise.policies": _policies_table(found)}
+
+
+def _noise_tables(results: Results) -> dict[str, str]:
+    """A table a model, a row a policy."""
+    found, models = {}, {}  # type: ignore[var-annotated]
+    for row in results.last("noise", "model", "policy").values():
+        models.setdefault(row["model"], []).append(row)
+    for model, rows in models.items():
+        cells = [("policy", "noise", "bias²", "MiB a batch", "times less")]
+        for row in rows:
+            errors = [_with_error(row[kind], row[f"{kind}_se"]) for kind in ("noise", "bias2")]
+            cells.append((f"`{row['policy']}`", *errors, f"{int(row['saved_bytes']) / 2**20:.2f}", row["ratio"]))
+        first = rows[0]
+        run = (
+            f"Data: {first['data']}; {first['batches']} batches of {first['batch_size']}, {first['draws']} seeds each, "
+            f"the unit from {first['unit_batches']}; loss {float(first['loss']):.2f}. Full precision keeps "
+            f"{int(first['plain_bytes']) / 2**20:.2f} MiB a batch."
+        )
+        found[f"noise.{model}"] = f"\n\n{run}{table(cells)}"
+    return found
+
+
+def _with_error(value: str, error: str) -> str:
+    return f"{float(value):.4f} ± {float(error):.4f}".replace("-0.0000", "0.0000") if float(error) else "0"
 
 
 def _policies_table(found: Mapping[str, str]) -> str:
@@ -137,7 +138,19 @@ def _policies_table(found: Mapping[str, str]) -> str:
             name = f"noise.{model}.{policy}"
             line.append(f"{found[name]}, {found[f'{name}.kept']} MiB")
         cells.append(tuple(line))
-    return _table(cells)
+    return table(cells)
+
+
+def of_formats(results: Results) -> dict[str, str]:
+    """Of formats.csv: a table, a row a quantizer."""
+    last = results.last("formats", "quantizer", "data")
+    kinds = ("normal", "after ReLU", "long-tailed", "EfficientNetV2")
+    cells = [("quantizer", "bits", *(f"error, {kind}" for kind in kinds), "bias", "quantize", "decode")]
+    for quantizer in dict.fromkeys(name for name, _ in last):
+        errors = [last[quantizer, kind]["error"] for kind in kinds]
+        row = last[quantizer, kinds[-1]]
+        cells.append((f"`{quantizer}`", row["bits"], *errors, row["bias"], row["quantize"], row["decode"]))
+    return {"formats": table(cells)}
 
 
 def of_peaks(results: Results) -> dict[str, str]:
@@ -148,7 +161,7 @@ def of_peaks(results: Results) -> dict[str, str]:
     cells = [("", *(f"{allocator}: {way}" for allocator in ("glibc", "mimalloc") for way in ways))]
     for model, words in (("efficientnetv2-s", "EfficientNetV2-S"), ("mlp", "MLP"), ("gpt2", "GPT-2 small")):
         cells.append((words, *(f"{whole[model, one, way]:,.0f}" for one in ("glibc", "mimalloc") for way in ways)))
-    return {"peak.table": _table(cells)}
+    return {"peak.table": table(cells)}
 
 
 def of_alternatives(results: Results) -> dict[str, str]:
@@ -157,58 +170,9 @@ def of_alternatives(results: Results) -> dict[str, str]:
     cells = [("model", "way", "kept", "states", "peak", "CPU")]
     for (model, way), row in last.items():
         cpu = float(row["cpu_s"]) / float(last[model, "plain PyTorch"]["cpu_s"])
-        cells.append((model, way, *(_mib(row[f"{kind}_mib"]) for kind in ("kept", "states", "peak")), f"{cpu:.2f}"))
-    return {"alternatives": _table(cells)}
-
-
-def of_paired_training(results: Results) -> dict[str, str]:
-    """Of paired_training.csv: mean differences from full precision ± one standard error."""
-    last = results.last("paired_training", "model", "policy", "seed")
-    found = {}
-    for model, policy in dict.fromkeys((model, policy) for model, policy, _ in last if policy != "None"):
-        seeds = [seed for one, other, seed in last if (one, other) == (model, policy) and (model, "None", seed) in last]
-        for column, factor, decimals in (("train_loss", 1, 3), ("test_loss", 1, 3), ("test_accuracy", 100, 1)):
-            pairs = [last[model, policy, seed][column] for seed in seeds]
-            exact = [last[model, "None", seed][column] for seed in seeds]
-            values = [factor * (float(one) - float(other)) for one, other in zip(pairs, exact, strict=True)]
-            error = statistics.stdev(values) / len(values) ** 0.5
-            found[f"paired.{model}.{policy}.{column}"] = (
-                f"{statistics.mean(values):+.{decimals}f} ± {error:.{decimals}f}"
-            )
-    return found
-
-
-def of_studies(results: Results) -> dict[str, str]:
-    """Of study.csv: how far the loss ends above that of the other case and the accuracy below, with 95 % intervals."""
-    rows = records.read(results.folder / "study.csv")
-    found = {}
-    for name, study in STUDIES.items():
-        for each in comparisons(study, rows, study.size, range(study.seeds)):
-            if each.against is None or not each.differences:
-                continue
-            stem = f"study.{name}.{each.case.label}"
-            stem += f" to {each.against.label}" if each.against is not study.cases[0] else ""
-            found[f"{stem}.runs"] = str(len(each.rows))
-            row = next(iter(each.rows.values()))
-            found[f"{stem}.less"] = f"{int(row['plain_bytes']) / int(row['saved_bytes']):.1f}"
-            for measure, word, sign in ((TRAIN_LOSS, "loss-above", 1), (ACCURACY, "accuracy-below", -1)):
-                difference = each.differences[measure.column]
-                ends = (sign * difference.mean + half for half in (-difference.half_width, difference.half_width))
-                found[f"{stem}.{word.partition('-')[0]}"] = difference_text(difference, measure)
-                found[f"{stem}.{word}"] = f"{sign * difference.mean:.{measure.decimals}f}"
-                found[f"{stem}.{word}-interval"] = " to ".join(f"{end:.{measure.decimals}f}" for end in ends)
-    return found
-
-
-def _table(cells: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, with the empty lines that it needs between marks."""
-    lines = [f"| {' | '.join(line)} |" for line in cells]
-    return "\n\n" + "\n".join([lines[0], "|" + "---|" * len(cells[0]), *lines[1:]]) + "\n\n"
-
-
-def _mib(value: str) -> str:
-    return f"{float(value):,.1f}"
+        cells.append((model, way, *(mib(row[f"{kind}_mib"]) for kind in ("kept", "states", "peak")), f"{cpu:.2f}"))
+    return {"alternatives": table(cells)}
 
 
 #: From the rows of a folder to figures by name.
-KINDS = (of_steps, of_first_steps, of_qat, of_noise, of_peaks, of_alternatives, of_paired_training, of_studies)
+KINDS = (of_steps, of_first_steps, of_qat, of_noise, of_formats, of_peaks, of_alternatives)

@@ -13,7 +13,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.figure_rows import KINDS, Results
+from scripts import figure_rows, figure_runs
+from scripts.figure_results import Results
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,7 +58,7 @@ def with_figures(text: str, found: Mapping[str, str]) -> str:
     def filled(mark: re.Match[str]) -> str:
         name = mark["name"]
         if name not in found:
-            raise KeyError(f"figure {name!r} is not known; scripts/figure_rows.py has {', '.join(sorted(found))}")
+            raise KeyError(f"figure {name!r} is not known; the figures are {', '.join(sorted(found))}")
         return f"<!--figure:{name}-->{found[name]}<!--end-->"
 
     return _MARK.sub(filled, text)
@@ -66,7 +67,7 @@ def with_figures(text: str, found: Mapping[str, str]) -> str:
 def figures() -> dict[str, str]:
     """Return all figures by name, as they are written."""
     results = Results(RESULTS)
-    return {name: text for kind in KINDS for name, text in kind(results).items()}
+    return {name: text for kind in (*figure_rows.KINDS, *figure_runs.KINDS) for name, text in kind(results).items()}
 
 
 if __name__ == "__main__":

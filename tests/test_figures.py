@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts import figure_rows, figures
+from scripts.figure_results import Results
 
 FOUND = figures.figures()
 
@@ -31,10 +32,10 @@ def test_with_figures_leaves_the_rest():
 
 
 def test_with_figures_refuses_names_that_are_not_known():
-    with pytest.raises(KeyError, match=r"figure 'nosie' is not known; scripts/figure_rows.py has noise"):
+    with pytest.raises(KeyError, match=r"figure 'nosie' is not known; the figures are noise"):
         figures.with_figures("<!--figure:nosie-->1<!--end-->", {"noise": "1"})
 
 
 def test_figures_are_of_the_last_row(tmp_path: Path):
     (tmp_path / "first_step.csv").write_text("model,case,seconds\nmlp,plain,2.69\nmlp,plain,1.26\n")
-    assert figure_rows.of_first_steps(figure_rows.Results(tmp_path)) == {"first.mlp.plain": "1.3"}
+    assert figure_rows.of_first_steps(Results(tmp_path)) == {"first.mlp.plain": "1.3"}

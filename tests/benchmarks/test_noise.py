@@ -9,9 +9,9 @@ from benchmarks import noise
 
 @pytest.mark.exhaustive
 def test_main_writes_a_row_a_policy_and_draws_it(tmp_path, capsys):
-    files = {kind: str(tmp_path / f"noise.{kind}") for kind in ("csv", "png", "md")}
+    files = {kind: str(tmp_path / f"noise.{kind}") for kind in ("csv", "png")}
     arguments = ["--quick", "--models", "GPT nano", "--cache", str(tmp_path / "weights"), "--csv", files["csv"]]
-    pages = ["--plot", files["png"], "--markdown", files["md"]]
+    pages = ["--plot", files["png"]]
     policies = ["StochBackward2bit", "None"]
     noise.main([*arguments, *pages, "--policies", *policies])
     assert "GPT nano learns" in capsys.readouterr().err
@@ -23,8 +23,6 @@ def test_main_writes_a_row_a_policy_and_draws_it(tmp_path, capsys):
     assert (exact["noise"], exact["bias2"], exact["ratio"]) == ("0", "0", "1.00")
     assert float(stochastic["ratio"]) > float(nearest["ratio"]) > 4
     assert stochastic["loss"] == nearest["loss"] and float(nearest["loss"]) < 3  # the text has about e^4.5 characters
-    page = (tmp_path / "noise.md").read_text()
-    assert all(f"| `{row['policy']}` |" in page for row in (stochastic, exact, nearest))
     assert (tmp_path / "noise.png").stat().st_size > 0
 
 
