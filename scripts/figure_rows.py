@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from decimal import ROUND_HALF_UP, Decimal
 
-from scripts.figure_results import Results, mib, table
+from scripts.figure_results import Results, Row, mib, table
 
 
 def of_steps(results: Results) -> dict[str, str]:
@@ -159,9 +159,25 @@ def of_peaks(results: Results) -> dict[str, str]:
     whole = {key: float(row["growth_mib"]) for key, row in last.items() if not row["error"]}
     ways = ("plain", "checkpoint", "DEFAULT")
     cells = [("", *(f"{allocator}: {way}" for allocator in ("glibc", "mimalloc") for way in ways))]
-    for model, words in (("efficientnetv2-s", "EfficientNetV2-S"), ("mlp", "MLP"), ("gpt2", "GPT-2 small")):
+    for model, words in _PEAK_MODELS.items():
         cells.append((words, *(f"{whole[model, one, way]:,.0f}" for one in ("glibc", "mimalloc") for way in ways)))
-    return {"peak.table": table(cells)}
+    return {"peak.table": table(cells), "peak.all": _peaks_table(last)}
+
+
+def _peaks_table(last: Mapping[tuple[str, ...], Row]) -> str:
+    """Growth of each model with each allocator, and the shares of the bytes not kept by which peaks fall."""
+    ways = {"plain": "plain", "checkpoint": "checkpoint", "`DEFAULT`": "DEFAULT", "both": "DEFAULT+checkpoint"}
+    cells = [("model", "allocator", *ways, "of it felt, growth", "of it felt, process")]
+    for model, words in _PEAK_MODELS.items():
+        for allocator in ("glibc", "glibc-learning", "tcmalloc", "jemalloc", "mimalloc"):
+            rows = [last[model, allocator, way] for way in ways.values()]
+            growth = (f"{float(row['growth_mib']):,.0f}" for row in rows)
+            felt = (f"{float(rows[2][name]):.0%}".replace("%", " %") for name in ("felt", "felt_of_process"))
+            cells.append((words, allocator, *growth, *felt))
+    return table(cells)
+
+
+_PEAK_MODELS = {"efficientnetv2-s": "EfficientNetV2-S", "mlp": "MLP", "gpt2": "GPT-2 small"}
 
 
 def of_alternatives(results: Results) -> dict[str, str]:
