@@ -11,6 +11,7 @@ import pytest
 
 import brevact
 import brevact.api
+import brevact.nn
 from brevact.injectors.saved_form import LEAVES
 from scripts.notebook import run_cells
 
@@ -91,6 +92,12 @@ def test_api_page_has_every_public_name():
     assert f"^({'|'.join(leading)})$" in page  # of brevact.quant, which has the others
     modules = {"quant", *(f"distributed.{name}" for name in brevact.distributed.__all__)}
     assert set(named) == {*PUBLIC} - LEAVES.keys() | modules | {f"quant.{name}" for name in leading}
+
+
+def test_api_page_lists_the_layers():
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    rows = re.findall(r"^\| [A-Z].*? \| (`.*) \|$", page[page.index("## brevact.nn") :], re.M)
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(brevact.nn.__all__)
 
 
 PUBLIC = {

@@ -47,6 +47,9 @@ def from_text(text: str) -> Any:
 
     Returns:
         The dataclass.
+
+    Raises:
+        TypeError: If a class that it names is not where it says.
     """
     return json.loads(text, object_hook=_object)
 
@@ -93,7 +96,10 @@ def _object(found: dict[str, Any]) -> Any:
 
 def _class(place: str) -> Any:
     module, _, name = place.partition(":")
-    kind: Any = importlib.import_module(module)
-    for part in name.split("."):
-        kind = getattr(kind, part)
+    try:
+        kind: Any = importlib.import_module(module)
+        for part in name.split("."):
+            kind = getattr(kind, part)
+    except (ImportError, AttributeError) as error:
+        raise TypeError(f"{name} is not in the module {module}; define it at the top level of one") from error
     return kind
