@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ def test_figures_of_a_page_are_those_of_the_rows(page: Path):
     """`python -m scripts.figures` writes them."""
     text = page.read_text("utf-8")
     assert figures.with_figures(text, FOUND) == text
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda path: path.name)
+def test_marks_of_figures_in_prose_do_not_begin_a_line(page: Path):
+    """A comment at the start of a line ends the paragraph on the site; a table's mark has a line of its own."""
+    assert re.findall(r"^ *<!--figure:[^>\n]*-->(?!\n)", page.read_text("utf-8"), re.M) == []
 
 
 def test_pages_have_figures():
