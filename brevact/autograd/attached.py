@@ -4,8 +4,9 @@ Autograd gives what an unpack hook returns the place in the graph of the tensor 
 an op is a function of the saved tensor then, whose values are the decoded ones: its second derivative is torch's own
 formula on decoded values.
 
-The second graph saves decoded tensors once more. A region that is active while it is made keeps the same codes for
-them, and no other error is added.
+The second graph saves decoded tensors once more, and gradients. A region that is active while it is made keeps the same
+codes for the former, which adds no other error. A gradient pass is linear in the gradient that it gets, so that the
+second derivative is linear in the gradients that are saved: they are packed, where all else that a node saves is known.
 """
 
 from __future__ import annotations
@@ -20,6 +21,16 @@ from brevact.autograd.decoders import SavedByHook, unpack
 from brevact.autograd.saved import decoded_times
 
 _is_grad_enabled = torch.is_grad_enabled
+
+#: Nodes whose backward pass saves gradients, tensors that they have decoded, and weights: none that the second
+#: derivative is curved in.
+LINEAR_NODES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Linear", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Convolution", "Mul", "Exp"),
+        *("Softplus", "Elu", "Gelu", "Tanh", "Sigmoid", "Softmax", "NativeLayerNorm", "NativeBatchNorm"),
+    )
+)
 
 
 class _Again(NamedTuple):

@@ -132,11 +132,10 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
         result = region.hooks.make_weight(func, args, kwargs)
         region.mark(result, is_weight=True)
         return result
-    if (is_inside or (row.must_not_round is not None and row.must_not_round(region, args))) and (
-        not region.settings.is_exact
-    ):
-        if row.is_backward and region.settings.double_backward:
-            return region.hooks.run_backward(func, args, kwargs)
+    stays = is_inside or (row.must_not_round is not None and row.must_not_round(region, args))
+    if stays and row.is_backward and region.settings.double_backward:
+        return region.hooks.run_backward(func, args, kwargs)
+    if stays and not region.settings.is_exact:
         if storage_report.recorders:
             is_torchs = is_of_torch(func)
             why = storage_report.NOT_NOISE if is_torchs else storage_report.other_code(label_of(func))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.attached import unpack_attached
+from brevact.autograd.attached import LINEAR_NODES, unpack_attached
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
 from brevact.autograd.derived import derive_output
@@ -37,7 +37,7 @@ from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import is_compact, keep_as_it_is, keep_mask, keep_small, reported
 from brevact.autograd.weights import ModelState, is_parameter_or_view
 from brevact.autograd.weights_again import remember
-from brevact.private_names.of_torch import DisableTorchFunction
+from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node
 
 
 class SavedTensorHooks(HookStack):
@@ -96,10 +96,7 @@ class SavedTensorHooks(HookStack):
         return out
 
     def run_backward(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a backward pass in the region: the second graph keeps codes in the place of what has been decoded.
-
-        Gradients, and what else it saves, stay as they are.
-        """
+        """Run a backward pass in the region, which makes the second graph (:meth:`_keep_of_second_graph`)."""
         try:
             self.is_in_backward = True
             return func(*args, **kwargs)
@@ -196,8 +193,7 @@ class SavedTensorHooks(HookStack):
             frame = sys._getframe().f_back
             if self.is_in_backward or frame is None:  # a thread of autograd's has no frame
                 with DisableTorchFunction():
-                    known = known_values.find(x)
-                    return self._hand_on(keep_as_it_is(x) if known is None else known)
+                    return self._hand_on(self._keep_of_second_graph(x))
             if saves_input(frame):
                 with DisableTorchFunction():  # the region's mode is active: what runs is no torch function
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
@@ -267,6 +263,24 @@ class SavedTensorHooks(HookStack):
         stored = SavedByHook()
         stored.fill(kept, self._outer)
         return stored
+
+    def _keep_of_second_graph(self, x: Tensor) -> Saved:
+        """Keep what a backward pass saves: the codes of what it has decoded, gradients packed where that is known to be
+        harmless, and the rest as it is.
+        """
+        region = self._region
+        known = known_values.find(x)
+        if known is not None:
+            return reported(known)
+        node = current_autograd_node()
+        if node is None or node.name() not in LINEAR_NODES or not region.packs:
+            return keep_as_it_is(x)
+        if not is_activation(x) or x.numel() < region.settings.min_numel:
+            return keep_as_it_is(x, storage_report.SMALL)
+        if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
+            return keep_as_it_is(x, storage_report.VARIABLE)
+        with self.suspended:
+            return region.keep_activation(x)
 
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""

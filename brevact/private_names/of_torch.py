@@ -26,6 +26,8 @@ push_hooks = find("torch._C._autograd._push_saved_tensors_default_hooks", REGION
 pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks", REGIONS)
 top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", REGIONS)
 current_graph_task = find("torch._C._current_graph_task_id", REGIONS)  #: -1 outside of a backward pass
+#: The node of the graph whose backward pass this thread runs; None outside of one.
+current_autograd_node = find("torch._C._current_autograd_node", REGIONS, fallback=lambda: None)
 BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
 #: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.
 function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", COMPILING, fallback=None)
