@@ -42,43 +42,54 @@ def of_first_steps(results: Results) -> dict[str, str]:
 
 def of_qat(results: Results) -> dict[str, str]:
     """Of qat.csv: bytes, and steps as multiples of those of stock Brevitas and of the float model in the same run."""
-    found, run = {}, {}  # type: ignore[var-annotated]
+    found: dict[str, dict[tuple[str, str], str]] = {kind: {} for kind in ("kept", "less", "of-float", *_STEPS)}
+    run: dict[tuple[str, str], float] = {}
     for row in results.rows("qat"):
-        name, step = f"qat.{row['net']}.{row['trains']}", float(row["step_ms"])
-        run[row["net"], row["trains"]] = step
-        found[f"{name}.kept"] = mib(row["kept_mib"])
-        found[f"{name}.less"] = f"{float(row['brevitas_ratio']):.1f}"
-        found[f"{name}.of-float"] = f"{float(row['of_float']):.2f}"
-        for other in ("float", "Brevitas"):
+        key = row["net"], row["trains"]
+        run[key] = float(row["step_ms"])
+        found["kept"][key] = mib(row["kept_mib"])
+        found["less"][key] = f"{float(row['brevitas_ratio']):.1f}"
+        found["of-float"][key] = f"{float(row['of_float']):.2f}"
+        for kind, other in _STEPS.items():
             if (row["net"], other) in run:
-                found[f"{name}.step-to-{other}"] = f"{step / run[row['net'], other]:.2f}"
-    return found | {"qat.kept": _qat_table(found), "qat.steps": _qat_steps(found)}
+                found[kind][key] = f"{run[key] / run[row['net'], other]:.2f}"
+    ranges = {}
+    for kind, values in found.items():
+        for trains in dict.fromkeys(trains for _, trains in values):
+            mine = [value for (_, other), value in values.items() if other == trains]
+            ranges[f"qat.{trains}.{kind}"] = " to ".join((min(mine, key=_number), max(mine, key=_number)))
+    return ranges | {"qat.kept": _qat_table(found), "qat.steps": _qat_steps(found)}
 
 
+#: Steps as multiples of those of another training.
+_STEPS = {"step-to-float": "float", "step-to-Brevitas": "Brevitas"}
 _NETS = {"conv": "conv-BN-ReLU, W4A4", "mobile": "depthwise separable, W8A8", "vit": "ViT block, W4A4"}
 _TRAINS = {"Brevitas": "stock Brevitas"} | {
     name: f"`{name}`" for name in ("LosslessBackward", "StochBackward2bit", "DEFAULT")
 }
 
 
-def _qat_table(found: Mapping[str, str]) -> str:
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _qat_table(found: Mapping[str, Mapping[tuple[str, str], str]]) -> str:
     """Bytes of each net and quantizer, as parts of stock's and of the float model's."""
     cells = [("", "float model", *_TRAINS.values())]
-    for net, words in _NETS.items():
-        line = [words, found[f"qat.{net}.float.kept"]]
-        for name in _TRAINS:
-            stem = f"qat.{net}.{name}"
-            line.append(f"{found[f'{stem}.kept']} ({found[f'{stem}.less']}, {found[f'{stem}.of-float']})")
-        cells.append(tuple(line))
+    for net in dict.fromkeys(net for net, _ in found["kept"]):
+        keys = [(net, name) for name in _TRAINS]
+        parts = (f"{found['kept'][key]} ({found['less'][key]}, {found['of-float'][key]})" for key in keys)
+        cells.append((_NETS.get(net, net), found["kept"][net, "float"], *parts))
     return table(cells)
 
 
-def _qat_steps(found: Mapping[str, str]) -> str:
+def _qat_steps(found: Mapping[str, Mapping[tuple[str, str], str]]) -> str:
     """Steps of each net and quantizer, as multiples of stock's and of the float model's."""
     cells = [("", *_TRAINS.values())]
-    for net, words in _NETS.items():
-        steps = [f"{found[f'qat.{net}.{name}.step-to-{other}']}" for name in _TRAINS for other in ("Brevitas", "float")]
-        cells.append((words, *(f"{one}, {other}" for one, other in zip(steps[::2], steps[1::2], strict=True))))
+    for net in dict.fromkeys(net for net, _ in found["kept"]):
+        keys = [(net, name) for name in _TRAINS]
+        steps = (f"{found['step-to-Brevitas'][key]}, {found['step-to-float'][key]}" for key in keys)
+        cells.append((_NETS.get(net, net), *steps))
     return table(cells)
 
 
