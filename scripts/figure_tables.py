@@ -1,0 +1,144 @@
+"""Tables that pages may name, from the rows of measurements."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from benchmarks import layer_noise
+from scripts.figure_results import Results, Row, table
+
+
+def of_adaptive(results: Results) -> dict[str, str]:
+    """Of adaptive.csv: noise on ResNet-20 by who has the bits."""
+    last = results.last("adaptive", "model", "stored", "strategy", "bit_width")
+    strategies = {"one width": "fixed", "by samples' ranges": "samples", "by layers": "layers"}
+    strategies["by layers and samples"] = "layers and samples"
+    cells = [("stored", "mean bits", "kept", *strategies)]
+    for stored, words in (("own", "a tensor a layer"), ("chains", "chains")):
+        for bits in ("1.5", "2", "3"):
+            rows = [last.get(("ResNet-20", stored, strategy, bits)) for strategy in strategies.values()]
+            noises = (f"{float(row['noise']):.4f} ± {float(row['noise_se']):.4f}" if row else "" for row in rows)
+            kept = statistics.median(int(row["saved_bytes"]) for row in rows if row) / 2**20
+            cells.append((words, bits, f"{kept:.2f} MiB", *noises))
+    return {"adaptive": table(cells)}
+
+
+def of_small_tensors(results: Results) -> dict[str, str]:
+    """Of small_tensors.csv: bytes and steps by `min_numel`."""
+    last = results.last("small_tensors", "model", "min_numel")
+    least = ("4096", "1024", "256")
+    cells = [("model", *(f"{int(each):,}" for each in least))]
+    for model in dict.fromkeys(model for model, _ in last):
+        rows = [last[model, each] for each in least]
+        cells.append((model, *(f"{row['times_less']} times less, step {float(row['step']):.1f}" for row in rows)))
+    return {"small-tensors": table(cells)}
+
+
+def of_quantizers(results: Results) -> dict[str, str]:
+    """Of quantizers.csv: times relative to `clone()`."""
+    last = results.last("quantizers", "operation", "dtype", "bit_width", "bucket_size")
+    operations = {
+        "nearest": "nearest",
+        "stochastic": "stochastic",
+        "dequantize into a buffer": "dequantize into a buffer",
+        "dequantize": "dequantize",
+        "dequantize and multiply, in place": "dequantize * other",
+        "dequantize with SiLU": "dequantize with SiLU",
+        "dequantize with SiLU, of maps behind a norm": "dequantize with SiLU of maps",
+        "dequantize with SiLU' and multiply": "dequantize with SiLU' * other",
+    }
+    columns = [(dtype, bits) for dtype in ("float32", "bfloat16") for bits in ("2", "4")]
+    cells = [("", *(f"{dtype}, {bits} bits" for dtype, bits in columns))]
+    for words, name in operations.items():
+        cells.append((words, *(last[(name, *column, "512")]["ratio_to_clone"] for column in columns)))
+    return {"quantizers": table(cells)}
+
+
+def of_gradient_exchange(results: Results) -> dict[str, str]:
+    """Of gradient_exchange.csv: bytes a step, and differences from runs without a hook ± one standard error."""
+    last = results.last("gradient_exchange", "processes", "hook", "seed")
+    worlds = sorted({world for world, _, _ in last}, key=int)
+    hooks = list(dict.fromkeys(hook for _, hook, _ in last))
+    kinds = (("train_loss", "train loss", 1, 4, ""), ("test_accuracy", "test accuracy", 100, 2, " %"))
+    cells = [("hook", *(f"{world} processes" for world in worlds))]
+    cells[0] += tuple(f"{words}, {world}" for _, words, *_ in kinds for world in worlds)
+    for hook in hooks:
+        runs = {world: _by_seed(last, world, hook) for world in worlds}
+        line = [
+            f"{statistics.mean(float(row['received_bytes']) for row in runs[w].values()) / 1024:.0f} KiB"
+            for w in worlds
+        ]
+        for column, _, factor, decimals, unit in kinds:
+            for world in worlds:
+                plain = _by_seed(last, world, "no hook")
+                values = [factor * float(row[column]) for row in runs[world].values()]
+                if hook == "no hook":
+                    line.append(f"{statistics.mean(values):.{decimals}f}{unit}")
+                    continue
+                pairs = [
+                    value - factor * float(plain[seed][column]) for seed, value in zip(runs[world], values, strict=True)
+                ]
+                error = statistics.stdev(pairs) / len(pairs) ** 0.5
+                line.append(f"{statistics.mean(pairs):+.{decimals}f} ± {error:.{decimals}f}{unit}")
+        cells.append((_hook_words(hook), *line))
+    return {"gradient-exchange": table(cells)}
+
+
+def _by_seed(last: Mapping[tuple[str, ...], Row], world: str, hook: str) -> dict[str, Row]:
+    return {seed: row for (one, other, seed), row in last.items() if (one, other) == (world, hook)}
+
+
+def _hook_words(hook: str) -> str:
+    """A hook's name in a table; of a biased quantizer alone, that no error is fed back."""
+    name, _, more = hook.partition(", ")
+    more = more or ("none" if name.startswith("Nearest") else "")
+    return (f"`{name}`" if "Backward" in name else name) + (f", {more}" if more else "")
+
+
+def of_layer_noise(results: Results) -> dict[str, str]:
+    """Of layer_noise.csv: how well rows of layers add up, and how well estimates predict them."""
+    rows = results.rows("layer_noise")
+    cells: list[Sequence[str]] = [
+        (
+            *("", "rows", "noise of the whole", "sum of rows, measured", "sum of estimates"),
+            *("noise in the noisiest quarter of rows", "in the quarter with the largest estimates"),
+        )
+    ]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = layer_noise.summary(model, [dict(row) for row in rows if row["model"] == model])
+        *figures, largest, estimated = map(str, list(found.values())[1:])
+        cells.append((model, *figures, *(f"{float(share):.0%}".replace("%", " %") for share in (largest, estimated))))
+    return {"layer-noise": table(cells)}
+
+
+def of_scaling(results: Results) -> dict[str, str]:
+    """Of scaling.csv: the largest batches within a limit, and how many times plain's."""
+    last = results.last("scaling", "part", "model", "variant", "limit_mib")
+    found = {}
+    for (part, model, variant, limit), row in last.items():
+        if part == "limit":
+            found[f"limit.{model}.{limit}.{variant}"] = row["batch_size"]
+            plain = last.get((part, model, "plain", limit))
+            if plain is not None and variant != "plain":
+                found[f"limit.{model}.{limit}.times"] = f"{int(row['batch_size']) / int(plain['batch_size']):.1f}"
+    return found
+
+
+def of_dates(results: Results) -> dict[str, str]:
+    """Of all files: when and where their rows were measured."""
+    cells = [("rows in `benchmarks/results`", "first", "last", "processors", "torch")]
+    for path in sorted(results.folder.glob("*.csv")):
+        rows = [row for row in results.rows(path.stem) if {"time", "device", "torch"} <= row.keys() and row["time"]]
+        if rows:
+            days = sorted(row["time"][:10] for row in rows)
+            kinds = (sorted({row[column].partition(" @")[0] for row in rows}) for column in ("device", "torch"))
+            cells.append((f"`{path.name}`", days[0], days[-1], *(", ".join(kind) for kind in kinds)))
+    return {"dates": table(cells)}
+
+
+#: From the rows of a folder to tables and figures by name.
+KINDS = (
+    *(of_adaptive, of_small_tensors, of_quantizers, of_gradient_exchange, of_layer_noise),
+    *(of_scaling, of_dates),
+)
