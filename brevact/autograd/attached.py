@@ -11,14 +11,14 @@ second derivative is linear in the gradients that are saved: they are packed, wh
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import known_values
 from brevact.autograd.decoders import SavedByHook, unpack
-from brevact.autograd.saved import decoded_times
+from brevact.autograd.saved import Decoder
 
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -33,15 +33,14 @@ LINEAR_NODES = frozenset(
 )
 
 
-class _Again(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Again(Decoder):
     """Decodes what has been decoded before: without a loss, whatever the quantizer."""
 
-    decoder: Any
+    decoder: Decoder
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors)
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)

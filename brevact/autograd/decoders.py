@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.quality import Quality
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Saved, decoded_times, one_object_each
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Saved, one_object_each
 from brevact.autograd.storages import versions_of
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import (
@@ -35,7 +36,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _FEW_ELEMENTS = 1 << 15
 
 
-class _AsItIs:
+class _AsItIs(Decoder):
+    __slots__ = ()
     is_whole = lasts = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -48,9 +50,10 @@ class _AsItIs:
         return storage_report.FULL_PRECISION, tensors[0].nbytes
 
 
-class _Packed:
+class _Packed(Decoder):
     __slots__ = ("_spec", "quality")
-    lasts = True
+    quality: Quality
+    lasts = decodes_through = True
 
     def __init__(self, spec: PackedSpec) -> None:
         self._spec, self.quality = spec, Quality(spec.quantizer)
@@ -79,7 +82,8 @@ class _Packed:
         return storage_report.PACKED, _bytes_of(self._spec.layout)
 
 
-class PackedOnBackward(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PackedOnBackward(Decoder):
     quantizer: Any
     seed: int | None
 
@@ -101,7 +105,8 @@ class PackedOnBackward(NamedTuple):
         return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # of symbols, too
 
 
-class _Mask(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Mask(Decoder):
     layout: Layout
     negative_slope: float
     lasts = True
@@ -151,25 +156,23 @@ def without_gaps(x: Tensor) -> Tensor:
     return distinct.contiguous().expand(x.shape)
 
 
-class _Pairs(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Pairs(Decoder):
     """Decodes the real and imaginary parts of a complex tensor, which lie side by side."""
 
-    decoder: Any
+    decoder: Decoder
     is_conjugate: bool
 
     @property
     def quality(self) -> Quality:
-        quality: Quality = self.decoder.quality
-        return quality
+        return self.decoder.quality
 
     @property
     def lasts(self) -> bool:
-        return bool(getattr(self.decoder, "lasts", False))
+        return self.decoder.lasts
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return complex_of(self.decoder.decode(tensors), self.is_conjugate)
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
@@ -187,20 +190,19 @@ def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
     return x.conj() if is_conjugate else x
 
 
-class _Flattened(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Flattened(Decoder):
     """Decodes a tensor, of which its reader has flattened dimensions."""
 
-    decoder: Any
+    decoder: Decoder
     shape: tuple[int, ...]
 
     @property
     def is_whole(self) -> bool:
-        return bool(getattr(self.decoder, "is_whole", False))
+        return self.decoder.is_whole
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).reshape(self.shape)
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
@@ -209,7 +211,7 @@ class _Flattened(NamedTuple):
 _flattened = one_object_each(_Flattened)
 
 
-def flattened(decoder: Any, shape: tuple[int, ...]) -> Any:
+def flattened(decoder: Decoder, shape: tuple[int, ...]) -> Decoder:
     """Return the decoder of the same tensor with flattened dimensions."""
     return _flattened(decoder, shape)
 
@@ -262,6 +264,6 @@ def unpack(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
         if x._version != version:
             _refuse(x, version)
         return x
-    if _is_grad_enabled() and not getattr(stored.decoder, "is_whole", False) and current_graph_task() != -1:
+    if _is_grad_enabled() and not stored.decoder.is_whole and current_graph_task() != -1:
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     return stored.tensor()

@@ -13,7 +13,7 @@ from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import ByMask, Call, Derived, Restrided
 from brevact.autograd.known_values import View
 from brevact.autograd.quality import EXACT, Quality
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Decoder, Saved
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout, is_traced
 
@@ -49,10 +49,10 @@ class _Expressions:
             return Call(Restrided(stride, decoder.shape, decoder.stride, decoder.offset), (whole,), -1)
         if isinstance(decoder, Derived):
             parts = decoder.parts(tensors)
-            self._meet(decoder.quality, {id(kept[0]) for kept, of in parts if not quality_of(of).is_exact})
+            self._meet(decoder.quality, {id(kept[0]) for kept, of in parts if not of.quality.is_exact})
             self.are_scaled = self.are_scaled and any(of is AS_IT_IS for _, of in parts)
             return decoder.expression.renumbered([self._number(part) for part in parts])
-        quality, self.are_scaled = quality_of(decoder), False
+        quality, self.are_scaled = decoder.quality, False
         self._meet(quality, set() if quality.is_exact else {id(tensors[0])})
         return self._number(kept)
 
@@ -69,11 +69,6 @@ class _Expressions:
         if number == len(self.sources):
             self.sources.append(kept)
         return number
-
-
-def quality_of(decoder: Any) -> Quality:
-    """Return how good a tensor is that a decoder gives back; those that say nothing give it back without a loss."""
-    return getattr(decoder, "quality", EXACT)
 
 
 class Derivation(NamedTuple):
@@ -133,7 +128,7 @@ class Way(NamedTuple):
 def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[tuple[Tensor, ...], Derivation]:
     """Return the tensors of all operands, and how a result of these sizes derives from them."""
     tensors: tuple[Tensor, ...] = ()
-    decoders: tuple[Any, ...] = ()
+    decoders: tuple[Decoder, ...] = ()
     for kept, decoder in operands:
         tensors += kept
         decoders += (decoder,)
@@ -143,7 +138,7 @@ def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[tuple
     try:
         return tensors, _derivations[key]  # which holds the decoders: no other object has the identity of one
     except KeyError:
-        lasts = all(getattr(decoder, "lasts", False) for decoder in decoders) and _is_constant(way.function)
+        lasts = all(decoder.lasts for decoder in decoders) and _is_constant(way.function)
     except TypeError:  # symbols, and arguments of some functions, have no hash
         lasts = False
     found = _derive_anew(way, operands, like, first, lasts=lasts)
@@ -196,7 +191,7 @@ def _derive_anew(
     for kept, decoder in found.sources:
         if decoder is AS_IT_IS:
             small.append(places[id(kept[0])])
-        elif not quality_of(decoder).is_exact:
+        elif not decoder.quality.is_exact:
             decoded_bytes += decoder.described(kept)[1]
     decoder = Derived.of(expression, found.sources, like, stride, quality, lasts=lasts)
     picks: tuple[int, ...] | None = tuple(places[id(x)] for kept, _ in found.sources for x in kept)

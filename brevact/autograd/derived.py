@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.decoders import AS_IT_IS
-from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of, quality_of
+from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of
 from brevact.autograd.expressions import ByMask
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import Normalizer, output_of
@@ -112,7 +112,7 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
     """
     known, settings = region.find_known(x), region.settings
     if known is not None:
-        return known if quality_of(known[1]).serves(settings, bends=True) else None
+        return known if known[1].quality.serves(settings, bends=True) else None
     if not settings.derives_curved or x.numel() < settings.min_numel:
         return None
     if is_overwritten and settings.save_mode is not SaveMode.SAVE_QUANTIZED:
@@ -210,7 +210,7 @@ def follow(
             return  # what is moved to another device begins a chain there
     if func in _INVERSIONS or kwargs.get("rounding_mode") is not None or isinstance(kwargs.get("alpha"), Tensor):
         return
-    if func.__name__ in _DIVISIONS and any(kept and not quality_of(kept[1]).is_exact for _, kept in operands[1:]):
+    if func.__name__ in _DIVISIONS and any(kept and not kept[1].quality.is_exact for _, kept in operands[1:]):
         return
     is_elementwise = kind in (Kind.SUM, Kind.BILINEAR)
     if is_elementwise and "memory_format" in kwargs:  # has no meaning for the parts that are decoded one by one

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import storage_address
@@ -80,7 +81,7 @@ class ByMask(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Derived:
+class Derived(Decoder):
     """Decoder of a derived tensor; its tensors are those of its sources, one after the other.
 
     Args:
@@ -100,8 +101,8 @@ class Derived:
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
     dtype: torch.dtype
-    quality: Quality
-    lasts: bool
+    quality: Quality = field()  # without which the property of the base class would be its default
+    lasts: bool = field()
     function: PointFunction | None
 
     @staticmethod
@@ -116,7 +117,7 @@ class Derived:
     ) -> Derived:
         """Return the decoder of a tensor of the sizes of ``like`` from what keeps its sources."""
         numbered = tuple((decoder, len(tensors)) for tensors, decoder in sources)
-        is_fused = expression.only >= 0 and hasattr(numbered[0][0], "decode_through")
+        is_fused = expression.only >= 0 and numbered[0][0].decodes_through
         function = expression.as_function if is_fused else None
         return Derived(expression, numbered, tuple(like.shape), stride, like.dtype, quality, lasts, function)
 
@@ -148,7 +149,7 @@ class Derived:
         if self.function is None:
             values = _value(self.expression, self.parts(tensors), {}, is_whole=True)
         else:
-            values = self.sources[0][0].decode_through(tensors, self.function, grad)  # type: ignore[attr-defined]
+            values = self.sources[0][0].decode_through(tensors, self.function, grad)
             if grad is not None:
                 return values
         values = _with_strides(values if values.dtype is self.dtype else values.to(self.dtype), self.stride)
@@ -160,8 +161,7 @@ def _fused(expression: Call, parts: list[Saved]) -> Tensor | None:
     if expression.only < 0:
         return None
     tensors, decoder = parts[expression.only]
-    decode_through = getattr(decoder, "decode_through", None)
-    return None if decode_through is None else decode_through(tensors, expression.as_function)
+    return decoder.decode_through(tensors, expression.as_function) if decoder.decodes_through else None
 
 
 def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor], *, is_whole: bool = False) -> Tensor:
@@ -226,7 +226,7 @@ def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, 
 
 def _is_output(source: Saved) -> bool:
     """Whether a source keeps the output of a norm, whose decoder adds and masks on the way."""
-    return hasattr(source[1], "decode_in_one_pass")
+    return isinstance(source[1], OutputDecoder)
 
 
 _SUMS = torch.add, Tensor.add, Tensor.__add__
@@ -235,8 +235,7 @@ _SUMS = torch.add, Tensor.add, Tensor.__add__
 def _is_new(values: Tensor, source: Saved) -> bool:
     """Whether a source was decoded to memory that nobody else reads, an element at each place."""
     tensors, decoder = source
-    is_read_again = getattr(decoder, "is_read_again", None)
-    if is_read_again is None or is_read_again(tensors) or is_traced(values):
+    if decoder.is_read_again(tensors) or is_traced(values):
         return False
     layout = Layout.of(values)
     if not layout.is_dense or layout.numel != values.numel():

@@ -8,6 +8,7 @@ codes are picked out (:func:`follow_indices`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.saved import decoded_times
+from brevact.autograd.saved import Decoder
 from brevact.private_names.of_torch import TreeSpec, tree_flatten, tree_unflatten
 from brevact.quantizers import Layout, pack_codes, unpack_codes
 
 
-class _Moved(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Moved(Decoder):
     """Decoder of what an op returned that moved known tensors.
 
     In the leaves of its arguments, whose structure is ``spec``, an index stands in place of each tensor that is
@@ -30,7 +32,7 @@ class _Moved(NamedTuple):
     func: Callable[..., Tensor]
     leaves: tuple[Any, ...]
     spec: TreeSpec
-    sources: tuple[tuple[int, Any], ...]
+    sources: tuple[tuple[int, Decoder], ...]
     nbytes: int
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -46,8 +48,6 @@ class _Moved(NamedTuple):
         args, kwargs = tree_unflatten(leaves, self.spec)
         with torch.no_grad():
             return self.func(*args, **kwargs)
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, self.nbytes
@@ -66,7 +66,7 @@ def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> 
         return
     leaves, spec = tree_flatten((args, kwargs))
     kept: list[Tensor] = []
-    sources: list[tuple[int, Any]] = []
+    sources: list[tuple[int, Decoder]] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             known = known_values.find(leaf)
@@ -97,7 +97,7 @@ def follow_indices(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None
     picked.copy_(codes.flatten(-rank).gather(-1, index.flatten(-rank)).view(out.shape))
     layout = Layout.of_sizes(out.shape, out.stride(), integers.layout.dtype)
     tensors = pack_codes(layout.flatten(picked), integers.bit_width), zero_point, scale
-    known_values.register(out, tensors, integers._replace(layout=layout, nbytes=out.nbytes))
+    known_values.register(out, tensors, replace(integers, layout=layout, nbytes=out.nbytes))
 
 
 def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, known_values.IntegerCodes] | None:

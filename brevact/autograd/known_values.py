@@ -14,21 +14,23 @@ Edits that the counter does not see go by ``x.data`` or NumPy: a region that han
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.quality import EXACT, Quality
-from brevact.autograd.saved import decoded_times, one_object_each
+from brevact.autograd.quality import Quality
+from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import storage_address, versions_of
 from brevact.quantizers import Layout, masked_fill_, pack_codes, unpack_codes
 from brevact.quantizers.tracing import is_traced
 
 
-class IntegerCodes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class IntegerCodes(Decoder):
     """Decoder of (q - z) * s: q are stored as codes, z and s as they are, and which q are NaN.
 
     Kept tensors are the packed codes, z and s. NaN has the last code, if that is spare. If not, a mask of one bit an
@@ -86,13 +88,12 @@ class IntegerCodes(NamedTuple):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.integers(tensors) * tensors[2]
 
-    multiply = decoded_times
-
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, self.nbytes
 
 
-class Recomputed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Recomputed(Decoder):
     """Decoder of a fake-quantized weight: computes it again from the kept tensors."""
 
     compute: Callable[..., Tensor]
@@ -102,37 +103,33 @@ class Recomputed(NamedTuple):
         with torch.no_grad():
             return self.compute(*tensors)
 
-    multiply = decoded_times
-
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, self.nbytes
 
 
-class View(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class View(Decoder):
     """Decoder of a view of a tensor that another one decodes."""
 
-    decoder: Any
+    decoder: Decoder
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @property
     def quality(self) -> Quality:
-        quality: Quality = getattr(self.decoder, "quality", EXACT)
-        return quality
+        return self.decoder.quality
 
     @property
     def lasts(self) -> bool:
-        return bool(getattr(self.decoder, "lasts", False))
+        return self.decoder.lasts
 
     @property
     def is_whole(self) -> bool:
-        return bool(getattr(self.decoder, "is_whole", False))
+        return self.decoder.is_whole
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)
@@ -143,7 +140,9 @@ _view = one_object_each(View)
 
 #: Of a tensor: version, shape, strides and dtype; what keeps it: tensors, their versions and the decoder; its quality,
 #: and the scope.
-_Entry = tuple[int, torch.Size, tuple[int, ...], torch.dtype, tuple[Tensor, ...], tuple[int, ...], Any, Quality, Any]
+_Entry = tuple[
+    int, torch.Size, tuple[int, ...], torch.dtype, tuple[Tensor, ...], tuple[int, ...], Decoder, Quality, Any
+]
 
 #: Attribute of a storage under which it carries what is known of it, which so ends with it.
 _KNOWN = "_brevact_known"
@@ -152,7 +151,7 @@ _KNOWN = "_brevact_known"
 def register(
     x: Tensor,
     tensors: tuple[Tensor, ...],
-    decoder: Any,
+    decoder: Decoder,
     *,
     scope: Any = None,
     is_dirty: bool = False,
@@ -182,7 +181,7 @@ def register(
                 return  # it would live for ever
     x.untyped_storage().__dict__[_KNOWN] = (
         *(x._version + is_dirty, x.shape, x.stride(), x.dtype),
-        *(tensors, versions_of(tensors), decoder, getattr(decoder, "quality", EXACT), scope),
+        *(tensors, versions_of(tensors), decoder, decoder.quality, scope),
     )
 
 
@@ -200,9 +199,7 @@ def forget(x: Tensor) -> None:
         x.untyped_storage().__dict__.pop(_KNOWN, None)
 
 
-def find(
-    x: Tensor, settings: BackwardSettings | None = None, scope: Any = None
-) -> tuple[tuple[Tensor, ...], Any] | None:
+def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
     """Return what keeps ``x``, or what it views, and its decoder, if it is known.
 
     Not if a scale or a weight that it was computed from has changed since. The settings are those of the region that
@@ -231,5 +228,5 @@ def find(
             return None
     if shape == x.shape and stride == x.stride() and not x.storage_offset():
         return tensors, decoder
-    make = _view if getattr(decoder, "lasts", False) else View
+    make = _view if decoder.lasts else View
     return tensors, make(decoder, tuple(x.shape), x.stride(), x.storage_offset())

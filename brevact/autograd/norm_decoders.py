@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.decoded_last import decoded, is_held
-from brevact.autograd.quality import EXACT, Quality
-from brevact.autograd.saved import Saved, decoded_times, one_object_each
+from brevact.autograd.quality import Quality
+from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.quantizers import (
     Layout,
     PackedActivation,
@@ -51,22 +52,21 @@ def aligned(
     return mean, alignment.align(alignment.inverse(spread), shape)
 
 
-class Unpacked:
+class Unpacked(Decoder):
     """Of an input that is kept without a loss; the tensors are what keeps it, and so many statistics."""
 
     __slots__ = ("_decoder", "statistics")
+    statistics: int
 
-    def __init__(self, decoder: Any, statistics: int) -> None:
+    def __init__(self, decoder: Decoder, statistics: int) -> None:
         self._decoder, self.statistics = decoder, statistics
 
     @property
     def quality(self) -> Quality:
-        return getattr(self._decoder, "quality", EXACT)
+        return self._decoder.quality
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._decoder.decode(tensors[: -self.statistics])
-
-    multiply = decoded_times
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
         mean = tensors[-2] if self.statistics == 2 else None
@@ -76,7 +76,7 @@ class Unpacked:
         return self._decoder.described(tensors[: -self.statistics])
 
 
-class Centred:
+class Centred(Decoder):
     """Of normalized values that are packed, or are to be: it gives the input less its means.
 
     The last of its tensors are statistics, so many.
@@ -91,12 +91,18 @@ class Centred:
         """Return the normalized values, packed."""
         raise NotImplementedError
 
+    def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+        """Return the strides of the decoded normalized values."""
+        raise NotImplementedError
+
+    def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the normalized values."""
+        raise NotImplementedError
+
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, alignment = self.packed(tensors), self._alignment
         invstd = alignment.align(alignment.inverse(tensors[-1]), packed.layout.shape)
         return denormalize(packed, None, invstd, self._dtype)
-
-    multiply = decoded_times
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
         return self.decode(tensors), torch.zeros_like(tensors[-1]), tensors[-1]
@@ -105,11 +111,16 @@ class Centred:
         """Return the normalized values."""
         return self.packed(tensors).dequantize()
 
+    def normalized_in_graph(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the normalized values in the forward pass of a traced graph."""
+        return self.normalized(tensors)
+
 
 class PackedDecoder(Centred):
     """Of packed normalized values; the tensors are codes and the spread."""
 
     __slots__ = ("_spec", "quality")
+    quality: Quality
     lasts = True
 
     def __init__(self, alignment: Alignment, spec: PackedSpec[Any], dtype: torch.dtype) -> None:
@@ -117,11 +128,9 @@ class PackedDecoder(Centred):
         self.quality = Quality(spec.quantizer)
 
     def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-        """Return the strides of the decoded normalized values."""
         return self._spec.layout.result_stride
 
     def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors that hold the normalized values."""
         return tensors[:1]
 
     def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
@@ -152,11 +161,9 @@ class PackedOnBackward(Centred):
         return Quality(self._quantizer)
 
     def stride(self, tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-        """Return the strides of the decoded normalized values."""
         return Layout.of(tensors[0]).result_stride
 
     def sources(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors that hold the normalized values."""
         return tensors
 
     def packed(self, tensors: tuple[Tensor, ...]) -> PackedActivation:
@@ -165,13 +172,11 @@ class PackedOnBackward(Centred):
         statistics = aligned(self._alignment, mean, tensors[-1], tensors[0].shape)
         return quantize_normalized(self._quantizer, tensors[0], *statistics, seed)
 
-    normalized_in_graph = Centred.normalized
-
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.FULL_PRECISION, tensors[0].numel() * tensors[0].itemsize  # of symbols, too
 
 
-class OutputDecoder:
+class OutputDecoder(Decoder):
     """Decoder of the output of a norm, x^ * weight + bias; its tensors are what keeps x^, the weight and the bias.
 
     Where a plan packed x^, and there is a weight, the plan decodes, in fewer calls.
@@ -187,11 +192,14 @@ class OutputDecoder:
     """
 
     __slots__ = ("_numel", "alignment", "count", "dtype", "has", "lasts", "plan", "quality", "shape", "source")
+    quality: Quality
+    lasts: bool
+    decodes_through = True
 
     def __init__(
         self,
         alignment: Alignment,
-        source: PackedDecoder | PackedOnBackward,
+        source: Centred,
         count: int,
         has: tuple[bool, bool],
         shape: torch.Size,
@@ -252,13 +260,12 @@ class OutputDecoder:
         packed, scale, shift = self._read(tensors)
         return decode_through(packed, function, scale, shift, self.dtype, grad)
 
-    multiply = decoded_times
-
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.DERIVED, self._numel * self.dtype.itemsize
 
 
-class Zeros(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Zeros(Decoder):
     """Decoder of zeros, for which nothing is kept."""
 
     size: torch.Size
@@ -287,4 +294,5 @@ output_decoder = one_object_each(OutputDecoder)
 def normalized_early(kept: Saved) -> Tensor:
     """Decode in the forward pass the normalized values that are kept for backward, for the caller to overwrite."""
     tensors, decoder = kept
+    assert isinstance(decoder, Centred)
     return (decoder.normalized_in_graph if is_traced(tensors[0]) else decoder.normalized)(tensors)

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook
-from brevact.autograd.saved import Saved, decoded_times, one_object_each
+from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.store import keep_mask
 
 #: Attribute of the storage of an output, under which it carries what holds its mask.
 _MASKED = "_brevact_masked"
 
 
-class _Signs(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Signs(Decoder):
     """Decodes a mask to one number where it is set, and to another elsewhere, in the type of what it stands for."""
 
-    mask: Any
+    mask: Decoder
     dtype: torch.dtype
     inside: float = 1.0
     outside: float = 0.0
@@ -33,10 +34,8 @@ class _Signs(NamedTuple):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         mask = self.mask.decode(tensors)
         if self.inside == 1.0 and self.outside == 0.0:
-            return mask.to(self.dtype)  # type: ignore[no-any-return]
+            return mask.to(self.dtype)
         return torch.full_like(mask, self.outside, dtype=self.dtype).masked_fill_(mask, self.inside)
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.mask.described(tensors)

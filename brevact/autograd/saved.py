@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from brevact.autograd.quality import EXACT, Quality
+from brevact.quantizers import PointFunction
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,20 +35,62 @@ NO_DOUBLE_BACKWARD = (
 )
 
 
-class Decoder(Protocol):
-    """Turns the kept tensors back into the activation, or into its product with a gradient."""
+class Decoder:
+    """Turns the saved tensors back into the activation, or into its product with a gradient.
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor: ...
+    The base class of all decoders, with every attribute that others read. It describes a decoder that gives the
+    activation back without a loss; a decoder overrides the attributes that say otherwise.
+    """
 
-    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor: ...
+    __slots__ = ()
+
+    @property
+    def quality(self) -> Quality:
+        """Quality of the decoded tensor, for ops that derive other tensors from it."""
+        return EXACT
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the next training step finds this same object, so that tables may be keyed by it."""
+        return False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the decoded tensor has a graph, or needs none: a second derivative is then torch's."""
+        return False
+
+    @property
+    def statistics(self) -> int:
+        """Number of statistics of a norm at the end of the saved tensors."""
+        return 0
+
+    @property
+    def decodes_through(self) -> bool:
+        """Whether :meth:`decode_through` applies the function while it decodes."""
+        return False
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Return the activation."""
+        raise NotImplementedError
+
+    def multiply(self, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
+        """Return the product of a gradient and the activation."""
+        return grad * self.decode(tensors)
+
+    def decode_through(
+        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
+    ) -> Tensor:
+        """Return a pointwise function of the activation, or the product of a gradient and that."""
+        values = function(self.decode(tensors))
+        return values if grad is None else grad * values
+
+    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Return whether :meth:`decode` may return memory that others read."""
+        return True
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        """Return how the activation is kept, for a report, and the bytes it has when decoded."""
-
-
-def decoded_times(decoder: Decoder, tensors: tuple[Tensor, ...], grad: Tensor) -> Tensor:
-    """``Decoder.multiply`` of those that first decode, and then multiply."""
-    return grad * decoder.decode(tensors)
+        """Return how the activation is saved, for a report, and the bytes it has when decoded."""
+        raise NotImplementedError
 
 
 #: Tensors for autograd to save, and the decoder that reads them.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from brevact.autograd.other_code import scripted_calls
-from brevact.autograd.quality import EXACT as EXACT_QUALITY
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import bits_of
 from brevact.autograd.storages import storage_address
@@ -86,7 +85,7 @@ class Recorder:
         """Take note of how a tensor is kept."""
         tensors, decoder = kept
         how, tensor_bytes = decoder.described(tensors)
-        bit_width = bits_of(getattr(decoder, "quality", EXACT_QUALITY).quantizer)
+        bit_width = bits_of(decoder.quality.quantizer)
         how = EXACT if how == FULL_PRECISION and why in _EXACTLY else how
         for x in tensors:
             self._reported[storage_address(x)] = SavedTensor(how, why, tensor_bytes, bit_width)

@@ -22,7 +22,6 @@ from brevact.autograd.decoders import (
 )
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.quality import EXACT
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
@@ -218,7 +217,7 @@ def _beside(kept: Saved, norm: NormInput | None) -> Saved:
 def _report_statistics(kept: Saved) -> None:
     """Tell the recorder which of the kept tensors are statistics of a norm."""
     tensors, decoder = kept
-    for statistic in tensors[len(tensors) - getattr(decoder, "statistics", 0) :]:
+    for statistic in tensors[len(tensors) - decoder.statistics :]:
         keep_as_it_is(statistic)
 
 
@@ -233,7 +232,7 @@ def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
     found = _shared.find(x, key)
     if found is not None:
         return found
-    others = (kept for kept in _shared.alternatives(x, key) if getattr(kept[1], "quality", EXACT).serves(settings))
+    others = (kept for kept in _shared.alternatives(x, key) if kept[1].quality.serves(settings))
     return next(others, None)
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from brevact.autograd import known_values, storage_report
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import is_complex, is_plain
-from brevact.autograd.saved import decoded_times
+from brevact.autograd.saved import Decoder
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import (
     DisableAutocast,
@@ -111,7 +112,8 @@ def _value(leaf: Any, values: dict[Any, Tensor]) -> Any:
     return values[leaf] if type(leaf) is _Kept else leaf
 
 
-class Recipe(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Recipe(Decoder):
     """Decoder of a weight that is computed again from the kept tensors, at these places, by a step and those that it
     reads.
     """
@@ -125,8 +127,6 @@ class Recipe(NamedTuple):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad(), DisableTorchFunction():
             return self.step.run(dict(zip(self.places, tensors, strict=True)))
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, self.nbytes

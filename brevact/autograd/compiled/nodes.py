@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from brevact.autograd.derivations import quality_of
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.op_names import OP_NAMES
@@ -197,7 +196,7 @@ class _TracedRegion(Keeper):
 
     def find_known(self, x: Tensor) -> Saved | None:
         version, known = _known.get(x, (None, None)) if isinstance(x, FunctionalTensor) else (None, None)
-        return known if version == x._version and quality_of(known[1]).serves(self.settings) else None
+        return known if version == x._version and known[1].quality.serves(self.settings) else None
 
     def find_kept(self, x: Tensor) -> Saved | None:
         return self.find_known(x)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.saved import Decoder, Saved, decoded_times
+from brevact.autograd.saved import Decoder, Saved
 from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import is_traced
 
 
-class _Viewed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Viewed(Decoder):
     """Decodes a tensor, then makes the view of it that was used."""
 
     decoder: Decoder
@@ -23,8 +25,6 @@ class _Viewed(NamedTuple):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).permute(self.order).expand(self.shape)
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return self.decoder.described(tensors)

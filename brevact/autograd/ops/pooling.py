@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from brevact.autograd.keeper import Keeper
 from brevact.autograd.known_through_moves import follow_indices
 from brevact.autograd.ops.base import OfSizes, Saving, blank, load, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
-from brevact.autograd.saved import decoded_times
+from brevact.autograd.saved import Decoder
 from brevact.private_names.of_torch import adaptive_avg_pool2d_backward, adaptive_avg_pool3d_backward
 from brevact.quantizers import pack_codes, unpack_codes
 
@@ -92,7 +93,8 @@ class _Windows(NamedTuple):
         return distance.index_select(0, position.view(-1)).view(position.shape) + self._first(position)
 
 
-class _Positions(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Positions(Decoder):
     """Decoder of flat indices of maxima (.., *outputs), which are kept as positions in their windows."""
 
     windows: _Windows
@@ -101,8 +103,6 @@ class _Positions(NamedTuple):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         codes = unpack_codes(tensors[0], self.windows.bit_width, math.prod(self.shape))
         return self.windows.index(codes.view(self.shape))
-
-    multiply = decoded_times
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, 8 * math.prod(self.shape)

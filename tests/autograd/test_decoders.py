@@ -1,0 +1,58 @@
+"""Decoders: one base class declares what others read of them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from brevact import autograd
+from brevact.autograd.expressions import Derived
+from brevact.autograd.saved import Decoder
+
+FOLDER = Path(autograd.__file__).parent
+#: Of the protocol: of its own, a decoder of a format may have what that format's readers ask.
+ATTRIBUTES = {name for name in vars(Decoder) if not name.startswith("_")}
+
+
+def _classes() -> list[tuple[str, ast.ClassDef]]:
+    files = sorted(FOLDER.rglob("*.py"))
+    found = [(str(file.relative_to(FOLDER)), ast.parse(file.read_text())) for file in files]
+    return [(file, node) for file, tree in found for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def test_what_decodes_derives_from_the_base_class():
+    names, before = {"Decoder"}, 0
+    while len(names) > before:
+        before = len(names)
+        names |= {node.name for _, node in _classes() if any(ast.unparse(base) in names for base in node.bases)}
+    decoders = [(file, node.name) for file, node in _classes() if _describes(node)]
+    assert len(decoders) > 15
+    assert [(file, name) for file, name in decoders if name not in names] == []
+
+
+def _describes(node: ast.ClassDef) -> bool:
+    return any(isinstance(each, ast.FunctionDef) and each.name == "described" for each in node.body)
+
+
+def test_nobody_asks_whether_a_decoder_has_an_attribute():
+    calls = [
+        (file.name, ast.unparse(node))
+        for file in FOLDER.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1
+        if isinstance(node.args[1], ast.Constant) and node.args[1].value in ATTRIBUTES
+    ]
+    assert calls == []
+
+
+def test_the_base_class_describes_a_decoder_without_a_loss():
+    decoder = Decoder()
+    assert decoder.quality.is_exact and decoder.is_read_again(())
+    assert not (decoder.lasts or decoder.is_whole or decoder.statistics or decoder.decodes_through)
+
+
+def test_fields_of_derived_tensors_take_no_default_from_the_base_class():
+    with pytest.raises(TypeError, match="quality"):
+        Derived(None, (), (), None, None)
