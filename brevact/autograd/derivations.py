@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.decoders import AS_IT_IS
-from brevact.autograd.expressions import ByMask, Call, Derived, Restrided
+from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
 from brevact.autograd.quality import EXACT, Quality
 from brevact.autograd.saved import Decoder, Saved
@@ -86,7 +86,7 @@ class Derivation(NamedTuple):
     small: tuple[int, ...] = ()
     holds: tuple[Any, ...] = ()
 
-    def of(self, tensors: tuple[Tensor, ...]) -> Saved | None:
+    def of(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Derived] | None:
         """Return what keeps the result, of the operands' tensors; None where it depends on too much."""
         if self.decoder is None:
             return None
@@ -117,7 +117,7 @@ class Way(NamedTuple):
     operands, element by element. The result may depend on ``most_packed`` packed tensors of several operands.
     """
 
-    function: Callable[..., Tensor] | ByMask
+    function: TensorFunction | ByMask
     is_curved: bool = False
     is_pointwise: bool = True
     most_packed: int = MOST_COMBINED
@@ -207,7 +207,7 @@ def _is_of_one_place(expressions: Sequence[Call | int]) -> bool:
 
 
 def function_of(
-    function: Callable[..., Tensor],
+    function: TensorFunction,
     operands: Sequence[Saved],
     like: Tensor,
     *,

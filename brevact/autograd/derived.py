@@ -22,7 +22,7 @@ from torch import Tensor
 
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of
-from brevact.autograd.expressions import ByMask
+from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import Normalizer, output_of
 from brevact.autograd.saved import Saved
@@ -51,7 +51,7 @@ def derive_output(
 def derive(
     region: Keeper,
     out: Tensor,
-    function: Callable[..., Tensor] | ByMask,
+    function: TensorFunction | ByMask,
     operands: Sequence[tuple[Tensor, Saved | None]],
     *,
     is_curved: bool = False,
@@ -97,9 +97,7 @@ def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> 
     return (x.detach() if is_traced(x) else x.detach().clone(),), AS_IT_IS
 
 
-def keep_smooth(
-    function: Callable[..., Tensor], source: Saved, like: Tensor, *, is_pointwise: bool = True
-) -> Saved | None:
+def keep_smooth(function: TensorFunction, source: Saved, like: Tensor, *, is_pointwise: bool = True) -> Saved | None:
     """Keep a smooth function of what :func:`keep_source` keeps, the derivative say, and report it."""
     kept = function_of(function, (source,), like, is_curved=True, is_pointwise=is_pointwise)
     return kept if kept is None else reported(kept)
@@ -151,7 +149,7 @@ class _Positional(NamedTuple):
 _FLAT = frozenset((bool, int, float, str, type(None), torch.dtype, torch.memory_format))
 
 
-def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor]:
+def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TensorFunction:
     """Return a call as a function of the tensors among its arguments."""
     if not kwargs:
         flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import storage_address
 from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction, is_traced
+
+
+class TensorFunction(Protocol):
+    """A function of tensors: unlike ``Callable``, also a NamedTuple with ``__call__``."""
+
+    def __hash__(self) -> int: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
 
 class _Composed(NamedTuple):
@@ -37,7 +45,7 @@ class Call(NamedTuple):
         only: the one source of an expression that is pointwise from there on; -1 for others.
     """
 
-    function: Callable[..., Tensor] | ByMask
+    function: TensorFunction | ByMask
     operands: tuple[Call | int, ...]
     only: int
 
@@ -48,12 +56,16 @@ class Call(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Return the value of a pointwise expression of one source, x."""
+        assert not isinstance(self.function, ByMask)  # which is no function of one number
         return self.function(*(operand.of(x) if isinstance(operand, Call) else x for operand in self.operands))
 
     @property
-    def as_function(self) -> PointFunction:
+    def as_function(self) -> TensorFunction:
         """A pointwise expression of one source as a function of one tensor."""
-        return self.function if len(self.operands) == 1 and isinstance(self.operands[0], int) else _Composed(self)
+        if len(self.operands) == 1 and isinstance(self.operands[0], int):
+            assert not isinstance(self.function, ByMask)
+            return self.function
+        return _Composed(self)
 
     def renumbered(self, numbers: Sequence[int]) -> Call:
         """Return the expression for sources that have other numbers."""
@@ -249,7 +261,7 @@ class Restrided(NamedTuple):
     whole: tuple[int, ...] | None
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
     def __call__(self, x: Tensor) -> Tensor:
         return _with_strides(x, self.whole).as_strided(self.shape, self.stride, self.offset)

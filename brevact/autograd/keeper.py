@@ -140,6 +140,9 @@ class EagerKeeper(Keeper, Protocol):
     """Whether no hooks are around the region, which would see each tensor that it keeps."""
     is_distributed: bool
     """Whether processes share the model."""
+    is_counted: bool
+    """Whether a mode in a checkpoint counts ops (a selective one): those of packing, which may be packed already when
+    the forward runs and not when it is recomputed, are none of them."""
 
     by_op: dict[str, Any]
     """What some ops store in place of ``settings``, by their names."""

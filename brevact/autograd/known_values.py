@@ -114,7 +114,7 @@ class View(Decoder):
     decoder: Decoder
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
     @property
     def quality(self) -> Quality:

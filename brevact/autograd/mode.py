@@ -68,7 +68,7 @@ class EagerMode(compiled_mode.RegionMode):
 
     @compiled_mode.skipped_by_dynamo
     def __torch_function__(
-        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if _is_compiling():
@@ -204,6 +204,7 @@ def _track(
     is_new = row.kind is not Kind.MOVE and not row.overwrites
     if known_values.is_marked(result) if is_new else region.find_known(result) is not None:
         return
+    assert row.kind is not None  # of the rows that are tracked
     follow(region, out_of_place(func), args, kwargs, result, operands, row.kind)
 
 

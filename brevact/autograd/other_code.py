@@ -27,7 +27,7 @@ from brevact.private_names.of_torch import function_apply_code
 #: Classes of the operators of ``torch.ops``: all overloads of one, and one of them.
 OPERATORS = type(torch.ops.aten.log), type(torch.ops.aten.log.default)
 _OF_TORCH = ("aten", "prim", "prims", "brevact")
-_SCRIPTED = torch.jit.ScriptFunction
+_SCRIPTED: Any = torch.jit.ScriptFunction
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 

@@ -197,7 +197,7 @@ class Region(Store):
     def mark(self, result: Any, *, is_weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""
         if type(result) is Tensor:
-            node = result.grad_fn
+            node: Any = result.grad_fn
             if node is not None:
                 node.metadata[WEIGHT_NUMEL] = result.numel() if is_weight else 0
                 return
@@ -227,7 +227,7 @@ class Region(Store):
         """Return whether the input of a function can be packed: floating point and no weight."""
         return type(x) is Tensor and is_activation(x) and (x.grad_fn is None or not is_weight(x, self.state))
 
-    def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+    def apply(self, function: type[Any], *args: Any) -> Any:
         """Apply one of our Functions, whose saved tensors are packed already."""
         pop_hooks()
         try:
@@ -247,7 +247,7 @@ class Region(Store):
                 return None
         return self.hooks
 
-    def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+    def apply_to_weight(self, function: type[Any], *args: Any) -> Any:
         """Apply one of our Functions that returns a weight, and note that it does."""
         pop_hooks()
         try:

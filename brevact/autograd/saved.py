@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,13 +104,14 @@ def one_object_each(make: Callable[P, R]) -> Callable[P, R]:
 
     Symbols, of traced graphs with dynamic shapes, have no hash: with them it returns a new object.
     """
-    cached = functools.lru_cache(maxsize=4096, typed=True)(make)
+    cached: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
 
     @functools.wraps(make)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return cached(*args, **kwargs)
+            found: R = cached(*args, **kwargs)
         except TypeError:
             return make(*args, **kwargs)
+        return found
 
     return call

@@ -202,7 +202,9 @@ class SavedTensorHooks(HookStack):
 
     def _pack_of_layer(self, x: Tensor, input: Tensor, weight: Tensor | None) -> SavedByHook | tuple[Tensor, int]:
         """Keep what torch's own layer saves, which runs in place of a Function."""
-        if x is weight or (self.flattens and x._is_view() and (x._base is weight or x._base is weight._base)):
+        if x is weight or (
+            self.flattens and x._is_view() and (x._base is weight or (weight is not None and x._base is weight._base))
+        ):
             if self._outer is None and is_parameter_or_view(x) and not storage_report.recorders:
                 return x if x.grad_fn is None else x.detach(), x._version
             return self._hand_on(self._region.keep_weight(x))
@@ -284,7 +286,8 @@ class SavedTensorHooks(HookStack):
 
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""
-        return bool(self.cast_shapes) and not x.requires_grad and sizes_of(x) in self.cast_shapes
+        shapes = self.cast_shapes
+        return shapes is not None and not x.requires_grad and sizes_of(x) in shapes
 
     def _keep_input_of_checkpoint(self, x: Tensor, saver: FrameType) -> Saved:
         """Keep a tensor from which a function is computed again: as it is, unless a rule for checkpoints packs it."""

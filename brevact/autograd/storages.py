@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, UntypedStorage
 
@@ -45,7 +45,7 @@ def referent(reference: weakref.ref[T]) -> T | None:
     nothing. PyTorch's own weak references (``_weak_ref``) pin the storage's header, and a header between two freed
     tensors stops malloc from joining their memory for a larger one.
     """
-    found = reference()
+    found: Any = reference()
     if found is not None:
         found._fix_weakref()
     return found

@@ -76,9 +76,6 @@ class Store(EagerKeeper):
 
     places: Iterator[int]
     """Numbers of the tensors that a quantizer with statistics keeps."""
-    is_counted: bool
-    """Whether a mode in a checkpoint counts ops (a selective one): those of packing, which may be packed already when
-    the forward runs and not when it is recomputed, are none of them."""
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
         """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.

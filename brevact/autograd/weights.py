@@ -60,7 +60,7 @@ def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
     return found
 
 
-def is_parameter(x: Tensor) -> bool:
+def is_parameter(x: Tensor | None) -> bool:
     """Return whether ``x`` is a parameter, or a tensor of another class that is marked as one."""
     kind = type(x)
     return kind is nn.Parameter or (kind is not Tensor and isinstance(x, nn.Parameter))  # whose own check is slow
@@ -111,14 +111,14 @@ class ModelState:
     @staticmethod
     def mark_activation(output: Tensor) -> None:
         """Note that what a layer returned is none, so that nobody has to walk through the graph to find out."""
-        node = output.grad_fn
+        node: Any = output.grad_fn
         if node is not None:
             node.metadata[WEIGHT_NUMEL] = 0
 
     def mark_weight(self, output: Any, *, weight: bool) -> None:
         """Note whether what an op returned is a weight: on its graph node, or by its storage if it has none."""
         for x in tensors_in(output):
-            node = x.grad_fn
+            node: Any = x.grad_fn
             if node is not None:
                 node.metadata[WEIGHT_NUMEL] = x.numel() if weight else 0
             elif weight and x.layout is torch.strided:
@@ -190,7 +190,7 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
     return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
 
 
-def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bool:
+def _comes_from_weights_alone(node: Any, numel: int) -> bool:
     """Walk the graph up to ops that were seen, and to leaves.
 
     What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
@@ -199,8 +199,7 @@ def _comes_from_weights_alone(node: torch.autograd.graph.Node, numel: int) -> bo
     marked = node.metadata.get(WEIGHT_NUMEL)
     if marked == 0 or (marked is None and (_is_layer(node.name()) or _is_own(node))):
         return False
-    pending: list[torch.autograd.graph.Node] = [node]
-    seen: set[torch.autograd.graph.Node] = set()
+    pending, seen = [node], set()
     largest = 0
     while pending:
         node = pending.pop()
@@ -247,7 +246,7 @@ def is_known_activation(x: Any) -> bool:
     """Return whether ``x`` is an activation by its graph node alone, without a walk through the graph."""
     if type(x) is not Tensor:
         return False
-    node = x.grad_fn
+    node: Any = x.grad_fn
     return node is not None and (node.metadata.get(WEIGHT_NUMEL) == 0 or _is_own(node))
 
 

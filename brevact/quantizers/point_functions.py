@@ -27,7 +27,7 @@ class PointFunction(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, /) -> Tensor:
         """Return a new tensor of the shape and strides of `x`."""
         ...
 

@@ -89,7 +89,7 @@ class TracingMode(RegionMode):
         self.norms_only = norms_only
 
     def __torch_function__(
-        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+        self, func: Callable, types: tuple[Any, ...], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         return traced_call(self, func, types, args, kwargs or {})
 
@@ -104,7 +104,7 @@ def _changes_forward(text: str | None) -> bool:
     return text is not None and '"quantize_forward": true' in text
 
 
-def traced_call(mode: RegionMode, func: Callable, types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a torch function that a mode has caught, by its counterpart if it has one."""
     for kind in types:
         if not issubclass(kind, Tensor):  # a Brevitas QuantTensor: its own rule runs, the mode sees the ops inside

@@ -160,8 +160,8 @@ class _Product(Saving):
 class _TracedRegion(Keeper):
     """What the handlers ask of a region, answered from one call alone."""
 
-    def __init__(self, settings: BackwardSettings, parameters: list[Tensor]) -> None:
-        self.settings = settings
+    def __init__(self, settings: BackwardSettings | None, parameters: list[Tensor]) -> None:
+        self.settings: Any = settings
         self.parameters = parameters
         self.mode = _InnerMode(self)
         self.copy: Tensor | None = None  # of the argument that is overwritten
@@ -195,7 +195,10 @@ class _TracedRegion(Keeper):
         return function.apply(self, *args)
 
     def find_known(self, x: Tensor) -> Saved | None:
-        version, known = _known.get(x, (None, None)) if isinstance(x, FunctionalTensor) else (None, None)
+        entry = _known.get(x) if isinstance(x, FunctionalTensor) else None
+        if entry is None:
+            return None
+        version, known = entry
         return known if version == x._version and known[1].quality.serves(self.settings) else None
 
     def find_kept(self, x: Tensor) -> Saved | None:

@@ -145,14 +145,15 @@ def _by_stored_dropout(
 
 def _attend_again(leaves: list[Any], options: _Options, backend: int | None, passed: Tensor | None) -> Tensor:
     """Run the attention on decoded inputs: with dropout by the same kernel, whose random numbers it needs."""
+    query, key, value, mask = leaves
     if passed is not None:
-        return _by_stored_dropout(*leaves, options, passed)
+        return _by_stored_dropout(query, key, value, mask, options, passed)
     if backend == SDPBackend.MATH.value:
-        return _by_math(*leaves, options)[0]
+        return _by_math(query, key, value, mask, options)[0]
     with ExitStack() as stack:
         if backend is not None:
             stack.enter_context(sdpa_kernel(SDPBackend(backend)))
-        return _attend(*leaves, *options[:2], **_named(options))
+        return _attend(query, key, value, mask, *options[:2], **_named(options))
 
 
 def _generator_state(device: torch.device) -> Tensor:

@@ -91,9 +91,9 @@ class Saving(torch.autograd.Function):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.record = super(torch.autograd.Function, cls).apply
+        cls.record = super(torch.autograd.Function, cls).apply  # type: ignore[misc]  # of a class in C++
         if "forward" in vars(cls) and not cls.returns_new:
-            cls.forward = staticmethod(_returning_no_views(cls.forward))
+            cls.forward = staticmethod(_returning_no_views(cls.forward))  # type: ignore[method-assign]
 
 
 def _returning_no_views(forward: Callable[..., Any]) -> Callable[..., Any]:

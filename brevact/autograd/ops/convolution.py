@@ -25,7 +25,7 @@ from brevact.private_names.of_torch import is_any_autocast_enabled
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
-def to_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Cast as autocast does for matrix products, if it is on: float32 and float16 tensors, never float64.
 
     Doing it here keeps autocast from caching a weight copy that was made without gradients.

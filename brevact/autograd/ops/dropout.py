@@ -163,7 +163,7 @@ def _dropout_twice(
     return _twice(region, input, p, lambda x: func(x, p, training, inplace))
 
 
-def _compose(region: Keeper, input: Tensor, p: float, training: bool, kind: _Noise, inplace: bool) -> Any:
+def _compose(region: Keeper, input: Tensor, p: float, training: bool, inplace: bool, *, kind: _Noise) -> Any:
     if not _drops(region, input, p, training) or (kind.of_channels and input.dim() < 2) or input.numel() == 0:
         return NotImplemented
     return region.apply(_ComposedDropout, input, p, kind, inplace)
@@ -193,7 +193,7 @@ def _alpha(of_channels: bool) -> Callable:
     def handle(
         region: Keeper, func: Callable, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Any:
-        return _compose(region, input, p, training, _Noise(of_channels, True), inplace)
+        return _compose(region, input, p, training, inplace, kind=_Noise(of_channels, True))
 
     return handle
 
@@ -228,9 +228,7 @@ OPS = (
     *(
         Op(
             (getattr(torch, name), getattr(torch, f"{name}_")),
-            _in_torch(
-                lambda region, input, p, train, inplace, kind=kind: _compose(region, input, p, train, kind, inplace)
-            ),
+            _in_torch(functools.partial(_compose, kind=kind)),
             _STORED,
         )
         for name, kind in _KINDS.items()

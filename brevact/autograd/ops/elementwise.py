@@ -159,7 +159,7 @@ def _divide(region: Keeper, func: Callable, input: Any, other: Any, **kwargs: An
 
 def _divides_by_activation(place: int, region: Keeper, args: tuple) -> bool:
     """Whether the denominator of a division, at this place of its arguments, is an activation: 1/b^2 is no noise."""
-    x = args[place] if place < len(args) else None
+    x: Any = args[place] if place < len(args) else None
     return (is_activation(x) or is_complex(x)) and x.numel() >= region.settings.min_numel and not region.is_weight(x)
 
 

@@ -236,16 +236,16 @@ def _gradients(
     needs: tuple[bool, ...],
     shapes: tuple[torch.Size, ...],
     grad: Tensor,
-    q: Tensor | None,
+    q: Any,
     through: Tensor,
     clipped: Tensor,
-    shifted: Tensor | None,
+    shifted: Any,
     pre_scale: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, scale, zero_point, pre_scale and pre_zero_point, each by the formula and order of stock ops.
 
     ``q`` are the integers less the zero point, ``through`` and ``clipped`` the gradients before the clipping and behind
-    it, ``shifted`` is x / pre_scale; shapes are those of the last four.
+    it, ``shifted`` is x / pre_scale: tensors, or None where no gradient reads them. Shapes are those of the last four.
     """
     needs_x, needs_scale, needs_zero_point, needs_pre_scale, needs_pre_zero_point = needs
     of_scale, of_zero_point, of_pre_scale, of_pre_zero_point = shapes

@@ -15,7 +15,9 @@ _SIZES = (
     *("nelement", "numel", "size", "storage_offset", "stride", "untyped_storage"),
 )
 #: Of an integer (the batches that a norm has seen) nothing is stored, and nothing made of it trains.
-_COUNTING = frozenset((Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_))
+_COUNTING: frozenset[Callable[..., Any]] = frozenset(
+    (Tensor.add_, Tensor.__iadd__, Tensor.sub_, Tensor.__isub__, Tensor.fill_, Tensor.zero_)
+)
 _UNVERSIONED = (Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)  # type: ignore[attr-defined]
 _GETITEM = Tensor.__getitem__
 OPS = (

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.derived import derive
-from brevact.autograd.expressions import ByMask
+from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, as_number, expanded_one, load, save
 from brevact.autograd.ops.op import EXACT, MASKS, Op, Stored, everywhere
@@ -36,7 +36,7 @@ class _Pieces(NamedTuple):
     inside: float = 1.0
     outside: float = 0.0
     #: The function again, of its input, a derived one perhaps that is beyond a corner, and the mask; None: of no use.
-    value: Callable[..., Tensor] | ByMask | None = ByMask()
+    value: TensorFunction | ByMask | None = ByMask()
     #: Numbers that torch's own backward pass can take inside and outside of the mask for what it saves.
     stands: tuple[float, float] = (1.0, 0.0)
     #: What torch's backward kernel takes beside the gradient, and in which order.
@@ -160,7 +160,7 @@ def _hardshrink(input: Tensor, lambd: float = 0.5) -> _Pieces:
     return _Pieces(mask, stands=(math.inf, 0.0), order=Order.GRAD_FIRST)
 
 
-def _clamp(input: Tensor, min: float | None = None, max: float | None = None) -> _Pieces:
+def _clamp(input: Tensor, min: Any = None, max: Any = None) -> _Pieces:
     if any(isinstance(bound, Tensor) for bound in (min, max)) or (min is None and max is None):
         raise TypeError("bounds that are tensors have gradients of their own")
 
@@ -243,13 +243,13 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
 
 #: Randomized ReLU outside of training: a leaky ReLU with the mean slope. The rest is in ``rectifiers``.
 frozen_rrelu = _handler(_frozen_rrelu)
-_RULES = {
+_RULES: dict[Callable[..., _Pieces], tuple[Callable[..., Any], ...]] = {
     _relu: everywhere("relu"),
     _hardtanh: (F.hardtanh, F.hardtanh_),
     _relu6: (F.relu6,),
     _hardsigmoid: (F.hardsigmoid,),
     _leaky_relu: (F.leaky_relu, F.leaky_relu_),
-    _threshold: (F.threshold, torch.threshold, F.threshold_, torch.threshold_),
+    _threshold: (F.threshold, torch.threshold, F.threshold_, torch.threshold_),  # type: ignore[attr-defined]
     _softshrink: (F.softshrink,),
     _hardshrink: (F.hardshrink, torch.hardshrink, Tensor.hardshrink),
     _clamp: everywhere("clamp", "clip"),

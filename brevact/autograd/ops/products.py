@@ -213,7 +213,7 @@ def _parse(equation: str, *shapes: Sequence[int]) -> _Einsum | None:
             sizes.setdefault(x, size) != size for x, size in zip(part, shape, strict=True)
         ):
             return None
-    return _Einsum(*labels, out, sizes)
+    return _Einsum(labels[0], labels[1], out, sizes)
 
 
 _TWO = ("matmul", "mm", "bmm", "mv", "dot")

@@ -68,7 +68,8 @@ class _OfQuotient(Saving):
         quotient, scale = load(ctx)
         needs_x, needs_scale = ctx.needs_input_grad[2:]
         through, of_scale = _gradients(ctx.compute, [quotient, scale], (True, needs_scale), grad)
-        if needs_scale:
+        assert through is not None
+        if of_scale is not None:
             of_scale = of_scale + (-through * (quotient / scale)).sum_to_size(scale.shape)
         return None, None, through / scale if needs_x else None, of_scale
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_inplace, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, Op, Stored
+from brevact.autograd.saved import Saved
 from brevact.autograd.store import keep_mask
 
 
@@ -96,10 +97,9 @@ class _Reduction(Saving):
         is_extreme = reduce in _EXTREMES
         before = input.clone() if places.inplace and is_extreme else input
         out = call(input, index, source)
+        masks: tuple[Saved, ...] = ()
         if is_extreme:
             masks = keep_mask(before == out), keep_mask(source == places.take(out, index))
-        else:
-            masks = ()
         if places.inplace:
             ctx.mark_dirty(input)
         save(ctx, *masks, exact=(index,))

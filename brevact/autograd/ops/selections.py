@@ -101,8 +101,8 @@ class _Rule(NamedTuple):
 def _extreme(region: Keeper, func: Callable, input: Tensor, dim: Any = (), keepdim: bool = False, **kwargs: Any) -> Any:
     if kwargs or not (region.packs_input(input) and input.requires_grad and 0 < input.dim() and input.numel() > 0):
         return NotImplemented
-    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
-    dims = [d % input.dim() for d in dims] or list(range(input.dim()))
+    chosen = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    dims = [d % input.dim() for d in chosen] or list(range(input.dim()))
     return region.apply(_Extreme, lambda x: func(x, dim, keepdim), dims, False, input)
 
 
@@ -137,8 +137,8 @@ def _of_numbers(divides: bool) -> Callable:
             return NotImplemented
         if input.dim() == 0 or input.numel() == 0:
             return NotImplemented
-        dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
-        dims = [d % input.dim() for d in dims] or list(range(input.dim()))
+        chosen = (dim,) if isinstance(dim, int) else tuple(dim or ())
+        dims = [d % input.dim() for d in chosen] or list(range(input.dim()))
         return region.apply(_OfNumbers, lambda x: func(x, dim, keepdim, **kwargs), dims, divides, input)
 
     return handle

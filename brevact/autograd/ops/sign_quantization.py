@@ -68,9 +68,12 @@ class _SignQuantization(Saving):
 
 
 def _sign_gradients(
-    needs: tuple[bool, ...], has_zero: bool, grad: Tensor, q: Tensor | None, passes: Tensor | None, scale: Tensor
+    needs: tuple[bool, ...], has_zero: bool, grad: Tensor, q: Any, passes: Tensor | None, scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, scale, upper and lower, each by the formula and order of stock ops."""
+    """Gradients of x, scale, upper and lower, each by the formula and order of stock ops.
+
+    ``q`` are the integers, None where no gradient reads them.
+    """
     needs_x, needs_scale, needs_upper, needs_lower = needs
     through = grad * scale
     clipped = through if passes is None else torch.where(passes, through, 0.0)

@@ -170,7 +170,7 @@ def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: 
         value = Value.of(func, rest, kwargs) if is_gentle else None
         if value is not None and not inplace and input.numel() <= MOST_HELD:
             run = _RUNNERS.get(func)
-            out = None if run is None or region.torch_runner(input) is None else run(region, value, input)
+            out = None if run is None or region.torch_runner(input) is None else run(region, value, input)  # type: ignore[arg-type]  # eager, as it has hooks
             if out is not None:
                 return out
         return region.apply(_Smooth, lambda x: func(x, *rest, **kwargs), derivative, order, value, input, inplace)

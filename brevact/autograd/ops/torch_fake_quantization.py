@@ -92,7 +92,7 @@ def _fused(
     symmetric_quant: bool = False,
 ) -> Any:
     """Observe, and quantize by the scale of now, which the op itself writes."""
-    others = (observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const)
+    others: tuple[Any, ...] = (observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const)
     others += (quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant)
     is_on = isinstance(fake_quant_on, Tensor) and fake_quant_on.is_cpu and bool(fake_quant_on)
     out = _run(region, lambda x: func(x, *others), x, quant_min, quant_max) if is_on else NotImplemented

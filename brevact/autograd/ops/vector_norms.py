@@ -108,7 +108,7 @@ class _Deviation(Saving):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_mean: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_mean: Tensor | None = None) -> tuple[Tensor | None, ...]:
         kept, *std = load(ctx)
         factor = grad.reshape(ctx.group.sizes) / ctx.divisor
         grad_input = kept.decode() * (factor * (2 * std[0]) if std else factor)

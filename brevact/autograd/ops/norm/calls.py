@@ -70,8 +70,9 @@ def _torch_batch_norm(
     if not training and region.settings.double_backward:
         return NotImplemented
     if not training:
-        norm = Frozen(torch.batch_norm, *running, momentum, eps, cudnn_enabled)
-        return apply(region, norm, input, weight, bias)
+        assert running_mean is not None and running_var is not None
+        frozen = Frozen(torch.batch_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
+        return apply(region, frozen, input, weight, bias)
     norm = BatchNorm(*running, momentum, eps, cudnn_enabled)
     if region.settings.double_backward:
         return _by_torch(region, norm, input, weight, bias)
@@ -80,8 +81,8 @@ def _torch_batch_norm(
     if is_torchs and not is_traced(input):
         plan = find_plan(region.settings, input, *running, weight, bias, eps)
     if plan is not None:
-        if packs_anew(region, input):
-            return run_planned(region, plan, norm, input, weight, bias)
+        if packs_anew(region, input):  # type: ignore[arg-type]  # eager: the input is not traced
+            return run_planned(region, plan, norm, input, weight, bias)  # type: ignore[arg-type]
         norm.packing = plan.packing
         return apply(region, norm, input, weight, bias)
     runner = region.torch_runner(input, *running) if is_torchs else None
@@ -133,9 +134,10 @@ def _torch_instance_norm(
         return NotImplemented
     if use_input_stats:
         norm = InstanceNorm(running_mean, running_var, momentum, eps, cudnn_enabled)
-    else:
-        norm = Frozen(torch.instance_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
-    return apply(region, norm, input, weight, bias)
+        return apply(region, norm, input, weight, bias)
+    assert running_mean is not None and running_var is not None
+    frozen = Frozen(torch.instance_norm, running_mean, running_var, momentum, eps, cudnn_enabled)
+    return apply(region, frozen, input, weight, bias)
 
 
 def _instance_norm(

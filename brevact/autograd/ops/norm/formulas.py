@@ -44,7 +44,7 @@ def packed_batch_norm(
     momentum: float,
     eps: float,
     plan: UniformPlan,
-    seed: int | None,
+    seed: int | Tensor | None,
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,9 +120,7 @@ class Norm:
         """Return the running mean and the running variance, if it has them."""
         return None, None
 
-    def forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the output, the means and the inverse deviations, as ATen gives them."""
         raise NotImplementedError
 
@@ -197,7 +195,7 @@ class InstanceNorm(BatchNorm):
             *(self.momentum, self.eps, self.cudnn_enabled),
         )
         for kept, repeated in zip(self.running, running, strict=True):
-            if kept is not None:
+            if kept is not None and repeated is not None:
                 kept.copy_(repeated.view(n, c).mean(0))
         return out.view(x.shape), mean, invstd
 
@@ -209,9 +207,11 @@ class InstanceNorm(BatchNorm):
 
     def _of_samples(self, grads: Gradients, x: Tensor) -> Gradients:
         """Shape the gradients of the one batch as those of the samples, whose weights are the same."""
-        grad_input, *sums = grads
-        sums = [None if total is None else total.view(x.shape[:2]).sum(0) for total in sums]
-        return None if grad_input is None else grad_input.view(x.shape), *sums
+        grad_input, of_weight, of_bias = grads
+        of_weight, of_bias = (
+            None if total is None else total.view(x.shape[:2]).sum(0) for total in (of_weight, of_bias)
+        )
+        return None if grad_input is None else grad_input.view(x.shape), of_weight, of_bias
 
 
 def _repeat(x: Tensor | None, samples: int) -> Tensor | None:
@@ -282,6 +282,7 @@ class _OfLastDims(Norm):
 class LayerNorm(_OfLastDims):
     """Layer norm over the last dimensions."""
 
+    eps: float
     name = "layer_norm"
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -369,8 +370,8 @@ class RMSNorm(_OfLastDims):
             grad_weight = (grad * normalized).sum_to_size(self.normalized_shape)
         if mask[0]:
             grad_input = grad.to(invstd.dtype) if weight is None else grad.to(invstd.dtype) * weight
-            mean = (grad_input * normalized).mean(self._dims, keepdim=True)
-            grad_input = grad_input.addcmul(normalized, mean, value=-1).mul_(invstd)
+            average = (grad_input * normalized).mean(self._dims, keepdim=True)
+            grad_input = grad_input.addcmul(normalized, average, value=-1).mul_(invstd)
         return grad_input, grad_weight, None
 
     @property

@@ -43,8 +43,10 @@ def apply(region: Keeper, norm: Norm, input: Tensor, weight: Tensor | None, bias
     rounds = norm.has_mean and region.settings.quantizes_forward
     if not rounds or (torch.is_grad_enabled() and requires_grad(input, weight, bias)):
         return region.apply(_Frozen if isinstance(norm, Frozen) else _Norm, norm, input, weight, bias)
-    run = _run_frozen if isinstance(norm, Frozen) else _run_levels
-    return run(region, norm, input, *_to_autocast(norm, input, weight, bias))[0]
+    x, w, b = _to_autocast(norm, input, weight, bias)
+    if isinstance(norm, Frozen):
+        return _run_frozen(region, norm, input, x, w, b)[0]
+    return _run_levels(region, norm, input, x, w, b)[0]
 
 
 class _Norm(Saving):
@@ -56,6 +58,7 @@ class _Norm(Saving):
     ) -> Tensor:
         reads_x = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         x, w, b = _to_autocast(norm, input, weight, bias)
+        kept: Saved | None
         ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
         if norm.has_mean and region.settings.for_normalized is not None:
             out, kept = _run_levels(region, norm, input, x, w, b)
@@ -141,6 +144,7 @@ def _run_levels(
 ) -> tuple[Tensor, Saved]:
     """Output, and what keeps the normalized input; its invstd is NaN where the statistics are no finite numbers."""
     out, mean, invstd = norm.forward(x, weight, bias)
+    assert mean is not None
     invstd = mean * 0 + invstd
     kept = region.keep_levels(input, NormInput(norm, mean, invstd, x.dtype))
     if region.settings.quantizes_forward:
@@ -171,7 +175,7 @@ def _write_affine(
     out.copy_(levels)
 
 
-def _to_autocast(norm: Norm, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _to_autocast(norm: Norm, *tensors: Tensor | None) -> tuple[Any, ...]:
     """Cast to float32 where autocast runs this norm in it."""
     if not is_any_autocast_enabled():
         return tensors
