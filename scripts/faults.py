@@ -492,7 +492,7 @@ FAULTS = (
         "double backward reads quantized values",
         "autograd/decoders.py",
         "unpack",
-        "_is_grad_enabled() and (not getattr(stored.decoder, 'is_whole', False)) and (current_graph_task() != -1)",
+        "_is_grad_enabled() and (not stored.decoder.is_whole) and (current_graph_task() != -1)",
         "False",
         REGIONS,
     ),

@@ -287,7 +287,7 @@ def packed_batch_norm(
     momentum: float,
     eps: float,
     plan: UniformPlan,
-    seed: int | None,
+    seed: int | Tensor | None,
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -314,7 +314,8 @@ def gives_bits_of_torch() -> bool:
         with torch.no_grad():
             for has_affine in (True, False):
                 weights = [(y[0], y[1]) if has_affine else (None, None) for y in (given, other)]
-                found = _run(x, *weights[0], given[2], given[3], *numbers)
+                weight, bias = weights[0]
+                found = _run(x, weight, bias, given[2], given[3], *numbers)
                 wanted = batch_norm_impl_index(x, *weights[1], other[2], other[3], True, *numbers, False)
                 if not (torch.equal(given, other) and all(map(torch.equal, found, wanted[:3]))):
                     return False

@@ -29,7 +29,7 @@ try:
 except ImportError:  # Windows: processes may compile the same kernel
     fcntl = None  # type: ignore[assignment]
 
-if numba.config.DISABLE_JIT:
+if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError("Numba's compiler is disabled (NUMBA_DISABLE_JIT), and the kernels run compiled only")
 
 _C_FUNCTION = """

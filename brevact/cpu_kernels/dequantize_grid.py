@@ -168,10 +168,10 @@ def dequantize_grid_blocks(codes, offset, scale, levels, size, rows, flagged, ot
 def dequantize_grid(codes: Tensor, geometry: Geometry, grid: Grid, other: Tensor | None, target: Tensor) -> None:
     """See the law."""
     levels = grid.levels.contiguous()
-    offset, scale = affine_rows(grid.offset, grid.scale)
-    affine = (0, 0) if offset is None else (offset.data_ptr(), scale.data_ptr())
+    affine = affine_rows(grid.offset, grid.scale)
+    addresses = (0, 0) if affine is None else (affine[0].data_ptr(), affine[1].data_ptr())
     table, factor = grid_table(geometry, target.dtype, NEAREST), 0 if other is None else other.data_ptr()
     flagged = grid.scale is not None and bool(torch.signbit(grid.scale).any())
     rows = levels.data_ptr(), levels.shape[1], levels.shape[0]
-    arguments = (codes.data_ptr(), *affine, *rows, flagged, factor, target.data_ptr(), table.address)
+    arguments = (codes.data_ptr(), *addresses, *rows, flagged, factor, target.data_ptr(), table.address)
     share(dequantize_grid_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())

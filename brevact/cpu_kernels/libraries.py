@@ -102,7 +102,12 @@ def writable_folder() -> Path | None:
 def folder_of_process() -> Path:
     """A folder that is removed when this process ends."""
     folder, process = Path(tempfile.mkdtemp(prefix="brevact-")), os.getpid()
-    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
+
+    def remove() -> None:
+        if os.getpid() == process:  # no fork of it
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     _temporary.append(folder)
     return folder
 

@@ -108,8 +108,9 @@ class Compilers:
         for _ in range(min(_MOST_PROCESSES, torch.get_num_threads(), len(tasks))):
             errors = tempfile.TemporaryFile()
             command = [sys.executable, "-c", _START, paths, str(PACKAGE.parent), str(folder), *arguments]
-            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
-            process = subprocess.Popen(command, env=environment, **quiet)
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
+            )
             threading.Thread(target=process.wait, daemon=True).start()  # leaves no zombie
             self._processes.append((process, errors))
 

@@ -252,6 +252,6 @@ def quantize(
     if not table.fused:
         keys = range_keys(source, table, threads)
         calibrate_groups(keys.ctypes.data, len(keys), *metadata, table.address, 0, plan.geometry.groups)
-    arguments = (source, codes, *metadata, 0 if seed is None else int(seed), table.address)
-    arguments += (0 if norm is None else ctypes.addressof(norm),)
+    key, words = 0 if seed is None else int(seed), 0 if norm is None else ctypes.addressof(norm)
+    arguments = (source, codes, *metadata, key, table.address, words)
     share(quantize_blocks, arguments, table.blocks, plan.geometry.block_size, threads)

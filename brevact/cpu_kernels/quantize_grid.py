@@ -170,10 +170,10 @@ def quantize_grid(flat: Tensor, geometry: Geometry, grid: Grid, seed: int | Tens
     """See the law."""
     stochastic = seed is not None
     levels, steps = grid.levels.contiguous(), grid.steps(stochastic=stochastic).contiguous()
-    offset, inverse = affine_rows(grid.offset, grid.inverse)  # in names, so that their memory lives on
-    affine = (0, 0) if offset is None else (offset.data_ptr(), inverse.data_ptr())
+    affine = affine_rows(grid.offset, grid.inverse)  # in a name, so that its memory lives on
+    addresses = (0, 0) if affine is None else (affine[0].data_ptr(), affine[1].data_ptr())
     table = grid_table(geometry, flat.dtype, STOCHASTIC if stochastic else NEAREST)
     rows = levels.data_ptr(), steps.data_ptr(), levels.shape[1], levels.shape[0]
-    key = int(seed) if stochastic else 0
-    arguments = (flat.data_ptr(), codes.data_ptr(), *affine, *rows, grid.marks, key, table.address)
+    key = 0 if seed is None else int(seed)
+    arguments = (flat.data_ptr(), codes.data_ptr(), *addresses, *rows, grid.marks, key, table.address)
     share(quantize_grid_blocks, arguments, table.blocks, geometry.block_size, torch.get_num_threads())

@@ -74,11 +74,11 @@ def table_of(plan: UniformPlan, dtype: torch.dtype, rounding: int, rows: int = 0
 uniform_table = functools.lru_cache(maxsize=4096)(table_of)
 
 
-def affine_rows(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Both, contiguous, or neither: what is missing is 1, or -0.0, to which adding changes no zero either."""
+def affine_rows(offset: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Both, contiguous, or None for neither: what is missing is 1, or -0.0, to which adding changes no zero either."""
     if factor is None:
         if offset is None:
-            return None, None
+            return None
         factor = torch.ones_like(offset)
     elif offset is None:
         offset = torch.full_like(factor, -0.0)

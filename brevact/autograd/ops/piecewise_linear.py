@@ -202,7 +202,10 @@ def _twice(rule: Callable[..., _Pieces]) -> Callable:
             return NotImplemented
         input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
         inplace = pieces.inplace or func.__name__.endswith("_")
-        if not (region.packs_input(input) and input.requires_grad and region.torch_runner(input)):
+        if not (region.packs_input(input) and input.requires_grad):
+            return NotImplemented
+        runner = region.torch_runner(input)
+        if runner is None:
             return NotImplemented
         if (inplace and pieces.reads != "output") or input.numel() < region.settings.min_numel:
             return NotImplemented
@@ -210,7 +213,7 @@ def _twice(rule: Callable[..., _Pieces]) -> Callable:
             return NotImplemented
         mask, source = keep_mask(pieces.mask(input.detach()), pieces.outside / pieces.inside), region.find_known(input)
         kept = stand_in(mask, input.dtype, *pieces.stands)
-        out = region.hooks.run_torch_function(lambda x: func(x, *rest, **kwargs), input, kept)
+        out = runner.run_torch_function(lambda x: func(x, *rest, **kwargs), input, kept)
         if source is not None and pieces.value is not None and not isinstance(pieces.value, _Bounded):
             derive(region, out, pieces.value, ((input, source), (input, mask)))
         return out

@@ -229,7 +229,7 @@ def _by_torch(run: Callable[[Any, PointFunction, Tensor], Tensor | None]) -> Cal
     return handle
 
 
-_TWICE = {
+_TWICE: dict[Callable[..., Any], Callable] = {
     **dict.fromkeys((F.silu, F.hardswish, F.mish, F.gelu, F.softplus, F.elu), _by_torch(run_torch)),
     **dict.fromkeys((F.celu, torch.celu, F.selu, torch.selu), _by_torch(run_torch)),
     **dict.fromkeys(everywhere("sigmoid", "expit", "tanh"), _by_torch(run_torch_by_output)),

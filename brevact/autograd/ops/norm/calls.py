@@ -247,7 +247,10 @@ OPS = (
     *(
         Op(
             *((func,), handler, _STORED, handler if handler in _TWICE else None),
-            **{"is_bit_exact": False, "is_layer": True, "is_norm": True, "rounds_forward": True},
+            is_bit_exact=False,
+            is_layer=True,
+            is_norm=True,
+            rounds_forward=True,
         )
         for func, handler in _WITH_MEAN.items()
     ),
