@@ -53,8 +53,8 @@ KERNELS = ("cpu_kernels/test_same_bytes.py", "quantizers/test_contract.py")
 GRIDS = ("cpu_kernels/test_grids.py", "quantizers/test_contract.py")
 INTERPRETED = ("triton_kernels/test_interpreted.py",)
 OPS = ("autograd/test_functions.py", "autograd/test_op_database.py")
-REGIONS = tuple(f"autograd/test_{name}.py" for name in ("region", "sharing", "graphs", "interrupts", "seeds"))
-WEIGHTS = ("integration/test_weights.py", "autograd/test_weights.py", "autograd/test_weights_again.py")
+REGIONS = tuple(f"autograd/test_{name}.py" for name in ("region", "sharing", "graphs", "abandoned_forwards", "seeds"))
+WEIGHTS = ("integration/test_weights.py", "autograd/test_weights.py", "autograd/test_weight_recompute.py")
 QAT = ("qat",)
 BIT_WIDTHS = ("bit_widths/test_allocation.py", "bit_widths/test_fit.py", "bit_widths/test_adaptive.py")
 SAMPLES = ("quantizers/test_sample.py",)
@@ -305,7 +305,7 @@ FAULTS = (
     Fault(
         "low and high buckets of a mixture share their noise",
         "quantizers/formats/mixed/sized_mix.py",
-        "SizedMix.encode",
+        "DrawnMix.encode",
         "(seed, moved_seed(seed, _HIGH_KEY))",
         "(seed, seed)",
         ("quantizers/test_mixed.py", "quantizers/test_contract.py"),
@@ -313,7 +313,7 @@ FAULTS = (
     Fault(
         "the ragged last bucket is never high",
         "quantizers/formats/mixed/sized_mix.py",
-        "SizedMix._choose",
+        "DrawnMix._choose",
         "is_high[full:] = self.high_tail",
         "is_high[full:] = False",
         ("quantizers/test_mixed.py", "quantizers/test_contract.py"),
@@ -376,11 +376,11 @@ FAULTS = (
     ),
     Fault(
         "a small tensor that was decoded last is taken for that of another weight",
-        "autograd/decoded_last.py",
+        "autograd/decode_cache.py",
         "_Held.find",
         "x is not weight",
         "False",
-        ("autograd/test_decoded_last.py",),
+        ("autograd/test_decode_cache.py",),
     ),
     Fault(
         "a packed tensor is packed again for each reader",
@@ -492,7 +492,7 @@ FAULTS = (
         "double backward reads quantized values",
         "autograd/decoders.py",
         "unpack",
-        "_is_grad_enabled() and (not stored.decoder.is_whole) and (current_graph_task() != -1)",
+        "_is_grad_enabled() and (not stored.decoder.allows_double_backward) and (current_graph_task() != -1)",
         "False",
         REGIONS,
     ),
@@ -691,7 +691,7 @@ FAULTS = (
     Fault(
         "a rule for an op packs under other hooks",
         "autograd/regions.py",
-        "Region.of_op",
+        "Region.region_for_op",
         "self.norms_only or not _is_grad_enabled() or top_hooks(True) != self.hooks.innermost",
         "self.norms_only",
         ("policy",),

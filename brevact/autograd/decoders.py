@@ -38,7 +38,7 @@ _FEW_ELEMENTS = 1 << 15
 
 class _AsItIs(Decoder):
     __slots__ = ()
-    is_whole = lasts = True
+    allows_double_backward = lasts = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return tensors[0]
@@ -198,8 +198,8 @@ class _Flattened(Decoder):
     shape: tuple[int, ...]
 
     @property
-    def is_whole(self) -> bool:
-        return self.decoder.is_whole
+    def allows_double_backward(self) -> bool:
+        return self.decoder.allows_double_backward
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).reshape(self.shape)
@@ -264,6 +264,6 @@ def unpack(stored: SavedByHook | tuple[Tensor, int]) -> Tensor:
         if x._version != version:
             _refuse(x, version)
         return x
-    if _is_grad_enabled() and not stored.decoder.is_whole and current_graph_task() != -1:
+    if _is_grad_enabled() and not stored.decoder.allows_double_backward and current_graph_task() != -1:
         raise RuntimeError(NO_DOUBLE_BACKWARD)
     return stored.tensor()

@@ -86,7 +86,7 @@ class Derivation(NamedTuple):
     small: tuple[int, ...] = ()
     holds: tuple[Any, ...] = ()
 
-    def of(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Derived] | None:
+    def bind(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Derived] | None:
         """Return what keeps the result, of the operands' tensors; None where it depends on too much."""
         if self.decoder is None:
             return None
@@ -219,4 +219,4 @@ def function_of(
     The result has the sizes, strides and dtype of ``like``. The other arguments are those of :class:`Way`.
     """
     tensors, found = derivation(Way(function, is_curved, is_pointwise), operands, like)
-    return found.of(tensors)
+    return found.bind(tensors)

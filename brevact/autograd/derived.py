@@ -80,7 +80,7 @@ def derive(
     if is_known:
         way = Way(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds)
         tensors, found = derivation(way, kept, out)
-        result = found.of(tensors)
+        result = found.bind(tensors)
         if result is not None and found.is_worth_it(tensors, out):
             region.register(out, result, is_dirty=is_dirty, is_new=is_new and result[1].stride is not None)
 
@@ -120,7 +120,7 @@ def keep_source(region: Keeper, x: Tensor, *, is_overwritten: bool = False) -> S
     return None if kept[1] is AS_IT_IS else kept
 
 
-class _Spread(NamedTuple):
+class _BoundCall(NamedTuple):
     """A call of a torch function as a function of the tensors among its arguments."""
 
     function: Callable[..., Tensor]
@@ -134,7 +134,7 @@ class _Spread(NamedTuple):
         return self.function(*args, **kwargs)
 
 
-class _Positional(NamedTuple):
+class _PositionalCall(NamedTuple):
     """The same of a call whose arguments are given by position, and are tensors and constants."""
 
     function: Callable[..., Tensor]
@@ -157,9 +157,9 @@ def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dic
             if arg is not Tensor and type(arg) not in _FLAT:
                 break
         else:
-            return func if all(arg is Tensor for arg in flat) else _Positional(func, flat)
+            return func if all(arg is Tensor for arg in flat) else _PositionalCall(func, flat)
     leaves, spec = tree_flatten((args, kwargs))
-    return _Spread(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+    return _BoundCall(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
 
 class Kind(Enum):
@@ -188,7 +188,7 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
     return operands
 
 
-def follow(
+def track_derived(
     region: Keeper,
     func: Callable[..., Tensor],
     args: tuple[Any, ...],

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from brevact.autograd.abandoned_forwards import is_alive, leave_abandoned, leave_forward, leave_last, running
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.interrupts import is_alive, leave_abandoned, leave_forward, leave_last, running
 from brevact.autograd.mode import active
 from brevact.autograd.regions import Region
 from brevact.autograd.settings import BackwardSettings
@@ -72,7 +72,10 @@ class _EnterRegion:
         if regions:
             enclosing = regions[-1]
             if (
-                ((self.inherits and enclosing.attachment is self.attachment) or enclosing.given is self.settings)
+                (
+                    (self.inherits and enclosing.attachment is self.attachment)
+                    or enclosing.outer_settings is self.settings
+                )
                 and enclosing.owner is not module  # it does not call itself
                 and top_hooks(True) == enclosing.hooks.innermost
                 and not enclosing.norms_only
@@ -103,7 +106,7 @@ class _EnterRegion:
         around = None if enclosing is None else enclosing.attachment
         if self.yields and around is not None and around is not self.attachment:
             return False
-        if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.given):
+        if not _is_grad_enabled() and not _change_forward(settings, enclosing and enclosing.outer_settings):
             return False
         if enclosing is None:
             if settings is None:
@@ -111,7 +114,7 @@ class _EnterRegion:
             if not module.training and self.attachment is not None:
                 self.attachment.has_declined = True
             return module.training or settings.changes_forward
-        same = enclosing.given is settings or enclosing.given == settings
+        same = enclosing.outer_settings is settings or enclosing.outer_settings == settings
         same = same or (self.inherits and enclosing.attachment is self.attachment)
         return not same or not enclosing.hooks.are_innermost() or (enclosing.norms_only and module.training)
 

@@ -125,8 +125,8 @@ class View(Decoder):
         return self.decoder.lasts
 
     @property
-    def is_whole(self) -> bool:
-        return self.decoder.is_whole
+    def allows_double_backward(self) -> bool:
+        return self.decoder.allows_double_backward
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd import known_values, storage_report
+from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.compiled import mode as compiled_mode
 from brevact.autograd.derivations import MOST_DECODED
-from brevact.autograd.derived import Kind, follow, operands_of
-from brevact.autograd.interrupts import is_alive
-from brevact.autograd.known_through_moves import follow as follow_exactly
+from brevact.autograd.derived import Kind, operands_of, track_derived
+from brevact.autograd.moved_codes import track_moved_codes
 from brevact.autograd.ops import run_counterpart
 from brevact.autograd.ops.base import is_activation, out_of_place
 from brevact.autograd.ops.metadata import stores_nothing
@@ -95,7 +95,7 @@ class EagerMode(compiled_mode.RegionMode):
         region = regions[-1]
         if region.by_op:
             if row.name in region.by_op and not (is_transformed() or is_in_algorithm(sys._getframe(1))):
-                with region.of_op(row.name):
+                with region.region_for_op(row.name):
                     return self.__torch_function__(func, types, args, kwargs)
             if func is F.multi_head_attention_forward and row.handler is not None:  # whose ops may have others
                 return row.handler(region, func, *args, **kwargs)
@@ -190,14 +190,14 @@ def _track(
         if not any(map(is_tracked, tensors)):
             return
         if row.kind is Kind.MOVE:
-            follow_exactly(func, args, kwargs, result)
+            track_moved_codes(func, args, kwargs, result)
         if not region.settings.derives:
             return
         if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
             return
         operands = operands_of(region, tensors)
     elif row.kind is Kind.MOVE:
-        follow_exactly(func, args, kwargs, result)
+        track_moved_codes(func, args, kwargs, result)
     if operands is None or not region.settings.derives:
         return
     # Of memory that is new nothing can be known; a move may return a view.
@@ -205,7 +205,7 @@ def _track(
     if known_values.is_marked(result) if is_new else region.find_known(result) is not None:
         return
     assert row.kind is not None  # of the rows that are tracked
-    follow(region, out_of_place(func), args, kwargs, result, operands, row.kind)
+    track_derived(region, out_of_place(func), args, kwargs, result, operands, row.kind)
 
 
 def _call_norm_aside(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decoded_last import decoded, is_held
+from brevact.autograd.decode_cache import decoded, is_held
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.quantizers import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from brevact.autograd.settings import BackwardSettings, bits_of, seen_as
+from brevact.autograd.settings import BackwardSettings, bits_of, nominal_quantizer
 
 
 class Quality(NamedTuple):
@@ -34,7 +34,7 @@ class Quality(NamedTuple):
             return settings.derives and (not is_curved or settings.derives_curved)
         if not settings.derives or (is_curved and bits_of(self.quantizer) < settings.derive_min_bits):
             return False
-        if seen_as(self.quantizer) == seen_as(reader):
+        if nominal_quantizer(self.quantizer) == nominal_quantizer(reader):
             return True
         is_fine = bits_of(self.quantizer) >= bits_of(reader) > 0
         return is_fine and (bool(self.quantizer.is_stochastic) or not reader.is_stochastic)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd import first_region
+from brevact.autograd.abandoned_forwards import is_alive
 from brevact.autograd.compiled import mode as compiled_mode
-from brevact.autograd.interrupts import is_alive
 from brevact.autograd.library_functions import LIBRARY_FUNCTIONS
 from brevact.autograd.mode import EagerMode, active
 from brevact.autograd.ops.base import is_activation
@@ -69,7 +69,7 @@ class Region(Store):
         norms_only: bool = False,
         attachment: Any = None,
     ) -> None:
-        self.given = settings
+        self.outer_settings = settings
         #: What some ops store in place of ``settings``, by their names.
         self.by_op = {} if settings is None else settings.by_op
         #: Whether some of them are for code that no mode sees.
@@ -131,9 +131,9 @@ class Region(Store):
 
     def _describe(self) -> None:
         """Tell Dynamo about the region, which asks its mode."""
-        self.mode.text, self.mode.norms_only = compiled_mode.text_of(self.given), self.norms_only
+        self.mode.text, self.mode.norms_only = compiled_mode.text_of(self.outer_settings), self.norms_only
 
-    def of_op(self, name: str) -> Region:
+    def region_for_op(self, name: str) -> Region:
         """Return the region, not entered yet, of an op that has settings of its own (``by_op``).
 
         It packs nothing where this one does not: without gradients, or under saved-tensor hooks that were entered here.

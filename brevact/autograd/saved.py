@@ -55,7 +55,7 @@ class Decoder:
         return False
 
     @property
-    def is_whole(self) -> bool:
+    def allows_double_backward(self) -> bool:
         """Whether the decoded tensor has a graph, or needs none: a second derivative is then torch's."""
         return False
 

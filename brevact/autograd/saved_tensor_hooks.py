@@ -35,8 +35,8 @@ from brevact.autograd.rectified import give_up_mask, keep_signs, offer_mask
 from brevact.autograd.saved import Saved
 from brevact.autograd.storages import is_tracked, storage_address
 from brevact.autograd.store import is_compact, keep_as_it_is, keep_mask, keep_small, reported
+from brevact.autograd.weight_recompute import remember
 from brevact.autograd.weights import ModelState, is_parameter_or_view
-from brevact.autograd.weights_again import remember
 from brevact.private_names.of_torch import DisableTorchFunction, current_autograd_node
 
 

@@ -50,17 +50,17 @@ DEFAULT_SCORE_BIT_WIDTH = 8
 DEFAULT_MIN_NUMEL = 4096
 
 
-def seen_as(quantizer: Any) -> Any:
+def nominal_quantizer(quantizer: Any) -> Any:
     """Return the quantizer by which is decided what derives from what: the one for which another stands in.
 
     Where one stores at more bits, to measure what the others do, the same tensors are to be stored.
     """
-    return getattr(quantizer, "stands_for", quantizer)
+    return getattr(quantizer, "nominal", quantizer)
 
 
 def bits_of(quantizer: Any) -> int:
     """Return the bits of a code, those of a mean rounded down; 0 for quantizers that do not say."""
-    width = getattr(seen_as(quantizer), "bit_width", 0)
+    width = getattr(nominal_quantizer(quantizer), "bit_width", 0)
     return int(width) if isinstance(width, int | float) else 0
 
 
@@ -131,7 +131,7 @@ class BackwardSettings:
     is_exact: bool = field(init=False, repr=False, compare=False)
     """Whether activations are stored as they are, and only what is exact is packed: masks, codes of the forward."""
 
-    packs_by_plan: bool = field(init=False, repr=False, compare=False)
+    uses_fast_pack: bool = field(init=False, repr=False, compare=False)
     """Whether tensors of equal sizes are packed alike, at once, in the uniform format."""
 
     derives: bool = field(init=False, repr=False, compare=False)
@@ -190,8 +190,8 @@ class BackwardSettings:
         self._check_double_backward()
         object.__setattr__(self, "leaves_ops_to_torch", self.is_exact or self.double_backward)
         object.__setattr__(self, "observes", callable(getattr(self.quantizer, "with_statistics_of", None)))
-        is_plain = self.save_mode is SaveMode.SAVE_QUANTIZED and getattr(self.quantizer, "packs_by_plan", False)
-        object.__setattr__(self, "packs_by_plan", bool(is_plain and not self.draws_size and not self.observes))
+        is_plain = self.save_mode is SaveMode.SAVE_QUANTIZED and getattr(self.quantizer, "has_uniform_codes", False)
+        object.__setattr__(self, "uses_fast_pack", bool(is_plain and not self.draws_size and not self.observes))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
             fields = self._fields[1:-2]

@@ -147,7 +147,7 @@ class Store(EagerKeeper):
     def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, place: int, norm: NormInput | None) -> Saved:
         """Pack ``x``, or its normalized values, of which nobody keeps codes."""
         quantizer = settings.quantizer
-        plan = _plan_of(settings, x) if settings.packs_by_plan and norm is None else None
+        plan = _plan_of(settings, x) if settings.uses_fast_pack and norm is None else None
         if plan is not None:
             spec, decoder = plan
             buffer = spec.empty(x)

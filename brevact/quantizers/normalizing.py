@@ -65,7 +65,7 @@ def quantize_normalized(
         The packed normalized values.
     """
     layout = Layout.of(x)
-    if not getattr(quantizer, "packs_by_plan", False) or x.dtype not in FUSED or not layout.is_dense or x.is_neg():
+    if not getattr(quantizer, "has_uniform_codes", False) or x.dtype not in FUSED or not layout.is_dense or x.is_neg():
         return quantize(quantizer, normalize(x, mean, invstd), seed)
     values = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
     if is_traced(x):
@@ -180,8 +180,8 @@ def decode_in_one_pass(
 
 def is_uniform(packed: PackedActivation, dtype: torch.dtype) -> bool:
     """Whether kernels of the uniform format decode the tensor."""
-    packs_by_plan = getattr(packed.quantizer, "packs_by_plan", False)
-    return packs_by_plan and packed.layout.dtype in FUSED and dtype in FUSED
+    has_uniform_codes = getattr(packed.quantizer, "has_uniform_codes", False)
+    return has_uniform_codes and packed.layout.dtype in FUSED and dtype in FUSED
 
 
 def _is_fused(packed: PackedActivation, dtype: torch.dtype) -> bool:

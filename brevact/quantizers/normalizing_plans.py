@@ -98,7 +98,7 @@ def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
         The plan; None for other formats than the uniform one, for other types than float32, for tensors with gaps or
         without elements, and where channels lie in an order that kernels do not know.
     """
-    if not getattr(quantizer, "packs_by_plan", False) or layout.dtype is not torch.float32:
+    if not getattr(quantizer, "has_uniform_codes", False) or layout.dtype is not torch.float32:
         return None
     if not layout.is_dense or layout.numel == 0 or len(layout.shape) < 2:
         return None

@@ -67,7 +67,7 @@ def dequantize_rows(
 
 def _row_kernels(spec: PackedSpec[Any], *tensors: Tensor | None) -> ModuleType | None:
     """Launchers of kernels that find rows by themselves, if there are any: those of uniform quantizers on the CPU."""
-    if getattr(spec.quantizer, "packs_by_plan", False) and tensors[0].is_cpu:  # type: ignore[union-attr]
+    if getattr(spec.quantizer, "has_uniform_codes", False) and tensors[0].is_cpu:  # type: ignore[union-attr]
         return kernels_for(tensors)
     return None
 

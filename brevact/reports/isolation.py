@@ -61,7 +61,7 @@ class Isolation:
 class StandIn(UniformQuantizer):
     """Stores at 8 bits what another quantizer would store: what derives from what, and from how many bits, stays."""
 
-    stands_for: Any = None
+    nominal: Any = None
 
 
 class _OfOneSize:
@@ -82,7 +82,7 @@ class _MixtureStandIn(StandIn):
 
     def with_drawn_size(self, numel: int, host_seed: int) -> StandIn:
         """Return what stores a tensor of so many elements, as a mixture does."""
-        return StandIn(bit_width=self.bit_width, rounding=self.rounding, stands_for=_OF_ONE_SIZE)
+        return StandIn(bit_width=self.bit_width, rounding=self.rounding, nominal=_OF_ONE_SIZE)
 
 
 def _finer(quantizer: Any) -> Any:
@@ -93,7 +93,7 @@ def _finer(quantizer: Any) -> Any:
     if isinstance(quantizer, UniformQuantizer):
         form = {field.name: getattr(quantizer, field.name) for field in dataclasses.fields(quantizer) if field.init}
     kind = _MixtureStandIn if hasattr(quantizer, "with_drawn_size") else StandIn
-    return kind(**(form | {"bit_width": FINE_BIT_WIDTH, "stands_for": quantizer}))
+    return kind(**(form | {"bit_width": FINE_BIT_WIDTH, "nominal": quantizer}))
 
 
 def fine(settings: BackwardSettings | None) -> BackwardSettings | None:

@@ -50,7 +50,7 @@ def test_nobody_asks_whether_a_decoder_has_an_attribute():
 def test_the_base_class_describes_a_decoder_without_a_loss():
     decoder = Decoder()
     assert decoder.quality.is_exact and decoder.is_read_again(())
-    assert not (decoder.lasts or decoder.is_whole or decoder.statistics or decoder.decodes_through)
+    assert not (decoder.lasts or decoder.allows_double_backward or decoder.statistics or decoder.decodes_through)
 
 
 def test_fields_of_derived_tensors_take_no_default_from_the_base_class():

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import brevact
 from brevact import StochBackward2bit, StochBackward4bit, StochBackward8bit
-from brevact.autograd import SaveMode, decoded_last, decoders, derivations, expressions, known_values, region
+from brevact.autograd import SaveMode, decode_cache, decoders, derivations, expressions, known_values, region
 from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.store import find_packed
 from brevact.quantizers import PackedActivation
@@ -182,7 +182,7 @@ def test_large_tensors_are_multiplied_by_their_mask_in_place(act, norm, monkeypa
     expected = run()
     assert written
     assert norm is None or not any(written)  # small outputs of norms are held for the next reader
-    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    monkeypatch.setattr(decode_cache, "MOST_HELD", 0)
     found = run()
     assert not written if (norm, act) == ("batch", F.relu) else any(written)  # that is masked as it is decoded
     for first, *others in zip(*expected, *found, strict=True):
@@ -238,7 +238,7 @@ def test_sums_and_masks_of_large_tensors_are_decoded_in_one_pass(
     monkeypatch.setattr(expressions, "_in_one_pass", lambda *_: None)
     expected = run()
     monkeypatch.undo()
-    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    monkeypatch.setattr(decode_cache, "MOST_HELD", 0)
     found = run()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -255,7 +255,7 @@ def test_expressions_of_functions_without_a_hash():
 @pytest.mark.parametrize("mode", SaveMode)
 def test_each_source_of_a_sum_is_decoded_once(mode, norm, monkeypatch):
     """Where one pass does not do, since there is no weight, what was decoded for it is not thrown away."""
-    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    monkeypatch.setattr(decode_cache, "MOST_HELD", 0)
     weight, found = torch.randn(4, 8, 3, 3, requires_grad=True), []
     decode = PackedActivation.dequantize
     with region(settings(save_mode=mode)):
@@ -269,7 +269,7 @@ def test_each_source_of_a_sum_is_decoded_once(mode, norm, monkeypatch):
 
 
 def test_a_sum_leaves_what_is_kept_as_it_is(monkeypatch):
-    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    monkeypatch.setattr(decode_cache, "MOST_HELD", 0)
     with region(FOUR):
         y, _ = normalized(norm="batch")
         kept = known_values.find(y, FOUR)
@@ -282,7 +282,7 @@ def test_a_sum_leaves_what_is_kept_as_it_is(monkeypatch):
 @pytest.mark.parametrize("act", [F.relu, lambda x: x])
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_sum_takes_the_memory_of_what_was_decoded_first(packs, act, monkeypatch):
-    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    monkeypatch.setattr(decode_cache, "MOST_HELD", 0)
     passes = []
     decode = OutputDecoder.decode_in_one_pass
 
@@ -303,7 +303,7 @@ def test_a_sum_takes_the_memory_of_what_was_decoded_first(packs, act, monkeypatc
 
 def test_expanded_tensors_are_not_multiplied_in_place(monkeypatch):
     """Several of their elements lie at one place."""
-    monkeypatch.setattr(decoded_last, "MOST_HELD", 0)
+    monkeypatch.setattr(decode_cache, "MOST_HELD", 0)
     weights = [torch.randn(4, 8, 3, 3, requires_grad=True) for _ in range(2)]
     gains = torch.randn(4, 8, 16, 1, requires_grad=True)
     with region(settings(bit_width=8)):
@@ -750,7 +750,7 @@ def test_orders_of_memory_and_quotients(function):
 )
 def test_orders_of_memory_that_are_asked_for_where_parts_are_decoded_one_by_one(reorder):
     shape = 4, 8, 96, 96
-    assert torch.Size(shape).numel() > decoded_last.MOST_HELD  # so that it is decoded in parts
+    assert torch.Size(shape).numel() > decode_cache.MOST_HELD  # so that it is decoded in parts
     error = relative_errors(lambda x: reorder(F.group_norm(x, 8)), settings(bit_width=8), lambda: torch.randn(shape))
     assert error < 0.05
 

@@ -280,14 +280,14 @@ class TestStep:
         model = brevact.quantize_backward(Vae(), {"": StochBackward4bit})
         for each in (model, model.encoder, nn.Sequential(model), nn.Sequential(nn.Sequential(model), nn.ReLU())):
             with brevact.backward_quant(each):
-                assert current_region().given is regions_of(model)[0].settings
+                assert current_region().outer_settings is regions_of(model)[0].settings
 
     def test_code_around_models_of_different_policies_keeps_full_precision(self):
         both = nn.ModuleDict({name: nn.Linear(8, 8) for name in "ab"})
         for name, source in (("a", StochBackward2bit), ("b", StochBackward4bit)):
             brevact.quantize_backward(both[name], source)
         with brevact.backward_quant(both):
-            assert current_region().given is None
+            assert current_region().outer_settings is None
         brevact.restore_backward(both.b)
         brevact.quantize_backward(both.b, StochBackward2bit)
         with brevact.backward_quant(both):

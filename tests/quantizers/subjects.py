@@ -24,7 +24,7 @@ from brevact.quantizers import (
     WeibullQuantizer,
     unpack_codes,
 )
-from brevact.quantizers.formats.mixed.sized_mix import SizedMix
+from brevact.quantizers.formats.mixed.sized_mix import DrawnMix
 from brevact.quantizers.formats.sign_magnitude.quantizer import SignMagnitudeLevels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -101,7 +101,7 @@ def sign_magnitude_step(packed: PackedActivation, x: Tensor) -> Tensor:
 def mixed_step(packed: PackedActivation, x: Tensor) -> Tensor:
     """The step of each element by the quantizer of its bucket."""
     quantizer = packed.quantizer
-    if not isinstance(quantizer, SizedMix):  # buckets that are all alike
+    if not isinstance(quantizer, DrawnMix):  # buckets that are all alike
         return (sign_magnitude_step if isinstance(quantizer, SignMagnitudeLevels) else uniform_step)(packed, x)
     *packs, mask = packed.tensors
     result, size = torch.empty(quantizer.numel), quantizer.size
@@ -168,7 +168,7 @@ def groups_of(packed: PackedActivation) -> Tensor:
     quantizer, layout = packed.quantizer, packed.layout
     if isinstance(quantizer, DualPrecisionQuantizer):
         return _of_maps(torch.arange(quantizer.blocks(layout).maps), packed)
-    if isinstance(quantizer, SizedMix):
+    if isinstance(quantizer, DrawnMix):
         return layout.restore(torch.arange(layout.numel) // quantizer.size)
     if isinstance(quantizer, SampleQuantizer):
         return layout.restore(torch.zeros(layout.numel))  # the widths of all samples depend on each other

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from brevact.quantizers import ExactQuantizer, ResidualQuantizer
+from brevact.quantizers import LosslessQuantizer, ResidualQuantizer
 
 
 @pytest.mark.parametrize("bounds", [(-0.5, 0.5), (0.0, 1.0), (-1.0, 1.0)])
@@ -42,6 +42,6 @@ def test_fields_are_checked(fields):
 
 def test_exact_quantizer_is_the_identity():
     x = torch.randn(3, 5).t()
-    packed = ExactQuantizer().quantize(x)
+    packed = LosslessQuantizer().quantize(x)
     assert torch.equal(packed.dequantize(), x)
     assert packed.nbytes == x.nbytes

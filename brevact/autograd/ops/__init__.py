@@ -17,7 +17,6 @@ from brevact.autograd.ops import (
     elementwise,
     elementwise_losses,
     grouped_products,
-    harmless,
     linear,
     lookups,
     losses,
@@ -31,6 +30,7 @@ from brevact.autograd.ops import (
     products,
     rectifiers,
     recurrent,
+    saved_by_torch,
     scattering,
     selections,
     smooth,
@@ -66,7 +66,7 @@ OPS: tuple[Op, ...] = (
     *moves.OPS,
     *elementwise.OPS,
     *torch_fake_quantization.OPS,
-    *harmless.OPS,
+    *saved_by_torch.OPS,
     *metadata.OPS,
 )
 

@@ -1,4 +1,4 @@
-"""Ops that move elements: of tensors that are known by fewer bits, their results are (``known_through_moves``)."""
+"""Ops that move elements: of tensors that are known by fewer bits, their results are (``moved_codes``)."""
 
 from __future__ import annotations
 

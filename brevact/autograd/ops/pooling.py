@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from brevact.autograd import storage_report
 from brevact.autograd.derived import derive
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.known_through_moves import follow_indices
+from brevact.autograd.moved_codes import track_pooled_codes
 from brevact.autograd.ops.base import OfSizes, Saving, blank, load, save
 from brevact.autograd.ops.op import EXACT, NOTHING, Op, Saves, Stored, everywhere
 from brevact.autograd.saved import Decoder
@@ -124,7 +124,7 @@ class _MaxPool(Saving):
     ) -> tuple[Tensor, Tensor]:
         out, index = pool(input)
         geometry = windows(out)
-        follow_indices(input, index, out, len(geometry.input))
+        track_pooled_codes(input, index, out, len(geometry.input))
         codes = pack_codes(geometry.position(index), geometry.bit_width)
         source = region.find_known(input)
         if source is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.decoded_last import MOST_HELD
+from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.derivations import function_of
 from brevact.autograd.derived import derive, keep_smooth, keep_source
 from brevact.autograd.keeper import EagerKeeper, Keeper

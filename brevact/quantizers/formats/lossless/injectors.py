@@ -6,7 +6,7 @@ from brevitas.inject import value
 
 from brevact.injectors.class_protocol import Fragment
 from brevact.injectors.fragments import BackwardQuantSolver, SaveQuantized
-from brevact.quantizers.formats.lossless.quantizer import ExactQuantizer
+from brevact.quantizers.formats.lossless.quantizer import LosslessQuantizer
 
 __all__ = [
     "LosslessBackward",
@@ -23,7 +23,7 @@ class ExactValues(Fragment):
 
     @value
     def quantizer():
-        return ExactQuantizer()
+        return LosslessQuantizer()
 
 
 class LosslessBackward(ExactValues, SaveQuantized, BackwardQuantSolver):

@@ -14,12 +14,12 @@ _EXACT = UniformQuantizer(bit_width=32)
 
 
 @dataclass(frozen=True)
-class ExactQuantizer:
+class LosslessQuantizer:
     """Stores a tensor as it is: a region keeps the tensor itself, by itself it makes a copy.
 
     >>> import torch
     >>> x = torch.rand(8)
-    >>> torch.equal(ExactQuantizer().quantize(x).dequantize(), x)
+    >>> torch.equal(LosslessQuantizer().quantize(x).dequantize(), x)
     True
     """
 

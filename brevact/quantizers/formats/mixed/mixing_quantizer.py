@@ -13,7 +13,7 @@ from brevact.private_names.of_torch import disable_modes
 from brevact.quantizers.backends import refuse_wrapped
 from brevact.quantizers.brief import brief
 from brevact.quantizers.checks import check_input
-from brevact.quantizers.formats.mixed.sized_mix import BucketQuantizer, SizedMix
+from brevact.quantizers.formats.mixed.sized_mix import BucketQuantizer, DrawnMix
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation
 from brevact.quantizers.philox import seed_value
@@ -79,7 +79,7 @@ class MixingQuantizer(ABC):
         """Whether the codes depend on the seed: by rounding, or by the choice of the buckets."""
         return self.low.is_stochastic or self.high.is_stochastic or 0 < self.probability < 1
 
-    def with_drawn_size(self, numel: int, host_seed: int) -> BucketQuantizer | SizedMix:
+    def with_drawn_size(self, numel: int, host_seed: int) -> BucketQuantizer | DrawnMix:
         """Draw how many buckets of a tensor are high.
 
         Args:
@@ -99,7 +99,7 @@ class MixingQuantizer(ABC):
             return self.low
         if high + tail == -(-numel // size):
             return self.high
-        return SizedMix(low=self.low, high=self.high, numel=numel, size=size, high_count=high, high_tail=bool(tail))
+        return DrawnMix(low=self.low, high=self.high, numel=numel, size=size, high_count=high, high_tail=bool(tail))
 
     def quantize(self, x: Tensor, seed: int | Tensor | None = None) -> PackedActivation:
         """Quantize and pack a tensor.

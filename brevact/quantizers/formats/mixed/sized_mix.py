@@ -33,7 +33,7 @@ class BucketQuantizer(ActivationQuantizer, Decoder, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizedMix(Quantizer):
+class DrawnMix(Quantizer):
     """A `MixingQuantizer` for tensors of one size, with the numbers of buckets drawn, of which each kind has some.
 
     Bytes: the low buckets in memory order, as `low` stores a 1-D tensor of them; the high ones likewise, from the next

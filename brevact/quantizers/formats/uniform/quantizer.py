@@ -145,7 +145,7 @@ class UniformQuantizer(Quantizer):
         return self.bit_width == 32
 
     @functools.cached_property
-    def packs_by_plan(self) -> bool:
+    def has_uniform_codes(self) -> bool:
         """Whether the passes of `plan_of` write and read its bytes, so that others may call them on the way.
 
         Not those of a subclass, which may quantize in another way.

@@ -122,7 +122,7 @@ class Recipe(Decoder):
     step: _Step
     steps: int
     nbytes: int
-    is_whole = True
+    allows_double_backward = True
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad(), DisableTorchFunction():

@@ -2,7 +2,7 @@
 
 Concatenation, padding, copies in another order, repetition: the kept codes of the sources, and the op itself run again
 when backward asks, give the values back, at no byte more. Maximum pooling returns fewer elements than it reads: their
-codes are picked out (:func:`follow_indices`).
+codes are picked out (:func:`track_pooled_codes`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Source(NamedTuple):
     place: int
 
 
-def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+def track_moved_codes(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
     """Remember what gives the result of one of ops that move elements back, if its arguments are known tensors.
 
     A result that is a view of an argument is known already.
@@ -80,7 +80,7 @@ def follow(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> 
         known_values.register(result, tuple(kept), moved)
 
 
-def follow_indices(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
+def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> None:
     """Remember the codes of the elements of a known tensor that pooling has picked.
 
     The indices have the shape of the result, and are flat ones into the ``rank`` last dimensions of the input.

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import decoded_last
-from brevact.autograd.decoded_last import MOST_HELD, decoded
+from brevact.autograd import decode_cache
+from brevact.autograd.decode_cache import MOST_HELD, decoded
 
 
 class _Decoder:
@@ -118,7 +118,7 @@ def _chain(width: int = 16) -> nn.Sequential:
 
 def test_chain_decodes_its_norm_once_for_function_and_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    original = decoded_last.decoded
+    original = decode_cache.decoded
 
     def counted(decoder, tensors, decode):  # type: ignore[no-untyped-def]
         return original(decoder, tensors, lambda kept: calls.append(1) or decode(kept))
