@@ -125,8 +125,13 @@ class _FakeQuantization(Saving):
         if one_pass is not None:
             unwritten = one_pass.layout.empty(x.device) if values is None and keeps_values else None
             keeps_mask = residual_of is None and (integers.clips_gradients or rectifier is not None)
-            options = {"keeps_mask": keeps_mask, "residual_of": residual_of, "seed": seed, "values": unwritten}
-            found = one_pass.quantize(x if values is None else values, scale, zero_point, **options)
+            found = one_pass.quantize(
+                *(x if values is None else values, scale, zero_point),
+                keeps_mask=keeps_mask,
+                residual_of=residual_of,
+                seed=seed,
+                values=unwritten,
+            )
         if found is None:
             one_pass = None
             values = x.relu() if values is None else values
@@ -222,7 +227,7 @@ def _quantized(
     )
     codes = decoder.encode(q, zero_point, scale), decoder
     mask = residual = None
-    if residual_of is not None and seed is not None:
+    if residual_of is not None and seed is not None and blocked is not None:
         left = shifted.sub_(rounded).clamp_(residual_of.low, residual_of.high)
         state = masked_fill_(left, blocked, residual_of.clipped)
         residual = pack(state, residual_of, SaveMode.SAVE_QUANTIZED, seed)

@@ -81,7 +81,7 @@ class OnePass(NamedTuple):
             return None
         kept_codes = (codes, zero_point.detach().clone(), scale.detach()), self.code_decoder
         kept_mask = None if mask is None else ((mask,), self.mask_decoder)
-        kept_residual = None if residual is None else ((residual,), decoder_of_packed(spec))
+        kept_residual = None if residual is None or spec is None else ((residual,), decoder_of_packed(spec))
         return Quantized(out, kept_codes, kept_mask, kept_residual)
 
     def gradients(
@@ -125,7 +125,7 @@ class Quantized(NamedTuple):
     """The result, its codes, and the mask and the residuals, None where nobody asked for them."""
 
     out: Tensor
-    codes: Saved
+    codes: tuple[tuple[Tensor, ...], IntegerCodes]
     mask: Saved | None
     residual: Saved | None
 
