@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ import brevact.api
 import brevact.nn
 from brevact.injectors.saved_form import LEAVES
 from scripts.notebook import run_cells
+from tests.libraries import marks_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -23,16 +23,8 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 LIBRARIES = {"trainers.md": ("accelerate", "lightning", "peft", "transformers")}
 
 
-def marks_of(page: Path) -> list[pytest.MarkDecorator]:
-    """Marks of the snippets of a page that needs libraries."""
-    names = LIBRARIES.get(page.name, ())
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    reason = f"not installed: {', '.join(missing)} (make test-all installs them)"
-    return [pytest.mark.exhaustive, pytest.mark.skipif(bool(missing), reason=reason)] if names else []
-
-
 SNIPPETS = [
-    pytest.param(snippet, id=f"{page.name} {number}", marks=marks_of(page))
+    pytest.param(snippet, id=f"{page.name} {number}", marks=marks_of(LIBRARIES.get(page.name, ())))
     for page in PAGES
     if page.name != TUTORIAL.name
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S), 1)

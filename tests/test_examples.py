@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+
+from tests.libraries import marks_of
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -18,14 +19,9 @@ LIBRARIES["with_lightning"] = ("lightning",)
 MOST_STATEMENTS = 12
 
 
-def marks_of(example: Path) -> list[pytest.MarkDecorator]:
-    names = LIBRARIES.get(example.stem, ())
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    reason = f"not installed: {', '.join(missing)} (make test-all installs them)"
-    return [pytest.mark.exhaustive, pytest.mark.skipif(bool(missing), reason=reason)] if names else []
-
-
-@pytest.mark.parametrize("example", [pytest.param(path, id=path.stem, marks=marks_of(path)) for path in EXAMPLES])
+@pytest.mark.parametrize(
+    "example", [pytest.param(path, id=path.stem, marks=marks_of(LIBRARIES.get(path.stem, ()))) for path in EXAMPLES]
+)
 def test_example_runs(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(example), run_name="__main__")

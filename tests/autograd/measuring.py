@@ -92,6 +92,15 @@ def watch_saved() -> Iterator[Saved]:
         yield saved
 
 
+def kept_bytes(model: nn.Module, run: Callable[[], object]) -> int:
+    """Return the bytes that autograd saves while a function runs, each storage once, without weights and buffers."""
+    weights = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
+    with watch_saved() as saved:
+        run()
+    saved.tensors = [x for x in saved.tensors if x.untyped_storage().data_ptr() not in weights]
+    return saved.nbytes
+
+
 def assert_graph_is_kept_and_refuses_a_second_derivative(
     function: Callable[[Tensor], Tensor], x: Tensor, mode: SaveMode
 ) -> None:
@@ -104,10 +113,10 @@ def assert_graph_is_kept_and_refuses_a_second_derivative(
         torch.autograd.grad(out, x, create_graph=True)
 
 
-def run_function(function, x, chosen, parameters=()):
+def run_function(function, x, chosen, parameters=(), seed: int = 0):
     """Output and gradients of a weighted sum of function(x)."""
     leaf = x.clone().requires_grad_()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with region(chosen):
         out = function(leaf.clone())
     weights = torch.arange(1.0, out.numel() + 1).sin().view(out.shape).to(out.dtype)
@@ -164,12 +173,8 @@ def decoded(x: Tensor, chosen: BackwardSettings) -> Tensor:
 
 def run_loss(function: Callable[[Tensor], Tensor], x: Tensor, chosen: BackwardSettings | None, seed: int = 0):
     """Output and gradient of a weighted sum of function(x)."""
-    leaf = x.clone().requires_grad_()
-    torch.manual_seed(seed)
-    with region(chosen):
-        out = function(leaf.clone())
-    weights = torch.arange(1.0, out.numel() + 1).sin().view(out.shape).to(out.dtype)
-    return out.detach(), torch.autograd.grad((out * weights).sum(), leaf)[0]
+    out, (grad,) = run_function(function, x, chosen, seed=seed)
+    return out, grad
 
 
 def assert_loss_as_torch(function: Callable[[Tensor], Tensor], x: Tensor) -> None:

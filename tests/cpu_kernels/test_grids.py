@@ -16,6 +16,7 @@ from brevact.quantizers import passes
 from brevact.quantizers.philox import column_bits
 from brevact.quantizers.reference import pack, round_codes
 from tests.quantizers.grid_cases import GridCase, buckets, channels, grid_cases, random_grid, values_around
+from tests.quantizers.same_values import assert_same_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SEED = -0x123456789ABCDEF
@@ -52,14 +53,7 @@ def _check(case: GridCase) -> None:
         target.copy_(torch.linspace(-3, 5, geometry.numel))
         values = values * target
     launch.dequantize_grid(codes, geometry, grid, target if case.multiply else None, target)
-    _assert_same_values(target, values)
-
-
-def _assert_same_values(got: Tensor, want: Tensor) -> None:
-    """The same bytes but for those of NaNs, which torch writes in several ways."""
-    assert torch.equal(got.isnan(), want.isnan())
-    got, want = (x.masked_fill(x.isnan(), 0.0) for x in (got, want))
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert_same_values(target, values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,7 +123,7 @@ def test_statistics_for_every_way_to_divide_a_tensor(geometry: Geometry, dtype: 
             x[::97], x[1::101], x[2::103], x[3::107] = float("nan"), 0.0, -float("inf"), float("inf")
         y = x.to(dtype)
         for got, want in zip(launch.ranges(y, geometry), passes.ranges.law(y, geometry), strict=True):
-            _assert_same_values(got, want)
+            assert_same_values(got, want)
         offset, inverse = torch.randn(geometry.groups), torch.rand(geometry.groups) * 1e4
         inverse[::3] *= 1e4
         got = launch.moments(y, geometry, offset, inverse)

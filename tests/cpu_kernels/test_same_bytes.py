@@ -9,6 +9,7 @@ from torch import Tensor
 from brevact.cpu_kernels import launch
 from brevact.quantizers import Granularity, Layout, PackedSpec, Rounding, UniformQuantizer, passes, reference
 from brevact.quantizers.formats.uniform.quantizer import plan_of
+from tests.quantizers.same_values import assert_same_values
 from tests.quantizers.subjects import takes_rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,15 +50,8 @@ def _assert_same_bytes(quantizer: UniformQuantizer, x: Tensor, threads: int = 1)
         launch.dequantize_uniform(buffer, plan, other, product)
     finally:
         torch.set_num_threads(before)
-    _assert_same_values(decoded, values)
-    _assert_same_values(product, values * other)
-
-
-def _assert_same_values(got: Tensor, want: Tensor) -> None:
-    """The same bytes but for those of NaNs, which torch writes in several ways."""
-    assert torch.equal(got.isnan(), want.isnan())
-    got, want = (x.masked_fill(x.isnan(), 0.0) for x in (got, want))
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert_same_values(decoded, values)
+    assert_same_values(product, values * other)
 
 
 @pytest.mark.parametrize("bit_width", BIT_WIDTHS)
@@ -180,7 +174,7 @@ def test_dequantize_multiply_rounds_as_torch_does(dtype: torch.dtype):
     other[:4] = torch.tensor([info.max, info.tiny, info.tiny * info.eps, float("inf")], dtype=dtype)
     packed = UniformQuantizer(bit_width=8).quantize(x, seed=0)
     expected = packed.dequantize() * other
-    _assert_same_values(packed.dequantize_multiply(other), expected)
+    assert_same_values(packed.dequantize_multiply(other), expected)
 
 
 @pytest.mark.parametrize("bit_width", [1, 2, 3, 5, 8, 9, 13, 24, 31, 32])

@@ -1,7 +1,6 @@
 """Brevitas' activation quantizers as activation quantizers: what is stored, and what it decodes to."""
 
 import copy
-import io
 import math
 import pickle
 import warnings
@@ -40,6 +39,7 @@ from brevact.injectors.number_codes import MinifloatCodes
 from brevact.injectors.scaled_codes import grouped as grouped_elements
 from brevact.injectors.scaled_codes import ungrouped
 from brevact.quantizers import Layout
+from tests.saving import by_torch_save
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PER_CHANNEL = {
@@ -424,13 +424,6 @@ def test_earlier_packs_keep_their_scale():
     quantizer.quantize(activations() * 50)
     assert torch.equal(packed.dequantize(), before)
     assert torch.equal(observed.quantize(activations()).dequantize(), decoded)
-
-
-def by_torch_save(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q)), by_torch_save])

@@ -1,5 +1,4 @@
 import copy
-import io
 import os
 import pickle
 import subprocess
@@ -22,6 +21,7 @@ from torch import nn
 
 import brevact
 from brevact.injectors import StochasticRounding, StochBackward2bit
+from tests.saving import by_torch_save
 
 
 class LargeBuckets(ExtendedInjector):
@@ -30,13 +30,6 @@ class LargeBuckets(ExtendedInjector):
 
 def by_pickle(value):
     return pickle.loads(pickle.dumps(value))
-
-
-def by_torch_save(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 copies = pytest.mark.parametrize("copied", [by_pickle, by_torch_save, copy.deepcopy])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from torch.nn.utils import parametrizations, prune
 import brevact
 from brevact import StochBackward2bit
 from tests.integration.models import codes, grads, mlp, quantized
+from tests.saving import by_torch_save
 
 ROWS, WIDTH, OUT = 40, 48, 96  # no activation has as many elements as the weight
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -77,13 +77,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "frozen": lambda: linear().requires_grad_(False),
 }
-
-
-def by_torch_save(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def by_state_dict(model: nn.Module) -> nn.Module:

@@ -23,6 +23,15 @@ from brevact.reports.memory import LayerMemory, MemoryReport
 from tests.autograd.measuring import watch_saved
 
 
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layer(x) * scale
+
+
 def network() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Dropout(0.5), nn.Flatten()
@@ -141,15 +150,7 @@ def test_the_model_and_the_generator_stay_as_they_were():
     "batch", [lambda x: x, lambda x: (x, 2.0), lambda x: [x, 2.0], lambda x: {"x": x, "scale": 2.0}]
 )
 def test_batches_are_tensors_arguments_or_keywords(batch):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-            return self.layer(x) * scale
-
-    assert brevact.memory_report(Model(), batch(torch.randn(64, 64))).plain_bytes == 64 * 64 * 4
+    assert brevact.memory_report(TwoInputs(), batch(torch.randn(64, 64))).plain_bytes == 64 * 64 * 4
 
 
 def test_rows_stand_in_the_order_of_the_model_and_name_containers():
@@ -279,15 +280,6 @@ def test_memory_report_measures_a_graph_module_with_its_policy():
     model = brevact.quantize_backward(torch.fx.symbolic_trace(Gated()), StochBackward2bit)
     found = brevact.memory_report(model, images)
     assert (found.plain_bytes, found.saved_bytes) == (expected.plain_bytes, expected.saved_bytes)
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.layer(x) * scale
 
 
 IMAGES = torch.zeros(2, 3, 8, 8)

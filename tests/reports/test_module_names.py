@@ -13,7 +13,7 @@ import brevact
 from brevact import StochBackward2bit, StochBackward4bit
 from brevact.injectors.proxies import names_of
 from brevact.reports.chains import chains_of
-from tests.autograd.measuring import watch_saved
+from tests.autograd.measuring import kept_bytes
 
 
 class Residual(nn.Module):
@@ -90,15 +90,6 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     make, shape = MODELS[name]
     return make(), torch.randn(shape)
-
-
-def kept_bytes(model: nn.Module, run: Callable[[], object]) -> int:
-    """Bytes of the storages that autograd keeps, without weights."""
-    weights = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
-    with watch_saved() as saved:
-        run()
-    saved.tensors = [x for x in saved.tensors if x.untyped_storage().data_ptr() not in weights]
-    return saved.nbytes
 
 
 @all_models

@@ -16,6 +16,7 @@ from brevact.triton_kernels.normalize import fits
 from brevact.triton_kernels.packing import MASK_BLOCK
 from brevact.triton_kernels.uniform import one_pass
 from tests.quantizers.grid_cases import GridCase
+from tests.quantizers.same_values import assert_same_values
 
 SEED = -0x123456789ABCDEF
 
@@ -138,14 +139,6 @@ def unwritten_shows() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def assert_same_values(got: Tensor, want: Tensor) -> None:
-    """The same bytes but for those of NaNs, which are written in several ways."""
-    got = got.cpu()
-    assert torch.equal(got.isnan(), want.isnan())
-    got, want = (x.masked_fill(x.isnan(), 0.0) for x in (got, want))
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def check_codes(codes: Tensor, bit_width: int, block_size: int) -> None:

@@ -7,7 +7,8 @@ import torch
 from brevact import triton_kernels
 from brevact.geometry import MapBlocks
 from brevact.quantizers import passes
-from tests.triton_kernels.checks import assert_same_values, filled
+from tests.quantizers.same_values import assert_same_values
+from tests.triton_kernels.checks import filled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -22,9 +22,9 @@ from brevact.quantizers import (
 )
 from tests.quantizers.grid_cases import GridCase, buckets, channels, random_grid, values_around
 from tests.quantizers.pass_cases import NAMES, check_pass
+from tests.quantizers.same_values import assert_same_values
 from tests.triton_kernels.checks import (
     SEED,
-    assert_same_values,
     check_codes,
     check_grid,
     check_mask,

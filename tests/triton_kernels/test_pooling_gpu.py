@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brevact.quantizers import DualPrecisionQuantizer
-from tests.triton_kernels.checks import assert_same_values
+from tests.quantizers.same_values import assert_same_values
 from tests.triton_kernels.pooling_checks import DTYPES, check_pooling
 
 pytestmark = pytest.mark.gpu
