@@ -28,9 +28,11 @@ LINEAR_NODES = frozenset(
     f"{name}Backward0"
     for name in (
         *("Linear", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Convolution", "Mul", "Exp"),
-        *("Softplus", "Elu", "Gelu", "Tanh", "Sigmoid", "Softmax", "NativeLayerNorm", "NativeBatchNorm"),
+        *("Softplus", "Elu", "Gelu", "Hardswish", "Tanh", "Sigmoid", "Softmax", "NativeLayerNorm", "NativeBatchNorm"),
     )
 )
+#: Nodes whose backward pass is made of smooth ops, whose results between 0 and 1, or -1 and 1, it saves as well.
+CURVED_NODES = frozenset(("SiluBackward0", "MishBackward0"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from brevact.autograd import known_values, storage_report
-from brevact.autograd.attached import LINEAR_NODES, unpack_attached
+from brevact.autograd.attached import CURVED_NODES, LINEAR_NODES, unpack_attached
 from brevact.autograd.checkpoints import CHECKPOINT, INPUT_OF_CHECKPOINT, saves_input
 from brevact.autograd.decoders import AS_IT_IS, SavedByHook, flattened, unpack
 from brevact.autograd.derived import derive_output
@@ -275,7 +275,8 @@ class SavedTensorHooks(HookStack):
         if known is not None:
             return reported(known)
         node = current_autograd_node()
-        if node is None or node.name() not in LINEAR_NODES or not region.packs:
+        name = "" if node is None or not region.packs else node.name()
+        if not (name in LINEAR_NODES or (name in CURVED_NODES and region.settings.derives_curved)):
             return keep_as_it_is(x)
         if not is_activation(x) or x.numel() < region.settings.min_numel:
             return keep_as_it_is(x, storage_report.SMALL)
