@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import way_of_a_tensor
+from scripts import front_picture, way_of_a_tensor
 from scripts.check_links import broken_links, main
+from scripts.figure_results import Results
 
 
 def test_broken_links_finds_what_leads_nowhere(tmp_path: Path, capsys):
@@ -47,3 +48,14 @@ def test_a_convolution_enters_no_more_functions_than_it_did(route: str):
     forward, backward = way_of_a_tensor.ways(route)
     assert len(forward.calls) <= 66 and len(forward.files) <= 27, forward
     assert len(backward.calls) <= 20 and len(backward.files) <= 12, backward
+
+
+def test_front_picture_has_the_rows_of_each_model(tmp_path: Path):
+    header = "model,policy,noise,ratio\n"
+    rows = [f"net,DitherBackward{bits}bit,{1 / bits},{12 / bits}\n" for bits in (4, 2)]
+    rows += ["net,DEFAULT,0.2,9\n", "net,fit:bytes=DEFAULT,0.1,9\n", "net,L4Backward,0.9,1\n"]
+    (tmp_path / "noise.csv").write_text(header + "".join(rows))
+    (panel,) = front_picture.draw(Results(tmp_path)).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
+    assert lines["one width"] == [[6, 0.5], [3, 0.25]] and lines["DEFAULT"] == [[9, 0.2]]
+    assert [text.get_text() for text in panel.texts] == ["2 bits", "4 bits"]

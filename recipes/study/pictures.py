@@ -76,5 +76,5 @@ def _draw_differences(axes: Axes, found: Sequence[Comparison], measure: Measure,
     axes.invert_yaxis()
     against = found[0].against.label if found and found[0].against else "reference"
     unit = f" ({measure.unit.strip()})" if measure.unit else ""
-    axes.set_xlabel(f"difference in {measure.words}{unit} from {against}")
+    axes.set_xlabel(f"difference in {measure.words}{unit}\nfrom {against}")
     axes.grid(alpha=0.3, axis="x")
