@@ -12,7 +12,7 @@ from torch import Tensor
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import ByMask, Call, Derived, Restrided, TensorFunction
 from brevact.autograd.known_values import View
-from brevact.autograd.quality import EXACT, Quality
+from brevact.autograd.quality import EXACT
 from brevact.autograd.saved import Decoder, Saved
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout, is_traced
@@ -34,7 +34,8 @@ class _Expressions:
         self.quality = EXACT
         #: Whether two operands read the same packed tensor.
         self.overlap = False
-        self.packed: set[int] = set()  # identities of packed tensors
+        self._roots: set[int] = set()  # identities of packed tensors
+        self.packed: set[int] = set()  # and of tokens of layers that are computed again, in place of what they read
         #: Packed tensors that one operand alone reads.
         self.most = 0
         #: Whether each operand is a product with a tensor that is kept as it is.
@@ -43,22 +44,24 @@ class _Expressions:
     def add(self, kept: Saved) -> Call | int:
         """Return the expression of one more operand."""
         tensors, decoder = kept
-        if isinstance(decoder, View):
+        if isinstance(decoder, View) and decoder.decoder.input_of(tensors) is None:
             whole = self.add((tensors, decoder.decoder))
             stride = decoder.decoder.stride if isinstance(decoder.decoder, Derived) else None
             return Call(Restrided(stride, decoder.shape, decoder.stride, decoder.offset), (whole,), -1)
         if isinstance(decoder, Derived):
             parts = decoder.parts(tensors)
-            self._meet(decoder.quality, {id(kept[0]) for kept, of in parts if not of.quality.is_exact})
+            self._meet(kept)
             self.are_scaled = self.are_scaled and any(of is AS_IT_IS for _, of in parts)
             return decoder.expression.renumbered([self._number(part) for part in parts])
-        quality, self.are_scaled = decoder.quality, False
-        self._meet(quality, set() if quality.is_exact else {id(tensors[0])})
+        self.are_scaled = False
+        self._meet(kept)
         return self._number(kept)
 
-    def _meet(self, quality: Quality, packed: set[int]) -> None:
-        self.quality = self.quality.with_other(quality)
-        self.overlap = self.overlap or bool(self.packed & packed)
+    def _meet(self, kept: Saved) -> None:
+        self.quality = self.quality.with_other(kept[1].quality)
+        roots, packed = packed_in(kept), packed_in(kept, enters_layers=False)
+        self.overlap = self.overlap or bool(self._roots & roots)
+        self._roots |= roots
         self.packed |= packed
         self.most = max(self.most, len(packed))
 
@@ -69,6 +72,22 @@ class _Expressions:
         if number == len(self.sources):
             self.sources.append(kept)
         return number
+
+
+def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
+    """Return the identities of the packed tensors that a kept one is computed from.
+
+    Without ``enters_layers`` the output of a layer that is computed again counts as one: it is held for its readers.
+    """
+    tensors, decoder = kept
+    if decoder.quality.is_exact:
+        return set()
+    if isinstance(decoder, Derived):
+        return set().union(*(packed_in(part, enters_layers=enters_layers) for part in decoder.parts(tensors)))
+    if isinstance(decoder, View):
+        return packed_in((tensors, decoder.decoder), enters_layers=enters_layers)
+    input = decoder.input_of(tensors) if enters_layers else None
+    return {id(tensors[0])} if input is None else packed_in(input)
 
 
 class Derivation(NamedTuple):

@@ -24,7 +24,8 @@ from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.normalizing import Normalizer, output_of
+from brevact.autograd.normalizing import NormInput, output_of
+from brevact.autograd.norms_again import output_again
 from brevact.autograd.saved import Saved
 from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import reported
@@ -40,10 +41,14 @@ ELEMENTS_OF_SMALL = 64
 
 
 def derive_output(
-    region: Keeper, norm: Normalizer, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Remember that the output of a norm derives from what keeps its input, if that is packed."""
-    known = None if kept is None or not region.settings.derives else output_of(norm.alignment, kept, out, weight, bias)
+    """Remember that the output of a norm derives from what keeps its input, if that is packed or computed again."""
+    if kept is None or not region.settings.derives:
+        return
+    known = output_of(input.norm.alignment, kept, out, weight, bias)
+    if known is None and region.settings.recompute and not is_traced(out):
+        known = output_again(input, kept, out, weight, bias)
     if known is not None:
         region.register(out, known)
 

@@ -143,6 +143,10 @@ class Derived(Decoder):
         how = storage_report.EXACT if self.quality.is_exact else storage_report.DERIVED
         return how, math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def depth(self) -> int:
+        return max([decoder.depth for decoder, _ in self.sources], default=0)
+
     def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
         """Return what keeps each source."""
         parts, start = [], 0

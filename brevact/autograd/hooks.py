@@ -33,13 +33,15 @@ class Attachment:
     has_run = False
     #: Whether one was not, since its module was in eval mode with gradients on.
     has_declined = False
+    #: The largest ``recompute`` of all of its settings.
+    recompute = 0
 
     def __init__(self) -> None:
         self.root: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this model and not to a copy: what has run, and who watches its gradients."""
-        return {"root": self.root}
+        return {"root": self.root, "recompute": self.recompute}
 
     @property
     def settings(self) -> BackwardSettings | None:
@@ -62,6 +64,8 @@ class _EnterRegion:
         self.origin = origin
         self.label = label
         self.attachment = attachment
+        if attachment is not None and settings is not None:
+            attachment.recompute = max(attachment.recompute, settings.most_recompute)
 
     @compiled_mode.skipped_by_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -275,6 +279,8 @@ class region(ContextDecorator):
     def __init__(self, settings: BackwardSettings | None, attachment: Attachment | None = None) -> None:
         self.settings = settings
         self.attachment = attachment
+        if attachment is not None and settings is not None:
+            attachment.recompute = max(attachment.recompute, settings.most_recompute)
         self._entered: list[Region | None] = []
 
     @compiled_mode.skipped_by_dynamo

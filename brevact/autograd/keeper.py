@@ -62,6 +62,9 @@ class Keeper(Protocol):
     settings: Any
     """The ``BackwardSettings``: never None where a handler runs."""
 
+    recompute: int
+    """Multiplications and additions that an element of a layer may cost to be computed again for any reader."""
+
     mode: AbstractContextManager[Any]
     """Hands the torch functions that run in it to their handlers."""
 

@@ -121,6 +121,10 @@ class View(Decoder):
         return self.decoder.quality
 
     @property
+    def depth(self) -> int:
+        return self.decoder.depth
+
+    @property
     def lasts(self) -> bool:
         return self.decoder.lasts
 
@@ -223,7 +227,7 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     except RuntimeError:  # inference tensors have no version
         if versions != versions_of(tensors):
             return None
-    if quality.quantizer is not None:
+    if quality.quantizer is not None or quality.cost:
         if settings is None or own_scope is not scope or not quality.serves(settings):
             return None
     if shape == x.shape and stride == x.stride() and not x.storage_offset():

@@ -68,6 +68,10 @@ class Unpacked(Decoder):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._decoder.decode(tensors[: -self.statistics])
 
+    def without_statistics(self, tensors: tuple[Tensor, ...]) -> Saved:
+        """Return what keeps the input alone."""
+        return tensors[: -self.statistics], self._decoder
+
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
         mean = tensors[-2] if self.statistics == 2 else None
         return self.decode(tensors), mean, tensors[-1]

@@ -11,11 +11,13 @@ class Quality(NamedTuple):
     """How good a derived tensor is: that of the worst of its sources.
 
     The quantizer is that of the packed source, None where all sources are kept without a loss; it is curved if a curved
-    function of a packed source lies on the way.
+    function of a packed source lies on the way. The cost is that of an element of the output of the most expensive
+    layer that is computed again on the way, in multiplications and additions; 0 where there is none.
     """
 
     quantizer: Any = None
     is_curved: bool = False
+    cost: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -27,6 +29,8 @@ class Quality(NamedTuple):
 
         It ``bends`` if it reads a curved function of the tensor.
         """
+        if self.cost > settings.recompute:
+            return False
         if self.quantizer is None:
             return True
         reader, is_curved = settings.quantizer, bends or self.is_curved
@@ -41,11 +45,11 @@ class Quality(NamedTuple):
 
     def with_other(self, other: Quality) -> Quality:
         """Return the quality of what reads two tensors."""
-        is_curved = self.is_curved or other.is_curved
+        is_curved, cost = self.is_curved or other.is_curved, max(self.cost, other.cost)
         if self.quantizer is None or other.quantizer is None:
-            return Quality(self.quantizer or other.quantizer, is_curved)
+            return Quality(self.quantizer or other.quantizer, is_curved, cost)
         coarser = min(self.quantizer, other.quantizer, key=lambda q: (bits_of(q), not q.is_stochastic))
-        return Quality(coarser, is_curved)
+        return Quality(coarser, is_curved, cost)
 
 
 #: Of a tensor that is kept without a loss.

@@ -104,8 +104,10 @@ class Region(Store):
             self.seeds, self.state, self.mode = self.parent.seeds, self.parent.state, self.parent.mode
             if self.attachment is None:
                 self.attachment = self.parent.attachment
+        self.recompute = 0 if self.outer_settings is None else self.outer_settings.most_recompute
         if self.attachment is not None:
             self.attachment.has_run = True
+            self.recompute = max(self.recompute, self.attachment.recompute)
         if self.has_rules_for_other_code:
             scripted_calls.__enter__()
         if function_apply_code is None and (self.parent is None or self.has_rules_for_other_code):
@@ -158,7 +160,7 @@ class Region(Store):
         found.parent, found.hooks = self, self.hooks
         found.seeds, found.state, found.mode = self.seeds, self.state, self.mode
         found.is_alone, found.is_counted, found.is_distributed = self.is_alone, self.is_counted, self.is_distributed
-        found.attachment = self.attachment
+        found.attachment, found.recompute = self.attachment, self.recompute
         return found
 
     def is_weight(self, x: Tensor) -> bool:

@@ -60,6 +60,15 @@ class Decoder:
         return False
 
     @property
+    def depth(self) -> int:
+        """Layers that are computed again, one after the other, for the decoded tensor."""
+        return 0
+
+    def input_of(self, tensors: tuple[Tensor, ...]) -> Saved | None:
+        """Return what keeps the input of the layer or the norm that is computed again; None for other tensors."""
+        return None
+
+    @property
     def statistics(self) -> int:
         """Number of statistics of a norm at the end of the saved tensors."""
         return 0

@@ -137,8 +137,9 @@ class SavedTensorHooks(HookStack):
             self.layer, self.waiting = (input, weight), []
             self.buffers = norm.running
             out, mean, spread = norm.forward(input, weight, bias)
-            kept = self._keep_waiting(NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True))
-            derive_output(self._region, norm, kept, out, weight, bias)
+            given = NormInput(norm, mean.detach(), spread.detach(), input.dtype, alone=True)
+            kept = self._keep_waiting(given)
+            derive_output(self._region, given, kept, out, weight, bias)
             ModelState.mark_activation(out)
             return out
         finally:

@@ -46,6 +46,8 @@ DEFAULT_RESIDUAL_BIT_WIDTH = 2
 DEFAULT_DERIVE_MIN_BITS = 4
 #: Bits of query and key of attention, whose products are exponentiated.
 DEFAULT_SCORE_BIT_WIDTH = 8
+#: Multiplications and additions that an element of a layer's output may cost to be computed again; 0: none is.
+DEFAULT_RECOMPUTE = 0
 #: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
 DEFAULT_MIN_NUMEL = 4096
 
@@ -93,6 +95,9 @@ class BackwardSettings:
             and piecewise linear ones are at any width, since they are unbiased. 0 derives nothing: each op stores its
             own tensor.
         score_bit_width: bits of query and key of attention, 2 to 8, where the quantizer has fewer.
+        recompute: multiplications and additions that an element of the output of a layer may cost for the op that reads
+            it to have it computed again in backward, from the layer's input and weight, in place of storing it; 0 has
+            no layer computed again. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs.
         of_functions: pairs of the name of an op (``brevact.autograd.op_names``) and the settings with which it runs in
             place of these, None for full precision. For an op inside another one, the first of the two decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``): each op is torch's own
@@ -112,11 +117,12 @@ class BackwardSettings:
     residual_bit_width: int = field(default=DEFAULT_RESIDUAL_BIT_WIDTH)
     derive_min_bits: int = field(default=DEFAULT_DERIVE_MIN_BITS)
     score_bit_width: int = field(default=DEFAULT_SCORE_BIT_WIDTH)
+    recompute: int = field(default=DEFAULT_RECOMPUTE)
     of_functions: tuple[tuple[str, BackwardSettings | None], ...] = field(default=())
     double_backward: bool = field(default=False)
     key: int = field(init=False, repr=False, compare=False)
-    """Number that settings share in this process which store a tensor alike, whatever ``of_functions`` and
-    ``double_backward``: quick to hash."""
+    """Number that settings share in this process which store a tensor alike, whatever ``recompute``, ``of_functions``
+    and ``double_backward``: quick to hash."""
     text: str | None = field(init=False, repr=False, compare=False)
     """The settings as text, which a traced graph can hold; None for quantizers that have no such form."""
 
@@ -178,6 +184,12 @@ class BackwardSettings:
             )
         _check_bits("derive_min_bits", self.derive_min_bits, 0, "0 derives nothing", DEFAULT_DERIVE_MIN_BITS)
         _check_bits("score_bit_width", self.score_bit_width, 2, "of query and key", DEFAULT_SCORE_BIT_WIDTH)
+        if isinstance(self.recompute, bool) or not isinstance(self.recompute, int) or self.recompute < 0:
+            raise ValueError(
+                f"recompute={brief(self.recompute)} must be an integer of at least 0: multiplications and additions "
+                "that an element of a layer's output may cost to be computed again (0 computes no layer again, 64 "
+                f"cheap convolutions, 1024 most layers); the default is {DEFAULT_RECOMPUTE}"
+            )
         object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
         object.__setattr__(self, "is_lossless", bool(getattr(self.quantizer, "is_lossless", False)))
         derives = self.derive_min_bits > 0 and not (self.is_exact or self.is_lossless)
@@ -194,10 +206,10 @@ class BackwardSettings:
         object.__setattr__(self, "uses_fast_pack", bool(is_plain and not self.draws_size and not self.observes))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive
             keys, has_text = _keys_of_modules.setdefault(self.quantizer, {}), False
-            fields = self._fields[1:-2]
+            fields = self._fields[1:-3]
         else:
             keys, has_text = _keys, _has_text(self.quantizer)
-            fields = self._fields[:-2]
+            fields = self._fields[:-3]
         object.__setattr__(self, "key", keys.setdefault(fields, next(_numbers)))
         has_text = has_text and all(each is None or each.text is not None for _, each in self.of_functions)
         for_graph = replace(self, double_backward=False) if has_text and self.double_backward else self
@@ -241,6 +253,11 @@ class BackwardSettings:
         return found
 
     @functools.cached_property
+    def most_recompute(self) -> int:
+        """The largest ``recompute`` of these settings and of those of ops: no layer that costs more is computed."""
+        return max(self.recompute, *(each.most_recompute for _, each in self.of_functions if each is not None), 0)
+
+    @functools.cached_property
     def has_rules_for_other_code(self) -> bool:
         """Whether some of ``of_functions`` are for Functions or scripted functions, which no mode sees."""
         return any(is_path(name) for name, _ in self.of_functions)
@@ -257,7 +274,7 @@ class BackwardSettings:
         if quantizer is None:
             return None
         least = 0 if self.quantizes_forward else self.min_numel
-        return BackwardSettings(quantizer, self.save_mode, least, derive_min_bits=self.derive_min_bits)
+        return BackwardSettings(quantizer, self.save_mode, least, derive_min_bits=self.derive_min_bits, recompute=0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields: keys do not outlive the process."""

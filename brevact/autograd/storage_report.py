@@ -16,6 +16,7 @@ from brevact.autograd.storages import storage_address
 
 #: Ways of storing a tensor.
 PACKED, MASKED, EXACT, DERIVED, FULL_PRECISION = "packed", "mask", "exact", "derived", "full precision"
+RECOMPUTED = "recomputed"
 
 NO_QUANTIZER = "no quantizer applies"
 NOT_NOISE = "a rounding error in it would not be noise on the gradient"

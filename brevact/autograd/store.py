@@ -21,6 +21,7 @@ from brevact.autograd.decoders import (
     without_gaps,
 )
 from brevact.autograd.keeper import EagerKeeper
+from brevact.autograd.layers_again import serves_norms
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import ACTIVATION_DTYPES, Decoder, Saved
 from brevact.autograd.settings import BackwardSettings, SaveMode
@@ -123,8 +124,8 @@ class Store(EagerKeeper):
             return _beside(keep_small(x, settings), norm)
         # Nothing can be found of a tensor whose storage carries nothing.
         if share and is_tracked(x):
-            known = known_values.find(x, None if normalizes else settings, self.hooks.scope)
-            if known is not None:
+            known = known_values.find(x, settings if settings.recompute or not normalizes else None, self.hooks.scope)
+            if known is not None and (not normalizes or serves_norms(known[1])):
                 return _beside(reported(known), norm)
         if settings.is_exact:
             return _beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from brevact.private_names.of_torch import functorch_interpreter
+from brevact.private_names.of_torch import functorch_interpreter, states_of_modules
 from brevact.private_names.of_torch import is_jit_tracing as is_tracing
 
 NO_TRANSFORMS = (
@@ -29,6 +29,11 @@ NO_ROUNDED_NORMS = (
 def is_distributed() -> bool:
     """Return whether several processes train a model, perhaps with parts of its parameters each."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def may_free_weights(weight: torch.Tensor) -> bool:
+    """Return whether the memory of a weight may be freed between the forward and the backward pass, as FSDP does."""
+    return is_distributed() and (type(weight) is not torch.nn.Parameter or bool(states_of_modules))
 
 
 def is_transformed() -> bool:

@@ -20,6 +20,7 @@ from brevact.autograd import BackwardSettings, SaveMode
 from brevact.autograd.settings import (
     DEFAULT_DERIVE_MIN_BITS,
     DEFAULT_MIN_NUMEL,
+    DEFAULT_RECOMPUTE,
     DEFAULT_RESIDUAL_BIT_WIDTH,
     DEFAULT_SCORE_BIT_WIDTH,
 )
@@ -53,7 +54,8 @@ class SaveQuantized(Fragment):
     Where a forward quantizer has a learned scale, what it rounds away is stored in ``residual_bit_width`` bits. Tensors
     that are smooth functions of one that is packed in at least ``derive_min_bits`` bits are derived from it; 0 derives
     nothing. Query and key of attention take at least ``score_bit_width`` bits. With ``double_backward`` gradients may
-    be differentiated again (``create_graph=True``).
+    be differentiated again (``create_graph=True``). Layers of which an element costs at most ``recompute``
+    multiplications and additions are computed again in place of storing their output.
     """
 
     save_mode = SaveMode.SAVE_QUANTIZED
@@ -62,6 +64,7 @@ class SaveQuantized(Fragment):
     derive_min_bits = DEFAULT_DERIVE_MIN_BITS
     score_bit_width = DEFAULT_SCORE_BIT_WIDTH
     double_backward = False
+    recompute = DEFAULT_RECOMPUTE
 
 
 class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
@@ -76,10 +79,17 @@ class BackwardQuantSolver(Fragment, metaclass=BackwardInjectorType):
 
     @value
     def backward_settings(
-        quantizer, save_mode, min_numel, residual_bit_width, derive_min_bits, score_bit_width, double_backward
+        quantizer,
+        save_mode,
+        min_numel,
+        residual_bit_width,
+        derive_min_bits,
+        score_bit_width,
+        recompute,
+        double_backward,
     ):
-        widths = residual_bit_width, derive_min_bits, score_bit_width
-        return BackwardSettings(quantizer, save_mode, min_numel, *widths, double_backward=double_backward)
+        numbers = residual_bit_width, derive_min_bits, score_bit_width, recompute
+        return BackwardSettings(quantizer, save_mode, min_numel, *numbers, double_backward=double_backward)
 
 
 def leaf(module: str, name: str, bases: tuple[InjectorClass, ...], doc: str, **settings: Any) -> InjectorClass:

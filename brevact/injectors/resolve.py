@@ -31,7 +31,8 @@ ACCEPTED = (
 )
 #: Settings of a region, which may stand beside those of Brevitas' injectors.
 _OF_REGION = (
-    *("save_mode", "min_numel", "residual_bit_width", "derive_min_bits", "score_bit_width", "double_backward"),
+    *("save_mode", "min_numel", "residual_bit_width", "derive_min_bits", "score_bit_width", "recompute"),
+    "double_backward",
 )
 #: Names that Brevitas' layers and proxies fill in.
 _FROM_BREVITAS = ("act_impl", "passthrough_act", "proxy_class", "proxy_module", "module", "tensor_quant")

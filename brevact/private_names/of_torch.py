@@ -28,6 +28,7 @@ top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", REGIONS)
 current_graph_task = find("torch._C._current_graph_task_id", REGIONS)  #: -1 outside of a backward pass
 #: The node of the graph whose backward pass this thread runs; None outside of one.
 current_autograd_node = find("torch._C._current_autograd_node", REGIONS, fallback=lambda: None)
+queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback", REGIONS)
 BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
 #: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.
 function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", COMPILING, fallback=None)
@@ -50,6 +51,8 @@ disable_modes = find(
     "torch.utils._python_dispatch._disable_current_modes", COMPILING, placeholder=contextlib.nullcontext
 )
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor", REGIONS)
+#: What FSDP, and others that wrap modules without a module of their own, know of them.
+states_of_modules = find("torch.distributed._composable_state._module_state_mapping", REGIONS, fallback=(True,))
 functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack", REGIONS)
 is_jit_tracing = find("torch._C._is_tracing", REGIONS, fallback=torch.jit.is_tracing)
 tree_flatten = find("torch.utils._pytree.tree_flatten", REGIONS)

@@ -29,6 +29,7 @@ SETTINGS = {
     "min_numel",
     "minimum_dtype",
     "quantizer",
+    "recompute",
     "residual_bit_width",
     "rounding",
     "save_mode",

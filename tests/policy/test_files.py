@@ -44,6 +44,7 @@ OTHER_VALUES = {
     "mix_levels_prob": 0.125,
     "mix_prob": 0.25,
     "quantize_forward": True,
+    "recompute": 64,
     "residual_bit_width": 4,
     "rounding": Rounding.NEAREST,
     "save_mode": brevact.SaveMode.QUANTIZE_ON_BACKWARD,

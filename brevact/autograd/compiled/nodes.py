@@ -160,6 +160,8 @@ class _Product(Saving):
 class _TracedRegion(Keeper):
     """What the handlers ask of a region, answered from one call alone."""
 
+    recompute = 0  # the compiler decides by itself what a graph computes again
+
     def __init__(self, settings: BackwardSettings | None, parameters: list[Tensor]) -> None:
         self.settings: Any = settings
         self.parameters = parameters

@@ -106,6 +106,7 @@ def _with_finer_scores(region: Keeper) -> Keeper:
     finer.settings = _score_settings(
         _rounding_of(quantizer),
         *(settings.save_mode, settings.min_numel, settings.derive_min_bits, settings.score_bit_width),
+        settings.recompute,
     )
     return finer
 
@@ -118,10 +119,10 @@ def _rounding_of(quantizer: Any) -> Rounding:
 
 @functools.lru_cache(maxsize=64)
 def _score_settings(
-    rounding: Rounding, save_mode: SaveMode, min_numel: int, derive_min_bits: int, bit_width: int
+    rounding: Rounding, save_mode: SaveMode, min_numel: int, derive_min_bits: int, bit_width: int, recompute: int
 ) -> BackwardSettings:
     quantizer = UniformQuantizer(bit_width=bit_width, rounding=rounding)
-    return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits)
+    return BackwardSettings(quantizer, save_mode, min_numel, derive_min_bits=derive_min_bits, recompute=recompute)
 
 
 def _by_math(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.layers_again import WithOptions, remember_output
 from brevact.autograd.ops.base import Saving, as_tuple, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled
@@ -114,8 +115,14 @@ def _convolve(
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
     if runner is not None:
-        return runner.run_torch(func, input, weight, bias, *options)
-    return region.apply(_Convolution, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
+        out = runner.run_torch(func, input, weight, bias, *options)
+    else:
+        out = region.apply(_Convolution, lambda x, w, b: func(x, w, b, *options), geometry, input, weight, bias)
+    if region.recompute:
+        weights_of_sample = weight.numel() * (input if geometry[3] else out)[0, 0].numel()
+        cost = weights_of_sample / out[0].numel()
+        remember_output(region, WithOptions(func, options), input, weight, bias, out, cost)
+    return out
 
 
 def _convolution_handler(dims: int) -> Callable:

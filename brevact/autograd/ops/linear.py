@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.layers_again import remember_output
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.convolution import STORED, to_autocast
 from brevact.autograd.ops.op import Op, Saves, everywhere
@@ -59,8 +60,12 @@ def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias:
         return NotImplemented
     runner = region.torch_runner(input) if input is not weight else None
     if runner is not None:
-        return runner.run_torch(func, input, weight, bias, flattens=True)
-    return region.apply(_Linear, func, input, weight, bias)
+        out = runner.run_torch(func, input, weight, bias, flattens=True)
+    else:
+        out = region.apply(_Linear, func, input, weight, bias)
+    if region.recompute:
+        remember_output(region, func, input, weight, bias, out, cost=weight.shape[1])
+    return out
 
 
 OPS = (

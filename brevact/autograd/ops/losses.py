@@ -11,16 +11,23 @@ the samples (class probabilities). The negative log-likelihood reads log-probabi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from brevact.autograd import storage_report
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.layers_again import rows_of
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
+from brevact.autograd.quality import Quality
+from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.store import reported
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 #: A loss of input, target and weight.
@@ -42,10 +49,10 @@ class _CrossEntropy(Saving):
         ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
     ) -> Tensor:
         out = call(input, target, weight)
-        p = torch.softmax(input, options.class_dim, dtype=out.dtype)
+        kept = _kept_probabilities(region, input, options.class_dim, out.dtype)
         is_index = not target.is_floating_point()
         kept_target = None if is_index else region.keep_activation(target)
-        save(ctx, region.keep(p, share=False), kept_target, exact=(target if is_index else None, weight))
+        save(ctx, kept, kept_target, exact=(target if is_index else None, weight))
         ctx.options, ctx.dtype = options, input.dtype
         return out
 
@@ -53,11 +60,53 @@ class _CrossEntropy(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, kept_target, target, weight = load(ctx)
         if kept_target is None:
-            grad_input = _of_indices(grad, kept.decode(), target, weight, ctx.options)
+            is_new = isinstance(kept.decoder, _Probabilities)
+            grad_input = _of_indices(grad, kept.decode(), target, weight, ctx.options, overwrites=is_new)
         else:
             grad_input = _of_probabilities(grad, kept.decode(), kept_target.decode(), weight, ctx.options)
         grad_input = grad_input.to(ctx.dtype)
         return None, None, None, grad_input, None, None
+
+
+#: Elements of the logits that are computed at a time.
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _Probabilities(Decoder):
+    """Decoder of the softmax of logits that are computed again; of a linear layer in chunks of rows."""
+
+    logits: Decoder
+    dim: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def quality(self) -> Quality:
+        return self.logits.quality._replace(is_curved=True)
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        rows = rows_of(self.logits, tensors) if self.dim == len(self.shape) - 1 else None
+        if rows is None:
+            return torch.softmax(self.logits.decode(tensors), self.dim, dtype=self.dtype)
+        found = torch.empty(self.shape, dtype=self.dtype, device=tensors[0].device)
+        flat = found.view(-1, self.shape[-1])
+        step = max(1, _CHUNK // self.shape[-1])
+        for start in range(0, len(flat), step):
+            out = flat[start : start + step]
+            torch.softmax(rows(start, start + step), 1, dtype=self.dtype, out=out)
+        return found
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
+
+
+def _kept_probabilities(region: Keeper, input: Tensor, dim: int, dtype: torch.dtype) -> Saved:
+    """Keep the probabilities of logits: packed, or what gives the logits back, if they are computed again."""
+    known = region.find_known(input) if region.settings.recompute else None
+    if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
+        return reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), dtype)))
+    return region.keep(torch.softmax(input, dim, dtype=dtype), share=False)
 
 
 class _NegativeLogLikelihood(Saving):
@@ -79,14 +128,16 @@ class _NegativeLogLikelihood(Saving):
         return None, None, None, grad_input.to(dtype), None, None
 
 
-def _of_indices(grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> Tensor:
-    """dL/dx for targets that are class indices (N, d1, ..), from p (N, C, d1, ..)."""
+def _of_indices(
+    grad: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, options: _Options, *, overwrites: bool
+) -> Tensor:
+    """dL/dx for targets that are class indices (N, d1, ..), from p (N, C, d1, ..), whose memory it may take."""
     dim, s = options.class_dim, options.label_smoothing
     w = _stretched(weight, p, options)
     g, y, w_y = _of_samples(grad, p, target, w, options)
     hit = g * w_y * (1 - s) if s else g * w_y
     total = hit if not s else hit + g * (s if w is None else s * w.mean())
-    grad_input = p * total
+    grad_input = p.mul_(total) if overwrites else p * total
     grad_input.scatter_add_(dim, y, -hit)
     if s:
         grad_input -= g * (s / p.shape[dim]) * (1 if w is None else w)

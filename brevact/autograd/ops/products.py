@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
+from brevact.autograd.layers_again import Layer, remember_output
 from brevact.autograd.ops.base import Saving, is_complex, load, requires_grad, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
@@ -151,7 +152,27 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **kwa
     def multiply(a: Tensor, b: Tensor, _: None) -> Tensor:
         return func(a, b) if name is None else func(a, **{name: b})
 
-    return region.apply(_Product, multiply, _Matmul.of(input, other), None, input, other, (1, 1))
+    out = region.apply(_Product, multiply, _Matmul.of(input, other), None, input, other, (1, 1))
+    _remember(region, _MATMUL, input, other, None, out)
+    return out
+
+
+class _WithWeight(NamedTuple):
+    """The product of an activation and a weight, plus a bias, as a function of the three."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return torch.matmul(x, weight)
+        return torch.addmm(bias, x, weight) if x.dim() == 2 else torch.matmul(x, weight).add_(bias)
+
+
+_MATMUL = _WithWeight()
+
+
+def _remember(region: Keeper, layer: Layer, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Remember that the product of an activation and a matrix of weights can be computed again."""
+    if region.recompute and b.dim() == 2 and region.is_weight(b) and (bias is None or region.is_weight(bias)):
+        remember_output(region, layer, a, b, bias, out, cost=b.shape[0])
 
 
 def _multiply_reversed(region: Keeper, func: Callable, input: Tensor, other: Any) -> Any:
@@ -182,7 +203,10 @@ def _multiply_add(
         return func(added, a, b, beta=beta, alpha=alpha)
 
     rule = _Matmul.of(first, second)
-    return region.apply(_Product, multiply, rule, input, first, second, (alpha, beta))
+    out = region.apply(_Product, multiply, rule, input, first, second, (alpha, beta))
+    if alpha == beta == 1 and input.dim() == 1:
+        _remember(region, _MATMUL, first, second, input, out)
+    return out
 
 
 def _einsum(region: Keeper, func: Callable, equation: Any, *operands: Any) -> Any:

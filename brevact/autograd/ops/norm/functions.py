@@ -61,12 +61,13 @@ class _Norm(Saving):
         kept: Saved | None
         ctx.norm, ctx.dtypes = norm, (x.dtype, None if w is None else w.dtype)
         if norm.has_mean and region.settings.for_normalized is not None:
-            out, kept = _run_levels(region, norm, input, x, w, b)
+            out, kept, given = _run_levels(region, norm, input, x, w, b)
         else:
             out, mean, invstd = norm.forward(x, w, b)
-            kept = region.keep(input, norm=NormInput(norm, mean, invstd, x.dtype)) if reads_x else None
+            given = NormInput(norm, mean, invstd, x.dtype)
+            kept = region.keep(input, norm=given) if reads_x else None
         if reads_x:
-            derive_output(region, norm, kept, out, w, b)
+            derive_output(region, given, kept, out, w, b)
         save(ctx, kept if reads_x else None, exact=(weight,) if reads_x else (None,))
         return out
 
@@ -102,13 +103,15 @@ class _Frozen(Saving):
         x, w, b = _to_autocast(norm, input, weight, bias)
         kept = mark = None
         if region.settings.quantizes_forward:
-            out, kept, var, mark = _run_frozen(region, norm, input, x, w, b)
+            out, kept, given, mark = _run_frozen(region, norm, input, x, w, b)
+            var = given.spread
         else:
             out, mean, var = norm.forward(x, w, b)
+            given = NormInput(norm, mean, var, x.dtype)
             if ctx.needs_input_grad[3]:
-                kept = region.keep(input, norm=NormInput(norm, mean, var, x.dtype))
+                kept = region.keep(input, norm=given)
         if ctx.needs_input_grad[3]:
-            derive_output(region, norm, kept, out, w, b)
+            derive_output(region, given, kept, out, w, b)
             save(ctx, kept, exact=(weight, None, mark))
         else:
             save(ctx, None, exact=(weight, var, None))
@@ -141,26 +144,28 @@ def _frozen_backward(
 
 def _run_levels(
     region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Saved]:
-    """Output, and what keeps the normalized input; its invstd is NaN where the statistics are no finite numbers."""
+) -> tuple[Tensor, Saved, NormInput]:
+    """Output, what keeps the normalized input, and that with its statistics: invstd is NaN where it is not finite."""
     out, mean, invstd = norm.forward(x, weight, bias)
     assert mean is not None
     invstd = mean * 0 + invstd
-    kept = region.keep_levels(input, NormInput(norm, mean, invstd, x.dtype))
+    given = NormInput(norm, mean, invstd, x.dtype)
+    kept = region.keep_levels(input, given)
     if region.settings.quantizes_forward:
         _write_affine(out, norm, kept, norm.alignment.align(invstd - invstd, x.shape), weight, bias)
-    return out, kept
+    return out, kept, given
 
 
 def _run_frozen(
     region: Keeper, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Saved, Tensor, Tensor]:
-    """Output, what keeps N(x), variances, and a zero a channel: NaN where it holds a value that is not finite."""
+) -> tuple[Tensor, Saved, NormInput, Tensor]:
+    """Output, what keeps N(x), the input with its statistics, and a zero a channel: NaN where a value is not finite."""
     out, mean, var = norm.forward(x, weight, bias)
-    kept = region.keep_levels(input, NormInput(norm, mean, var, x.dtype))
+    given = NormInput(norm, mean, var, x.dtype)
+    kept = region.keep_levels(input, given)
     mark = x * 0
     _write_affine(out, norm, kept, mark, weight, bias)
-    return out, kept, var, sum_of_channels(mark)
+    return out, kept, given, sum_of_channels(mark)
 
 
 def _write_affine(

@@ -1,0 +1,389 @@
+"""Layers that are computed again in backward: nothing is stored of their outputs, and the gradients are right."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import brevact
+from brevact.autograd import BackwardSettings, region
+from brevact.autograd.layers_again import MOST_NESTED
+from tests.autograd.measuring import Mirrored, settings, watch_saved
+
+#: Stores doubles of what it is given, so that gradients are exact, and has the bits from which curved functions derive.
+EXACTLY = BackwardSettings(Mirrored(sign=0, bit_width=8), min_numel=0, recompute=10_000)
+WITHOUT = BackwardSettings(Mirrored(sign=0, bit_width=8), min_numel=0)
+
+
+def block(norm: nn.Module, act: nn.Module, *, bias: bool = False) -> nn.Sequential:
+    """An inverted residual: expansion, depthwise convolution, projection."""
+    return nn.Sequential(
+        nn.Conv2d(8, 8, 1, bias=bias),
+        *(copy.deepcopy(norm), copy.deepcopy(act)),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=bias),
+        *(copy.deepcopy(norm), copy.deepcopy(act)),
+        nn.Conv2d(8, 4, 1, bias=bias),
+    )
+
+
+class Gated(nn.Module):
+    """Squeeze and excitation behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate, self.out = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x):
+        x = F.silu(self.inner(x))
+        return x + self.out(x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))).repeat(1, 2, 1, 1)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = (y.view(*y.shape[:2], 4, 4).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+class Addmm(nn.Module):
+    """A linear layer as GPT-2's, with a GELU that is written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 32) / 4), nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        y = torch.addmm(self.bias, self.norm(x).view(-1, 16), self.weight).view(*x.shape[:-1], 32)
+        return 0.5 * y * (1 + torch.tanh(0.8 * (y + 0.044715 * torch.pow(y, 3.0))))
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 64, bias=False)
+
+    def forward(self, x):
+        logits = self.head(self.norm(x))[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, 64), torch.arange(logits[..., 0].numel()) % 64, ignore_index=3)
+
+
+NETS = {
+    "batch norm, SiLU": (lambda: block(nn.BatchNorm2d(8), nn.SiLU()), (4, 8, 6, 5)),
+    "batch norm without weights, GELU": (lambda: block(nn.BatchNorm2d(8, affine=False), nn.GELU()), (4, 8, 6, 5)),
+    "frozen batch norm": (lambda: block(nn.BatchNorm2d(8).eval(), nn.SiLU()), (4, 8, 6, 5)),
+    "batch norm, ReLU, biases": (lambda: block(nn.BatchNorm2d(8), nn.ReLU(), bias=True), (4, 8, 6, 5)),
+    "group norm": (lambda: block(nn.GroupNorm(2, 8), nn.SiLU()), (4, 8, 6, 5)),
+    "instance norm": (lambda: block(nn.InstanceNorm2d(8, affine=True), nn.Hardswish()), (4, 8, 6, 5)),
+    "no norm": (lambda: block(nn.Identity(), nn.Sigmoid(), bias=True), (4, 8, 6, 5)),
+    "transposed": (
+        lambda: nn.Sequential(
+            nn.SiLU(),
+            nn.ConvTranspose2d(4, 8, 3, 2, padding=1, output_padding=1, groups=2),
+            *(nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 2, padding="same")),
+            nn.BatchNorm2d(8),
+        ),
+        (4, 4, 6, 5),
+    ),
+    "volumes": (
+        lambda: nn.Sequential(nn.SiLU(), nn.Conv3d(2, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.LeakyReLU()),
+        (2, 2, 5, 5, 5),
+    ),
+    "sequences": (
+        lambda: nn.Sequential(nn.SiLU(), nn.Conv1d(4, 8, 3, dilation=2), nn.BatchNorm1d(8), nn.Tanh()),
+        (4, 4, 20),
+    ),
+    "perceptron": (lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), (4, 7, 16)),
+    "rms norm": (lambda: nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 32), nn.RMSNorm(32), nn.SiLU()), (4, 7, 16)),
+    "attention": (Attention, (2, 7, 16)),
+    "addmm": (Addmm, (4, 7, 16)),
+    "gated": (Gated, (2, 8, 6, 5)),
+    "logits": (Language, (4, 7, 16)),
+    "nested deeper than is allowed": (
+        lambda: nn.Sequential(
+            *(y for _ in range(6) for y in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU()))
+        ),
+        (4, 4, 6, 5),
+    ),
+}
+
+
+def gradients(net: nn.Module, x: torch.Tensor, used: BackwardSettings | None, autocast=False) -> list[torch.Tensor]:
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    torch.manual_seed(1)
+    with region(used) if used is not None else torch.enable_grad():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = net(x)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).cos() if out.dim() else 1
+    (out.double() * weights).sum().backward()
+    return [x.grad, *(p.grad for p in net.parameters())]
+
+
+def saved_bytes(net: nn.Module, x: torch.Tensor, used: BackwardSettings) -> int:
+    with watch_saved() as saved, region(used):
+        loss = net(x.clone().requires_grad_()).sum()
+    del loss
+    weights = {p.untyped_storage()._cdata for p in net.parameters()}
+    found = {y.untyped_storage()._cdata: y.untyped_storage().nbytes() for y in saved.tensors}
+    return sum(size for address, size in found.items() if address not in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NETS)
+def test_gradients_are_those_of_plain_torch_where_nothing_is_lost(name, dtype):
+    make, shape = NETS[name]
+    torch.manual_seed(0)
+    net = make().to(dtype)
+    x = torch.randn(shape, dtype=dtype)
+    if len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+    expected = gradients(copy.deepcopy(net), x, None)
+    found = gradients(copy.deepcopy(net), x, EXACTLY)
+    assert saved_bytes(net, x, EXACTLY) < saved_bytes(net, x, WITHOUT)
+    eps = 256 * torch.finfo(dtype).eps  # of some hundred sums of some hundred products
+    for grad, reference in zip(found, expected, strict=True):
+        top = max(reference.abs().max().item(), 1.0)  # those that cancel, of biases before norms, are noise of the sums
+        torch.testing.assert_close(grad, reference, rtol=0, atol=eps * top)
+
+
+@pytest.mark.parametrize("name", [name for name in NETS if name != "frozen batch norm"])
+def test_layers_run_again_in_the_type_in_which_they_ran(name):
+    make, shape = NETS[name]
+    torch.manual_seed(0)
+    net, x = make(), torch.randn(shape)
+    without = gradients(copy.deepcopy(net), x, WITHOUT, autocast=True)
+    found = gradients(copy.deepcopy(net), x, EXACTLY, autocast=True)
+    plain = gradients(copy.deepcopy(net), x, None, autocast=True)
+    exact = gradients(copy.deepcopy(net), x, None)
+    for grad, other, half, full in zip(found, without, plain, exact, strict=True):
+        assert grad.dtype is other.dtype
+        # What autocast rounds differs from full precision by as much as what is computed again may from the forward's.
+        allowed = 2 * ((half - full).norm() + (other - half).norm()) + 1e-5 * full.norm() + 1e-5
+        assert (grad - half).norm() <= allowed
+
+
+def test_several_readers_share_one_computation():
+    calls: list[str] = []
+    net = nn.Sequential(nn.SiLU(), nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 1)).train()
+    x = torch.randn(2, 4, 5, 5, requires_grad=True)
+    with region(EXACTLY):
+        loss = net(x).sum()
+    with Counting(calls):
+        loss.backward()
+    assert calls.count("aten.convolution.default") == 1
+
+
+class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_held_is_given_back_with_its_last_reader():
+    net = block(nn.BatchNorm2d(8), nn.SiLU())
+    x = torch.randn(4, 8, 6, 5, requires_grad=True)
+    seen = []
+    with region(EXACTLY):
+        hidden = net[0](x)
+        hidden.register_hook(lambda grad: seen.append(_held()))
+        loss = net[1:](hidden).sum()
+    del hidden
+    loss.backward()
+    assert seen == [0]  # all readers of the first layer's output have run
+    assert _held() == 0
+
+
+def test_a_graph_that_is_kept_holds_nothing_after_its_backward_pass():
+    net = block(nn.BatchNorm2d(8), nn.SiLU())
+    x = torch.randn(4, 8, 6, 5, requires_grad=True)
+    with region(settings(bit_width=8, recompute=100)):
+        loss = net(x).sum()
+    first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    assert _held() == 0
+    second = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    assert all(map(torch.equal, first, second))
+
+
+def _held() -> int:
+    """Number of outputs that somebody holds for other readers."""
+    gc.collect()
+    return sum(type(each).__name__ == "_Held" and hasattr(each, "stream") for each in gc.get_objects())
+
+
+def test_hooks_around_the_region_that_copy_change_nothing():
+    net, x = block(nn.BatchNorm2d(8), nn.SiLU()), torch.randn(4, 8, 6, 5)
+    expected = gradients(copy.deepcopy(net), x, EXACTLY)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        found = gradients(copy.deepcopy(net), x, EXACTLY)
+    for grad, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_that_changes_before_backward_is_refused():
+    net, x = block(nn.BatchNorm2d(8), nn.SiLU()), torch.randn(4, 8, 6, 5, requires_grad=True)
+    with region(EXACTLY):
+        loss = net(x).sum()
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_bias_may_change_before_backward_as_in_torch():
+    make, shape = NETS["perceptron"]
+    net, x = make(), torch.randn(shape)
+    other = copy.deepcopy(net)
+    expected = gradients(copy.deepcopy(net), x, EXACTLY)
+    inputs = x.clone().requires_grad_()
+    with region(EXACTLY):
+        out = other(inputs)
+    with torch.no_grad():
+        other[1].bias.add_(1)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).cos()
+    (out.double() * weights).sum().backward()
+    assert torch.equal(inputs.grad, expected[0])
+
+
+def test_an_output_that_is_changed_in_place_is_stored():
+    net, x = nn.Sequential(nn.SiLU(), nn.Conv2d(4, 8, 1)), torch.randn(2, 4, 5, 5, requires_grad=True)
+    last = nn.Conv2d(8, 8, 1)
+
+    def run(used):
+        x.grad = None
+        with region(used) if used else torch.enable_grad():
+            hidden = net(x)
+            hidden.mul_(2)
+            hidden[:, 0] = 1
+            loss = last(hidden).square().sum()
+        loss.backward()
+        return x.grad.clone(), last.weight.grad.clone()
+
+    plain = run(None)
+    last.zero_grad()
+    for grad, reference in zip(run(EXACTLY), plain, strict=True):
+        torch.testing.assert_close(grad, reference)
+
+
+def test_a_hook_that_changes_the_output_of_a_layer_is_followed():
+    net = nn.Sequential(nn.SiLU(), nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.SiLU())
+    net[1].register_forward_hook(lambda module, args, out: out.exp())
+    x = torch.randn(2, 4, 5, 5)
+    for grad, reference in zip(
+        gradients(copy.deepcopy(net), x, EXACTLY), gradients(copy.deepcopy(net), x, None), strict=True
+    ):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_nan_reaches_the_gradients():
+    net, x = block(nn.GroupNorm(2, 8), nn.SiLU()), torch.randn(4, 8, 6, 5)
+    x[1, 2, 3, 4] = torch.nan
+    plain = gradients(copy.deepcopy(net), x, None)
+    for used in (EXACTLY, settings(bit_width=8, recompute=100)):
+        for grad, reference in zip(gradients(copy.deepcopy(net), x, used), plain, strict=True):
+            assert (grad.isnan() | ~reference.isnan()).all()
+
+
+@pytest.mark.parametrize("cost, stored", [(0, 2), (8, 2), (9, 1), (10, 1)])
+def test_layers_that_cost_more_than_the_setting_are_stored(cost, stored):
+    net = nn.Sequential(nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.SiLU())
+    with watch_saved() as saved, region(settings(bit_width=8, recompute=cost)):
+        loss = net(torch.randn(4, 8, 16, 16, requires_grad=True)).sum()
+    packed = {y.untyped_storage()._cdata for y in saved.tensors if y.dtype is torch.uint8}
+    assert len(packed) == stored
+    del loss
+
+
+def test_the_reader_says_how_much_a_layer_may_cost():
+    conv = nn.Sequential(nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.SiLU())
+    fine = brevact.DitherBackward8bit.let(min_numel=0)
+
+    def packed(rules):
+        net = brevact.quantize_backward(copy.deepcopy(conv), rules)
+        return brevact.memory_report(net, torch.randn(4, 8, 16, 16)).saved_bytes
+
+    everywhere, nowhere = packed({"": fine.let(recompute=9)}), packed({"": fine})
+    assert packed({"2": fine.let(recompute=9), "": fine}) == everywhere < nowhere
+    assert packed({"2": fine, "": fine.let(recompute=9)}) == nowhere
+
+
+def test_few_bits_are_no_source_of_layers():
+    net, x = nn.Sequential(nn.SiLU(), nn.Conv2d(4, 8, 1), nn.SiLU()), torch.randn(2, 4, 16, 16)
+    for bits in (2, 3):
+        assert saved_bytes(net, x, settings(bits, recompute=64)) == saved_bytes(net, x, settings(bits))
+    assert saved_bytes(net, x, settings(4, recompute=64)) < saved_bytes(net, x, settings(4))
+
+
+def test_chains_of_layers_end():
+    net = nn.Sequential(*(y for _ in range(8) for y in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU())))
+    with watch_saved() as saved, region(settings(8, recompute=64)):
+        loss = net(torch.randn(4, 4, 16, 16, requires_grad=True)).sum()
+    packed = {y.untyped_storage()._cdata for y in saved.tensors if y.dtype is torch.uint8}
+    assert len(packed) == -(-8 // (MOST_NESTED + 1)) + 1  # the input, and the input of a norm each few layers
+    del loss
+
+
+def test_a_checkpoint_of_the_user_is_left_alone():
+    net, x = block(nn.BatchNorm2d(8), nn.SiLU()), torch.randn(4, 8, 6, 5)
+    inside = settings(bit_width=8, recompute=100)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    found = gradients(copy.deepcopy(Checkpointed()), x, inside)
+    for grad, reference in zip(found, gradients(copy.deepcopy(Checkpointed()), x, None), strict=True):
+        assert (grad - reference).norm() <= 0.05 * reference.norm() + 1e-5
+
+
+def test_layers_that_share_a_weight_and_layers_that_run_twice():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = F.silu(self.layer(self.norm(x)))
+            return F.linear(F.silu(self.layer(self.norm(y))), self.layer.weight.t())
+
+    net, x = Twice(), torch.randn(4, 7, 16)
+    for grad, reference in zip(
+        gradients(copy.deepcopy(net), x, EXACTLY), gradients(copy.deepcopy(net), x, None), strict=True
+    ):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_between_layers_keeps_its_mask():
+    net = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.Dropout(0.5), nn.GELU(), nn.Linear(32, 8))
+    x = torch.randn(4, 7, 16)
+    for grad, reference in zip(
+        gradients(copy.deepcopy(net), x, EXACTLY), gradients(copy.deepcopy(net), x, None), strict=True
+    ):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "64", None])
+def test_bad_settings_are_explained(value):
+    with pytest.raises(ValueError, match=r"recompute=.* must be an integer of at least 0"):
+        settings(recompute=value)
+
+
+def test_compiled_graphs_compute_no_layer_again():
+    net, x = nn.Sequential(nn.SiLU(), nn.Conv2d(4, 8, 1), nn.SiLU()), torch.randn(2, 4, 16, 16)
+    expected = gradients(copy.deepcopy(net), x, settings(8))
+    compiled = torch.compile(copy.deepcopy(net), fullgraph=True, backend="aot_eager")
+    for grad, reference in zip(gradients(compiled, x, settings(8, recompute=64)), expected, strict=True):
+        assert (grad - reference).norm() <= 0.05 * reference.norm()
