@@ -211,10 +211,6 @@ class SavedTensorHooks(HookStack):
             return self._hand_on(self._region.keep_weight(x))
         if self.kept is not None:
             return self._hand_on(self.kept)
-        if self.keep_by is not None:
-            with self.suspended:
-                kept = self.keep_by(x.detach())
-            return self._hand_on(kept)
         if self.mask_of is not None:
             stored = SavedByHook()
             with self.suspended:
@@ -235,6 +231,10 @@ class SavedTensorHooks(HookStack):
                 give_up_mask(input, self._outer)
                 return self._hand_on(((x,), AS_IT_IS))
             return self._hand_on((tensors, flattened(decoder, tuple(x.shape))))
+        if self.keep_by is not None:
+            with self.suspended:
+                kept = self.keep_by(x.detach())
+            return self._hand_on(kept)
         if x.shape != input.shape:
             return self._hand_on(keep_as_it_is(x))  # statistics
         return self._hand_on(self._keep(x, self._region, sys._getframe(2)))  # the input in another order of memory

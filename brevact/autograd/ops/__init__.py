@@ -92,15 +92,15 @@ def run_counterpart(handler: Callable, region: Keeper, func: Callable, args: tup
     Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is lossless and torch's own
     gradient has other last bits, and where gradients are to be differentiated again, which Functions of ours are not.
     """
-    counterpart: Callable | None = handler
     if region.settings.leaves_ops_to_torch:
         if region.settings.is_exact and func in _NOT_BIT_EXACT:
             return NotImplemented
-        counterpart = TWICE.get(func) if region.settings.double_backward else handler
-    if counterpart is None:
-        return NotImplemented
+        if region.settings.double_backward:
+            if func not in TWICE:
+                return NotImplemented
+            handler = TWICE[func]
     try:
-        return counterpart(region, func, *args, **kwargs)
+        return handler(region, func, *args, **kwargs)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # not of this call
             raise
