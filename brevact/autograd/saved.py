@@ -29,9 +29,10 @@ COMPLEX_DTYPES = frozenset((torch.complex32, torch.complex64, torch.complex128))
 NO_DOUBLE_BACKWARD = (
     "double backward (create_graph=True) through an op with backward-quantized activations needs a setting, "
     "double_backward=True: brevact.quantize_backward(model, double_backward=True), "
-    "brevact.backward_quant(double_backward=True), StochBackward4bit.let(double_backward=True). Or run the part of the "
-    "model that needs second derivatives at full precision (a policy rule with None, brevact.restore_backward(model), "
-    "or outside brevact.backward_quant)"
+    "brevact.backward_quant(double_backward=True), StochBackward4bit.let(double_backward=True), "
+    "brevact.fit(model, batches, loss, ..., double_backward=True). Or run the part of the model that needs second "
+    "derivatives at full precision (a policy rule with None, brevact.restore_backward(model), or outside "
+    "brevact.backward_quant)"
 )
 
 

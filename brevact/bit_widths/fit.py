@@ -25,6 +25,7 @@ from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
 from brevact.policy.rules import refuse_policy
+from brevact.quantizers.brief import brief
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
 from brevact.reports.in_place import in_place
@@ -53,6 +54,7 @@ def fit(
     ratio: float | None = None,
     saved_bytes: int | None = None,
     noise: float | None = None,
+    double_backward: bool = False,
     progress: bool = True,
 ) -> Policy:
     """Return the policy of least gradient noise within a budget: bit widths of 1 to 8, or full precision, a layer.
@@ -86,13 +88,16 @@ def fit(
         ratio: how many times less is to be stored.
         saved_bytes: bytes to be stored for a batch like the first, at most.
         noise: noise and squared bias, together, in units of minibatch noise, at most.
+        double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
+            allows.
         progress: whether a bar appears where it takes longer than some seconds, if tqdm is installed.
 
     Returns:
         A policy for this model, to be saved with ``policy.save``; its ``report`` says what was reached.
 
     Raises:
-        TypeError: ``model`` is no module, ``batches`` no list, a budget no number, or the loss no tensor.
+        TypeError: ``model`` is no module, ``batches`` no list, a budget no number, ``double_backward`` no bool, or the
+            loss no tensor.
         ValueError: there is not exactly one budget, or it is impossible; the nearest possible one is named. Or there
             are fewer than two batches, the loss is no scalar or not the same twice, no parameter trains, or the model
             has a policy.
@@ -105,10 +110,15 @@ def fit(
         raise ValueError(
             "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
         )
+    if not isinstance(double_backward, bool):
+        raise TypeError(
+            f"double_backward={brief(double_backward)} must be True, for a loss that differentiates gradients again "
+            "(create_graph=True), or False, the default"
+        )
     refuse_policy(model)
     with progress_bar("fit", None, progress) as on_pass:
         with in_place(model):
-            return _Fit(model, batches, loss, budget, on_pass).policy()
+            return _Fit(model, batches, loss, budget, on_pass, double_backward=double_backward).policy()
 
 
 def _agree(report: FitReport) -> bool:
@@ -120,12 +130,21 @@ class _Fit:
     """Chooses widths, measures, and chooses again."""
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Any], loss: Loss, budget: Budget, on_pass: Callable[[], object]
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        loss: Loss,
+        budget: Budget,
+        on_pass: Callable[[], object],
+        *,
+        double_backward: bool,
     ) -> None:
         self._model, self._batches, self._loss, self._budget = model, batches, loss, budget
         self._passes, self._told = 0, on_pass
+        at = {width: quantizer_of(width, attends=True, double_backward=double_backward) for width in BIT_WIDTHS}
         self._exact = exact_gradients(model, batches, loss, self._count)
-        self._groups = groups_of(model, {width: self._memory_at(width) for width in BIT_WIDTHS})
+        reports = {width: self._memory_with(quantizer) for width, quantizer in at.items()}
+        self._groups = groups_of(model, reports, double_backward=double_backward)
         self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, self._exact, self._count)
         #: Measured bytes beyond those that add up, and measured noise for what adds up.
         self._more_bytes, self._factor = 0, 1.0
@@ -238,8 +257,8 @@ class _Fit:
         policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
         return replace(policy, layers=layers_of(self._model), report=report)
 
-    def _memory_at(self, bit_width: int) -> MemoryReport:
-        with with_quantizers(self._model, {"": quantizer_of(bit_width, attends=True)}):
+    def _memory_with(self, quantizer: Any) -> MemoryReport:
+        with with_quantizers(self._model, {"": quantizer}):
             return self._memory()
 
     def _memory(self) -> MemoryReport:

@@ -50,6 +50,7 @@ class Groups:
         attending: layers that compute attention.
         names: of the modules that may have a rule, one each, behind the module around it.
         shared: those of modules that have several names, and may run inside of several modules.
+        double_backward: whether gradients may be differentiated again.
     """
 
     chains: tuple[Chain, ...]
@@ -60,6 +61,7 @@ class Groups:
     attending: frozenset[str]
     names: tuple[str, ...]
     shared: frozenset[str]
+    double_backward: bool = False
 
     @functools.cached_property
     def sources_of(self) -> dict[str, list[str]]:
@@ -95,7 +97,10 @@ class Groups:
     def quantizers(self, widths: Mapping[str, int]) -> dict[str, Any]:
         """Return the backward quantizers of these modules, None for full precision, by the bit width of each source."""
         found = self.widths_of_modules(widths)
-        return {name: quantizer_of(width, attends=name in self.attending) for name, width in found.items()}
+        return {
+            name: quantizer_of(width, attends=name in self.attending, double_backward=self.double_backward)
+            for name, width in found.items()
+        }
 
     def policy(self, widths: Mapping[str, int]) -> Policy:
         """Return the rules that give each source its bit width."""
@@ -105,7 +110,7 @@ class Groups:
         return Policy({_pattern(name): found[name] for name in inner_first})
 
 
-def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
+def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport], *, double_backward: bool = False) -> Groups:
     """Return what a model without a policy stores, from reports of it with a width of 1 to 8 bits everywhere."""
     finest = reports[_MOST]
     chains = chains_of(finest)
@@ -133,15 +138,18 @@ def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport]) -> Groups:
         attending=frozenset(op.layer for op in finest.ops if "attention" in op.op),
         names=tuple(sorted(names.values(), key=_depth)),
         shared=frozenset(name for module, name in names.items() if count[module] > 1),
+        double_backward=double_backward,
     )
 
 
 @functools.cache
-def quantizer_of(bit_width: int, *, attends: bool) -> Any:
+def quantizer_of(bit_width: int, *, attends: bool, double_backward: bool = False) -> Any:
     """Return the backward quantizer of a bit width, None for full precision; query and key of attention have more."""
     if bit_width == FULL_PRECISION:
         return None
     settings = {"score_bit_width": max(_LEAST_SCORE_BITS, min(_MOST, bit_width + _MORE_SCORE_BITS))} if attends else {}
+    if double_backward:
+        settings["double_backward"] = double_backward
     return getattr(injectors, f"DitherBackward{bit_width}bit").let(derive_min_bits=1, **settings)
 
 

@@ -224,6 +224,44 @@ def test_fit_refuses_what_it_cannot_measure(model, batches):
     assert brevact.backward_policy(model).rows[0].source == "StochBackward3bit"
 
 
+class Potential(nn.Module):
+    """Returns energies, and forces as their negative gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 1)),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.layers(x).squeeze(1)
+        (grad,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, -grad
+
+
+def loss_on_forces(model: nn.Module, batch: Tensor) -> Tensor:
+    energy, forces = model(batch)
+    return F.mse_loss(forces, batch) + F.mse_loss(energy, batch.square().sum(1) / 2)
+
+
+def test_fit_takes_a_loss_that_differentiates_gradients_again(tmp_path):
+    torch.manual_seed(0)
+    model, points = Potential(), list(torch.randn(3, 128, 32))
+    with pytest.raises(RuntimeError, match=r"double backward .*brevact.fit\(.*double_backward=True"):
+        brevact.fit(model, points, loss_on_forces, ratio=3, progress=False)
+    policy = brevact.fit(model, points, loss_on_forces, ratio=3, double_backward=True, progress=False)
+    assert policy.report.ratio >= 3
+    policy.save(tmp_path / "policy.json")
+    for each in (policy, Policy.load(tmp_path / "policy.json")):
+        brevact.quantize_backward(model, each)
+        loss_on_forces(model, points[0]).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        brevact.restore_backward(model)
+    with pytest.raises(TypeError, match="double_backward='yes' must be True"):
+        brevact.fit(model, points, loss_on_forces, ratio=3, double_backward="yes")
+
+
 @pytest.mark.parametrize("calls", [3, 12, 25, 40])
 def test_a_loss_that_fails_leaves_the_model_as_it_was(model, batches, calls):
     count = itertools.count(1)
