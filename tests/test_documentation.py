@@ -16,9 +16,10 @@ from scripts.notebook import run_cells
 from tests.libraries import marks_of
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
 #: A page whose snippets are one program.
-TUTORIAL = ROOT / "docs" / "tutorial.md"
+TUTORIAL = DOCS / "tutorial.md"
 #: Pages with snippets of optional libraries, which `make test-all` installs.
 LIBRARIES = {"trainers.md": ("accelerate", "lightning", "peft", "transformers")}
 
@@ -63,21 +64,21 @@ def test_links_of_pages_lead_to_files(page):
 
 def test_every_page_is_in_the_navigation():
     navigation = set(re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M))
-    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}
+    pages = {page.relative_to(DOCS).as_posix() for page in PAGES[1:]}
     assert navigation == {page for page in pages if not page.startswith("studies/")}  # studies.md has links to them
 
 
 def test_the_limits_page_quotes_errors_of_the_source():
     source = "".join(path.read_text("utf-8") for path in (ROOT / "brevact").rglob("*.py"))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # of literals that go on in the next line
-    page = (ROOT / "docs" / "limits.md").read_text("utf-8")
+    page = (DOCS / "limits.md").read_text("utf-8")
     quotes = re.findall(r"^\| .*? \| `(.*?)` \|", page[page.index("{ #raises }") :], re.M)
     parts = [part for quote in quotes for part in re.split(r"\s*\.\.\.\s*", quote) if part]
     assert len(quotes) >= 15 and [part for part in parts if part not in source] == []
 
 
 def test_api_page_has_every_public_name():
-    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    page = "".join(path.read_text("utf-8") for path in (DOCS / "api.md", *(DOCS / "api").glob("*.md")))
     named = re.findall(r"^::: brevact\.((?!trainers)\S+)", page, re.M)
     leading = [name.removeprefix("quant.") for name in named if name.startswith("quant.")]
     assert set(leading) == {*brevact.__all__} & LEAVES.keys()
@@ -87,8 +88,7 @@ def test_api_page_has_every_public_name():
 
 
 def test_api_page_lists_the_layers():
-    page = (ROOT / "docs" / "api.md").read_text("utf-8")
-    rows = re.findall(r"^\| [A-Z].*? \| (`.*) \|$", page[page.index("## brevact.nn") :], re.M)
+    rows = re.findall(r"^\| [A-Z].*? \| (`.*) \|$", (DOCS / "api" / "nn.md").read_text("utf-8"), re.M)
     assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(brevact.nn.__all__)
 
 
