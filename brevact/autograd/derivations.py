@@ -127,7 +127,7 @@ _CONSTANTS = (
 )
 
 
-class Way(NamedTuple):
+class DerivationRule(NamedTuple):
     """What is known of the function by which a tensor derives: it takes the tensors, and returns the one that is kept.
 
     It is curved if it is not linear in each operand, pointwise if an element of the result depends on the elements at
@@ -144,7 +144,7 @@ class Way(NamedTuple):
     adds: bool = False
 
 
-def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[tuple[Tensor, ...], Derivation]:
+def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) -> tuple[tuple[Tensor, ...], Derivation]:
     """Return the tensors of all operands, and how a result of these sizes derives from them."""
     tensors: tuple[Tensor, ...] = ()
     decoders: tuple[Decoder, ...] = ()
@@ -153,14 +153,14 @@ def derivation(way: Way, operands: Sequence[Saved], like: Tensor) -> tuple[tuple
         decoders += (decoder,)
     numbers = tuple(map(id, tensors))
     first = dict(zip(reversed(numbers), range(len(numbers) - 1, -1, -1), strict=True))
-    key = (way, like.shape, like.stride(), like.dtype, *map(id, decoders), *map(first.__getitem__, numbers))
+    key = (rule, like.shape, like.stride(), like.dtype, *map(id, decoders), *map(first.__getitem__, numbers))
     try:
         return tensors, _derivations[key]  # which holds the decoders: no other object has the identity of one
     except KeyError:
-        lasts = all(decoder.lasts for decoder in decoders) and _is_constant(way.function)
+        lasts = all(decoder.lasts for decoder in decoders) and _is_constant(rule.function)
     except TypeError:  # symbols, and arguments of some functions, have no hash
         lasts = False
-    found = _derive_anew(way, operands, like, first, lasts=lasts)
+    found = _derive_anew(rule, operands, like, first, lasts=lasts)
     if lasts:
         if len(_derivations) >= _MOST_DERIVATIONS:
             _derivations.clear()
@@ -185,23 +185,23 @@ def _is_constant(value: Any) -> bool:
 
 
 def _derive_anew(
-    way: Way, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
+    rule: DerivationRule, operands: Sequence[Saved], like: Tensor, places: dict[int, int], *, lasts: bool
 ) -> Derivation:
     """Return how a result derives from operands whose tensors have these places."""
     found = _Expressions()
     expressions = tuple([found.add(kept) for kept in operands])
-    if len(found.packed) > max(way.most_packed, found.most):
+    if len(found.packed) > max(rule.most_packed, found.most):
         return Derivation(None)
-    if way.adds and found.overlap and not _is_of_one_place(expressions) and not found.are_scaled:
+    if rule.adds and found.overlap and not _is_of_one_place(expressions) and not found.are_scaled:
         return Derivation(None)  # neighbours that cancel leave the errors of both, of the step of a far wider range
     only = -1
-    if way.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions):
+    if rule.is_pointwise and len(found.sources) == 1 and _is_of_one_place(expressions):
         only = 0
-    expression = Call(way.function, expressions, only)
+    expression = Call(rule.function, expressions, only)
     if expression.calls > MOST_CALLS:
         return Derivation(None)
     quality = found.quality
-    if (way.is_curved or (found.overlap and not way.is_jointly_linear)) and not quality.is_exact:
+    if (rule.is_curved or (found.overlap and not rule.is_jointly_linear)) and not quality.is_exact:
         quality = quality._replace(is_curved=True)
     stride = None
     if not is_traced(like) and Layout.of(like).is_dense and Layout.of(like).numel == like.numel():
@@ -235,7 +235,7 @@ def function_of(
 ) -> Saved | None:
     """Keep a function of tensors that are kept; None where it depends on too much.
 
-    The result has the sizes, strides and dtype of ``like``. The other arguments are those of :class:`Way`.
+    The result has the sizes, strides and dtype of ``like``. The other arguments are those of :class:`DerivationRule`.
     """
-    tensors, found = derivation(Way(function, is_curved, is_pointwise), operands, like)
+    tensors, found = derivation(DerivationRule(function, is_curved, is_pointwise), operands, like)
     return found.bind(tensors)

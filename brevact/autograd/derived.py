@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.decoders import AS_IT_IS
-from brevact.autograd.derivations import MOST_COMBINED, Way, derivation, function_of
+from brevact.autograd.derivations import MOST_COMBINED, DerivationRule, derivation, function_of
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput, output_of
@@ -71,7 +71,7 @@ def derive(
 
     Operands stand beside what the op itself keeps for them, None for nothing; ``is_dirty`` says that a Function is
     about to mark ``out`` as changed, ``is_new`` that it is in memory of its own. The other arguments are those of
-    :class:`Way`.
+    :class:`DerivationRule`.
     """
     if not region.settings.derives:
         return
@@ -83,8 +83,8 @@ def derive(
         is_known = is_known or operand[1] is not AS_IT_IS
         kept.append(operand)
     if is_known:
-        way = Way(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds)
-        tensors, found = derivation(way, kept, out)
+        rule = DerivationRule(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds)
+        tensors, found = derivation(rule, kept, out)
         result = found.bind(tensors)
         if result is not None and found.is_worth_it(tensors, out):
             region.register(out, result, is_dirty=is_dirty, is_new=is_new and result[1].stride is not None)
