@@ -13,6 +13,7 @@ Each run is a row of forces.csv when it ends. An interrupted command goes on whe
 """
 
 import argparse
+import platform
 import statistics
 import sys
 import time
@@ -42,7 +43,10 @@ FULL_PRECISION = "None"
 ROWS, EPOCHS, PICTURE, SETTINGS, CHECKPOINT = (
     *("forces.csv", "epochs.csv", "forces.png", "settings.json", "checkpoint.pt"),
 )
-COLUMNS = ("policy", "seed", "energy_error", "force_error", "saved_mib", "plain_mib", "seconds")
+COLUMNS = (
+    *("policy", "seed", "energy_error", "force_error", "saved_mib", "plain_mib", "seconds"),
+    *("device", "threads", "torch", "python", "time"),
+)
 COLUMNS_OF_EPOCHS = ("policy", "seed", "epoch", "loss", "energy_error", "force_error", "seconds")
 _TEST_SEED = 2**20  # of the clusters, which are those of no run's training
 
@@ -219,8 +223,8 @@ def train(settings: ForceSettings, policies: Sequence[NamedPolicy], seeds: Seque
             last = run.epochs[-1]
             tqdm.write(f"{label}: energy {last['energy_error']:.4f}, force {last['force_error']:.3f}")
             seconds = sum(row["seconds"] for row in run.epochs)
-            rows.append({**{name: last.get(name) for name in COLUMNS}, "seconds": seconds})
-            rows[-1] |= {"saved_mib": saved, "plain_mib": plain}
+            rows.append({**{name: last.get(name) for name in COLUMNS[:4]}, "seconds": seconds})
+            rows[-1] |= {"saved_mib": saved, "plain_mib": plain, **_place(device)}
             epochs += run.epochs
             files.write_rows(folder / EPOCHS, COLUMNS_OF_EPOCHS, epochs)
             files.write_rows(folder / ROWS, COLUMNS, rows)
@@ -228,6 +232,17 @@ def train(settings: ForceSettings, policies: Sequence[NamedPolicy], seeds: Seque
     wanted = {(policy.name, seed) for policy in policies for seed in seeds}
     plot(folder / PICTURE, [row for row in epochs if (row["policy"], int(row["seed"])) in wanted])
     return [row for row in rows if (row["policy"], int(row["seed"])) in wanted]
+
+
+def _place(device: torch.device) -> Row:
+    """Where and when a run has ended."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "time": time.strftime("%Y-%m-%d %H:%M"),
+    }
 
 
 def _go_on(run: Run, folder: Path) -> None:
@@ -251,7 +266,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"{'':{width}}  energy error  force error  force - full precision  stored for backward  s/run"]
     for name, own in by_policy.items():
         energy, force, saved, plain, seconds = (
-            statistics.mean(float(row[column]) for row in own.values()) for column in COLUMNS[2:]
+            statistics.mean(float(row[column]) for row in own.values()) for column in COLUMNS[2:7]
         )
         differences = [
             float(row["force_error"]) - float(by_policy[FULL_PRECISION][seed]["force_error"])

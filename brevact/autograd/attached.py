@@ -31,8 +31,8 @@ LINEAR_NODES = frozenset(
         *("Softplus", "Elu", "Gelu", "Hardswish", "Tanh", "Sigmoid", "Softmax", "NativeLayerNorm", "NativeBatchNorm"),
     )
 )
-#: Nodes whose backward pass is made of smooth ops, whose results between 0 and 1, or -1 and 1, it saves as well.
-CURVED_NODES = frozenset(("SiluBackward0", "MishBackward0"))
+#: Nodes whose backward pass is made of products, and of a sigmoid, of whose result the second derivative is quadratic.
+CURVED_NODES = frozenset(("SiluBackward0",))
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,8 @@ class BackwardSettings:
             place of these, None for full precision. For an op inside another one, the first of the two decides.
         double_backward: whether gradients may be differentiated again (``create_graph=True``): each op is torch's own
             then, whose saved tensors are packed by hooks where its gradient bears that, and stored as they are
-            elsewhere. Compiled graphs, of which torch has no second derivatives, take no notice of it.
+            elsewhere; nothing is computed again (``recompute``). Compiled graphs, of which torch has no second
+            derivatives, take no notice of it.
 
     Raises:
         TypeError: ``quantizer`` cannot quantize, ``of_functions`` holds something else, or ``double_backward`` is no

@@ -13,7 +13,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -219,10 +219,12 @@ def run(
     seed: int = 0,
     *,
     twice: bool = False,
+    in_region: bool = False,
 ) -> Outcome:
     """Call an op inside a region, or plain, and differentiate a weighted sum of its results.
 
-    ``twice`` says to differentiate a weighted sum of its gradients, too, which stand behind them.
+    ``twice`` says to differentiate a weighted sum of its gradients, too, which stand behind them; these are taken in a
+    region if ``in_region``.
     """
     leaves: list[Tensor] = []
 
@@ -255,7 +257,8 @@ def run(
         loss = loss_of(outputs)
         grads: list[Tensor | None] = []
         if loss is not None:
-            grads = list(torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=twice))
+            with region(settings) if in_region and settings is not None else nullcontext():
+                grads = list(torch.autograd.grad(loss, leaves, allow_unused=True, create_graph=twice))
             penalty = loss_of([x for x in grads if x is not None]) if twice else None
             if penalty is not None:
                 grads += torch.autograd.grad(penalty, leaves, allow_unused=True)
