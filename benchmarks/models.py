@@ -1,6 +1,6 @@
 """Real architectures with random weights: what they keep for backward, and how far off their gradients are.
 
-    python -m benchmarks.models --csv benchmarks/results/models.csv --markdown docs/models.md
+    python -m benchmarks.models --draws 4 --csv benchmarks/results/models.csv
 
 For each model of `benchmarks.model_zoo`, and of `benchmarks.image_models` where timm and torchvision are installed, and
 each backward quantizer, a training step on random data:
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import brevact
-from benchmarks.model_zoo import CONVOLUTIONAL, MODELS, Subject, build, loss_of
+from benchmarks.model_zoo import MODELS, Subject, build, loss_of
 from benchmarks.records import append_rows, check_columns, print_table
 
 Row = dict[str, str]
@@ -47,7 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=BUILDERS, default=list(BUILDERS), metavar="MODEL")
     parser.add_argument("--draws", type=int, default=16, help="seeds (default: %(default)s)")
     parser.add_argument("--csv", help="append the rows to this file")
-    parser.add_argument("--markdown", type=Path, help="write a page with the table to this file")
     options = parser.parse_args(arguments)
     if options.csv:
         check_columns(options.csv, COLUMNS)
@@ -56,8 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(rows)
     if options.csv:
         append_rows(rows, options.csv)
-    if options.markdown:
-        options.markdown.write_text(markdown(rows) + _other_fields(options.markdown), encoding="utf-8")
 
 
 def measure(names: Sequence[str], draws: int) -> Iterator[Row]:
@@ -126,52 +121,6 @@ def mean_projection(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, floa
 def root_mean_square(values: Sequence[float]) -> float:
     """Root of the mean of the squares."""
     return math.sqrt(sum(value * value for value in values) / len(values))
-
-
-def _other_fields(page: Path) -> str:
-    """The end of a page, from models of other fields on (`benchmarks.domain_models`), which these rows are not of."""
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    start = text.find("## Models of other fields")
-    return "" if start < 0 else "\n" + text[start:]
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A page with the table.
-
-    Args:
-        rows: of `measure`.
-
-    Returns:
-        The text.
-    """
-    lines = ["# Models", "", *inspect.cleandoc(_PAGE).splitlines(), ""]
-    convolutional = [name for name in MODELS if name in CONVOLUTIONAL]
-    for title, names in (
-        ("Transformers and their kin", [name for name in MODELS if name not in convolutional]),
-        ("Convolutional networks", convolutional),
-        ("Image classifiers of timm and torchvision", [name for name in BUILDERS if name not in MODELS]),
-    ):
-        lines += [f"## {title}", ""]
-        lines += ["| model | weights | plain | kept | times less | forward | error, 8 bits | error, 2 bits | along g |"]
-        lines += ["|---|---|---|---|---|---|---|---|---|"]
-        lines += [f"| {' | '.join(row.values())} |" for row in rows if row["model"] in names]
-        lines.append("")
-    return "\n".join(lines)
-
-
-_PAGE = """
-    Real architectures with random weights: from `transformers` and from the recipes, made small enough for a CPU, and
-    as timm and torchvision ship them, on 8 images of 64x64. A training step on random data under
-    `brevact.quantize_backward(model, StochBackward2bit)`. Made by `python -m benchmarks.models --draws 4 --markdown
-    docs/models.md`; `benchmarks/model_zoo.py` and `benchmarks/image_models.py` have the configurations.
-
-    *Plain* and *kept* are the measured bytes of the distinct storages that autograd keeps for backward, without
-    weights. *Forward*: the loss with backward quantization against the one without, dropout included. *Error*:
-    |h - g| / |g| of all weight gradients, h with backward quantization and g without, root mean square over seeds.
-    *Along g*: <h, g> / <g, g> at 2 bits, mean over seeds and its standard error; 1 for an unbiased gradient. Norms,
-    softmax and attention are quadratic or steeper in what they store; that is where it differs from 1. Random weights
-    and labels make gradients small against their noise: errors of trained models are smaller.
-"""
 
 
 if __name__ == "__main__":

@@ -125,6 +125,21 @@ def of_scaling(results: Results) -> dict[str, str]:
     return found
 
 
+#: Models of `benchmarks.model_zoo` that are convolutional; those of `benchmarks.image_models` have names in lower case.
+_CONVOLUTIONAL = ("ResNet", "ConvNeXt", "MobileNetV2", "RegNet", "EfficientNetV2 nano", "ResNet-20")
+
+
+def of_models(results: Results) -> dict[str, str]:
+    """Of models.csv: bytes and gradient errors of models of three kinds."""
+    columns = ("model", "parameters", "plain", "kept", "ratio", "forward", "error_8bit", "error_2bit", "along_gradient")
+    heads = ("model", "weights", "plain", "kept", "times less", "forward", "error, 8 bits", "error, 2 bits", "along g")
+    kinds: dict[str, list[Sequence[str]]] = {kind: [heads] for kind in ("transformers", "convolutional", "image")}
+    for (model,), row in results.last("models", "model").items():
+        kind = "image" if model[0].islower() else "convolutional" if model in _CONVOLUTIONAL else "transformers"
+        kinds[kind].append([row[column] for column in columns])
+    return {f"models.{kind}": table(cells) for kind, cells in kinds.items()}
+
+
 def of_dates(results: Results) -> dict[str, str]:
     """Of all files: when and where their rows were measured."""
     cells = [("rows in `benchmarks/results`", "first", "last", "processors", "torch")]
@@ -140,5 +155,5 @@ def of_dates(results: Results) -> dict[str, str]:
 #: From the rows of a folder to tables and figures by name.
 KINDS = (
     *(of_adaptive, of_small_tensors, of_quantizers, of_gradient_exchange, of_layer_noise),
-    *(of_scaling, of_dates),
+    *(of_scaling, of_models, of_dates),
 )
