@@ -12,67 +12,37 @@ quantizers with a delay, learned bit widths, whose ops store what they need at f
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from brevitas.config import JIT_ENABLED
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from brevact.autograd.first_region import before_first_region
 from brevact.autograd.mode import packing_region
-from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
+from brevact.autograd.ops.fake_quantization import Rectifier, fake_quantize
 from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
 from brevact.injectors.fused_activations import fused_activation, rectified, statistics
+from brevact.injectors.integer_kinds import CLAMPS, delays, integers_of
 from brevact.injectors.minifloats import float_quant
-from brevact.integers import IntegerRounding
 from brevact.private_names.lookup import is_whole
 from brevact.private_names.of_brevitas import (
     FORWARD,
     BinaryQuant,
-    CeilSte,
     ClampedBinaryQuant,
     DecoupledIntQuant,
-    DPURoundSte,
     FloatQuant,
-    FloorSte,
     FusedActivationQuantProxy,
     InplaceTensorClampSte,
     IntQuant,
-    RoundSte,
-    RoundToZeroSte,
-    StochasticRoundSte,
     TensorClamp,
-    TensorClampSte,
     TernaryQuant,
-    _NoDelay,
     _Stats,
     binary_sign_ste,
     ternary_sign_ste,
 )
-
-#: Deterministic roundings that kernels know.
-_ROUNDINGS = {
-    RoundSte: IntegerRounding.NEAREST,
-    FloorSte: IntegerRounding.FLOOR,
-    CeilSte: IntegerRounding.CEIL,
-    RoundToZeroSte: IntegerRounding.TO_ZERO,
-    DPURoundSte: IntegerRounding.DPU,
-}
-#: What rounding takes away, x - round(x), by the kind of rounding.
-_RESIDUALS = {
-    RoundSte: (-0.5, 0.5),
-    DPURoundSte: (-0.5, 0.5),
-    FloorSte: (0.0, 1.0),
-    CeilSte: (-1.0, 0.0),
-    RoundToZeroSte: (-1.0, 1.0),
-    StochasticRoundSte: (-1.0, 1.0),
-}
-_CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
-_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[tuple[int, int, torch.dtype], float]]
-_widths = weakref.WeakKeyDictionary()
 
 
 def _int_quant(
@@ -122,52 +92,17 @@ def _quantize(
     x: Tensor,
 ) -> Any:
     region = packing_region()
-    residual = _RESIDUALS.get(type(quant.float_to_int_impl))
-    clamp = type(quant.tensor_clamp_impl)
-    if region is None or residual is None or clamp not in _CLAMPS or _delays(quant):
+    if region is None or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
-    if type(quant).to_int not in (IntQuant.to_int, DecoupledIntQuant.to_int):  # somebody's own way to the integers
+    integers = integers_of(quant, bit_width)
+    if integers is None:
         return NotImplemented
-    if bit_width.requires_grad or bit_width.numel() != 1 or type(x) not in (Tensor, nn.Parameter):
-        return NotImplemented
-    width = _number(bit_width)
-    if not 1 <= width <= 32 or width != int(width):
-        return NotImplemented
-    minimum, maximum = quant.min_int(bit_width), quant.max_int(bit_width)
-    lowest = (-(2 ** (int(width) - 1)) + bool(quant.narrow_range)) if quant.signed else 0
-    integers = Integers(
-        round=quant.float_to_int_impl,
-        clamp=functools.partial(quant.tensor_clamp_impl, min_val=minimum, max_val=maximum),
-        minimum=minimum,
-        maximum=maximum,
-        lowest=lowest,
-        highest=lowest + 2 ** int(width) - 1 - bool(quant.narrow_range),
-        bit_width=int(width),
-        residual=residual,
-        rounding=_ROUNDINGS.get(type(quant.float_to_int_impl)),
-        is_narrow=bool(quant.narrow_range),
-        repeats=type(quant.float_to_int_impl) is not StochasticRoundSte,
-        clips_gradients=clamp is TensorClamp,
-    )
     viewed = quant.input_view_impl(x)
     given = scale, zero_point, pre_scale, pre_zero_point
     if viewed is not rectified.output:
         return fake_quantize(region, integers, viewed, *given)
     rectifier = Rectifier(None if rectified.waits else viewed)
     return fake_quantize(region, integers, rectified.input, *given, rectifier)
-
-
-def _delays(quant: nn.Module) -> bool:
-    return type(quant.delay_wrapper.delay_impl) is not _NoDelay
-
-
-def _number(x: Tensor) -> float:
-    """The value of a constant, read once: reading waits for a GPU."""
-    storage, place = x.untyped_storage(), (x._version, x.storage_offset(), x.dtype)
-    known = _widths.get(storage)
-    if known is None or known[0] != place:
-        known = _widths[storage] = place, float(x.item())
-    return known[1]
 
 
 def _binary(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -188,14 +123,14 @@ def _ternary(threshold: float, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor
 def _sign_quant(stock: Callable, quant: Any, x: Tensor) -> Any:
     """``BinaryQuant``, ``ClampedBinaryQuant`` and ``TernaryQuant``, which ask for their scales themselves."""
     region = packing_region()
-    if region is None or _delays(quant) or type(x) not in (Tensor, nn.Parameter):
+    if region is None or delays(quant) or type(x) not in (Tensor, nn.Parameter):
         return NotImplemented
     clips = inplace = False
     if type(quant) is TernaryQuant:
         signs = Signs(functools.partial(_ternary, quant.threshold), bit_width=2, step=1, has_zero=True)
     elif type(quant) is BinaryQuant:
         signs = Signs(_binary, bit_width=1, step=2, has_zero=False)
-    elif type(quant) is ClampedBinaryQuant and type(quant.tensor_clamp_impl) in _CLAMPS:
+    elif type(quant) is ClampedBinaryQuant and type(quant.tensor_clamp_impl) in CLAMPS:
         inplace = type(quant.tensor_clamp_impl) is InplaceTensorClampSte
         clips = type(quant.tensor_clamp_impl) is TensorClamp
         of = _binary if inplace else functools.partial(_clamped_binary, quant.tensor_clamp_impl)

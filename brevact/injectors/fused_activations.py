@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.forward_statistics import absolute_percentile, weight_statistics
+from brevact.injectors.known_quantizers import Tree, known_quantizer, takes_statistics
 from brevact.private_names.of_brevitas import (
     AbsAve,
     AbsMax,
@@ -34,12 +35,6 @@ from brevact.private_names.of_brevitas import (
     TensorClamp,
     ZeroZeroPoint,
     _Stats,
-)
-from brevact.private_names.of_torch import (
-    global_backward_hooks,
-    global_backward_pre_hooks,
-    global_forward_hooks,
-    global_forward_pre_hooks,
 )
 
 _STATISTICS_OF_WEIGHTS = (
@@ -95,13 +90,21 @@ def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
 
 def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tensor) -> Any:
     """A ReLU and the quantizer behind it, which stores one mask for both: the gradient goes to the ReLU's input."""
+    region = packing_region() if type(x) is Tensor else None
+    if region is None:
+        return NotImplemented
+    known = known_quantizer(fused)
+    if known is not None:
+        found = known.quantize(region, fused, x)
+        if found is not NotImplemented:
+            return found
     relu = fused.activation_impl
-    if type(relu) is not nn.ReLU or relu.inplace or type(x) is not Tensor or packing_region() is None:
+    if type(relu) is not nn.ReLU or relu.inplace:
         return NotImplemented
     if not x.requires_grad or not _reads_elements_alone(fused.tensor_quant, x) or _is_observed(fused):
         return NotImplemented
     around = rectified.output, rectified.input, rectified.waits
-    waits = not _takes_statistics(fused.tensor_quant.scaling_impl)
+    waits = not takes_statistics(fused.tensor_quant.scaling_impl)
     if waits:
         y = x.detach()
     else:
@@ -114,22 +117,9 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
         rectified.output, rectified.input, rectified.waits = around
 
 
-def _takes_statistics(scaling: Any) -> bool:
-    """Whether a scale is computed from the activation."""
-    if type(scaling) is not ParameterFromRuntimeStatsScaling:
-        return False
-    return bool(scaling.training and scaling.counter < scaling.collect_stats_steps)
-
-
 def _is_observed(fused: FusedActivationQuantProxy) -> bool:
     """Whether somebody's hooks see, or change, what runs between the ReLU's input and the quantizer's output."""
-    everywhere = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
-    others = (getattr(hook, "__module__", "") for hooks in everywhere for hook in hooks.values())
-    return not all(name.startswith("brevact.") for name in others) or any(
-        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-        for child in fused.children()
-        for module in child.modules()
-    )
+    return not Tree.of(fused).is_untouched()
 
 
 def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
@@ -143,7 +133,7 @@ def _reads_elements_alone(quant: Any, x: Tensor) -> bool:
     scaling = quant.scaling_impl
     if type(scaling) is not ParameterFromRuntimeStatsScaling:
         return type(scaling) in (ConstScaling, ParameterScaling)
-    if not _takes_statistics(scaling):
+    if not takes_statistics(scaling):
         return True
     impl = scaling.stats.stats_impl
     return (

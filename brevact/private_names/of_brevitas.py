@@ -28,7 +28,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "brevitas.quant.solver": {LAYERS: ("ActQuantSolver",)},
     "brevitas.quant.solver.act": {BACKWARD: ("SolveActScalingShape",)},
-    "brevitas.core.bit_width": {BACKWARD: ("BitWidthConst",)},
+    "brevitas.core.bit_width": {BACKWARD: ("BitWidthConst",), FORWARD: ("BitWidthConst", "BitWidthStatefulConst")},
     "brevitas.core.function_wrapper": {
         BACKWARD: ("Identity",),
         FORWARD: (
@@ -54,7 +54,12 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "brevitas.core.quant.delay": {BACKWARD: ("_NoDelay",), FORWARD: ("_NoDelay",)},
     "brevitas.core.quant.float": {BACKWARD: ("FloatQuant",), FORWARD: ("FloatQuant", "min_internal_scale")},
     "brevitas.core.restrict_val": {BACKWARD: ("PowerOfTwoRestrictValue",)},
-    "brevitas.core.scaling": {FORWARD: ("ConstScaling", "ParameterFromRuntimeStatsScaling", "ParameterScaling")},
+    "brevitas.core.scaling": {
+        FORWARD: (
+            *("ConstScaling", "IntScaling", "ParameterFromRuntimeStatsScaling", "ParameterScaling"),
+            "PowerOfTwoIntScaling",
+        ),
+    },
     "brevitas.core.scaling.runtime": {BACKWARD: ("RuntimeDynamicGroupStatsScaling",)},
     "brevitas.core.stats.stats_op": {
         BACKWARD: ("SignedAbsMax",),

@@ -329,4 +329,10 @@ def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
         return False
     if x.numel() < max(region.settings.min_numel, 1) or any(each.device != x.device for each in given):
         return False
-    return torch.broadcast_shapes(x.shape, *(each.shape for each in given)) == x.shape
+    return _broadcast(x.shape, *(each.shape for each in given))
+
+
+@functools.lru_cache(maxsize=4096)
+def _broadcast(shape: torch.Size, *others: torch.Size) -> bool:
+    """Whether tensors of other sizes broadcast to a shape."""
+    return torch.broadcast_shapes(shape, *others) == shape
