@@ -56,6 +56,7 @@ if TYPE_CHECKING or _find_spec("brevitas") is not None:
             "quantizers",
             "restore_backward",
             "set_heap_tuning",
+            "step_report",
         ]
 
         def __dir__() -> list[str]:

@@ -71,7 +71,7 @@ def fill_groups(words, source, count_of, first, count, out):
 
 
 @inlined
-def _shift(x, values, rectifies, count, scales, zero_points, shifted):
+def shift_values(x, values, rectifies, count, scales, zero_points, shifted):
     """x / s + z; of what a ReLU returns, which `values` receive if they are not x itself."""
     if rectifies:
         for e in range(count):
@@ -85,7 +85,7 @@ def _shift(x, values, rectifies, count, scales, zero_points, shifted):
 
 
 @inlined
-def _round(shifted, count, rounding, rounded):
+def round_values(shifted, count, rounding, rounded):
     """To integers."""
     if rounding == 0:
         for e in range(count):
@@ -122,7 +122,7 @@ def _clip(rounded, count, lowest, highest, spare, scales, zero_points, out, numb
 
 
 @inlined
-def _pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits):
+def pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits):
     """One byte an element, 1 where it has a gradient."""
     if clips and rectifies:
         for e in range(count):
@@ -176,22 +176,22 @@ def fake_quantize_blocks(words_at, start, stop):
             fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
         x, out = advance(f32_at(load(words, X)), first), advance(f32_at(load(words, OUT)), first)
         values = advance(f32_at(load(words, VALUES)), first) if load(words, VALUES) else spent
-        _shift(x, values, rectifies, count, scales, zero_points, shifted)
-        _round(shifted, count, rounding, rounded)
+        shift_values(x, values, rectifies, count, scales, zero_points, shifted)
+        round_values(shifted, count, rounding, rounded)
         missing = _clip(rounded, count, lowest, highest, spare, scales, zero_points, out, numbers)
-        if missing != np.int32(0) and not has_spare:
+        if missing != np.int32(0) and load(words, MISSING):
             store(u8_at(load(words, MISSING)), 0, np.uint8(1))
         for e in range(count, 8 * columns):
             store(numbers, e, np.float32(0.0))
         packed = advance(u8_at(load(words, CODES)), first // 8 * bit_width)
-        if bit_width < 8:
+        if load(words, CODES) and bit_width < 8:
             round_narrow(numbers, columns, bit_width, False, w0, w1, w2, w3, low, high)
             words_to_bytes(low, high, columns, bit_width, packed)
-        else:
+        elif load(words, CODES):
             round_wide(numbers, columns, np.int64(255), False, w0, w1, w2, w3, wide)
             codes_to_bytes(wide, columns, bit_width, packed)
         if load(words, MASK) or load(words, RESIDUAL):
-            _pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
+            pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
             for e in range(count, 8 * columns):
                 store(bits, e, np.uint8(0))
         if load(words, MASK):
@@ -234,13 +234,13 @@ def fake_quantize(
     seed: int | Tensor | None,
     out: Tensor,
     values: Tensor | None,
-    codes: Tensor,
+    codes: Tensor | None,
     mask: Tensor | None,
     residual: Tensor | None,
-    missing: Tensor,
+    missing: Tensor | None,
 ) -> None:
     """The kernel reads float32, and codes of at most 8 bits."""
-    if not reads(x, scale, zero_point, out, values) or plan.bit_width > 8:
+    if not reads(x, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
     of_residual, rows = (0, 0, 0, 0), None
     if residual is not None and seed is not None:
@@ -249,8 +249,8 @@ def fake_quantize(
     words = (ctypes.c_int64 * 25)(
         *plan,
         *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-        *(x.data_ptr(), out.data_ptr(), address(values), codes.data_ptr(), address(mask), address(residual)),
-        *(missing.data_ptr(), *of_residual),
+        *(x.data_ptr(), out.data_ptr(), address(values), address(codes), address(mask), address(residual)),
+        *(address(missing), *of_residual),
     )
     blocks = -(-plan.numel // BLOCK)
     share(fake_quantize_blocks, (ctypes.addressof(words),), blocks, BLOCK, torch.get_num_threads())

@@ -13,14 +13,18 @@ from brevact.cpu_kernels.cascade import LANES, add_block, adds_as_torch, finish,
 from brevact.cpu_kernels.fake_quantize import (
     BIT_WIDTH,
     BLOCK,
+    CLIPS,
     CODES,
     HAS_SPARE,
+    HIGHEST,
     LEVELS,
     LOWEST,
     MASK,
     NUMEL,
     OUT,
+    RECTIFIES,
     RESIDUAL,
+    ROUNDING,
     SCALE,
     SCALES,
     VALUES,
@@ -30,7 +34,10 @@ from brevact.cpu_kernels.fake_quantize import (
     X,
     address,
     fill_groups,
+    pass_mask,
     reads,
+    round_values,
+    shift_values,
 )
 from brevact.cpu_kernels.masks import spread_bits
 from brevact.cpu_kernels.memory import (
@@ -79,9 +86,13 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     words = i64_at(words_at)
     numel, bit_width, has_spare = load(words, NUMEL), load(words, BIT_WIDTH), load(words, HAS_SPARE)
     lowest, width = np.float32(load(words, LOWEST)), load(words, WIDTH)
+    highest, rounding = np.float32(load(words, HIGHEST)), load(words, ROUNDING)
+    rectifies, clips = load(words, RECTIFIES), load(words, CLIPS)
+    again = load(words, CODES) == 0 and load(words, VALUES) != 0  # all is computed again from what was quantized
     wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0
     scales, zero_points, clipped = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
+    rounded, spent = f32_scratch(BLOCK), f32_scratch(BLOCK)
     bits, codes, own = u8_scratch(BLOCK), u32_scratch(BLOCK), f32_scratch(LANES)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
     fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
@@ -97,7 +108,12 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             fill_groups(words, SCALE, SCALES, first, count, scales)
             fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
         g, target = advance(f32_at(load(words, X)), first), advance(f32_at(load(words, OUT)), first)
-        if load(words, RESIDUAL):
+        x = advance(f32_at(load(words, VALUES)), first)
+        if again:
+            shift_values(x, spent, rectifies, count, scales, zero_points, steps)
+            round_values(steps, count, rounding, rounded)
+            pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
+        elif load(words, RESIDUAL):
             bytes_to_codes(advance(u8_at(load(words, RESIDUAL)), first // 8 * width), columns, width, codes)
             levels = f32_at(load(words, LEVELS))
             for e in range(count):
@@ -113,13 +129,19 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             store(target, e, load(clipped, e) / load(scales, e))
         if not wants_terms:
             continue
-        bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
-        _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
+        if again:
+            for e in range(count):
+                r = load(rounded, e)
+                r = highest if r > highest else r
+                r = lowest if r < lowest else r
+                store(q, e, r - load(zero_points, e))
+        else:
+            bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
+            _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
         if load(words, RESIDUAL):
             for e in range(count):
                 store(steps, e, load(steps, e) + load(q, e))
         else:
-            x = advance(f32_at(load(words, VALUES)), first)
             for e in range(count):
                 store(steps, e, load(x, e) / load(scales, e))
         if load(words, TERMS):
@@ -150,7 +172,7 @@ def fake_quantize_backward(
     sums: Tensor | None,
 ) -> None:
     """The kernel reads float32; it adds where torch's order of a sum is known, else torch adds the terms."""
-    if not reads(grad, scale, zero_point, values, target) or plan.bit_width > 8:
+    if not reads(grad, scale, zero_point, values, target) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
     threads = torch.get_num_threads()
     runs = None if sums is None or terms is not None else runs_of(plan.numel, threads)

@@ -24,7 +24,7 @@ from brevact.autograd.first_region import before_first_region
 from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.fake_quantization import Rectifier, fake_quantize
 from brevact.autograd.ops.sign_quantization import Signs, quantize_signs
-from brevact.injectors.fused_activations import fused_activation, rectified, statistics
+from brevact.injectors.fused_activations import fused_activation, rectified, rescaling_quantizer, statistics
 from brevact.injectors.integer_kinds import CLAMPS, delays, integers_of
 from brevact.injectors.minifloats import float_quant
 from brevact.private_names.lookup import is_whole
@@ -37,6 +37,7 @@ from brevact.private_names.of_brevitas import (
     FusedActivationQuantProxy,
     InplaceTensorClampSte,
     IntQuant,
+    RescalingIntQuant,
     TensorClamp,
     TernaryQuant,
     _Stats,
@@ -170,6 +171,7 @@ COUNTERPARTS: dict[type[nn.Module], Callable] = {
     FloatQuant: float_quant,
     _Stats: statistics,
     FusedActivationQuantProxy: fused_activation,
+    RescalingIntQuant: rescaling_quantizer,
 }
 
 

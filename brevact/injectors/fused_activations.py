@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd.mode import packing_region
-from brevact.autograd.ops.forward_statistics import absolute_percentile, weight_statistics
+from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all, weight_statistics
 from brevact.injectors.known_quantizers import Tree, known_quantizer, takes_statistics
 from brevact.private_names.of_brevitas import (
     AbsAve,
@@ -76,7 +76,9 @@ def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
         found = absolute_percentile(region, x.view(input.shape), impl.q, None, impl.keepdim, values=input)
         return found.view(stats.stats_output_shape)
     if not input.requires_grad:
-        return NotImplemented
+        if type(impl) is not AbsPercentile or impl.stats_reduce_dim is not None or not input.numel():
+            return NotImplemented
+        return magnitude_of_all(input, impl.q).view(stats.stats_output_shape)
     if type(impl) not in _STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
         return NotImplemented
     if region.is_weight(input):
@@ -94,8 +96,8 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
     if region is None:
         return NotImplemented
     known = known_quantizer(fused)
-    if known is not None:
-        found = known.quantize(region, fused, x)
+    if known is not None and not takes_statistics(known.quant.scaling_impl):
+        found = known.quantize(region, x, reads_elements=False)
         if found is not NotImplemented:
             return found
     relu = fused.activation_impl
@@ -115,6 +117,17 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
         return fused.tensor_quant(y)
     finally:
         rectified.output, rectified.input, rectified.waits = around
+
+
+def rescaling_quantizer(stock: Callable, quant: RescalingIntQuant, x: Tensor) -> Any:
+    """A quantizer of integers by itself: of a weight, or of an activation whose scale is collected or is its own."""
+    if type(quant) is not RescalingIntQuant or type(x) not in (Tensor, nn.Parameter):
+        return NotImplemented
+    region = packing_region()
+    known = None if region is None else known_quantizer(quant)
+    if known is None or x is rectified.output:
+        return NotImplemented
+    return known.quantize(region, x, reads_elements=True)
 
 
 def _is_observed(fused: FusedActivationQuantProxy) -> bool:

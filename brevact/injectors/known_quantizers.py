@@ -1,7 +1,7 @@
-"""Activation quantizers of Brevitas whose modules are known: inside a region one call stands for some thirty of them.
+"""Quantizers of Brevitas whose modules are known: inside a region one call stands for some thirty of them.
 
-Known are integers of a constant width, rounded deterministically, with the zero point 0 and a scale that does not
-depend on the activation: constant, learned, or collected already. Bit width and scale are asked of Brevitas' own
+Known are integers of a constant width, with the zero point 0; behind a ReLU also a scale that does not depend on the
+activation: constant, learned, or collected already. Bit width and scale are asked of Brevitas' own
 modules, whose state and gradients so stay theirs; the ops that quantize are those of ``fake_quantization``. Before each
 call the modules must be those that were read, with nobody's hooks on them.
 """
@@ -28,6 +28,7 @@ from brevact.private_names.of_brevitas import (
     ParameterScaling,
     PowerOfTwoIntScaling,
     RescalingIntQuant,
+    TensorClamp,
     ZeroZeroPoint,
 )
 from brevact.private_names.of_torch import (
@@ -75,56 +76,58 @@ def are_own(hooks: tuple[Any, ...]) -> bool:
 
 
 class KnownQuantizer:
-    """A fused activation that is known, and what was computed for its bit width."""
+    """A fused activation, or a quantizer by itself, that is known, and what was computed for its bit width."""
 
-    def __init__(self, fused: FusedActivationQuantProxy) -> None:
-        self.tree = Tree.of(fused)
-        self.is_known = _is_known(fused)
-        self.rectifies = type(fused.activation_impl) is nn.ReLU
+    def __init__(self, module: nn.Module) -> None:
+        self.tree = Tree.of(module)
+        is_fused = type(module) is FusedActivationQuantProxy
+        self.quant: Any = module.tensor_quant if is_fused else module
+        self.rectifies = is_fused and type(module.activation_impl) is nn.ReLU
+        self.is_known = _is_known(self.quant) and (not is_fused or _is_known_before(module.activation_impl, self.quant))
         self._width: tuple[Tensor, int, Tensor, Integers | None] | None = None
 
-    def quantize(self, region: EagerKeeper, fused: FusedActivationQuantProxy, x: Tensor) -> Any:
-        """Return what the fused activation returns: values, scale, zero point, bit width; NotImplemented if unknown."""
-        quant = fused.tensor_quant
-        if quant.observer_only or takes_statistics(quant.scaling_impl) or not self.tree.is_untouched():
+    def quantize(self, region: EagerKeeper, x: Tensor, *, reads_elements: bool) -> Any:
+        """Return what the modules return: values, scale, zero point, bit width; NotImplemented for others.
+
+        A scale for which the modules of a quantizer by itself read elements of ``x`` is computed in the region.
+        """
+        quant = self.quant
+        if quant.observer_only or not self.tree.is_untouched():
             return NotImplemented
         with region.hooks.suspended, DisableTorchFunction():
             bit_width = quant.msb_clamp_bit_width_impl()
-            threshold, integers = self._of_width(quant, bit_width)
+            threshold, integers = self._of_width(bit_width)
             if integers is None:
                 return NotImplemented
-            scale = quant.scaling_impl(x, threshold)
+            scale = None if reads_elements else quant.scaling_impl(x, threshold)
             zero_point = quant.zero_point_impl(x, scale, bit_width)
+        if scale is None:
+            scale = quant.scaling_impl(x, threshold)
         rectifier = Rectifier(None) if self.rectifies else None
         out = fake_quantize(region, integers, x, scale, zero_point, scale, zero_point, rectifier)
         if out is NotImplemented:
-            values = fused.activation_impl(x)
-            out = quant.int_quant(scale, zero_point, bit_width, values)
+            out = quant.int_quant(scale, zero_point, bit_width, x.relu() if self.rectifies else x)
         return out, scale, zero_point, bit_width
 
-    def _of_width(self, quant: RescalingIntQuant, bit_width: Tensor) -> tuple[Tensor, Integers | None]:
+    def _of_width(self, bit_width: Tensor) -> tuple[Tensor, Integers | None]:
         """Return the threshold and the integers of a bit width, which a buffer of the module holds."""
         known = self._width
         if known is None or known[0].data_ptr() != bit_width.data_ptr() or known[1] != bit_width._version:
-            threshold = quant.int_scaling_impl(bit_width)
-            known = self._width = bit_width, bit_width._version, threshold, integers_of(quant.int_quant, bit_width)
+            threshold = self.quant.int_scaling_impl(bit_width)
+            integers = integers_of(self.quant.int_quant, bit_width)
+            known = self._width = bit_width, bit_width._version, threshold, integers
         return known[2], known[3]
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, KnownQuantizer] = weakref.WeakKeyDictionary()
 
 
-def known_quantizer(fused: FusedActivationQuantProxy) -> KnownQuantizer | None:
-    """Return what is known of a fused activation; None where its modules are others than the known ones."""
-    found = _known.get(fused)
-    if found is None or not _is_same(found, fused):
-        found = _known[fused] = KnownQuantizer(fused)
+def known_quantizer(module: nn.Module) -> KnownQuantizer | None:
+    """Return what is known of a fused activation or a quantizer; None where its modules are others."""
+    found = _known.get(module)
+    if found is None or tuple(module._modules.values()) != found.tree.children[0]:
+        found = _known[module] = KnownQuantizer(module)
     return found if found.is_known else None
-
-
-def _is_same(found: KnownQuantizer, fused: FusedActivationQuantProxy) -> bool:
-    """Whether the modules in front are those that were read; ``Tree.is_untouched`` compares all of them."""
-    return tuple(fused._modules.values()) == found.tree.children[0]
 
 
 def takes_statistics(scaling: Any) -> bool:
@@ -134,19 +137,21 @@ def takes_statistics(scaling: Any) -> bool:
     return bool(scaling.training and scaling.counter < scaling.collect_stats_steps)
 
 
-def _is_known(fused: FusedActivationQuantProxy) -> bool:
-    relu, quant = fused.activation_impl, fused.tensor_quant
-    if type(relu) is nn.ReLU:
-        if relu.inplace:
-            return False
-    elif type(relu) is not nn.Identity:
+def _is_known_before(relu: nn.Module, quant: RescalingIntQuant) -> bool:
+    """Whether an activation in front of a known quantizer, whose scale does not read elements, is known."""
+    if type(quant.scaling_impl) not in (ConstScaling, ParameterScaling, ParameterFromRuntimeStatsScaling):
         return False
+    if type(relu) is not nn.ReLU:
+        return type(relu) is nn.Identity
+    return not relu.inplace and type(quant.int_quant.tensor_clamp_impl) is TensorClamp  # whose mask serves both
+
+
+def _is_known(quant: Any) -> bool:
     if type(quant) is not RescalingIntQuant or type(quant.int_quant) is not IntQuant or delays(quant.int_quant):
         return False
     return (
         type(quant.int_quant.input_view_impl) is Identity
         and type(quant.zero_point_impl) is ZeroZeroPoint
-        and type(quant.scaling_impl) in (ConstScaling, ParameterScaling, ParameterFromRuntimeStatsScaling)
         and type(quant.int_scaling_impl) in (IntScaling, PowerOfTwoIntScaling)
         and type(quant.msb_clamp_bit_width_impl) in (BitWidthConst, BitWidthStatefulConst)
     )

@@ -39,10 +39,10 @@ def fake_quantize(
     seed: int | Tensor | None,
     out: Tensor,
     values: Tensor | None,
-    codes: Tensor,
+    codes: Tensor | None,
     mask: Tensor | None,
     residual: Tensor | None,
-    missing: Tensor,
+    missing: Tensor | None,
 ) -> None:
     """Quantize to integers and back, and pack the integers and what the gradient needs.
 
@@ -55,31 +55,24 @@ def fake_quantize(
         seed: Signed 64-bit int or 0-d int64 tensor of that rounding.
         out: Dense float32 result, written.
         values: Dense float32 tensor, the ReLU's output, written; None where it is not asked for.
-        codes: Packed uint8 codes of the integers, written. NaN has the last code if that is spare, else 0.
+        codes: Packed uint8 codes of the integers, written, or None. NaN has the last code if that is spare, else 0.
         mask: Packed uint8 mask of the elements that have a gradient, written, or None.
         residual: Packed uint8 residuals x / s + z - round(x / s + z), clipped elements marked, written, or None.
-        missing: (1,) uint8, set to 1 where an integer is NaN and no code is spare.
+        missing: (1,) uint8, set to 1 where an integer is NaN, or None.
     """
     refuse_wrapped(x)
     n = plan.numel
     v = flat_memory(x.detach(), n)
     v = v.relu() if plan.rectifies else v
-    shifted = v / _each(scale, plan) + _each(zero_point, plan)
-    rounded = ROUNDINGS[plan.rounding](shifted)
-    q = torch.where(rounded > plan.highest, float(plan.highest), rounded)
-    q = torch.where(q < plan.lowest, float(plan.lowest), q)
+    shifted, rounded, q, passes = _quantized(v, plan, scale, zero_point)
     flat_memory(out, n).copy_((q - _each(zero_point, plan)) * _each(scale, plan))
     if values is not None:
         flat_memory(values, n).copy_(v)
-    number = (q - plan.lowest).nan_to_num(float(2**plan.bit_width - 1 if plan.has_spare else 0))
-    codes.copy_(reference.pack(number.to(torch.uint8), plan.bit_width, DEFAULT_BLOCK))
-    if not plan.has_spare:
+    if codes is not None:
+        number = (q - plan.lowest).nan_to_num(float(2**plan.bit_width - 1 if plan.has_spare else 0))
+        codes.copy_(reference.pack(number.to(torch.uint8), plan.bit_width, DEFAULT_BLOCK))
+    if missing is not None:
         missing.logical_or_(q.isnan().any())
-    passes = torch.ones_like(v, dtype=torch.bool)
-    if plan.clips:
-        passes = ((rounded > plan.highest) | (rounded < plan.lowest)).logical_not_()
-    if plan.rectifies:
-        passes &= ~(v <= 0.0)
     if mask is not None:
         mask.copy_(reference.pack(passes.to(torch.uint8), 1, DEFAULT_BLOCK))
     if residual is not None and residual_of is not None:
@@ -105,8 +98,9 @@ def fake_quantize_backward(
 ) -> None:
     """Gradients of what is quantized and of its scale, in the order of Brevitas' ops.
 
-    With q = y - z from the codes, g' = g s where an element was not clipped, else 0: the gradient of x is g' / s; that
-    of the scale is the sum of g q and of -g' ((x / s) / s), with x as it is or x / s = q + r by residuals r.
+    With q = y - z, g' = g s where an element was not clipped, else 0: the gradient of x is g' / s; that of the scale is
+    the sum of g q and of -g' ((x / s) / s), with x as it is or x / s = q + r by residuals r. What was clipped, and q,
+    are computed again from x where there are no codes.
 
     Args:
         grad: Dense float32 gradient of the result, in the memory order of the codes.
@@ -114,8 +108,9 @@ def fake_quantize_backward(
         scale: As in the forward pass.
         zero_point: As in the forward pass.
         residual_of: As in the forward pass.
-        codes: Packed integers, of no use without sums or terms.
-        mask: Packed mask of the elements that have a gradient; None for all of them, or where there are residuals.
+        codes: Packed integers, or None.
+        mask: Packed mask of the elements that have a gradient; None for all of them, and where there are residuals, or
+            x without codes.
         values: Dense float32 tensor x, behind the ReLU; None where there are residuals, or no sums or terms.
         residual: Packed residuals, or None.
         target: Dense float32 gradient of x, written.
@@ -125,8 +120,10 @@ def fake_quantize_backward(
     n = plan.numel
     g, s = flat_memory(grad, n), _each(scale, plan)
     through = g * s
-    left = passes = None
-    if residual is not None and residual_of is not None:
+    left = passes = q = None
+    if codes is None and values is not None:
+        *_, q, passes = _quantized(flat_memory(values, n), plan, scale, zero_point)
+    elif residual is not None and residual_of is not None:
         left = g.new_empty(n)
         residual_of.decode(residual, PackedSpec.of(residual_of, Layout.of(left)), left)
         passes = left != residual_of.clipped
@@ -136,14 +133,29 @@ def fake_quantize_backward(
     flat_memory(target, n).copy_(clipped / s)
     if terms is None and sums is None:
         return
-    assert codes is not None
-    q = _integers(codes, plan) - _each(zero_point, plan)
+    q = (_integers(codes, plan) if q is None else q) - _each(zero_point, plan)  # type: ignore[arg-type]
     steps = flat_memory(values, n) / s if left is None and values is not None else left + q  # type: ignore[operator]
     both = g * q, -clipped * (steps / s)
     if terms is not None:
         torch.stack(both, out=terms)
     if sums is not None:
         torch.stack([each.sum() for each in both], out=sums)
+
+
+def _quantized(
+    v: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x / s + z of elements behind a ReLU, this rounded, and clipped, and where there is a gradient."""
+    shifted = v / _each(scale, plan) + _each(zero_point, plan)
+    rounded = ROUNDINGS[plan.rounding](shifted)
+    q = torch.where(rounded > plan.highest, float(plan.highest), rounded)
+    q = torch.where(q < plan.lowest, float(plan.lowest), q)
+    passes = torch.ones_like(v, dtype=torch.bool)
+    if plan.clips:
+        passes = ((rounded > plan.highest) | (rounded < plan.lowest)).logical_not_()
+    if plan.rectifies:
+        passes &= ~(v <= 0.0)
+    return shifted, rounded, q, passes
 
 
 def _integers(codes: Tensor, plan: IntegerPlan) -> Tensor:

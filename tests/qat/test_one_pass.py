@@ -178,4 +178,3 @@ def test_one_pass_for_is_none_where_kernels_do_not_know_the_arithmetic():
     for given in refused:
         given = tuple(given[1] if each is None else each for each in given)
         assert one_pass_for(kind, True, *given) is None
-    assert one_pass_for(kind._replace(bit_width=9, highest=511), True, x, scale, zero, scale, zero) is None

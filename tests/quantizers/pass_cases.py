@@ -120,7 +120,7 @@ def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tupl
         if name == "fake_quantize":
             masked = x, *given, None, None, floats, floats if rectifies else None, *map(Unwritten, sizes[:2]), None, one
             kept = x, *given, residual_of, SEED, floats, None, Unwritten(sizes[0]), None, Unwritten(sizes[2]), one
-            calls += [masked, kept]
+            calls += [masked, kept, (x, *given, None, None, floats, *[None] * 5)]
             continue
         out, codes, mask, residual, missing = (torch.zeros(size) for size in (numel, *sizes, 1))
         packed = codes.byte(), mask.byte(), residual.byte()
@@ -132,6 +132,7 @@ def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tupl
             (grad, *given, None, packed[0], packed[1], x, None, floats, terms, sums),
             (grad, *given, None, packed[0], packed[1], x, None, floats, None, sums),
             (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, sums),
+            (grad, *given, None, None, None, x, None, floats, None, sums),
             (grad, *given, None, None, packed[1], None, None, floats, None, None),
         ]
     return calls

@@ -63,11 +63,22 @@ class Integers:
         rounded = self.round(shifted)
         return shifted, rounded, self.clamp(rounded)
 
-    def blocked(self, rounded: Tensor) -> Tensor | None:
-        """Return the mask of clipped elements, which have no gradient (NaN is not clipped); None for no element."""
-        if not self.clips_gradients:
-            return None
-        return (rounded > self.maximum).logical_or_(rounded < self.minimum)
+    def blocked(self, rounded: Tensor, rectified: Tensor | None = None) -> Tensor | None:
+        """Return the mask of clipped elements, which have no gradient (NaN is not clipped); None for no element.
+
+        Those that a ReLU has set to zero, of its output ``rectified``, have none either.
+        """
+        found = None
+        if self.clips_gradients:
+            found = (rounded > self.maximum).logical_or_(rounded < self.minimum)
+        if rectified is not None:
+            found = (rectified <= 0) if found is None else found.logical_or_(rectified <= 0)
+        return found
+
+    def again(self, x: Tensor, scale: Tensor, zero_point: Tensor, *, rectifies: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the integers of a tensor, and the mask of elements without a gradient."""
+        _, rounded, q = self.of(x, scale, zero_point)
+        return q, self.blocked(rounded, x if rectifies else None)
 
     @functools.cached_property
     def kind(self) -> Kind | None:
@@ -86,6 +97,10 @@ class Integers:
         self, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
     ) -> Tensor:
         """Return the fake-quantized tensor."""
+        if self.kind is not None:
+            one_pass = one_pass_for(self.kind, False, x, scale, zero_point, pre_scale, pre_zero_point)
+            if one_pass is not None:
+                return one_pass.values(x, scale, zero_point)
         return (self.of(x, pre_scale, pre_zero_point)[2] - zero_point) * scale
 
 
@@ -96,9 +111,9 @@ class Rectifier(NamedTuple):
 
 
 class _FakeQuantization(Saving):
-    """Of an activation, of which ``source`` is what is rounded: itself, or what a ReLU in front returns of it.
+    """Of an activation, or of what a ReLU in front returns of it: the values that are rounded.
 
-    The source of a ReLU is its output, or its input where nobody has computed that yet.
+    Where these are kept as they are, integers and clipped elements are computed again from them.
     """
 
     @staticmethod
@@ -119,15 +134,15 @@ class _FakeQuantization(Saving):
         residual_of = integers.residual_quantizer(region.settings.residual_bit_width) if in_bits else None
         seed = region.seeds.next(x.device) if in_bits else None
         keeps_values = needs_pre_scale and not in_bits
+        again = keeps_values and integers.repeats and region.settings.residual_bit_width > 8
         values = x if rectifier is None else rectifier.output
         one_pass = None if integers.kind is None else one_pass_for(integers.kind, rectifier is not None, x, *given)
         found = None
         if one_pass is not None:
             unwritten = one_pass.layout.empty(x.device) if values is None and keeps_values else None
-            keeps_mask = residual_of is None and (integers.clips_gradients or rectifier is not None)
             found = one_pass.quantize(
                 *(x if values is None else values, scale, zero_point),
-                keeps_mask=keeps_mask,
+                keeps_mask=not again and residual_of is None and (integers.clips_gradients or rectifier is not None),
                 residual_of=residual_of,
                 seed=seed,
                 values=unwritten,
@@ -140,30 +155,36 @@ class _FakeQuantization(Saving):
             values = unwritten
         known_values.register(found.out, *found.codes)
         kept: list[Saved | None] = [
-            reported(found.codes) if needs_scale or needs_pre_scale else None,
+            reported(found.codes) if (needs_scale or needs_pre_scale) and not again else None,
             None if found.residual is None else reported(found.residual),
-            None if found.mask is None else reported(found.mask),
+            None if found.mask is None or again else reported(found.mask),
             None,
         ]
         if keeps_values and values is not None:
             kept[3] = keep_as_it_is(values) if region.settings.residual_bit_width > 8 else region.keep(values)
-        save(ctx, *kept, exact=(scale, pre_scale, pre_zero_point if pre_zero_point is not zero_point else None))
-        ctx.residual_of, ctx.one_pass = residual_of, one_pass
+        shares = pre_zero_point is zero_point
+        save(ctx, *kept, exact=(scale, pre_scale, None if shares else pre_zero_point, zero_point if again else None))
+        ctx.residual_of, ctx.one_pass, ctx.rectifies = residual_of, one_pass, rectifier is not None
+        ctx.integers = integers if again else None
         ctx.shapes = tuple(each.shape for each in given)
         ctx.dtype = found.codes[1].layout.dtype
         return found.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        codes, residual, mask, values, scale, pre_scale, pre_zero_point = load(ctx)
+        codes, residual, mask, values, scale, pre_scale, pre_zero_point, zero_point = load(ctx)
         needs = ctx.needs_input_grad[3:]
         if ctx.one_pass is not None and ctx.one_pass.takes(grad):
-            found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale)
+            found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale, zero_point)
             if found is not None:
                 return None, None, None, *found
         shifted = blocked = None
         q = None if codes is None else codes.decoder.integers(codes.tensors)
-        if residual is not None:
+        if ctx.integers is not None:
+            before = zero_point if pre_zero_point is None else pre_zero_point
+            q, blocked = ctx.integers.again(values.decode(), pre_scale, before, rectifies=ctx.rectifies)
+            q, shifted = q - zero_point, values.decode() / pre_scale
+        elif residual is not None:
             shifted = residual.decode()
             blocked = shifted == ctx.residual_of.clipped
             if pre_zero_point is not None:
@@ -172,7 +193,9 @@ class _FakeQuantization(Saving):
         elif values is not None:
             shifted = values.decode() / pre_scale
         through = (grad * scale).to(ctx.dtype)
-        if blocked is not None:
+        if blocked is not None and ctx.integers is not None:
+            clipped = torch.where(blocked, 0.0, through)  # in the memory order of the mask, as of stock ops
+        elif blocked is not None:
             clipped = masked_fill_(through.clone(), blocked, 0.0)
         else:
             clipped = through if mask is None else mask.multiply(through)
@@ -187,14 +210,16 @@ def _in_one_pass(
     mask: SavedValue | None,
     values: SavedValue | None,
     scale: Tensor,
+    zero_point: Tensor | None,
 ) -> tuple[Tensor | None, ...] | None:
     """Gradients of x, scale, zero_point, pre_scale and pre_zero_point by kernels; None where they do not take all."""
     needs_x, needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[3:]
     x = None if values is None else values.decode()
     if x is not None and not ctx.one_pass.layout.matches(x):
         return None
-    learns = codes is not None and (x is not None or residual is not None)
-    zero_point = scale.new_zeros(()) if codes is None else codes.tensors[1]
+    learns = x is not None or residual is not None
+    if zero_point is None:
+        zero_point = scale.new_zeros(()) if codes is None else codes.tensors[1]
     of_x, of_scale, of_pre_scale = ctx.one_pass.gradients(
         *(grad, scale, zero_point),
         codes=codes.tensors[0] if learns and codes is not None else None,
@@ -219,9 +244,7 @@ def _quantized(
     scale, zero_point, pre_scale, pre_zero_point = given
     shifted, rounded, q = integers.of(values, pre_scale, pre_zero_point)
     out = (q - zero_point) * scale
-    blocked = integers.blocked(rounded)
-    if rectifies:
-        blocked = (values <= 0) if blocked is None else blocked.logical_or_(values <= 0)
+    blocked = integers.blocked(rounded, values if rectifies else None)
     decoder = known_values.IntegerCodes(
         Layout.of(q), integers.bit_width, integers.lowest, 1, out.nbytes, integers.is_narrow
     )
@@ -281,13 +304,19 @@ class _WeightFakeQuantization(Saving):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *constants = load(ctx)
         scale, zero_point, pre_scale, pre_zero_point = constants
+        needs = ctx.needs_input_grad[1:]
+        kind = ctx.integers.kind
+        one_pass = None if kind is None else one_pass_for(kind, False, x, *constants)
+        if one_pass is not None and one_pass.takes(grad):
+            of_x, *of_scale = one_pass.gradients(grad, scale, zero_point, values=x.detach())
+            found = of_x, of_scale[0], None, of_scale[1], None
+            return None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
         integers = ctx.integers
         _, rounded, q = integers.of(x, pre_scale, pre_zero_point)
         blocked = integers.blocked(rounded)
         through = (grad * scale).to(q.dtype)
         clipped = through if blocked is None else masked_fill_(through.clone(), blocked, 0.0)
         shapes = tuple(each.shape for each in constants)
-        needs = ctx.needs_input_grad[1:]
         return None, *_gradients(needs, shapes, grad, q - zero_point, through, clipped, x / pre_scale, pre_scale)
 
 

@@ -13,6 +13,7 @@ from brevact.autograd import storage_report
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.base import Saving, load, save
 from brevact.autograd.ops.recompute import compute_from_weight
+from brevact.autograd.ops.selection import kth_magnitude
 from brevact.private_names.of_torch import DisableTorchFunction
 
 
@@ -21,7 +22,10 @@ class _AbsolutePercentile(Saving):
     def forward(
         ctx: Any, region: EagerKeeper, values: tuple[Tensor], x: Tensor, rank: int, dim: int, keepdim: bool
     ) -> Tensor:
-        found, index = torch.kthvalue(values[0].abs(), rank, dim=dim, keepdim=True)
+        if values[0].dim() == 1:
+            found, index = kth_magnitude(values[0], rank)
+        else:
+            found, index = torch.kthvalue(values[0].abs(), rank, dim=dim, keepdim=True)
         save(ctx, exact=(index, values[0].gather(dim, index).sgn()))
         ctx.shape, ctx.dim = x.shape, dim
         return found if keepdim else found.squeeze(dim)
@@ -54,7 +58,18 @@ def absolute_percentile(
     flat = x
     if dim is None:
         flat, values, dim = x.view(-1), values.view(-1), 0
-    rank = math.floor(0.01 * q * flat.shape[dim] + 0.5)
+    rank = _rank(q, flat.shape[dim])
     storage_report.report_op(absolute_percentile)
     with DisableTorchFunction():
         return region.apply(_AbsolutePercentile, (values,), flat, rank, dim, keepdim and flat is x)
+
+
+def magnitude_of_all(x: Tensor, q: float) -> Tensor:
+    """Percentile of all magnitudes of an activation that needs no gradient, ()."""
+    with DisableTorchFunction():
+        flat = x.detach().reshape(-1)
+        return kth_magnitude(flat, _rank(q, flat.numel()))[0].squeeze(0)
+
+
+def _rank(q: float, numel: int) -> int:
+    return math.floor(0.01 * q * numel + 0.5)

@@ -73,16 +73,22 @@ class OnePass(NamedTuple):
         mask = x.new_empty(packed_bytes(plan.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8) if keeps_mask else None
         spec = None if residual_of is None else PackedSpec.of(residual_of, layout)
         residual = None if spec is None else spec.empty(x)
-        missing = x.new_zeros(1, dtype=torch.uint8)
+        missing = None if plan.has_spare else x.new_zeros(1, dtype=torch.uint8)
         fake_quantize(
             *(x, plan, _flat(scale), _flat(zero_point), residual_of, seed, out, values, codes, mask, residual, missing)
         )
-        if not plan.has_spare and missing.item():
+        if missing is not None and missing.item():
             return None
         kept_codes = (codes, zero_point.detach().clone(), scale.detach()), self.code_decoder
         kept_mask = None if mask is None else ((mask,), self.mask_decoder)
         kept_residual = None if residual is None or spec is None else ((residual,), decoder_of_packed(spec))
         return Quantized(out, kept_codes, kept_mask, kept_residual)
+
+    def values(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Return the fake-quantized tensor alone."""
+        out = self.layout.empty(x.device)
+        fake_quantize(x, self.plan, _flat(scale), _flat(zero_point), None, None, out, *[None] * 5)
+        return out
 
     def gradients(
         self,
@@ -90,17 +96,20 @@ class OnePass(NamedTuple):
         scale: Tensor,
         zero_point: Tensor,
         *,
-        codes: Tensor | None,
-        mask: Tensor | None,
-        values: Tensor | None,
-        residual_of: ResidualQuantizer | None,
-        residual: Tensor | None,
+        codes: Tensor | None = None,
+        mask: Tensor | None = None,
+        values: Tensor | None = None,
+        residual_of: ResidualQuantizer | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the gradient of what was quantized, and both parts of the scale's, None without codes."""
+        """Return the gradient of what was quantized, and both parts of the scale's, None if there is but a mask.
+
+        Without codes all is computed again from the values, those behind a ReLU.
+        """
         plan, layout = self.plan, self.layout
         target = torch.empty_like(grad)
         terms = sums = None
-        if codes is not None:
+        if codes is not None or values is not None:
             if self.by_group:
                 terms = grad.new_empty(2, plan.numel)
             else:
@@ -136,7 +145,7 @@ def one_pass_for(
     """Return how kernels quantize a tensor, None where they do not know how."""
     if pre_scale is not scale or pre_zero_point is not zero_point or zero_point.requires_grad:
         return None
-    if not (x.is_cpu and x.dtype is scale.dtype is zero_point.dtype is torch.float32) or kind.bit_width > 8:
+    if not x.is_cpu or not x.dtype is scale.dtype is zero_point.dtype is torch.float32:
         return None
     if is_traced(x) or x.is_neg() or scale.is_neg() or zero_point.is_neg():
         return None

@@ -1,0 +1,200 @@
+"""What a training step of a model takes, measured: `step_report`."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brevact.arguments import check_model
+from brevact.autograd import regions_disabled
+from brevact.autograd.hooks import regions_of
+from brevact.policy.attach import attach_policy, region_of_step
+from brevact.private_names.of_profiler import allocations
+from brevact.quantizers.checks import check_int
+from brevact.reports.batches import tensors_of, without_surroundings
+from brevact.reports.gradient_passes import Loss, check_loss
+from brevact.reports.in_place import in_place
+from brevact.tables import size_text, text_table
+
+__all__ = ["StepReport", "step_report"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Time and peak memory of a training step, without backward quantization and with it.
+
+    Args:
+        plain_seconds: seconds of each measured step without backward quantization.
+        packed_seconds: seconds of the steps with it that ran in turn with these.
+        plain_peak: bytes that were allocated at most in a step without it, above those at its start.
+        packed_peak: the same with it.
+        note: that the model has no policy, and which one was measured; "" otherwise.
+    """
+
+    plain_seconds: tuple[float, ...]
+    packed_seconds: tuple[float, ...]
+    plain_peak: int
+    packed_peak: int
+    note: str = ""
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Seconds with backward quantization over those without, of each pair of steps."""
+        return tuple(b / a for a, b in zip(self.plain_seconds, self.packed_seconds, strict=True))
+
+    @property
+    def time_ratio(self) -> float:
+        """Median of the ratios."""
+        return statistics.median(self.ratios)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """First and third quartile of the ratios."""
+        first, _, third = statistics.quantiles(self.ratios, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def peak_ratio(self) -> float:
+        """Peak without backward quantization over that with it."""
+        return self.plain_peak / max(self.packed_peak, 1)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write a row for each measured pair of steps."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(("plain_seconds", "packed_seconds", "plain_peak", "packed_peak"))
+            for pair in zip(self.plain_seconds, self.packed_seconds, strict=True):
+                rows.writerow((*pair, self.plain_peak, self.packed_peak))
+
+    def __str__(self) -> str:
+        """Return the report as a table."""
+        rows = [
+            (name, *(f"{1e3 * value:.1f} ms" for value in _quartiles(seconds)), size_text(peak))
+            for name, seconds, peak in (
+                ("plain", self.plain_seconds, self.plain_peak),
+                ("packed", self.packed_seconds, self.packed_peak),
+            )
+        ]
+        low, high = self.spread
+        lines = [
+            text_table(("step", "25 %", "median", "75 %", "peak"), rows),
+            f"{self.time_ratio:.2f} times the time of plain ({low:.2f} to {high:.2f}, {len(self.ratios)} pairs), "
+            f"{self.peak_ratio:.1f} times less at the peak",
+        ]
+        return "\n".join([*lines, self.note] if self.note else lines)
+
+
+def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    first, middle, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    return first, middle, third
+
+
+def step_report(
+    model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any], loss: Loss, *, rounds: int = 9
+) -> StepReport:
+    """Measure time and peak memory of a training step: forward pass, loss and backward pass, no optimizer.
+
+    Steps with the model's backward quantizers and without them run in turn, each first in every other pair, after one
+    of each that does not count. The peak is of what PyTorch allocates above the start of a step, on the device of the
+    batch, in a step of its own. A model without a policy is measured as ``quantize_backward(model)`` would let it
+    train. The model, its gradients and random generators are afterwards as they were, bit for bit.
+
+    >>> import torch, brevact
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
+    >>> loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    >>> batch = torch.randn(256, 64), torch.randint(10, (256,))
+    >>> report = brevact.step_report(brevact.quantize_backward(model), batch, loss, rounds=3)
+    >>> len(report.plain_seconds), report.plain_peak > report.packed_peak
+    (3, True)
+
+    Args:
+        model: module, with or without a policy; measured in training mode, compiled parts as they are.
+        batch: what the loss takes.
+        loss: takes the model and the batch, and returns what the backward pass begins at; it runs in the region of a
+            model with a policy.
+        rounds: pairs of steps that are timed, at least 2.
+
+    Returns:
+        The report: seconds of each step, and both peaks.
+
+    Raises:
+        TypeError: ``model`` is no module, ``loss`` no function, or ``rounds`` no int.
+        ValueError: ``rounds`` is less than 2; or ``model`` has lazy parameters, or is a wrapper of several processes or
+            devices.
+    """
+    check_model(model, "step_report(model, batch, loss)", batch)
+    check_loss(loss)
+    check_int("rounds", rounds)
+    if rounds < 2:
+        raise ValueError(f"rounds={rounds}; accepted is an int of at least 2, of which a spread can be told")
+    batch, note = without_surroundings(batch), ""
+    with in_place(model):
+        if not any(regions_of(module) for module in model.modules()):
+            attach_policy(model)
+            note = "The model has no backward quantizer: brevact.quantize_backward(model) would let it train so."
+        if not model.training:
+            model.train()
+        steps = {False: _step(model, batch, loss, packs=False), True: _step(model, batch, loss, packs=True)}
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        peaks = {packs: _peak(step, _device(model, batch)) for packs, step in steps.items()}  # warms up, too
+        for number in range(rounds):
+            for packs in (False, True) if number % 2 else (True, False):
+                seconds[packs].append(_seconds(steps[packs], _device(model, batch)))
+    return StepReport(tuple(seconds[False]), tuple(seconds[True]), peaks[False], peaks[True], note)
+
+
+def _step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
+    """Return a function that runs a training step of the model."""
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        with nullcontext() if packs else regions_disabled(), region_of_step(model):
+            value = loss(model, batch)
+        value.backward()
+
+    return run
+
+
+def _device(model: nn.Module, batch: Any) -> torch.device:
+    tensors = (*tensors_of(batch), *model.parameters())
+    return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    _wait_for(device)
+    start = time.perf_counter()
+    step()
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak(step: Callable[[], None], device: torch.device) -> int:
+    """Return the most bytes that are allocated in a step at one time, above those at its start."""
+    step()  # what is made once, such as compiled kernels and cached constants, is there
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    return max(itertools.accumulate(allocations(profile)), default=0)

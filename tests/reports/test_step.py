@@ -1,0 +1,83 @@
+"""Time and peak of a step, plain against packed, and a model that stays as it was."""
+
+import copy
+import csv
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import brevact
+from brevact import LosslessBackward, StochBackward2bit
+from brevact.reports.step import StepReport
+
+BATCH = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+
+
+def net():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.GELU(), nn.Conv2d(16, 16, 3), nn.GELU()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_step_report_measures_pairs_and_peaks():
+    report = brevact.step_report(brevact.quantize_backward(net(), StochBackward2bit), BATCH, loss, rounds=4)
+    assert len(report.plain_seconds) == len(report.packed_seconds) == len(report.ratios) == 4
+    assert all(each > 0 for each in (*report.plain_seconds, *report.packed_seconds))
+    low, high = report.spread
+    assert low <= report.time_ratio <= high
+    assert not report.note
+    assert "4 pairs" in str(report)
+
+
+def test_peak_is_what_a_step_allocates_at_most():
+    """Both layers' outputs and derivatives are alive at once: at least what plain training keeps, all of it at most."""
+    model = brevact.quantize_backward(net(), StochBackward2bit, min_numel=0)
+    kept = brevact.memory_report(model, BATCH, loss)
+    report = brevact.step_report(model, BATCH, loss, rounds=2)
+    assert report.plain_peak > kept.plain_bytes - BATCH[0].nbytes
+    assert report.packed_peak < report.plain_peak
+    assert report.peak_ratio == report.plain_peak / report.packed_peak
+
+
+def test_step_report_leaves_the_model_as_it_was():
+    model = brevact.quantize_backward(net(), LosslessBackward)
+    loss(model, BATCH).backward()
+    model.eval()
+    before, grads = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    brevact.step_report(model, BATCH, loss, rounds=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
+
+
+def test_a_model_without_a_policy_is_measured_with_the_default_one():
+    model = net()
+    report = brevact.step_report(model, BATCH, loss, rounds=2)
+    assert report.note in str(report)
+    assert "quantize_backward(model)" in report.note
+    with pytest.raises(ValueError, match="no backward policy"):
+        brevact.restore_backward(model)
+
+
+def test_spread_is_that_of_the_ratios_of_pairs(tmp_path):
+    report = StepReport((1.0, 2.0, 4.0), (2.0, 2.0, 2.0), 100, 50)
+    assert report.ratios == (2.0, 1.0, 0.5)
+    assert (report.time_ratio, report.spread, report.peak_ratio) == (1.0, (0.75, 1.5), 2.0)
+    report.to_csv(tmp_path / "step.csv")
+    with open(tmp_path / "step.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["packed_seconds"]) for row in rows] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("rounds", [1, 0, 2.0, True])
+def test_rounds_are_checked(rounds):
+    with pytest.raises((TypeError, ValueError), match="rounds"):
+        brevact.step_report(net(), BATCH, loss, rounds=rounds)
