@@ -150,6 +150,10 @@ class EagerKeeper(Keeper, Protocol):
     by_op: dict[str, Any]
     """What some ops store in place of ``settings``, by their names."""
 
+    def mark(self, result: Any, *, is_weight: bool) -> None:
+        """Note whether what a function returned is a weight or an activation."""
+        ...
+
     def packs_for(self, saver: FrameType) -> bool:
         """Return whether what autograd saves below a frame is packed."""
         ...

@@ -11,44 +11,20 @@ from torch import Tensor, nn
 
 from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all, weight_statistics
-from brevact.injectors.known_quantizers import Tree, known_quantizer, takes_statistics
+from brevact.injectors.known_quantizers import STATISTICS_OF_WEIGHTS, Tree, known_quantizer, takes_statistics
 from brevact.private_names.of_brevitas import (
-    AbsAve,
-    AbsMax,
-    AbsMaxAve,
-    AbsMaxL2,
-    AbsMinMax,
     AbsPercentile,
     ConstScaling,
     FusedActivationQuantProxy,
     Identity,
     IntQuant,
-    MeanSigmaStd,
-    NegativeMinOrZero,
-    NegativePercentileOrZero,
     OverTensorView,
     ParameterFromRuntimeStatsScaling,
     ParameterScaling,
-    PercentileInterval,
     RescalingIntQuant,
-    SignedAbsMax,
     TensorClamp,
     ZeroZeroPoint,
     _Stats,
-)
-
-_STATISTICS_OF_WEIGHTS = (
-    AbsAve,
-    AbsMax,
-    AbsMaxAve,
-    AbsMaxL2,
-    AbsMinMax,
-    AbsPercentile,
-    MeanSigmaStd,
-    NegativeMinOrZero,
-    NegativePercentileOrZero,
-    PercentileInterval,
-    SignedAbsMax,
 )
 
 
@@ -79,7 +55,7 @@ def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
         if type(impl) is not AbsPercentile or impl.stats_reduce_dim is not None or not input.numel():
             return NotImplemented
         return magnitude_of_all(input, impl.q).view(stats.stats_output_shape)
-    if type(impl) not in _STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
+    if type(impl) not in STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
         return NotImplemented
     if region.is_weight(input):
         found = weight_statistics(region, impl, input)

@@ -15,8 +15,15 @@ from torch import Tensor, nn
 
 from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
+from brevact.autograd.ops.forward_statistics import weight_statistics
 from brevact.injectors.integer_kinds import delays, integers_of
 from brevact.private_names.of_brevitas import (
+    AbsAve,
+    AbsMax,
+    AbsMaxAve,
+    AbsMaxL2,
+    AbsMinMax,
+    AbsPercentile,
     BitWidthConst,
     BitWidthStatefulConst,
     ConstScaling,
@@ -24,10 +31,16 @@ from brevact.private_names.of_brevitas import (
     Identity,
     IntQuant,
     IntScaling,
+    MeanSigmaStd,
+    NegativeMinOrZero,
+    NegativePercentileOrZero,
     ParameterFromRuntimeStatsScaling,
     ParameterScaling,
+    PercentileInterval,
     PowerOfTwoIntScaling,
     RescalingIntQuant,
+    SignedAbsMax,
+    StatsFromParameterScaling,
     TensorClamp,
     ZeroZeroPoint,
 )
@@ -39,6 +52,20 @@ from brevact.private_names.of_torch import (
     global_forward_pre_hooks,
 )
 
+#: Statistics that are computed again, without a state of their own.
+STATISTICS_OF_WEIGHTS = (
+    AbsAve,
+    AbsMax,
+    AbsMaxAve,
+    AbsMaxL2,
+    AbsMinMax,
+    AbsPercentile,
+    MeanSigmaStd,
+    NegativeMinOrZero,
+    NegativePercentileOrZero,
+    PercentileInterval,
+    SignedAbsMax,
+)
 _EVERYWHERE = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
 
 
@@ -84,6 +111,7 @@ class KnownQuantizer:
         self.quant: Any = module.tensor_quant if is_fused else module
         self.rectifies = is_fused and type(module.activation_impl) is nn.ReLU
         self.is_known = _is_known(self.quant) and (not is_fused or _is_known_before(module.activation_impl, self.quant))
+        self.reads_weight = self.is_known and _reads_weight(self.quant.scaling_impl)
         self._width: tuple[Tensor, int, Tensor, Integers | None] | None = None
 
     def quantize(self, region: EagerKeeper, x: Tensor, *, reads_elements: bool) -> Any:
@@ -99,15 +127,36 @@ class KnownQuantizer:
             threshold, integers = self._of_width(bit_width)
             if integers is None:
                 return NotImplemented
+            zero_point = quant.zero_point_impl(x, None, bit_width)
             scale = None if reads_elements else quant.scaling_impl(x, threshold)
-            zero_point = quant.zero_point_impl(x, scale, bit_width)
         if scale is None:
-            scale = quant.scaling_impl(x, threshold)
+            scale = self._scale_of(region, x, threshold)
         rectifier = Rectifier(None) if self.rectifies else None
         out = fake_quantize(region, integers, x, scale, zero_point, scale, zero_point, rectifier)
-        if out is NotImplemented:
+        if out is NotImplemented and x.numel() < region.settings.min_numel:  # autograd keeps small tensors as they are
+            with region.hooks.suspended, DisableTorchFunction():
+                out = quant.int_quant(scale, zero_point, bit_width, x.relu() if self.rectifies else x)
+            region.mark(out, is_weight=region.is_weight(x))
+        elif out is NotImplemented:
             out = quant.int_quant(scale, zero_point, bit_width, x.relu() if self.rectifies else x)
         return out, scale, zero_point, bit_width
+
+    def _scale_of(self, region: EagerKeeper, x: Tensor, threshold: Tensor) -> Tensor:
+        """Return a scale that is computed of ``x``: of statistics of a weight, which backward computes again."""
+        scaling = self.quant.scaling_impl
+        if not self.reads_weight or not region.is_weight(x):
+            found: Tensor = scaling(x, threshold)
+            return found
+        parts = scaling.parameter_list_stats
+        with region.hooks.suspended, DisableTorchFunction():
+            values = parts.first_tracked_param(x)
+            is_small = values.numel() < region.settings.min_numel or not values.requires_grad
+            stats = parts.stats.stats_impl(values) if is_small else None
+        if stats is None:
+            stats = weight_statistics(region, parts.stats.stats_impl, values)
+        with region.hooks.suspended, DisableTorchFunction():
+            found = scaling.stats_scaling_impl(stats.view(parts.stats.stats_output_shape), threshold)
+        return found
 
     def _of_width(self, bit_width: Tensor) -> tuple[Tensor, Integers | None]:
         """Return the threshold and the integers of a bit width, which a buffer of the module holds."""
@@ -144,6 +193,14 @@ def _is_known_before(relu: nn.Module, quant: RescalingIntQuant) -> bool:
     if type(relu) is not nn.ReLU:
         return type(relu) is nn.Identity
     return not relu.inplace and type(quant.int_quant.tensor_clamp_impl) is TensorClamp  # whose mask serves both
+
+
+def _reads_weight(scaling: Any) -> bool:
+    """Whether a scale comes from known statistics of one weight."""
+    if type(scaling) is not StatsFromParameterScaling:
+        return False
+    parts = scaling.parameter_list_stats
+    return parts.extra_tracked_params_list is None and type(parts.stats.stats_impl) in STATISTICS_OF_WEIGHTS
 
 
 def _is_known(quant: Any) -> bool:

@@ -57,7 +57,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "brevitas.core.scaling": {
         FORWARD: (
             *("ConstScaling", "IntScaling", "ParameterFromRuntimeStatsScaling", "ParameterScaling"),
-            "PowerOfTwoIntScaling",
+            *("PowerOfTwoIntScaling", "StatsFromParameterScaling"),
         ),
     },
     "brevitas.core.scaling.runtime": {BACKWARD: ("RuntimeDynamicGroupStatsScaling",)},

@@ -147,7 +147,7 @@ def step_report(
             model.train()
         steps = {False: _step(model, batch, loss, packs=False), True: _step(model, batch, loss, packs=True)}
         seconds: dict[bool, list[float]] = {False: [], True: []}
-        peaks = {packs: _peak(step, _device(model, batch)) for packs, step in steps.items()}  # warms up, too
+        peaks = {packs: peak_of(step, _device(model, batch)) for packs, step in steps.items()}  # warms up, too
         for number in range(rounds):
             for packs in (False, True) if number % 2 else (True, False):
                 seconds[packs].append(_seconds(steps[packs], _device(model, batch)))
@@ -184,8 +184,8 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak(step: Callable[[], None], device: torch.device) -> int:
-    """Return the most bytes that are allocated in a step at one time, above those at its start."""
+def peak_of(step: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that are allocated in a step at one time, above those at its start; it runs twice."""
     step()  # what is made once, such as compiled kernels and cached constants, is there
     gc.collect()
     if device.type == "cuda":

@@ -176,8 +176,7 @@ class _FakeQuantization(Saving):
         needs = ctx.needs_input_grad[3:]
         if ctx.one_pass is not None and ctx.one_pass.takes(grad):
             found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale, zero_point)
-            if found is not None:
-                return None, None, None, *found
+            return None, None, None, *found
         shifted = blocked = None
         q = None if codes is None else codes.decoder.integers(codes.tensors)
         if ctx.integers is not None:
@@ -193,10 +192,8 @@ class _FakeQuantization(Saving):
         elif values is not None:
             shifted = values.decode() / pre_scale
         through = (grad * scale).to(ctx.dtype)
-        if blocked is not None and ctx.integers is not None:
+        if blocked is not None:
             clipped = torch.where(blocked, 0.0, through)  # in the memory order of the mask, as of stock ops
-        elif blocked is not None:
-            clipped = masked_fill_(through.clone(), blocked, 0.0)
         else:
             clipped = through if mask is None else mask.multiply(through)
         return None, None, None, *_gradients(needs, ctx.shapes, grad, q, through, clipped, shifted, pre_scale)
@@ -211,12 +208,10 @@ def _in_one_pass(
     values: SavedValue | None,
     scale: Tensor,
     zero_point: Tensor | None,
-) -> tuple[Tensor | None, ...] | None:
-    """Gradients of x, scale, zero_point, pre_scale and pre_zero_point by kernels; None where they do not take all."""
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, scale, zero_point, pre_scale and pre_zero_point by kernels."""
     needs_x, needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[3:]
     x = None if values is None else values.decode()
-    if x is not None and not ctx.one_pass.layout.matches(x):
-        return None
     learns = x is not None or residual is not None
     if zero_point is None:
         zero_point = scale.new_zeros(()) if codes is None else codes.tensors[1]

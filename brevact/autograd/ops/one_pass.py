@@ -1,8 +1,8 @@
 """Fake quantization in one pass over the elements forward and one backward, where kernels know its arithmetic.
 
-That is for float32 tensors without gaps on the CPU, by one scale or one for each index of a dimension, which rounding
-and what follows it share, with zero points that learn nothing. What is stored, and every gradient, is that of the ops
-of ``fake_quantization``, bit for bit.
+That is for float32 tensors on the CPU, copied where they lie in memory with gaps, by one scale or one for each index of
+a dimension, which rounding and what follows it share, with zero points that learn nothing. What is stored, and every
+gradient, is that of the ops of ``fake_quantization``, bit for bit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OnePass(NamedTuple):
             seed: of this packing.
             values: receives the ReLU's output, unless it is None.
         """
-        plan, layout = self.plan, self.layout
+        plan, layout, x = self.plan, self.layout, self._dense(x)
         out = layout.empty(x.device)
         codes = x.new_empty(packed_bytes(plan.numel, plan.bit_width, DEFAULT_BLOCK), dtype=torch.uint8)
         mask = x.new_empty(packed_bytes(plan.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8) if keeps_mask else None
@@ -86,7 +86,7 @@ class OnePass(NamedTuple):
 
     def values(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Return the fake-quantized tensor alone."""
-        out = self.layout.empty(x.device)
+        out, x = self.layout.empty(x.device), self._dense(x)
         fake_quantize(x, self.plan, _flat(scale), _flat(zero_point), None, None, out, *[None] * 5)
         return out
 
@@ -107,6 +107,7 @@ class OnePass(NamedTuple):
         Without codes all is computed again from the values, those behind a ReLU.
         """
         plan, layout = self.plan, self.layout
+        values = None if values is None else self._dense(values)
         target = torch.empty_like(grad)
         terms = sums = None
         if codes is not None or values is not None:
@@ -124,6 +125,12 @@ class OnePass(NamedTuple):
         if sums is not None:
             return target, sums[0].view(scale.shape), sums[1].view(scale.shape)
         return target, None, None
+
+    def _dense(self, x: Tensor) -> Tensor:
+        """Return a tensor, or a copy, that lies in memory as the result does."""
+        if self.layout.matches(x):
+            return x
+        return self.layout.empty(x.device).copy_(x.detach())
 
     def takes(self, grad: Tensor) -> bool:
         """Return whether a gradient lies in memory as the codes do."""
@@ -161,11 +168,10 @@ def _one_pass(
     of_scale: torch.Size,
     of_zero_point: torch.Size,
 ) -> OnePass | None:
-    layout = Layout.of_sizes(shape, stride, torch.float32)
     like = torch.empty_strided(shape, stride, device="meta")
     quotient = like / torch.empty(of_scale, device="meta") + torch.empty(of_zero_point, device="meta")
     result = Layout.of(quotient)
-    if not layout.is_dense or not layout.numel or layout.numel != like.numel() or not result.matches(like):
+    if not result.numel or not result.is_dense or result.shape != shape:
         return None
     dims = {dim for sizes in (of_scale, of_zero_point) for dim in _dims_of(sizes, len(shape))}
     if len(dims) > 1:
