@@ -6,7 +6,7 @@ import functools
 import weakref
 from typing import Any
 
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 
 from brevact.autograd.ops.fake_quantization import Integers
 from brevact.integers import IntegerRounding
@@ -43,7 +43,7 @@ _RESIDUALS = {
     StochasticRoundSte: (-1.0, 1.0),
 }
 CLAMPS = (TensorClamp, TensorClampSte, InplaceTensorClampSte)
-_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[tuple[int, int, Any], float]]
+_widths: weakref.WeakKeyDictionary[UntypedStorage, tuple[Any, float]]
 _widths = weakref.WeakKeyDictionary()
 
 
@@ -78,7 +78,7 @@ def integers_of(quant: Any, bit_width: Tensor) -> Integers | None:
     )
 
 
-def delays(quant: nn.Module) -> bool:
+def delays(quant: Any) -> bool:
     """Return whether a quantizer starts to quantize after some steps."""
     return type(quant.delay_wrapper.delay_impl) is not _NoDelay
 

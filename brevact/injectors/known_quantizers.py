@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
 from brevact.autograd.ops.forward_statistics import weight_statistics
 from brevact.injectors.integer_kinds import delays, integers_of
@@ -105,7 +104,7 @@ def are_own(hooks: tuple[Any, ...]) -> bool:
 class KnownQuantizer:
     """A fused activation, or a quantizer by itself, that is known, and what was computed for its bit width."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.tree = Tree.of(module)
         is_fused = type(module) is FusedActivationQuantProxy
         self.quant: Any = module.tensor_quant if is_fused else module
@@ -114,7 +113,7 @@ class KnownQuantizer:
         self.reads_weight = self.is_known and _reads_weight(self.quant.scaling_impl)
         self._width: tuple[Tensor, int, Tensor, Integers | None] | None = None
 
-    def quantize(self, region: EagerKeeper, x: Tensor, *, reads_elements: bool) -> Any:
+    def quantize(self, region: Any, x: Tensor, *, reads_elements: bool) -> Any:
         """Return what the modules return: values, scale, zero point, bit width; NotImplemented for others.
 
         A scale for which the modules of a quantizer by itself read elements of ``x`` is computed in the region.
@@ -141,7 +140,7 @@ class KnownQuantizer:
             out = quant.int_quant(scale, zero_point, bit_width, x.relu() if self.rectifies else x)
         return out, scale, zero_point, bit_width
 
-    def _scale_of(self, region: EagerKeeper, x: Tensor, threshold: Tensor) -> Tensor:
+    def _scale_of(self, region: Any, x: Tensor, threshold: Tensor) -> Tensor:
         """Return a scale that is computed of ``x``: of statistics of a weight, which backward computes again."""
         scaling = self.quant.scaling_impl
         if not self.reads_weight or not region.is_weight(x):
