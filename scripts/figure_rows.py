@@ -156,7 +156,7 @@ def of_formats(results: Results) -> dict[str, str]:
     """Of formats.csv: a table, a row a quantizer."""
     last = results.last("formats", "quantizer", "data")
     kinds = ("normal", "after ReLU", "long-tailed", "EfficientNetV2")
-    cells = [("quantizer", "bits", *(f"error, {kind}" for kind in kinds), "bias", "quantize", "decode")]
+    cells = [("quantizer", "bits", "normal", "ReLU", "tailed", "net", "bias", "pack", "decode")]
     for quantizer in dict.fromkeys(name for name, _ in last):
         errors = [last[quantizer, kind]["error"] for kind in kinds]
         row = last[quantizer, kinds[-1]]

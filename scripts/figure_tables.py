@@ -131,13 +131,14 @@ _CONVOLUTIONAL = ("ResNet", "ConvNeXt", "MobileNetV2", "RegNet", "EfficientNetV2
 
 def of_models(results: Results) -> dict[str, str]:
     """Of models.csv: bytes and gradient errors of models of three kinds."""
-    columns = ("model", "parameters", "plain", "kept", "ratio", "forward", "error_8bit", "error_2bit", "along_gradient")
-    heads = ("model", "weights", "plain", "kept", "times less", "forward", "error, 8 bits", "error, 2 bits", "along g")
+    columns = ("model", "parameters", "plain", "kept", "ratio", "error_8bit", "error_2bit", "along_gradient")
+    heads = ("model", "weights", "plain", "kept", "times less", "error, 8 bits", "error, 2 bits", "along g")
     kinds: dict[str, list[Sequence[str]]] = {kind: [heads] for kind in ("transformers", "convolutional", "image")}
     for (model,), row in results.last("models", "model").items():
         kind = "image" if model[0].islower() else "convolutional" if model in _CONVOLUTIONAL else "transformers"
         kinds[kind].append([row[column] for column in columns])
-    return {f"models.{kind}": table(cells) for kind, cells in kinds.items()}
+    forward = ", ".join(dict.fromkeys(row["forward"] for row in results.last("models", "model").values()))
+    return {"models.forward": forward} | {f"models.{kind}": table(cells) for kind, cells in kinds.items()}
 
 
 def of_dates(results: Results) -> dict[str, str]:
