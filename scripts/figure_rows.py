@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 
 from scripts.figure_results import Results, Row, mib, table
@@ -41,17 +41,23 @@ def of_first_steps(results: Results) -> dict[str, str]:
 
 
 def of_qat(results: Results) -> dict[str, str]:
-    """Of qat.csv: bytes, and steps as multiples of those of stock Brevitas and of the float model in the same run."""
+    """Of qat.csv: bytes, and steps as multiples of those of stock Brevitas and of the float model in the same run.
+
+    Names without a net are ranges over all nets.
+    """
     found: dict[str, dict[tuple[str, str], str]] = {kind: {} for kind in ("kept", "less", "of-float", *_STEPS)}
     run: dict[tuple[str, str], float] = {}
     for row in results.rows("qat"):
         key = row["net"], row["trains"]
         run[key] = float(row["step_ms"])
-        found["kept"][key] = mib(row["kept_mib"])
-        found["less"][key] = f"{float(row['brevitas_ratio']):.1f}"
-        found["of-float"][key] = f"{float(row['of_float']):.2f}"
+        if row["kept_mib"]:  # not measured of compiled nets
+            found["kept"][key] = mib(row["kept_mib"])
+            found["less"][key] = f"{float(row['brevitas_ratio']):.1f}"
+            found["of-float"][key] = f"{float(row['of_float']):.2f}"
         for kind, other in _STEPS.items():
-            if (row["net"], other) in run:
+            if column := row.get(kind.replace("-", "_")):
+                found[kind][key] = f"{float(column):.2f}"
+            elif (row["net"], other) in run:
                 found[kind][key] = f"{run[key] / run[row['net'], other]:.2f}"
     ranges = {}
     for kind, values in found.items():
@@ -62,10 +68,24 @@ def of_qat(results: Results) -> dict[str, str]:
 
 
 #: Steps as multiples of those of another training.
-_STEPS = {"step-to-float": "float", "step-to-Brevitas": "Brevitas"}
-_NETS = {"conv": "conv-BN-ReLU, W4A4", "mobile": "depthwise separable, W8A8", "vit": "ViT block, W4A4"}
-_TRAINS = {"Brevitas": "stock Brevitas"} | {
-    name: f"`{name}`" for name in ("LosslessBackward", "StochBackward2bit", "DEFAULT")
+_STEPS = {"step-to-brevitas": "Brevitas", "step-to-float": "float"}
+#: Words for nets and for what they train with; others are written by their names.
+_NETS = {
+    "conv": "conv-BN-ReLU, W4A4",
+    "mobile": "depthwise separable, W8A8",
+    "vit": "ViT block, W4A4",
+    "resnet18": "ResNet-18, W4A4",
+    "mobilenetv2": "MobileNetV2, W8A8",
+    "lstm": "QuantLSTM, W8A8",
+    "llm": "decoder, W8A8",
+}
+_TRAINS = {
+    "Brevitas": "stock Brevitas",
+    "Brevitas compiled": "stock, compiled",
+    "LosslessBackward": "`LosslessBackward`",
+    "LosslessBackward:residual_bit_width=2": "`residual_bit_width=2`",
+    "StochBackward2bit": "`StochBackward2bit`",
+    "DEFAULT": "`DEFAULT`",
 }
 
 
@@ -75,21 +95,24 @@ def _number(text: str) -> float:
 
 def _qat_table(found: Mapping[str, Mapping[tuple[str, str], str]]) -> str:
     """Bytes of each net and quantizer, as parts of stock's and of the float model's."""
-    cells = [("", "float model", *_TRAINS.values())]
-    for net in dict.fromkeys(net for net, _ in found["kept"]):
-        keys = [(net, name) for name in _TRAINS]
-        parts = (f"{found['kept'][key]} ({found['less'][key]}, {found['of-float'][key]})" for key in keys)
-        cells.append((_NETS.get(net, net), found["kept"][net, "float"], *parts))
+    kept, measured = found["kept"], {trains for _, trains in found["kept"]}
+    trains = [name for name in _TRAINS if name in measured]
+    cells: list[Sequence[str]] = [("", "float model", *(_TRAINS[name] for name in trains))]
+    for net in dict.fromkeys(net for net, _ in kept):
+        keys = [(net, name) for name in trains]
+        parts = (f"{kept[key]} ({found['less'][key]}, {found['of-float'][key]})" if key in kept else "" for key in keys)
+        cells.append((_NETS.get(net, net), kept.get((net, "float"), ""), *parts))
     return table(cells)
 
 
 def _qat_steps(found: Mapping[str, Mapping[tuple[str, str], str]]) -> str:
     """Steps of each net and quantizer, as multiples of stock's and of the float model's."""
-    cells = [("", *_TRAINS.values())]
-    for net in dict.fromkeys(net for net, _ in found["kept"]):
-        keys = [(net, name) for name in _TRAINS]
-        steps = (f"{found['step-to-Brevitas'][key]}, {found['step-to-float'][key]}" for key in keys)
-        cells.append((_NETS.get(net, net), *steps))
+    steps = [found[kind] for kind in _STEPS]
+    trains = [name for name in _TRAINS if any(name == other for _, other in steps[0])]
+    cells: list[Sequence[str]] = [("", *(_TRAINS[name] for name in trains))]
+    for net in dict.fromkeys(net for net, _ in steps[0]):
+        ratios = ([each.get((net, name), "-") for each in steps] for name in trains)
+        cells.append((_NETS.get(net, net), *map(", ".join, ratios)))
     return table(cells)
 
 
