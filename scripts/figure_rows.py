@@ -81,7 +81,7 @@ _NETS = {
 }
 _TRAINS = {
     "Brevitas": "stock Brevitas",
-    "Brevitas compiled": "stock, compiled",
+    "compiled": "stock, compiled",
     "LosslessBackward": "`LosslessBackward`",
     "LosslessBackward:residual_bit_width=2": "`residual_bit_width=2`",
     "StochBackward2bit": "`StochBackward2bit`",
