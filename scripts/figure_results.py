@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 Row = Mapping[str, str]
@@ -34,3 +35,14 @@ def table(cells: Sequence[Sequence[str]]) -> str:
 
 def mib(value: str) -> str:
     return f"{float(value):,.1f}"
+
+
+def noise_text(value: str) -> str:
+    """A noise as it is written: with the more decimals, the smaller it is.
+
+    >>> [noise_text(value) for value in ("0.588", "0.0305", "0.0004512")]
+    ['0.59', '0.031', '0.0005']
+    """
+    noise = Decimal(value)
+    step = "0.0001" if noise < Decimal("0.001") else "0.001" if noise < Decimal("0.1") else "0.01"
+    return str(noise.quantize(Decimal(step), ROUND_HALF_UP))

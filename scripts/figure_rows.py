@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from decimal import ROUND_HALF_UP, Decimal
 
-from scripts.figure_results import Results, Row, mib, table
+from scripts.figure_results import Results, Row, mib, noise_text, table
 
 
 def of_steps(results: Results) -> dict[str, str]:
@@ -121,15 +120,7 @@ def of_noise(results: Results) -> dict[str, str]:
     found = {}
     for (model, policy), row in results.last("noise", "model", "policy").items():
         name = f"noise.{model}.{policy}"
-        noise = Decimal(row["noise"])
-        decimals = (
-            Decimal("0.0001")
-            if noise < Decimal("0.001")
-            else Decimal("0.001")
-            if noise < Decimal("0.1")
-            else Decimal("0.01")
-        )
-        found[name] = str(noise.quantize(decimals, ROUND_HALF_UP))
+        found[name], found[f"{name}.bias2"] = noise_text(row["noise"]), noise_text(row["bias2"])
         found[f"{name}.kept"] = f"{int(row['saved_bytes']) / 2**20:.1f}"
         found[f"{name}.plain"] = f"{int(row['plain_bytes']) / 2**20:.1f}"
         found[f"{name}.less"] = f"{float(row['ratio']):.1f}"

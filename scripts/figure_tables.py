@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks import layer_noise
-from scripts.figure_results import Results, Row, table
+from scripts.figure_results import Results, Row, noise_text, table
 
 
 def of_adaptive(results: Results) -> dict[str, str]:
@@ -21,7 +21,8 @@ def of_adaptive(results: Results) -> dict[str, str]:
             noises = (f"{float(row['noise']):.4f} ± {float(row['noise_se']):.4f}" if row else "" for row in rows)
             kept = statistics.median(int(row["saved_bytes"]) for row in rows if row) / 2**20
             cells.append((words, bits, f"{kept:.2f} MiB", *noises))
-    return {"adaptive": table(cells)}
+    found = {f"adaptive.{'.'.join(key)}": noise_text(row["noise"]) for key, row in last.items()}
+    return found | {"adaptive": table(cells)}
 
 
 def of_small_tensors(results: Results) -> dict[str, str]:
