@@ -6,8 +6,9 @@
 Each net of `benchmarks.qat_nets` as plain PyTorch layers, as Brevitas layers, compiled too with `--compile`, and as
 these with `brevact.quantize_backward`. Scales of activations are learned: past the steps that collect statistics, if
 `--collecting` does not ask for those. Kept bytes are those of `memory_report`; the peak is what PyTorch allocates at
-most in a step above its start. Steps take turns in one process, whose heap is thus the same for all; times are medians,
-and ratios medians of the ratios of a round.
+most in a step above its start. Steps take turns in one process, whose heap is thus the same for all, by default with
+one thread, whose processor time is counted: what other processes take does not enter. Times are medians, and ratios
+medians of the ratios of a round.
 """
 
 from __future__ import annotations
@@ -81,11 +82,11 @@ def measure(net: str, args: argparse.Namespace) -> list[dict[str, object]]:
     def step(name: str) -> tuple[float, float]:
         owner = models.get(name, models["Brevitas"])
         owner.zero_grad()
-        start = time.perf_counter()
+        start = time.process_time()
         loss = loss_of(runs[name], batch, labels)  # type: ignore[arg-type]
-        middle = time.perf_counter()
+        middle = time.process_time()
         loss.backward()
-        return middle - start, time.perf_counter() - start
+        return middle - start, time.process_time() - start
 
     peaks = {name: peak_of(lambda name=name: step(name), torch.device("cpu")) for name in runs}  # type: ignore[misc]
     found = alternate({name: lambda name=name: step(name) for name in runs}, args.rounds, 3)  # type: ignore[misc]
@@ -123,9 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, help="default: 32, 16 or 8, by net")
     parser.add_argument("--collecting", action="store_true", help="while scales come from statistics")
     parser.add_argument("--compile", action="store_true", help="stock Brevitas by torch.compile, too")
+    parser.add_argument("--threads", type=int, default=1, help="with more, waiting for each other counts as well")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
     for net in args.nets:
         write_rows(measure(net, args), args.csv)
 

@@ -9,6 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from brevact.cpu_kernels.floats import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    KINDS,
+    bfloat16_to_float,
+    emit,
+    float_to_bfloat16,
+    float_to_half,
+    half_to_float,
+    stage,
+)
 from brevact.cpu_kernels.levels import place
 from brevact.cpu_kernels.masks import bits_to_bytes
 from brevact.cpu_kernels.memory import (
@@ -43,6 +55,9 @@ SCALE, SCALES, ZERO_POINT, ZERO_POINTS = range(10, 14)
 X, OUT, VALUES, CODES, MASK, RESIDUAL, MISSING, LEVELS, STEPS, WIDTH, SEED = range(14, 25)
 """Addresses of arrays, 0 for none; bits of a residual; the key of random bits."""
 
+KIND = 25
+"""Code of the type of elements; each op rounds to it."""
+
 _FLOOR, _CEIL, _TO_ZERO, _DPU = range(1, 5)
 
 
@@ -71,9 +86,30 @@ def fill_groups(words, source, count_of, first, count, out):
 
 
 @inlined
-def shift_values(x, values, rectifies, count, scales, zero_points, shifted):
+def settle(values, kind, count):
+    """Round float32 values to a type, as each op of torch does."""
+    if kind == BFLOAT16:
+        for e in range(count):
+            store(values, e, bfloat16_to_float(float_to_bfloat16(load(values, e))))
+    elif kind == FLOAT16:
+        for e in range(count):
+            store(values, e, half_to_float(float_to_half(load(values, e))))
+
+
+@inlined
+def shift_values(x, values, rectifies, count, scales, zero_points, kind, shifted):
     """x / s + z; of what a ReLU returns, which `values` receive if they are not x itself."""
-    if rectifies:
+    if kind != FLOAT32:
+        for e in range(count):
+            v = load(x, e)
+            v = np.float32(0.0) if v < np.float32(0.0) and rectifies else v
+            store(values, e, v)
+            store(shifted, e, v / load(scales, e))
+        settle(shifted, kind, count)
+        for e in range(count):
+            store(shifted, e, load(shifted, e) + load(zero_points, e))
+        settle(shifted, kind, count)
+    elif rectifies:
         for e in range(count):
             v = load(x, e)
             v = np.float32(0.0) if v < np.float32(0.0) else v
@@ -108,9 +144,21 @@ def round_values(shifted, count, rounding, rounded):
 
 
 @inlined
-def _clip(rounded, count, lowest, highest, spare, scales, zero_points, out, numbers):
+def _clip(rounded, count, lowest, highest, spare, scales, zero_points, kind, out, numbers):
     """Write (q - z) s, and numbers of codes q - lowest; return how many q are NaN."""
     missing = np.int32(0)
+    if kind != FLOAT32:
+        for e in range(count):
+            q = load(rounded, e)
+            q = highest if q > highest else q
+            q = lowest if q < lowest else q
+            store(out, e, q - load(zero_points, e))
+            missing = np.int32(missing + np.int32(q != q))
+            store(numbers, e, q - lowest if q == q else spare)
+        settle(out, kind, count)
+        for e in range(count):
+            store(out, e, load(out, e) * load(scales, e))
+        return missing
     for e in range(count):
         q = load(rounded, e)
         q = highest if q > highest else q
@@ -140,10 +188,13 @@ def pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits):
 
 
 @inlined
-def _keep_residuals(shifted, rounded, count, bits, low, high):
+def _keep_residuals(shifted, rounded, count, bits, low, high, kind):
     """Write x / s + z - round(x / s + z) over the first, within bounds, and where there is no gradient low - 1."""
     for e in range(count):
-        r = load(shifted, e) - load(rounded, e)
+        store(shifted, e, load(shifted, e) - load(rounded, e))
+    settle(shifted, kind, count)
+    for e in range(count):
+        r = load(shifted, e)
         r = low if r < low else r
         r = high if r > high else r
         store(shifted, e, r if load(bits, e) else low - np.float32(1.0))
@@ -160,6 +211,7 @@ def fake_quantize_blocks(words_at, start, stop):
     width, k = load(words, WIDTH), halves_of(load(words, SEED))
     scales, zero_points = f32_scratch(BLOCK), f32_scratch(BLOCK)
     shifted, rounded, numbers, spent = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
+    staged, made, kind = f32_scratch(BLOCK), f32_scratch(BLOCK), load(words, KIND)
     bits, wide = u8_scratch(BLOCK), as_u32(spent)
     columns = BLOCK // 8
     low, high = u32_scratch(columns), u32_scratch(columns)
@@ -174,11 +226,17 @@ def fake_quantize_blocks(words_at, start, stop):
         if not single:
             fill_groups(words, SCALE, SCALES, first, count, scales)
             fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
-        x, out = advance(f32_at(load(words, X)), first), advance(f32_at(load(words, OUT)), first)
-        values = advance(f32_at(load(words, VALUES)), first) if load(words, VALUES) else spent
-        shift_values(x, values, rectifies, count, scales, zero_points, shifted)
+        x = stage(load(words, X), kind, first, count, staged)
+        direct = kind == FLOAT32
+        out = advance(f32_at(load(words, OUT)), first) if direct else made
+        values = advance(f32_at(load(words, VALUES)), first) if direct and load(words, VALUES) else spent
+        shift_values(x, values, rectifies, count, scales, zero_points, kind, shifted)
+        if load(words, VALUES) and not direct:
+            emit(spent, load(words, VALUES), kind, first, count)
         round_values(shifted, count, rounding, rounded)
-        missing = _clip(rounded, count, lowest, highest, spare, scales, zero_points, out, numbers)
+        missing = _clip(rounded, count, lowest, highest, spare, scales, zero_points, kind, out, numbers)
+        if not direct:
+            emit(made, load(words, OUT), kind, first, count)
         if missing != np.int32(0) and load(words, MISSING):
             store(u8_at(load(words, MISSING)), 0, np.uint8(1))
         for e in range(count, 8 * columns):
@@ -198,7 +256,7 @@ def fake_quantize_blocks(words_at, start, stop):
             bits_to_bytes(bits, columns, advance(u8_at(load(words, MASK)), first // 8))
         if load(words, RESIDUAL):
             levels, size = f32_at(load(words, LEVELS)), (np.int64(1) << width)
-            _keep_residuals(shifted, rounded, count, bits, load(levels, 1), load(levels, size - 1))
+            _keep_residuals(shifted, rounded, count, bits, load(levels, 1), load(levels, size - 1), kind)
             place(shifted, count, levels, f32_at(load(words, STEPS)), size, True, numbers, spent)
             top = np.float32(size - 1)
             for e in range(count):
@@ -215,9 +273,21 @@ def fake_quantize_blocks(words_at, start, stop):
                 codes_to_bytes(wide, columns, width, packed)
 
 
-def reads(*tensors: Tensor | None) -> bool:
-    """Whether the kernels read and write these tensors: they are all float32."""
-    return all(x is None or x.dtype is torch.float32 for x in tensors)
+def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels read and write these tensors: float32, or all but numbers of one type of 16 bits.
+
+    Scales of these must be one number: torch computes with others in another type.
+    """
+    if any(each is not None and each.dtype is not x.dtype for each in others):
+        return False
+    if x.dtype is torch.float32:
+        return scale.dtype is zero_point.dtype is torch.float32
+    return x.dtype in (torch.bfloat16, torch.float16) and plan.groups == 1
+
+
+def numbers_of(x: Tensor) -> Tensor:
+    """Return scales or zero points as float32, in which they are exact."""
+    return x if x.dtype is torch.float32 else x.float()
 
 
 def address(x: Tensor | None) -> int:
@@ -239,18 +309,19 @@ def fake_quantize(
     residual: Tensor | None,
     missing: Tensor | None,
 ) -> None:
-    """The kernel reads float32, and codes of at most 8 bits."""
-    if not reads(x, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
+    """The kernel reads types of at most 32 bits, and codes of at most 8 bits."""
+    if not reads(x, plan, scale, zero_point, out, values) or (codes is not None and plan.bit_width > 8):
         return NotImplemented
+    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
     of_residual, rows = (0, 0, 0, 0), None
     if residual is not None and seed is not None:
         rows = residual_of.rows(x.device)
         of_residual = (rows[0].data_ptr(), rows[1].data_ptr(), residual_of.bit_width, int(seed))
-    words = (ctypes.c_int64 * 25)(
+    words = (ctypes.c_int64 * 26)(
         *plan,
         *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
         *(x.data_ptr(), out.data_ptr(), address(values), address(codes), address(mask), address(residual)),
-        *(address(missing), *of_residual),
+        *(address(missing), *of_residual, KINDS[x.dtype]),
     )
     blocks = -(-plan.numel // BLOCK)
     share(fake_quantize_blocks, (ctypes.addressof(words),), blocks, BLOCK, torch.get_num_threads())

@@ -17,6 +17,7 @@ from brevact.cpu_kernels.fake_quantize import (
     CODES,
     HAS_SPARE,
     HIGHEST,
+    KIND,
     LEVELS,
     LOWEST,
     MASK,
@@ -34,11 +35,14 @@ from brevact.cpu_kernels.fake_quantize import (
     X,
     address,
     fill_groups,
+    numbers_of,
     pass_mask,
     reads,
     round_values,
+    settle,
     shift_values,
 )
+from brevact.cpu_kernels.floats import FLOAT32, KINDS, emit, stage
 from brevact.cpu_kernels.masks import spread_bits
 from brevact.cpu_kernels.memory import (
     advance,
@@ -57,7 +61,7 @@ from brevact.cpu_kernels.planes import bytes_to_codes
 from brevact.cpu_kernels.teams import share
 from brevact.integers import IntegerPlan
 
-TERMS, SUMS, REST = 25, 26, 27
+TERMS, SUMS, REST = 26, 27, 28
 """Addresses of (2, n) terms, of the sums of the lanes of full blocks, (2, B * 32), and of (2, 512) terms of the last
 block where it is not full; 0 for none. X is the gradient, OUT the gradient of what was quantized."""
 
@@ -73,8 +77,16 @@ def _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
 
 
 @inlined
-def _terms(g, clipped, q, steps, scales, count, first, second):
+def _terms(g, clipped, q, steps, scales, count, kind, first, second):
     """g q and -g' (steps / s); steps are x / s."""
+    if kind != FLOAT32:
+        for e in range(count):
+            store(first, e, load(g, e) * load(q, e))
+            store(second, e, load(steps, e) / load(scales, e))
+        settle(second, kind, count)
+        for e in range(count):
+            store(second, e, -load(clipped, e) * load(second, e))
+        return
     for e in range(count):
         store(first, e, load(g, e) * load(q, e))
         store(second, e, -load(clipped, e) * (load(steps, e) / load(scales, e)))
@@ -92,7 +104,8 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0
     scales, zero_points, clipped = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
-    rounded, spent = f32_scratch(BLOCK), f32_scratch(BLOCK)
+    rounded, spent, staged, of_values = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
+    kind = load(words, KIND)
     bits, codes, own = u8_scratch(BLOCK), u32_scratch(BLOCK), f32_scratch(LANES)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
     fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
@@ -107,10 +120,13 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         if not single:
             fill_groups(words, SCALE, SCALES, first, count, scales)
             fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
-        g, target = advance(f32_at(load(words, X)), first), advance(f32_at(load(words, OUT)), first)
-        x = advance(f32_at(load(words, VALUES)), first)
+        g, direct = stage(load(words, X), kind, first, count, staged), kind == FLOAT32
+        target = advance(f32_at(load(words, OUT)), first) if direct else spent
+        x = staged
+        if load(words, VALUES):
+            x = stage(load(words, VALUES), kind, first, count, of_values)
         if again:
-            shift_values(x, spent, rectifies, count, scales, zero_points, steps)
+            shift_values(x, spent, rectifies, count, scales, zero_points, kind, steps)
             round_values(steps, count, rounding, rounded)
             pass_mask(x, rounded, count, lowest, highest, rectifies, clips, bits)
         elif load(words, RESIDUAL):
@@ -120,13 +136,17 @@ def fake_quantize_backward_blocks(words_at, start, stop):
                 code = load(codes, e)
                 store(steps, e, load(levels, np.int64(code)))
                 store(bits, e, np.uint8(code != np.uint32(0)))
+            settle(steps, kind, count)
         elif load(words, MASK):
             spread_bits(load(words, MASK), first, count, bits)
         for e in range(count):
             through = load(g, e) * load(scales, e)
             store(clipped, e, through if load(bits, e) else np.float32(0.0))
+        settle(clipped, kind, count)
         for e in range(count):
             store(target, e, load(clipped, e) / load(scales, e))
+        if not direct:
+            emit(spent, load(words, OUT), kind, first, count)
         if not wants_terms:
             continue
         if again:
@@ -135,26 +155,34 @@ def fake_quantize_backward_blocks(words_at, start, stop):
                 r = highest if r > highest else r
                 r = lowest if r < lowest else r
                 store(q, e, r - load(zero_points, e))
+            settle(q, kind, count)
         else:
             bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
             _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
+            settle(q, kind, count)
         if load(words, RESIDUAL):
             for e in range(count):
                 store(steps, e, load(steps, e) + load(q, e))
+            settle(steps, kind, count)
         else:
             for e in range(count):
                 store(steps, e, load(x, e) / load(scales, e))
-        if load(words, TERMS):
+            settle(steps, kind, count)
+        if load(words, TERMS) and direct:
             one = advance(f32_at(load(words, TERMS)), first)
-            _terms(g, clipped, q, steps, scales, count, one, advance(one, numel))
+            _terms(g, clipped, q, steps, scales, count, kind, one, advance(one, numel))
+        elif load(words, TERMS):
+            _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
+            emit(first_terms, load(words, TERMS), kind, first, count)
+            emit(second_terms, load(words, TERMS), kind, numel + first, count)
         elif count == BLOCK:
-            _terms(g, clipped, q, steps, scales, BLOCK, first_terms, second_terms)
+            _terms(g, clipped, q, steps, scales, BLOCK, kind, first_terms, second_terms)
             lanes = advance(f32_at(load(words, SUMS)), index * LANES)
             add_block(first_terms, own, lanes)
             add_block(second_terms, own, advance(lanes, blocks * LANES))
         else:
             rest = f32_at(load(words, REST))
-            _terms(g, clipped, q, steps, scales, count, rest, advance(rest, BLOCK))
+            _terms(g, clipped, q, steps, scales, count, kind, rest, advance(rest, BLOCK))
 
 
 def fake_quantize_backward(
@@ -171,12 +199,14 @@ def fake_quantize_backward(
     terms: Tensor | None,
     sums: Tensor | None,
 ) -> None:
-    """The kernel reads float32; it adds where torch's order of a sum is known, else torch adds the terms."""
-    if not reads(grad, scale, zero_point, values, target) or (codes is not None and plan.bit_width > 8):
+    """The kernel adds float32 where torch's order of a sum is known; else torch adds the terms."""
+    if not reads(grad, plan, scale, zero_point, values, target, terms, sums) or (
+        codes is not None and plan.bit_width > 8
+    ):
         return NotImplemented
-    threads = torch.get_num_threads()
+    scale, zero_point, threads = numbers_of(scale), numbers_of(zero_point), torch.get_num_threads()
     runs = None if sums is None or terms is not None else runs_of(plan.numel, threads)
-    if runs is not None and not adds_as_torch(threads):
+    if runs is not None and (grad.dtype is not torch.float32 or not adds_as_torch(threads)):
         runs = None
     if sums is not None and runs is None and terms is None:
         terms = grad.new_empty(2, plan.numel)
@@ -186,11 +216,11 @@ def fake_quantize_backward(
         lanes, rest = grad.new_empty(2, blocks * LANES), grad.new_empty(2, BLOCK)
     levels = None if residual is None else residual_of.rows(grad.device)[0]
     width = 0 if residual is None else residual_of.bit_width
-    words = (ctypes.c_int64 * 28)(
+    words = (ctypes.c_int64 * 29)(
         *plan,
         *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
         *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
-        *(address(levels), 0, width, 0, address(terms), address(lanes), address(rest)),
+        *(address(levels), 0, width, 0, KINDS[grad.dtype], address(terms), address(lanes), address(rest)),
     )
     share(fake_quantize_backward_blocks, (ctypes.addressof(words),), blocks, BLOCK, threads)
     if sums is not None:

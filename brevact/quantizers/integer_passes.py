@@ -47,14 +47,14 @@ def fake_quantize(
     """Quantize to integers and back, and pack the integers and what the gradient needs.
 
     Args:
-        x: Dense float32 tensor of n elements.
+        x: Dense tensor of n elements; of 16 bits with one scale alone, and each op rounds to its type.
         plan: Its plan.
-        scale: (1,) or (groups,) float32 scales.
-        zero_point: (1,) or (groups,) float32 zero points.
+        scale: (), (1,) or (groups,) scales.
+        zero_point: likewise.
         residual_of: How residuals are rounded, to levels between its bounds; None where there are none.
         seed: Signed 64-bit int or 0-d int64 tensor of that rounding.
-        out: Dense float32 result, written.
-        values: Dense float32 tensor, the ReLU's output, written; None where it is not asked for.
+        out: Dense result of its type, written.
+        values: Dense tensor of its type, the ReLU's output, written; None where it is not asked for.
         codes: Packed uint8 codes of the integers, written, or None. NaN has the last code if that is spare, else 0.
         mask: Packed uint8 mask of the elements that have a gradient, written, or None.
         residual: Packed uint8 residuals x / s + z - round(x / s + z), clipped elements marked, written, or None.
@@ -103,7 +103,7 @@ def fake_quantize_backward(
     are computed again from x where there are no codes.
 
     Args:
-        grad: Dense float32 gradient of the result, in the memory order of the codes.
+        grad: Dense gradient of the result, in the memory order of the codes.
         plan: As in the forward pass; no integer was NaN, unless a code is spare.
         scale: As in the forward pass.
         zero_point: As in the forward pass.
@@ -111,11 +111,11 @@ def fake_quantize_backward(
         codes: Packed integers, or None.
         mask: Packed mask of the elements that have a gradient; None for all of them, and where there are residuals, or
             x without codes.
-        values: Dense float32 tensor x, behind the ReLU; None where there are residuals, or no sums or terms.
+        values: Dense tensor x, behind the ReLU; None where there are residuals, or no sums or terms.
         residual: Packed residuals, or None.
-        target: Dense float32 gradient of x, written.
-        terms: (2, n) float32 terms of both sums, written, or None.
-        sums: (2,) float32 sums as `torch.sum` adds them, written, or None.
+        target: Dense gradient of x, written.
+        terms: (2, n) terms of both sums, written, or None.
+        sums: (2,) sums as `torch.sum` adds them, written, or None.
     """
     n = plan.numel
     g, s = flat_memory(grad, n), _each(scale, plan)
@@ -133,7 +133,7 @@ def fake_quantize_backward(
     flat_memory(target, n).copy_(clipped / s)
     if terms is None and sums is None:
         return
-    q = (_integers(codes, plan) if q is None else q) - _each(zero_point, plan)  # type: ignore[arg-type]
+    q = (_integers(codes, plan, g.dtype) if q is None else q) - _each(zero_point, plan)  # type: ignore[arg-type]
     steps = flat_memory(values, n) / s if left is None and values is not None else left + q  # type: ignore[operator]
     both = g * q, -clipped * (steps / s)
     if terms is not None:
@@ -158,16 +158,16 @@ def _quantized(
     return shifted, rounded, q, passes
 
 
-def _integers(codes: Tensor, plan: IntegerPlan) -> Tensor:
-    """Integers of packed codes, (n,) float32."""
+def _integers(codes: Tensor, plan: IntegerPlan, dtype: torch.dtype) -> Tensor:
+    """Integers of packed codes, (n,)."""
     numbers = reference.unpack(codes, plan.bit_width, plan.numel, DEFAULT_BLOCK)
-    q = numbers.float() + plan.lowest
+    q = numbers.to(dtype) + plan.lowest
     return q.masked_fill_(numbers == 2**plan.bit_width - 1, torch.nan) if plan.has_spare else q
 
 
 def _each(of_groups: Tensor, plan: IntegerPlan) -> Tensor:
-    """A number for each element, or one for all."""
+    """A number for each element, or one for all, which leaves the type of elements as it is."""
     if of_groups.numel() == 1:
-        return of_groups
+        return of_groups.reshape(())
     index = torch.arange(plan.numel, device=of_groups.device) // plan.inner % plan.groups
     return of_groups[index]

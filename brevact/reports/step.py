@@ -161,10 +161,10 @@ def _step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[
     """Return a function that runs a training step of the model."""
 
     def run() -> None:
-        model.zero_grad(set_to_none=True)
         with nullcontext() if packs else regions_disabled(), region_of_step(model):
             value = loss(model, batch)
         value.backward()
+        model.zero_grad(set_to_none=True)
 
     return run
 

@@ -106,28 +106,30 @@ def _of_integers(name: str) -> list[tuple[Any, ...]]:
 def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tuple[Any, ...]]:
     ends = ((4, 0, 15, False), (4, -7, 7, True), (8, -128, 127, False), (2, -2, 1, False), (3, -3, 3, True))
     calls: list[tuple[Any, ...]] = []
-    for place, (numel, inner, groups) in enumerate(((_N, _N, 1), (_N, 73, 15), (2048, 1, 8), (_N, 73, 5))):
+    divisions = (_N, _N, 1), (_N, 73, 15), (2048, 1, 8), (_N, 73, 5), (_N, _N, 1), (_N, _N, 1)
+    types = *[torch.float32] * 4, torch.bfloat16, torch.float16
+    for place, ((numel, inner, groups), dtype) in enumerate(zip(divisions, types, strict=True)):
         bit_width, lowest, highest, spare = ends[(number + place) % len(ends)]
         rectifies, clips = bool(place % 2), bool((number + place) % 3)
         plan = IntegerPlan(numel, bit_width, lowest, highest, rounding, rectifies, clips, spare, inner, groups)
-        x, scale = torch.randn(numel) * highest, torch.rand(groups) + 0.3
+        x, scale = (torch.randn(numel) * highest).to(dtype), torch.rand(groups) + 0.3
         x[:6] = torch.tensor((0.0, -0.0, 0.5, -0.5, -1.5, float("nan") if spare or name == "fake_quantize" else 1.0))
         zero_point = torch.zeros(1) if place != 1 else torch.randint(0, highest + 1, (groups,)).float()
         residual_of = ResidualQuantizer(bit_width=2 + (number + place) % 7)
         sizes = [packed_bytes(numel, width, 512) for width in (bit_width, 1, residual_of.bit_width)]
-        floats, one = Unwritten(numel, torch.float32), Unwritten(1, pattern=0)
+        floats, one = Unwritten(numel, dtype), Unwritten(1, pattern=0)
         given = plan, scale, zero_point
         if name == "fake_quantize":
             masked = x, *given, None, None, floats, floats if rectifies else None, *map(Unwritten, sizes[:2]), None, one
             kept = x, *given, residual_of, SEED, floats, None, Unwritten(sizes[0]), None, Unwritten(sizes[2]), one
             calls += [masked, kept, (x, *given, None, None, floats, *[None] * 5)]
             continue
-        out, codes, mask, residual, missing = (torch.zeros(size) for size in (numel, *sizes, 1))
+        out, codes, mask, residual, missing = (torch.zeros(size, dtype=dtype) for size in (numel, *sizes, 1))
         packed = codes.byte(), mask.byte(), residual.byte()
         missing = missing.byte()
         integer_passes.fake_quantize.law(x, *given, residual_of, SEED, out, None, *packed, missing)
-        grad, x = torch.randn(numel), x.relu() if rectifies else x
-        terms, sums = Unwritten(2 * numel, torch.float32, shape=(2, -1)), Unwritten(2, torch.float32)
+        grad, x = torch.randn(numel).to(dtype), x.relu() if rectifies else x
+        terms, sums = Unwritten(2 * numel, dtype, shape=(2, -1)), Unwritten(2, dtype)
         calls += [
             (grad, *given, None, packed[0], packed[1], x, None, floats, terms, sums),
             (grad, *given, None, packed[0], packed[1], x, None, floats, None, sums),

@@ -1,8 +1,8 @@
 """Fake quantization in one pass over the elements forward and one backward, where kernels know its arithmetic.
 
-That is for float32 tensors on the CPU, copied where they lie in memory with gaps, by one scale or one for each index of
-a dimension, which rounding and what follows it share, with zero points that learn nothing. What is stored, and every
-gradient, is that of the ops of ``fake_quantization``, bit for bit.
+That is for tensors on the CPU, copied where they lie in memory with gaps, by one scale or, in float32, one for each
+index of a dimension, which rounding and what follows it share, with zero points that learn nothing. What is stored, and
+every gradient, is that of the ops of ``fake_quantization``, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, is_traced
 from brevact.quantizers.integer_passes import fake_quantize, fake_quantize_backward
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kind(NamedTuple):
@@ -111,7 +113,7 @@ class OnePass(NamedTuple):
         target = torch.empty_like(grad)
         terms = sums = None
         if codes is not None or values is not None:
-            if self.by_group:
+            if self.by_group or grad.dtype is not torch.float32:  # of 16 bits torch adds in an order of its own
                 terms = grad.new_empty(2, plan.numel)
             else:
                 sums = grad.new_empty(2)
@@ -134,7 +136,7 @@ class OnePass(NamedTuple):
 
     def takes(self, grad: Tensor) -> bool:
         """Return whether a gradient lies in memory as the codes do."""
-        return grad.dtype is torch.float32 and self.layout.matches(grad)
+        return grad.dtype is self.layout.dtype and self.layout.matches(grad)
 
 
 class Quantized(NamedTuple):
@@ -152,11 +154,16 @@ def one_pass_for(
     """Return how kernels quantize a tensor, None where they do not know how."""
     if pre_scale is not scale or pre_zero_point is not zero_point or zero_point.requires_grad:
         return None
-    if not x.is_cpu or not x.dtype is scale.dtype is zero_point.dtype is torch.float32:
+    if not x.is_cpu or x.dtype not in _TYPES or scale.dtype not in _TYPES or zero_point.dtype not in _TYPES:
+        return None
+    if x.dtype is torch.float32:
+        if not scale.dtype is zero_point.dtype is torch.float32:
+            return None
+    elif scale.dim() or zero_point.dim():  # torch computes in another type, or not with the exact number
         return None
     if is_traced(x) or x.is_neg() or scale.is_neg() or zero_point.is_neg():
         return None
-    return _one_pass(kind, rectifies, x.shape, x.stride(), scale.shape, zero_point.shape)
+    return _one_pass(kind, rectifies, x.shape, x.stride(), x.dtype, scale.shape, zero_point.shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,10 +172,11 @@ def _one_pass(
     rectifies: bool,
     shape: torch.Size,
     stride: tuple[int, ...],
+    dtype: torch.dtype,
     of_scale: torch.Size,
     of_zero_point: torch.Size,
 ) -> OnePass | None:
-    like = torch.empty_strided(shape, stride, device="meta")
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     quotient = like / torch.empty(of_scale, device="meta") + torch.empty(of_zero_point, device="meta")
     result = Layout.of(quotient)
     if not result.numel or not result.is_dense or result.shape != shape:
@@ -181,7 +189,7 @@ def _one_pass(
         result.numel, kind.bit_width, kind.lowest, kind.highest, kind.rounding, rectifies, kind.clips, kind.has_spare,
         inner, groups,
     )  # fmt: skip
-    decoder = IntegerCodes(result, kind.bit_width, kind.lowest, 1, 4 * result.numel, kind.has_spare)
+    decoder = IntegerCodes(result, kind.bit_width, kind.lowest, 1, dtype.itemsize * result.numel, kind.has_spare)
     mask_layout = Layout.of_sizes(result.shape, result.stride, torch.bool)
     return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), groups > 1)
 
