@@ -40,35 +40,29 @@ def of_first_steps(results: Results) -> dict[str, str]:
 
 
 def of_qat(results: Results) -> dict[str, str]:
-    """Of qat.csv: bytes, and steps as multiples of those of stock Brevitas and of the float model in the same run.
+    """Of qat.csv: bytes, peaks, and steps as multiples of those of stock Brevitas and of the float model, paired.
 
     Names without a net are ranges over all nets.
     """
-    found: dict[str, dict[tuple[str, str], str]] = {kind: {} for kind in ("kept", "less", "of-float", *_STEPS)}
-    run: dict[tuple[str, str], float] = {}
-    for row in results.rows("qat"):
-        key = row["net"], row["trains"]
-        run[key] = float(row["step_ms"])
-        if row["kept_mib"]:  # not measured of compiled nets
+    found: dict[str, dict[tuple[str, str], str]] = {kind: {} for kind in ("kept", "less", "of-float", "peak", *_STEPS)}
+    for key, row in results.last("qat", "net", "trains").items():
+        found["peak"][key] = mib(row["peak_mib"])
+        if row["kept_mib"]:  # of a compiled net nobody sees what it keeps
             found["kept"][key] = mib(row["kept_mib"])
             found["less"][key] = f"{float(row['brevitas_ratio']):.1f}"
             found["of-float"][key] = f"{float(row['of_float']):.2f}"
-        for kind, other in _STEPS.items():
-            if column := row.get(kind.replace("-", "_")):
-                found[kind][key] = f"{float(column):.2f}"
-            elif (row["net"], other) in run:
-                found[kind][key] = f"{run[key] / run[row['net'], other]:.2f}"
+        for kind, column in _STEPS.items():
+            found[kind][key] = f"{float(row[column]):.2f}"
     ranges = {}
     for kind, values in found.items():
         for trains in dict.fromkeys(trains for _, trains in values):
             mine = [value for (_, other), value in values.items() if other == trains]
             ranges[f"qat.{trains}.{kind}"] = " to ".join((min(mine, key=_number), max(mine, key=_number)))
-    return ranges | {"qat.kept": _qat_table(found), "qat.steps": _qat_steps(found)}
+    return ranges | {"qat.kept": _qat_table(found), "qat.steps": _qat_steps(found), "qat.peaks": _qat_peaks(found)}
 
 
 #: Steps as multiples of those of another training.
-_STEPS = {"step-to-brevitas": "Brevitas", "step-to-float": "float"}
-#: Words for nets and for what they train with; others are written by their names.
+_STEPS = {"step-to-brevitas": "step_to_brevitas", "step-to-float": "step_to_float"}
 _NETS = {
     "conv": "conv-BN-ReLU, W4A4",
     "mobile": "depthwise separable, W8A8",
@@ -112,6 +106,16 @@ def _qat_steps(found: Mapping[str, Mapping[tuple[str, str], str]]) -> str:
     for net in dict.fromkeys(net for net, _ in steps[0]):
         ratios = ([each.get((net, name), "-") for each in steps] for name in trains)
         cells.append((_NETS.get(net, net), *map(", ".join, ratios)))
+    return table(cells)
+
+
+def _qat_peaks(found: Mapping[str, Mapping[tuple[str, str], str]]) -> str:
+    """Peaks of each net and quantizer."""
+    peaks = found["peak"]
+    trains = [name for name in ("float", *_TRAINS) if any(name == other for _, other in peaks)]
+    cells: list[Sequence[str]] = [("", *({"float": "float model", **_TRAINS}[name] for name in trains))]
+    for net in dict.fromkeys(net for net, _ in peaks):
+        cells.append((_NETS.get(net, net), *(peaks.get((net, name), "") for name in trains)))
     return table(cells)
 
 

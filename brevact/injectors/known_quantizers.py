@@ -49,6 +49,7 @@ from brevact.private_names.of_torch import (
     global_backward_pre_hooks,
     global_forward_hooks,
     global_forward_pre_hooks,
+    no_dispatch_modes,
 )
 
 #: Statistics that are computed again, without a state of their own.
@@ -161,8 +162,9 @@ class KnownQuantizer:
         """Return the threshold and the integers of a bit width, which a buffer of the module holds."""
         known = self._width
         if known is None or known[0].data_ptr() != bit_width.data_ptr() or known[1] != bit_width._version:
-            threshold = self.quant.int_scaling_impl(bit_width)
-            integers = integers_of(self.quant.int_quant, bit_width)
+            with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it computes again
+                threshold = self.quant.int_scaling_impl(bit_width)
+                integers = integers_of(self.quant.int_quant, bit_width)
             known = self._width = bit_width, bit_width._version, threshold, integers
         return known[2], known[3]
 

@@ -18,6 +18,7 @@ from brevact.autograd.known_values import IntegerCodes
 from brevact.autograd.saved import Saved
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, is_traced
 from brevact.quantizers.integer_passes import fake_quantize, fake_quantize_backward
 
@@ -176,8 +177,9 @@ def _one_pass(
     of_scale: torch.Size,
     of_zero_point: torch.Size,
 ) -> OnePass | None:
-    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    quotient = like / torch.empty(of_scale, device="meta") + torch.empty(of_zero_point, device="meta")
+    with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it computes again
+        like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        quotient = like / torch.empty(of_scale, device="meta") + torch.empty(of_zero_point, device="meta")
     result = Layout.of(quotient)
     if not result.numel or not result.is_dense or result.shape != shape:
         return None
