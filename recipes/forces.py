@@ -1,6 +1,6 @@
 """A potential that learns energies and forces of Lennard-Jones clusters: gradients that are differentiated again.
 
-    python -m recipes.forces --policies DEFAULT StochBackward4bit --seeds 0 1 2
+    python -m recipes.forces --policies 'DitherBackward4bit+*basis=None' DEFAULT --seeds 0 1 2
 
 makes clusters of two kinds of particles on the spot (`recipes/data/lennard_jones.py` has the potential and its source),
 and trains a small SchNet at full precision and with each policy, from the same weights and on the same batches for each
@@ -40,6 +40,8 @@ from recipes.settings import Settings, option
 from recipes.training import warmup_factor
 
 FULL_PRECISION = "None"
+#: Forces have a large part of their noise from what stands for distances.
+POLICY = "DitherBackward4bit+*basis=None"
 ROWS, EPOCHS, PICTURE, SETTINGS, CHECKPOINT = (
     *("forces.csv", "epochs.csv", "forces.png", "settings.json", "checkpoint.pt"),
 )
@@ -355,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m recipes.forces", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--policies", nargs="+", type=named_policy, default=[named_policy("DEFAULT")], metavar="POLICY")
+    parser.add_argument("--policies", nargs="+", type=named_policy, default=[named_policy(POLICY)], metavar="POLICY")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="a run of each policy for each of them")
     parser.add_argument("--side", type=int, default=3, help="particles along an edge of a cluster (default: 3)")
     parser.add_argument("--train-size", type=int, default=512, help="clusters to train on (default: %(default)s)")

@@ -7,7 +7,7 @@ import statistics
 from recipes.study import records
 from recipes.study.analysis import ACCURACY, TRAIN_LOSS, comparisons, difference_text
 from recipes.study.definitions import STUDIES
-from scripts.figure_results import Results
+from scripts.figure_results import Results, table
 
 
 def of_paired_training(results: Results) -> dict[str, str]:
@@ -49,4 +49,25 @@ def of_studies(results: Results) -> dict[str, str]:
     return found
 
 
-KINDS = (of_paired_training, of_studies)
+def of_forces(results: Results) -> dict[str, str]:
+    """Of forces.csv: mean errors and bytes, and differences from full precision ± one standard error."""
+    last = results.last("forces", "policy", "seed")
+    names = {"None": "full precision", "DEFAULT": "`DEFAULT`"}
+    cells = [("stored by", "energy error", "force error", "difference from full precision", "stored")]
+    for policy in dict.fromkeys(policy for policy, _ in last):
+        seeds = [seed for other, seed in last if other == policy and ("None", seed) in last]
+        energy, force, saved, plain = (
+            statistics.mean(float(last[policy, seed][column]) for seed in seeds)
+            for column in ("energy_error", "force_error", "saved_mib", "plain_mib")
+        )
+        values = [float(last[policy, seed]["force_error"]) - float(last["None", seed]["force_error"]) for seed in seeds]
+        more = f"{statistics.mean(values):+.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
+        less = f" ({plain / saved:.1f} times less)" if saved < plain else ""
+        words = names.get(policy, f"`{policy}`")
+        cells.append(
+            (words, f"{energy:.4f}", f"{force:.3f}", "" if policy == "None" else more, f"{saved:.1f} MiB{less}")
+        )
+    return {"forces": table(cells)}
+
+
+KINDS = (of_paired_training, of_studies, of_forces)
