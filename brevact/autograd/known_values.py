@@ -13,6 +13,7 @@ Edits that the counter does not see go by ``x.data`` or NumPy: a region that han
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,9 @@ from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import storage_address, versions_of
+from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.quantizers import Layout, masked_fill_, pack_codes, unpack_codes
+from brevact.quantizers.integer_passes import decode_integers
 from brevact.quantizers.tracing import is_traced
 
 
@@ -86,10 +89,52 @@ class IntegerCodes(Decoder):
         return self.layout.restore(q) - zero_point
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return self.integers(tensors) * tensors[2]
+        packed, zero_point, scale, *mask = tensors
+        plan = None
+        if not mask and self.step == 1 and packed.is_cpu and not is_traced(packed):
+            plan = _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
+        if plan is None:
+            return self.integers(tensors) * scale
+        out = self.layout.empty(packed.device)
+        decode_integers(packed, plan, scale.reshape(-1), zero_point.reshape(-1), out)
+        return out
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.EXACT, self.nbytes
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_of(
+    codes: IntegerCodes,
+    of_scale: torch.Size,
+    of_zero_point: torch.Size,
+    scale_dtype: torch.dtype,
+    zero_point_dtype: torch.dtype,
+) -> IntegerPlan | None:
+    """Return how a kernel decodes integers in one pass; None for several scales in other ways than along a dimension.
+
+    Numbers of another type than the integers are such that torch computes in the type of the integers.
+    """
+    layout = codes.layout
+    if layout.dtype is torch.float32:
+        if not scale_dtype is zero_point_dtype is torch.float32:
+            return None
+    elif layout.dtype not in (torch.bfloat16, torch.float16) or of_scale or of_zero_point:
+        return None
+    elif not {scale_dtype, zero_point_dtype} <= {torch.float32, layout.dtype}:
+        return None
+    dims = {dim for sizes in (of_scale, of_zero_point) for dim in dims_of(sizes, len(layout.shape))}
+    if len(dims) > 1 or not layout.numel or not layout.is_result_dense:
+        return None
+    inner, groups = layout.groups_along(dims.pop()) if dims else (layout.numel, 1)
+    highest = codes.minimum + 2**codes.bit_width - 1 - codes.has_spare
+    ends = codes.bit_width, codes.minimum, highest
+    return IntegerPlan(layout.numel, *ends, IntegerRounding.NEAREST, False, False, codes.has_spare, inner, groups)
+
+
+def dims_of(sizes: torch.Size, dims: int) -> list[int]:
+    """Return the dimensions of a tensor along which numbers that broadcast to it differ."""
+    return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
 
 
 @dataclass(frozen=True, slots=True)

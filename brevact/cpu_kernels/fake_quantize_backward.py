@@ -185,6 +185,47 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             _terms(g, clipped, q, steps, scales, count, kind, rest, advance(rest, BLOCK))
 
 
+@kernel
+def decode_integers_blocks(words_at, start, stop):
+    """(q - z) s of blocks start to stop of codes, as the words at this address say."""
+    words = i64_at(words_at)
+    numel, bit_width, has_spare = load(words, NUMEL), load(words, BIT_WIDTH), load(words, HAS_SPARE)
+    lowest, kind = np.float32(load(words, LOWEST)), load(words, KIND)
+    scales, zero_points, q, codes = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), u32_scratch(BLOCK)
+    single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
+    fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
+    fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    for index in range(start, stop):
+        first = index * BLOCK
+        count = min(BLOCK, numel - first)
+        if not single:
+            fill_groups(words, SCALE, SCALES, first, count, scales)
+            fill_groups(words, ZERO_POINT, ZERO_POINTS, first, count, zero_points)
+        columns = (count + 7) // 8
+        bytes_to_codes(advance(u8_at(load(words, CODES)), first // 8 * bit_width), columns, bit_width, codes)
+        _unpack(codes, columns, bit_width, count, lowest, has_spare, zero_points, q)
+        settle(q, kind, count)
+        out = advance(f32_at(load(words, OUT)), first) if kind == FLOAT32 else q
+        for e in range(count):
+            store(out, e, load(q, e) * load(scales, e))
+        if kind != FLOAT32:
+            emit(q, load(words, OUT), kind, first, count)
+
+
+def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
+    """The kernel writes types of at most 32 bits."""
+    if plan.bit_width > 8 or not reads(target, plan, scale, zero_point):
+        return NotImplemented
+    scale, zero_point = numbers_of(scale), numbers_of(zero_point)
+    words = (ctypes.c_int64 * 26)(
+        *plan,
+        *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
+        *(0, target.data_ptr(), 0, codes.data_ptr(), *[0] * 7, KINDS[target.dtype]),
+    )
+    blocks = -(-plan.numel // BLOCK)
+    share(decode_integers_blocks, (ctypes.addressof(words),), blocks, BLOCK, torch.get_num_threads())
+
+
 def fake_quantize_backward(
     grad: Tensor,
     plan: IntegerPlan,

@@ -14,7 +14,7 @@ from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.dequantize_grid import dequantize_grid
 from brevact.cpu_kernels.fake_quantize import fake_quantize
-from brevact.cpu_kernels.fake_quantize_backward import fake_quantize_backward
+from brevact.cpu_kernels.fake_quantize_backward import decode_integers, fake_quantize_backward
 from brevact.cpu_kernels.fill import fill
 from brevact.cpu_kernels.kernels import prepare
 from brevact.cpu_kernels.masks import mask_multiply, pack_mask, unpack_mask
@@ -28,6 +28,7 @@ from brevact.cpu_kernels.segments import look_up, map_levels
 
 __all__ = [
     "batch_norm",
+    "decode_integers",
     "denormalize",
     "dequantize_grid",
     "dequantize_rows",

@@ -142,6 +142,21 @@ def fake_quantize_backward(
         torch.stack([each.sum() for each in both], out=sums)
 
 
+@run_by_kernels
+def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, target: Tensor) -> None:
+    """Decode (q - z) s from packed integers q.
+
+    Args:
+        codes: Packed integers.
+        plan: That of `fake_quantize`; its rounding does not matter.
+        scale: As there.
+        zero_point: As there.
+        target: Dense tensor of n elements in the memory order of the codes, written.
+    """
+    q = _integers(codes, plan, target.dtype) - _each(zero_point, plan)
+    flat_memory(target, plan.numel).copy_(q * _each(scale, plan))
+
+
 def _quantized(
     v: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -76,7 +76,7 @@ def arguments_of(name: str) -> list[tuple[Any, ...]]:
         return [(x.to(dtype), x > 0, value) for dtype, value in zip(types, values, strict=True)]
     if name == "random_words":
         return [(SEED, Unwritten(_N, torch.int64))]
-    if name.startswith("fake_quantize"):
+    if name.startswith(("fake_quantize", "decode_integers")):
         return _of_integers(name)
     if name.endswith("_grid") or name in ("ranges", "moments"):
         return _of_groups(name, other)
@@ -128,6 +128,9 @@ def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tupl
         packed = codes.byte(), mask.byte(), residual.byte()
         missing = missing.byte()
         integer_passes.fake_quantize.law(x, *given, residual_of, SEED, out, None, *packed, missing)
+        if name == "decode_integers":
+            calls.append((packed[0], *given, floats))
+            continue
         grad, x = torch.randn(numel).to(dtype), x.relu() if rectifies else x
         terms, sums = Unwritten(2 * numel, dtype, shape=(2, -1)), Unwritten(2, dtype)
         calls += [
@@ -194,7 +197,7 @@ def _of_segments(
 
 
 #: Passes that one of the backends does without: its kernels draw the words where they use them, and torch fills well.
-_LAWS_ALONE = frozenset(("random_words", "fill", "fake_quantize", "fake_quantize_backward"))
+_LAWS_ALONE = frozenset(("random_words", "fill", "fake_quantize", "fake_quantize_backward", "decode_integers"))
 
 
 def check_pass(name: str, launchers: ModuleType, device: torch.device | str = "cpu", most: int | None = None) -> None:

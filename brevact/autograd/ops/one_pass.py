@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.decoders import decoder_of_mask, decoder_of_packed
-from brevact.autograd.known_values import IntegerCodes
+from brevact.autograd.known_values import IntegerCodes, dims_of
 from brevact.autograd.saved import Saved
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
@@ -183,7 +183,7 @@ def _one_pass(
     result = Layout.of(quotient)
     if not result.numel or not result.is_dense or result.shape != shape:
         return None
-    dims = {dim for sizes in (of_scale, of_zero_point) for dim in _dims_of(sizes, len(shape))}
+    dims = {dim for sizes in (of_scale, of_zero_point) for dim in dims_of(sizes, len(shape))}
     if len(dims) > 1:
         return None
     inner, groups = result.groups_along(dims.pop()) if dims else (result.numel, 1)
@@ -194,11 +194,6 @@ def _one_pass(
     decoder = IntegerCodes(result, kind.bit_width, kind.lowest, 1, dtype.itemsize * result.numel, kind.has_spare)
     mask_layout = Layout.of_sizes(result.shape, result.stride, torch.bool)
     return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), groups > 1)
-
-
-def _dims_of(sizes: torch.Size, dims: int) -> list[int]:
-    """Dimensions of a tensor along which numbers that broadcast to it differ."""
-    return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
 
 
 def _flat(numbers: Tensor) -> Tensor:
