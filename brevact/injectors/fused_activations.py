@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from brevact.autograd.mode import packing_region
-from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all, weight_statistics
-from brevact.injectors.known_quantizers import STATISTICS_OF_WEIGHTS, Tree, known_quantizer, takes_statistics
+from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitude_of_all
+from brevact.injectors.known_quantizers import (
+    STATISTICS_OF_WEIGHTS,
+    Tree,
+    known_quantizer,
+    statistics_of_weight,
+    takes_statistics,
+)
 from brevact.private_names.of_brevitas import (
     AbsPercentile,
     ConstScaling,
@@ -58,7 +64,7 @@ def statistics(stock: Callable, stats: _Stats, input: Tensor) -> Any:
     if type(impl) not in STATISTICS_OF_WEIGHTS or input.numel() < region.settings.min_numel:
         return NotImplemented
     if region.is_weight(input):
-        found = weight_statistics(region, impl, input)
+        found = statistics_of_weight(region, impl, input)
     elif type(impl) is AbsPercentile:
         found = absolute_percentile(region, input, impl.q, impl.stats_reduce_dim, impl.keepdim)
     else:

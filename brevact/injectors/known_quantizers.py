@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
-from brevact.autograd.ops.forward_statistics import weight_statistics
+from brevact.autograd.ops.forward_statistics import largest_magnitude, weight_statistics
 from brevact.injectors.integer_kinds import delays, integers_of
 from brevact.private_names.of_brevitas import (
     AbsAve,
@@ -67,6 +67,13 @@ STATISTICS_OF_WEIGHTS = (
     SignedAbsMax,
 )
 _EVERYWHERE = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
+
+
+def statistics_of_weight(region: Any, impl: Any, weight: Tensor) -> Tensor:
+    """Return statistics of a weight, whose gradient computes them again, or goes to the largest elements."""
+    if type(impl) is AbsMax and weight.dim():
+        return largest_magnitude(region, weight, impl.stats_reduce_dim, impl.keepdim)
+    return weight_statistics(region, impl, weight)
 
 
 class Tree(NamedTuple):
@@ -153,7 +160,7 @@ class KnownQuantizer:
             is_small = values.numel() < region.settings.min_numel or not values.requires_grad
             stats = parts.stats.stats_impl(values) if is_small else None
         if stats is None:
-            stats = weight_statistics(region, parts.stats.stats_impl, values)
+            stats = statistics_of_weight(region, parts.stats.stats_impl, values)
         with region.hooks.suspended, DisableTorchFunction():
             found = scaling.stats_scaling_impl(stats.view(parts.stats.stats_output_shape), threshold)
         return found

@@ -78,3 +78,22 @@ def test_gradients_of_a_backward_pass_inside_the_region(name):
             weight.backward(weight.detach().sign() + 0.5)
         found.append([p.grad for p in layer.parameters()])
     assert all(equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("value", [0.7, float("nan")])
+@pytest.mark.parametrize("name", ["Int8WeightPerTensorFloat", "Int8WeightPerChannelFloat"])
+def test_gradients_of_equal_largest_elements_are_those_of_brevitas(name, value):
+    """Torch divides that of a maximum among them, or gives it to one of each row."""
+    results = []
+    for quantize in (False, True):
+        model = net(name)
+        with torch.no_grad():
+            model[0].weight[:, 0, 0, :2] = value
+            model[0].weight[:, 1, 0, 0] = -value
+        if quantize:
+            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+        results.append(gradients(model, activation()))
+    (out, grad, grads), (found, found_grad, found_grads) = results
+    assert torch.equal(out.nan_to_num(7.7), found.nan_to_num(7.7))
+    assert torch.equal(grad.nan_to_num(7.7), found_grad.nan_to_num(7.7))
+    assert all(torch.equal(found_grads[key].nan_to_num(7.7), grads[key].nan_to_num(7.7)) for key in grads)

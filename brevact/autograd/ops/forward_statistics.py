@@ -37,6 +37,42 @@ class _AbsolutePercentile(Saving):
         return None, None, zeros.scatter_(ctx.dim, index, grad.reshape(sign.shape) * sign), None, None, None
 
 
+class _LargestMagnitude(Saving):
+    """Of a weight: the gradient goes to the largest magnitudes alone."""
+
+    is_brevact = False  # what it returns is computed from weights
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+        ctx.dim, ctx.keepdim = dim, keepdim
+        if dim is None:
+            out = weight.abs().max()
+            save(ctx, exact=(weight, out))
+            return out
+        found, index = weight.abs().max(dim, keepdim=True)
+        save(ctx, exact=(weight, index))
+        return found if keepdim else found.squeeze(dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, found = load(ctx)
+        zeros = torch.zeros_like(weight)
+        if ctx.dim is not None:
+            signs = weight.gather(ctx.dim, found).sgn()
+            return zeros.scatter_(ctx.dim, found, grad.reshape(found.shape) * signs), None, None
+        is_largest = weight.isnan() if found.isnan().item() else weight.abs() == found
+        places = is_largest.nonzero(as_tuple=True)
+        zeros[places] = grad / len(places[0]) * weight[places].sgn()
+        return zeros, None, None
+
+
+def largest_magnitude(region: EagerKeeper, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """Largest magnitude of a weight, or of its rows along a dimension: ``brevitas.core.stats.AbsMax``."""
+    storage_report.report_op(weight_statistics)
+    with DisableTorchFunction():
+        return region.apply_to_weight(_LargestMagnitude, weight, dim, keepdim)
+
+
 def weight_statistics(region: EagerKeeper, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     """Statistics of a weight; their gradient computes them again.
 
