@@ -153,7 +153,7 @@ def one_pass_for(
     kind: Kind, rectifies: bool, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
 ) -> OnePass | None:
     """Return how kernels quantize a tensor, None where they do not know how."""
-    if pre_scale is not scale or pre_zero_point is not zero_point or zero_point.requires_grad:
+    if not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)) or zero_point.requires_grad:
         return None
     if not x.is_cpu or x.dtype not in _TYPES or scale.dtype not in _TYPES or zero_point.dtype not in _TYPES:
         return None
@@ -194,6 +194,14 @@ def _one_pass(
     decoder = IntegerCodes(result, kind.bit_width, kind.lowest, 1, dtype.itemsize * result.numel, kind.has_spare)
     mask_layout = Layout.of_sizes(result.shape, result.stride, torch.bool)
     return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), groups > 1)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, or have the same memory: autograd hands out what it keeps as new objects."""
+    if one is other:
+        return True
+    is_alike = one.shape == other.shape and one.stride() == other.stride() and one.dtype is other.dtype
+    return is_alike and one.device == other.device and one.data_ptr() == other.data_ptr()
 
 
 def _flat(numbers: Tensor) -> Tensor:
