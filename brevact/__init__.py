@@ -26,6 +26,7 @@ if TYPE_CHECKING or _find_spec("brevitas") is not None:
         __all__ = [
             "CONV_NET",
             "DEFAULT",
+            "RECOMPUTE",
             "TRANSFORMER",
             "Adaptive",
             "BackwardPolicy",

@@ -19,6 +19,7 @@ from brevact.policy.fit_report import FitReport as FitReport
 from brevact.policy.mixing import MixSchedule as MixSchedule
 from brevact.policy.presets import CONV_NET as CONV_NET
 from brevact.policy.presets import DEFAULT as DEFAULT
+from brevact.policy.presets import RECOMPUTE as RECOMPUTE
 from brevact.policy.presets import TRANSFORMER as TRANSFORMER
 from brevact.policy.presets import Policy as Policy
 from brevact.quant import *

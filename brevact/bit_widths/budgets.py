@@ -20,12 +20,14 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Budget:
-    """What a policy may cost: a ratio, bytes, or noise and squared bias in minibatch noise; the others are None."""
+    """What a policy may cost: a ratio or bytes, noise and squared bias in minibatch noise, and the time of a step over
+    that at full precision; what is not limited is None."""
 
     text: str
     ratio: float | None
     saved_bytes: float | None
     noise: float | None
+    time: float | None = None
 
     def bytes_of(self, plain_bytes: int) -> float:
         """Return the bytes that may be stored; infinitely many for a budget of noise."""
@@ -68,21 +70,24 @@ class Budget:
         return allocate(items, high)
 
 
-def budget_of(*, ratio: float | None, saved_bytes: float | None, noise: float | None) -> Budget:
-    """Return the one budget that was given; an error says where there is not exactly one, a number above 0."""
-    given = {name: value for name, value in (("ratio", ratio), ("saved_bytes", saved_bytes), ("noise", noise))}
+def budget_of(
+    *, ratio: float | None, saved_bytes: float | None, noise: float | None, time: float | None = None
+) -> Budget:
+    """Return the budget that was given; an error says where there is none, or one that is no number above 0."""
+    given = {"ratio": ratio, "saved_bytes": saved_bytes, "noise": noise, "time": time}
     stated = {name: value for name, value in given.items() if value is not None}
-    if len(stated) != 1:
+    if not {"ratio", "saved_bytes", "noise"} & stated.keys() or {"ratio", "saved_bytes"} <= stated.keys():
         raise ValueError(
-            f"got {', '.join(stated) or 'no budget'}; accepted is exactly one of ratio=24 (times less), "
-            "saved_bytes=512 * 2**20 and noise=0.05 (of minibatch noise)"
+            f"got {', '.join(stated) or 'no budget'}; accepted is one of ratio=24 (times less) and "
+            "saved_bytes=512 * 2**20, or noise=0.05 (of minibatch noise), or noise beside one of the two; and with each "
+            "of them time=1.15 (of a step over that at full precision)"
         )
-    ((name, value),) = stated.items()
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={brief(value)} of type {type(value).__name__}; accepted is a number above 0")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value}; accepted is a number above 0")
-    return Budget(f"{name}={value}", ratio, saved_bytes, noise)
+    for name, value in stated.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name}={brief(value)} of type {type(value).__name__}; accepted is a number above 0")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value}; accepted is a number above 0")
+    return Budget(", ".join(f"{name}={value}" for name, value in stated.items()), ratio, saved_bytes, noise, time)
 
 
 def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:

@@ -19,6 +19,7 @@ from brevact.bit_widths.fit_groups import (
     with_quantizers,
     without_policy,
 )
+from brevact.bit_widths.fit_levels import Levels
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
 from brevact.policy.attach import attach_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
@@ -26,7 +27,7 @@ from brevact.policy.fitted_layers import layers_of
 from brevact.policy.presets import Policy
 from brevact.policy.rules import refuse_policy
 from brevact.quantizers.brief import brief
-from brevact.reports.gradient_noise import exact_gradients, gradient_noise
+from brevact.reports.gradient_noise import ExactGradients, exact_gradients, gradient_noise
 from brevact.reports.gradient_passes import Loss, check_batches, check_loss
 from brevact.reports.in_place import in_place
 from brevact.reports.memory import memory_of
@@ -54,6 +55,7 @@ def fit(
     ratio: float | None = None,
     saved_bytes: int | None = None,
     noise: float | None = None,
+    time: float | None = None,
     double_backward: bool = False,
     progress: bool = True,
 ) -> Policy:
@@ -63,6 +65,10 @@ def fit(
     measured alone; bytes go where they lower it most (:func:`brevact.bit_widths.allocation.allocate`). The result is
     measured, and corrected until bytes fit, and noise is what was predicted within a factor of 1.5; ``policy.report``
     says what is reached. Noise and squared bias are in units of the noise between minibatches, and count together.
+
+    Layers are computed again (``recompute=``) where that is needed for the bytes, for the noise, or, with a budget of
+    bytes alone, for noise below 0.01: the policy is fitted at one level after the other, of up to 1024 multiplications
+    an element. With ``time`` it is fitted at the highest level whose steps take no longer, whatever that is.
 
     Cost, of B batches and G layers that pack tensors (in EfficientNetV2 nano 24): B + 1 + 2 (G + 1) passes, two more
     for each layer that is to have 1 or 2 bits, 8 for each of at most 3 policies that are measured, and some
@@ -87,7 +93,8 @@ def fit(
         loss: takes the model and a batch, and returns a scalar. What it stores outside of the model counts, too.
         ratio: how many times less is to be stored.
         saved_bytes: bytes to be stored for a batch like the first, at most.
-        noise: noise and squared bias, together, in units of minibatch noise, at most.
+        noise: noise and squared bias, together, in units of minibatch noise, at most; also beside a budget of bytes.
+        time: seconds of a step over those at full precision, at most; beside another budget.
         double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
             allows.
         progress: whether a bar appears where it takes longer than some seconds, if tqdm is installed.
@@ -98,14 +105,14 @@ def fit(
     Raises:
         TypeError: ``model`` is no module, ``batches`` no list, a budget no number, ``double_backward`` no bool, or the
             loss no tensor.
-        ValueError: there is not exactly one budget, or it is impossible; the nearest possible one is named. Or there
+        ValueError: there is no budget, or one of time alone, or it is impossible; the nearest possible one is named. Or there
             are fewer than two batches, the loss is no scalar or not the same twice, no parameter trains, or the model
             has a policy.
     """
     check_model(model, "fit(model, batches, loss, ratio=24)", batches)
     check_batches(batches, "fit(model, batches, loss, ratio=24)")
     check_loss(loss)
-    budget = budget_of(ratio=ratio, saved_bytes=saved_bytes, noise=noise)
+    budget = budget_of(ratio=ratio, saved_bytes=saved_bytes, noise=noise, time=time)
     if len(batches) < 2:
         raise ValueError(
             "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
@@ -118,7 +125,15 @@ def fit(
     refuse_policy(model)
     with progress_bar("fit", None, progress) as on_pass:
         with in_place(model):
-            return _Fit(model, batches, loss, budget, on_pass, double_backward=double_backward).policy()
+            exact = exact_gradients(model, batches, loss, on_pass)
+
+            def fit_at(recompute: int) -> Policy:
+                options = {"double_backward": double_backward, "recompute": recompute}
+                return _Fit(model, batches, loss, budget, exact, on_pass, options).policy()
+
+            if double_backward and time is None:  # the graph of a gradient needs what would be computed again
+                return fit_at(0)
+            return Levels(model, batches[0], loss, on_pass).policy(fit_at, budget)
 
 
 def _agree(report: FitReport) -> bool:
@@ -135,16 +150,15 @@ class _Fit:
         batches: Sequence[Any],
         loss: Loss,
         budget: Budget,
+        exact: ExactGradients,
         on_pass: Callable[[], object],
-        *,
-        double_backward: bool,
+        options: Mapping[str, Any],
     ) -> None:
         self._model, self._batches, self._loss, self._budget = model, batches, loss, budget
-        self._passes, self._told = 0, on_pass
-        at = {width: quantizer_of(width, attends=True, double_backward=double_backward) for width in BIT_WIDTHS}
-        self._exact = exact_gradients(model, batches, loss, self._count)
+        self._exact, self._passes, self._told = exact, len(batches) + 1, on_pass
+        at = {width: quantizer_of(width, attends=True, **options) for width in BIT_WIDTHS}
         reports = {width: self._memory_with(quantizer) for width, quantizer in at.items()}
-        self._groups = groups_of(model, reports, double_backward=double_backward)
+        self._groups = groups_of(model, reports, **options)
         self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, self._exact, self._count)
         #: Measured bytes beyond those that add up, and measured noise for what adds up.
         self._more_bytes, self._factor = 0, 1.0

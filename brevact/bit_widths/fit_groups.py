@@ -51,6 +51,7 @@ class Groups:
         names: of the modules that may have a rule, one each, behind the module around it.
         shared: those of modules that have several names, and may run inside of several modules.
         double_backward: whether gradients may be differentiated again.
+        recompute: multiplications and additions that an element of a layer may cost to be computed again.
     """
 
     chains: tuple[Chain, ...]
@@ -62,6 +63,7 @@ class Groups:
     names: tuple[str, ...]
     shared: frozenset[str]
     double_backward: bool = False
+    recompute: int = 0
 
     @functools.cached_property
     def sources_of(self) -> dict[str, list[str]]:
@@ -98,7 +100,12 @@ class Groups:
         """Return the backward quantizers of these modules, None for full precision, by the bit width of each source."""
         found = self.widths_of_modules(widths)
         return {
-            name: quantizer_of(width, attends=name in self.attending, double_backward=self.double_backward)
+            name: quantizer_of(
+                width,
+                attends=name in self.attending,
+                double_backward=self.double_backward,
+                recompute=self.recompute,
+            )
             for name, width in found.items()
         }
 
@@ -110,7 +117,9 @@ class Groups:
         return Policy({_pattern(name): found[name] for name in inner_first})
 
 
-def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport], *, double_backward: bool = False) -> Groups:
+def groups_of(
+    model: nn.Module, reports: Mapping[int, MemoryReport], *, double_backward: bool = False, recompute: int = 0
+) -> Groups:
     """Return what a model without a policy stores, from reports of it with a width of 1 to 8 bits everywhere."""
     finest = reports[_MOST]
     chains = chains_of(finest)
@@ -139,18 +148,19 @@ def groups_of(model: nn.Module, reports: Mapping[int, MemoryReport], *, double_b
         names=tuple(sorted(names.values(), key=_depth)),
         shared=frozenset(name for module, name in names.items() if count[module] > 1),
         double_backward=double_backward,
+        recompute=recompute,
     )
 
 
 @functools.cache
-def quantizer_of(bit_width: int, *, attends: bool, double_backward: bool = False) -> Any:
+def quantizer_of(bit_width: int, *, attends: bool, double_backward: bool = False, recompute: int = 0) -> Any:
     """Return the backward quantizer of a bit width, None for full precision; query and key of attention have more."""
     if bit_width == FULL_PRECISION:
         return None
     settings = {"score_bit_width": max(_LEAST_SCORE_BITS, min(_MOST, bit_width + _MORE_SCORE_BITS))} if attends else {}
     if double_backward:
         settings["double_backward"] = double_backward
-    return getattr(injectors, f"DitherBackward{bit_width}bit").let(derive_min_bits=1, **settings)
+    return getattr(injectors, f"DitherBackward{bit_width}bit").let(derive_min_bits=1, recompute=recompute, **settings)
 
 
 @contextmanager

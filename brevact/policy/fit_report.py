@@ -54,6 +54,9 @@ class FitReport:
         passes: forward and backward passes that it took.
         note: what was not reached, "" where all was.
         groups: in the order of the forward pass.
+        recompute: multiplications and additions that an element of a layer may cost to be computed again.
+        time: measured time of a step, over that at full precision; 0 where it was not measured.
+        predicted_time: the same, as it was predicted.
     """
 
     budget: str
@@ -67,6 +70,9 @@ class FitReport:
     passes: int
     note: str = ""
     groups: tuple[FittedGroup, ...] = ()
+    recompute: int = 0
+    time: float = 0.0
+    predicted_time: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -103,6 +109,10 @@ class FitReport:
             f"bias² {self.bias:.4f} ± {self.bias_error:.4f} (predicted together: {self.predicted:.4f}), "
             "in units of minibatch noise"
         )
+        if self.time:
+            text += f"; a step takes {self.time:.2f} times as long (predicted: {self.predicted_time:.2f})"
+        if self.recompute:
+            text += f", layers of up to {self.recompute} multiplications an element are computed again"
         return f"{text}\n{self.note}" if self.note else text
 
     def to_plain(self) -> dict[str, Any]:

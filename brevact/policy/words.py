@@ -17,7 +17,7 @@ from dependencies.exceptions import DependencyError
 
 from brevact.injectors import backward_settings_from
 from brevact.injectors.saved_form import LEAVES
-from brevact.policy.presets import CONV_NET, DEFAULT, TRANSFORMER, Policy
+from brevact.policy.presets import CONV_NET, DEFAULT, RECOMPUTE, TRANSFORMER, Policy
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 #: Units that budgets have, by what people write in small letters.
@@ -30,7 +30,7 @@ _MEANT = {
     },
 }
 _NUMBER = r"\d+\.?\d*(?:e-?\d+)?|\.\d+(?:e-?\d+)?"
-_POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "TRANSFORMER": TRANSFORMER}
+_POLICIES = {"CONV_NET": CONV_NET, "DEFAULT": DEFAULT, "RECOMPUTE": RECOMPUTE, "TRANSFORMER": TRANSFORMER}
 #: Backward quantizers and policies of the package, by name.
 KNOWN: Mapping[str, Any] = {**LEAVES, **_POLICIES}
 

@@ -1,0 +1,142 @@
+"""How much may be computed again: levels of `recompute`, of which `fit` takes the one that its budget asks for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from brevact.bit_widths.budgets import Budget
+from brevact.bit_widths.fit_groups import quantizer_of, with_quantizers
+from brevact.policy.presets import Policy
+from brevact.reports.gradient_passes import Loss, as_it_was, gradients
+from brevact.reports.memory import memory_of
+
+#: Multiplications and additions that an element of a layer may cost, from none on.
+_LEVELS = (0, 64, 256, 1024, 4096, 16384)
+#: The last one that is tried where nobody says what a step may take.
+_MOST_WITHOUT_TIME = 1024
+#: Noise and squared bias, in units of minibatch noise, below which nothing is computed again to lower them.
+_QUIET = 0.01
+#: Bits at which levels are measured: time hardly depends on them.
+_BIT_WIDTH = 6
+#: Part of the bytes that a level must save to be one.
+_LEAST_SAVING = 0.02
+#: Steps of each kind whose time is measured, in turns, after one that is not.
+_ROUNDS = 3
+
+
+class Levels:
+    """The levels of a model that differ in bytes.
+
+    Args:
+        model: module without a policy; it stays as it was.
+        batch: what the loss takes.
+        loss: takes the model and a batch, and returns a scalar.
+        on_pass: is told of each pass whose time is measured.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss, on_pass: Callable[[], object]) -> None:
+        self._model, self._batch, self._loss, self._on_pass = model, batch, loss, on_pass
+
+    def policy(self, fit_at: Callable[[int], Policy], budget: Budget) -> Policy:
+        """Return the policy that is fitted at one of the levels: the first that meets the budget, without much noise.
+
+        With a budget of time, the last one whose steps do not take longer.
+        """
+        found: list[Policy] = []
+        refusal: ValueError | None = None
+        for recompute, predicted in self._in_order(budget):
+            try:
+                policy = fit_at(recompute)
+            except ValueError as error:  # of the budget, which another level may meet
+                refusal = error
+                continue
+            if recompute or budget.time is not None:
+                policy = self._timed(policy, recompute, predicted)
+            found.append(policy)
+            if _is_met(policy, budget) and (budget.noise is not None or _report(policy).harm <= _QUIET):
+                return policy
+        if not found:
+            assert refusal is not None
+            raise refusal
+        met = [each for each in found if _is_met(each, budget)]
+        return min(met or found, key=lambda each: _report(each).harm)
+
+    def _in_order(self, budget: Budget) -> list[tuple[int, float]]:
+        """Return the levels to try, with the time that a step is to take; 0 where that was not measured."""
+        levels = self._that_differ()
+        if budget.time is None:
+            return [(recompute, 0.0) for recompute in levels if recompute <= _MOST_WITHOUT_TIME]
+        times = times_of(self._model, [_everywhere(each) for each in levels], self._batch, self._loss, self._on_pass)
+        fitting = [(level, each) for level, each in zip(levels, times, strict=True) if each <= budget.time]
+        if not fitting:
+            raise ValueError(
+                f"time={budget.time:g} is not possible: a step takes {min(times):.2f} times as long as at full "
+                f"precision; accepted is time={min(times) + 0.01:.2f} or more"
+            )
+        return fitting[::-1]
+
+    def _that_differ(self) -> list[int]:
+        found: dict[int, int] = {}
+        for recompute in _LEVELS:
+            with with_quantizers(self._model, _everywhere(recompute)):
+                saved_bytes = memory_of(
+                    self._model, lambda model: self._loss(model, self._batch), self._batch
+                ).saved_bytes
+            if not found or saved_bytes < (1 - _LEAST_SAVING) * min(found.values()):
+                found[recompute] = saved_bytes
+        return list(found)
+
+    def _timed(self, policy: Policy, recompute: int, predicted: float) -> Policy:
+        """Return the policy with the time of a step in its report."""
+        (measured,) = times_of(self._model, [_everywhere(recompute)], self._batch, self._loss, self._on_pass)
+        report = replace(_report(policy), recompute=recompute, time=measured, predicted_time=predicted)
+        return replace(policy, report=report)
+
+
+def _report(policy: Policy) -> Any:
+    return policy.report
+
+
+def _is_met(policy: Policy, budget: Budget) -> bool:
+    report = _report(policy)
+    is_quick = budget.time is None or report.time <= budget.time
+    return is_quick and budget.is_met(report.saved_bytes, report.plain_bytes, report.harm)
+
+
+def _everywhere(recompute: int) -> dict[str, Any]:
+    return {"": quantizer_of(_BIT_WIDTH, attends=True, recompute=recompute)}
+
+
+def times_of(
+    model: nn.Module,
+    quantizers: Sequence[Mapping[str, Any]],
+    batch: Any,
+    loss: Loss,
+    on_pass: Callable[[], object],
+) -> list[float]:
+    """Return the time of a step with each of these quantizers of modules, over that of a step without them.
+
+    Steps run in turns, and the result is the median of the ratios of each round.
+    """
+    ratios: list[list[float]] = [[] for _ in quantizers]
+    with as_it_was(model):
+        for turn in range(_ROUNDS + 1):
+            plain = 0.0
+            for index, each in enumerate((None, *quantizers)):
+                with nullcontext() if each is None else with_quantizers(model, each):
+                    start = time.perf_counter()
+                    gradients(model, batch, loss, 0, 0)
+                    seconds = time.perf_counter() - start
+                on_pass()
+                if each is None:
+                    plain = seconds
+                elif turn:
+                    ratios[index - 1].append(seconds / plain)
+    return [statistics.median(each) for each in ratios]
