@@ -79,8 +79,8 @@ def budget_of(
     if not {"ratio", "saved_bytes", "noise"} & stated.keys() or {"ratio", "saved_bytes"} <= stated.keys():
         raise ValueError(
             f"got {', '.join(stated) or 'no budget'}; accepted is one of ratio=24 (times less) and "
-            "saved_bytes=512 * 2**20, or noise=0.05 (of minibatch noise), or noise beside one of the two; and with each "
-            "of them time=1.15 (of a step over that at full precision)"
+            "saved_bytes=512 * 2**20, or noise=0.05 (of minibatch noise), or noise beside one of the two; and with "
+            "each of them time=1.15 (of a step over that at full precision)"
         )
     for name, value in stated.items():
         if isinstance(value, bool) or not isinstance(value, int | float):

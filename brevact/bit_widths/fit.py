@@ -105,9 +105,9 @@ def fit(
     Raises:
         TypeError: ``model`` is no module, ``batches`` no list, a budget no number, ``double_backward`` no bool, or the
             loss no tensor.
-        ValueError: there is no budget, or one of time alone, or it is impossible; the nearest possible one is named. Or there
-            are fewer than two batches, the loss is no scalar or not the same twice, no parameter trains, or the model
-            has a policy.
+        ValueError: there is no budget, or one of time alone, or it is impossible; the nearest possible one is named. Or
+            there are fewer than two batches, the loss is no scalar or not the same twice, no parameter trains, or the
+            model has a policy.
     """
     check_model(model, "fit(model, batches, loss, ratio=24)", batches)
     check_batches(batches, "fit(model, batches, loss, ratio=24)")

@@ -131,7 +131,8 @@ class FitReport:
 def _check_fields(kind: type, plain: Any, name: str) -> None:
     """Raise where plain values are not those of a dataclass."""
     accepted = {field.name: _KINDS.get(str(field.type), list) for field in fields(kind)}
-    if not isinstance(plain, dict) or plain.keys() != accepted.keys():
+    later = {"recompute", "time", "predicted_time"}  # which files of earlier versions lack
+    if not isinstance(plain, dict) or plain.keys() - later != accepted.keys() - later or plain.keys() - accepted.keys():
         found = ", ".join(sorted(plain)) if isinstance(plain, dict) else brief(plain)
         raise TypeError(f"{name}: got {found}; accepted is an object with {', '.join(sorted(accepted))}")
     for key, value in plain.items():

@@ -89,7 +89,7 @@ def is_rectified(name: str, module: nn.Module) -> bool:
 
 
 def convolves_by_channel(name: str, module: nn.Module) -> bool:
-    """Rule: modules with depthwise convolutions of images or volumes, and batch norms, as MobileNet and EfficientNet are.
+    """Rule: modules with depthwise convolutions of images or volumes and batch norms, as in MobileNet and EfficientNet.
 
     Most of their elements are outputs of layers that cost next to nothing to be computed again.
 

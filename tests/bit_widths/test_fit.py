@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -176,7 +177,7 @@ def test_a_fitted_policy_is_saved_with_its_report_and_refuses_other_models(model
     with pytest.raises(ValueError, match=r"head is a Sequential, and was a Linear; new: head.0, head.1"):
         brevact.quantize_backward(other, policy)
     path.write_text(path.read_text().replace('"passes"', '"steps"'))
-    with pytest.raises(ValueError, match=r"report: got .*, steps; accepted is an object"):
+    with pytest.raises(ValueError, match=r"report: got .*, steps.*; accepted is an object"):
         Policy.load(path)
 
 
@@ -192,13 +193,50 @@ def test_an_impossible_budget_names_the_nearest_possible_one(model, batches):
     assert report.saved_bytes == least and {group.bit_width for group in report.groups} == {1}
 
 
+@pytest.fixture
+def widening() -> tuple[nn.Module, list]:
+    """A perceptron whose hidden layers are computed again from narrow inputs, and its batches."""
+    torch.manual_seed(0)
+    layers = (nn.LayerNorm(32), nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32))
+    model = nn.Sequential(*(copy.deepcopy(each) for _ in range(3) for each in layers), nn.Linear(32, 5))
+    return model, [(torch.randn(256, 32), torch.randint(5, (256,))) for _ in range(3)]
+
+
+def test_layers_are_computed_again_where_the_budget_asks_for_it(widening):
+    model, batches = widening
+    both = brevact.fit(model, batches, loss, ratio=30, noise=0.01).report
+    assert both.ratio >= 30 and both.harm <= 0.01 and both.recompute >= 32 and both.time > 0
+    assert "computed again" in both.summary
+    quiet = brevact.fit(model, batches, loss, noise=0.01).report
+    assert quiet.recompute == 0 and quiet.harm <= 0.01 and quiet.saved_bytes > both.saved_bytes
+    timed = brevact.fit(model, batches, loss, noise=0.01, time=1000).report
+    assert timed.recompute == both.recompute and timed.ratio > quiet.ratio
+
+
+def test_a_time_that_no_step_takes_is_refused(widening):
+    model, batches = widening
+    with pytest.raises(ValueError, match=r"time=0.01 is not possible: .*; accepted is time=.* or more"):
+        brevact.fit(model, batches, loss, noise=0.1, time=0.01)
+
+
+def test_a_policy_that_computes_again_is_saved(widening, tmp_path):
+    model, batches = widening
+    policy = brevact.fit(model, batches, loss, ratio=30, noise=0.01)
+    policy.save(tmp_path / "policy.json")
+    loaded = Policy.load(tmp_path / "policy.json")
+    assert loaded == policy and loaded.report == policy.report
+    assert brevact.memory_report(brevact.quantize_backward(model, loaded), batches[0], loss).ratio >= 30
+
+
 @pytest.mark.parametrize(
     ("budget", "kind", "words"),
     [
-        ({}, ValueError, "got no budget; accepted is exactly one of"),
-        ({"ratio": 8, "noise": 0.1}, ValueError, "got ratio, noise"),
+        ({}, ValueError, "got no budget; accepted is one of ratio=24"),
+        ({"ratio": 8, "saved_bytes": 100}, ValueError, "got ratio, saved_bytes"),
+        ({"time": 1.2}, ValueError, "got time; accepted is one of ratio=24"),
         ({"ratio": "8x"}, TypeError, "ratio='8x' of type str"),
         ({"noise": True}, TypeError, "noise=True"),
+        ({"noise": 0.1, "time": 0}, ValueError, "time=0; accepted is a number above 0"),
         ({"noise": 0}, ValueError, "noise=0; accepted is a number above 0"),
         ({"saved_bytes": math.nan}, ValueError, "saved_bytes=nan"),
     ],
@@ -300,7 +338,8 @@ def test_fit_says_where_noises_do_not_add_up():
     kinds = (lambda: nn.Linear(64, 64), lambda: nn.LayerNorm(64), nn.SiLU)
     deep = nn.Sequential(*(kind() for _ in range(12) for kind in kinds), nn.Linear(64, 5))
     rows = [(torch.randn(128, 64), torch.randint(5, (128,))) for _ in range(4)]
-    report = brevact.fit(deep, rows, loss, ratio=32).report  # one bit in half of the layers: noises multiply
+    options = {"double_backward": True}  # nothing is computed again, so that half of the layers have one bit
+    report = brevact.fit(deep, rows, loss, ratio=32, **options).report  # noises multiply
     assert report.harm > 1.5 * report.predicted
     assert "times what was predicted" in report.note
     assert report.passes > 5 + 2 * 14 + 8 + 2 * 14  # beside exact gradients: each group alone, a policy, each within it

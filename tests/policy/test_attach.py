@@ -428,7 +428,7 @@ def test_policies_survive_copy_and_pickle():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert brevact.memory_report(twin, x).saved_bytes == size
         brevact.restore_backward(twin)
-        assert brevact.memory_report(twin, x).saved_bytes > size
+        assert brevact.memory_report(twin, x).would_save
     assert brevact.memory_report(model, x).saved_bytes == size
 
 

@@ -336,7 +336,7 @@ class TestStep:
         assert seen == [None]
 
     def test_it_compiles_in_one_graph(self):
-        model, x = brevact.quantize_backward(Vae()), images()
+        model, x = brevact.quantize_backward(Vae(), StochBackward4bit), images()
 
         def step(model: nn.Module, x: Tensor) -> Tensor:
             z = model.encode(x)  # outside of the block, in a region of its own
