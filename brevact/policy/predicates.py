@@ -88,21 +88,5 @@ def is_rectified(name: str, module: nn.Module) -> bool:
     return bool(called & _RECTIFIERS) and not called & (_SMOOTH | _SOFTMAXES | _ATTENTIONS | _RECURRENT)
 
 
-def convolves_by_channel(name: str, module: nn.Module) -> bool:
-    """Rule: modules with depthwise convolutions of images or volumes and batch norms, as in MobileNet and EfficientNet.
-
-    Most of their elements are outputs of layers that cost next to nothing to be computed again.
-
-    Args:
-        name: qualified name of the module, not looked at.
-        module: any module.
-    """
-    inner = list(module.modules())
-    has_depthwise = any(
-        1 < child.in_channels == child.groups for child in inner if isinstance(child, nn.Conv2d | nn.Conv3d)
-    )
-    return has_depthwise and any(isinstance(child, nn.BatchNorm2d | nn.BatchNorm3d) for child in inner)
-
-
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())

@@ -21,7 +21,7 @@ from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.description import quantizer_text
 from brevact.policy.fit_report import FitReport
-from brevact.policy.predicates import convolves_by_channel, is_norm
+from brevact.policy.predicates import is_norm, is_rectified
 from brevact.policy.rules import assignment_of, check_rules, ops_of
 from brevact.quantizers.brief import brief
 from brevact.tables import text_table
@@ -167,15 +167,15 @@ def _kind_of(key: Any) -> str:
     return "type" if isinstance(key, type | tuple) else "function"
 
 
-#: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need. Query and key, which are
-#: exponentiated, have 5, and the probabilities of a loss 6. Layers of up to 128 multiplications an element are computed
-#: again; nets of depthwise convolutions, where these make most elements, store the others at 6 bits. Dithered rounding
-#: has half to four fifths of the noise of stochastic rounding, at the same bytes. Noise and bytes are in docs/noise.md.
+#: Where no quantizer is named: what others derive from at 4 bits, which smooth functions need; at 3 bits in modules
+#: that call no activation functions but piecewise linear ones (``is_rectified``), whose chains are unbiased at any
+#: width. Query and key, which are exponentiated, have 5, and the probabilities of a loss 6. Noise and bytes of it are
+#: in docs/noise.md. Dithered rounding has half to four fifths of the noise of stochastic rounding, at the same bytes.
 DEFAULT = Policy(
     {
-        F.cross_entropy: DitherBackward6bit.let(recompute=128),
-        convolves_by_channel: DitherBackward6bit.let(score_bit_width=6, recompute=128),
-        "": DitherBackward4bit.let(score_bit_width=5, recompute=128),
+        F.cross_entropy: DitherBackward6bit,
+        is_rectified: DitherBackward3bit,
+        "": DitherBackward4bit.let(score_bit_width=5),
     }
 )
 

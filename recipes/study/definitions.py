@@ -98,6 +98,14 @@ _ALL = (
         size=Size(),
     ),
     Study(
+        "recompute",
+        "Does training where layers are computed again, at an eightieth of the bytes, end where full precision does?",
+        "this project",
+        (REFERENCE, Case("RECOMPUTE", "RECOMPUTE")),
+        seeds=8,
+        size=Size(),
+    ),
+    Study(
         "main-2bit",
         "What do 2 bits for each tensor cost where the main study trains?",
         "this project",
