@@ -5,13 +5,13 @@ from recipes.errors import RecipeError
 
 
 def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
-    """The argument of `brevact.fit` that a budget of bytes stands for.
+    """The arguments of `brevact.fit` that a budget of bytes stands for.
 
-    >>> budget_of("24x"), budget_of("1.5MiB")
-    ({'ratio': 24.0}, {'saved_bytes': 1572864})
+    >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("60x time=1.2")
+    ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'ratio': 60.0, 'time': 1.2})
 
     Args:
-        words: how many times less is stored, such as "24x", or bytes, such as "512MiB".
+        words: how many times less is stored, such as "24x", or bytes, such as "512MiB"; noise and time may stand beside.
         option: of the command line, for the error.
 
     Raises:
@@ -21,6 +21,6 @@ def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
         found = policy_words.budget_of(words)
     except ValueError as error:
         raise RecipeError(f"{option} {words} is not possible: {error}") from error
-    if found is None or "noise" in found:
+    if found is None or not {"ratio", "saved_bytes"} & found.keys():
         raise RecipeError(f"{option} {words} is not possible: use 24x, for 24 times less, or bytes such as 512MiB")
     return found

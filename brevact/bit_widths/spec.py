@@ -34,7 +34,7 @@ class PolicySpec(PolicyText):
     Args:
         text: as it was given.
         source: what ``brevact.quantize_backward`` takes; None where it is to be fitted.
-        budget: keyword argument of ``brevact.fit``; empty where nothing is to be fitted.
+        budget: keyword arguments of ``brevact.fit``; empty where nothing is to be fitted.
     """
 
     @property
@@ -84,10 +84,10 @@ def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
     ({'saved_bytes': 536870912}, {'noise': 0.05})
 
     Args:
-        text: "default", "conv_net" or "transformer"; "none", full precision; a backward quantizer by name, with
-            settings behind a colon; a budget: "24x", that many times less than at full precision, "512MiB" (B, KiB,
-            MiB, GiB), or "noise=0.05", in units of the noise between minibatches; or the path of a file that
-            ``Policy.save`` wrote, which ends in ".json".
+        text: "default", "recompute", "conv_net" or "transformer"; "none", full precision; a backward quantizer by name,
+            with settings behind a colon; a budget: "24x", that many times less than at full precision, "512MiB" (B, KiB,
+            MiB, GiB), "noise=0.05", in units of the noise between minibatches, or two of these and the time of a step,
+            "60x noise=0.002 time=1.15"; or the path of a file that ``Policy.save`` wrote, which ends in ".json".
 
     Returns:
         The policy, or the budget that one is to be fitted to.

@@ -94,27 +94,44 @@ def with_settings(source: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def budget_of(words: str) -> dict[str, float] | None:
-    """Return the argument of ``brevact.fit`` that words stand for, or None where they are no budget.
+    """Return the arguments of ``brevact.fit`` that words stand for, or None where they are no budget.
 
     A number that is not above 0, not finite or less than a byte raises a ValueError, and so does another unit, or none;
-    it says which one is meant.
+    it says which one is meant. So do two numbers for one argument.
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
+    >>> budget_of("60x noise=0.002 time=1.15")
+    {'ratio': 60.0, 'noise': 0.002, 'time': 1.15}
     """
-    found = re.fullmatch(rf"(noise=)?([-+]?(?:{_NUMBER}))\s*([a-z]*)", words, re.IGNORECASE)
+    if len(words.split()) < 2 or _one_budget(words) is not None:
+        return _one_budget(words)
+    budget: dict[str, float] = {}
+    for each in words.split():
+        found = _one_budget(each)
+        if found is None:
+            return None
+        if budget.keys() & found.keys():
+            raise ValueError(f"{words}: {each} says {next(iter(found))} a second time; accepted is one of each")
+        budget |= found
+    return budget
+
+
+def _one_budget(words: str) -> dict[str, float] | None:
+    """Return the argument that one word stands for, or None where it is no budget."""
+    found = re.fullmatch(rf"((?:noise|time)=)?([-+]?(?:{_NUMBER}))\s*([a-z]*)", words, re.IGNORECASE)
     if found is None:
         return None
     prefix, number, unit = found[1] or "", float(found[2]), found[3]
-    meant = f"noise={found[2]}" if prefix else found[2] + _MEANT.get(unit.lower(), "x")
+    meant = f"{prefix.lower()}{found[2]}" if prefix else found[2] + _MEANT.get(unit.lower(), "x")
     size = number * _UNITS.get(meant.removeprefix(found[2]), 1)
     if not 0 < size < math.inf or (meant[-1] == "B" and size < 1):
         raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")
     if words != meant:
-        written = f"a budget is written 24x, 512MiB ({', '.join(_UNITS)}) or noise=0.05"
+        written = f"a budget is written 24x, 512MiB ({', '.join(_UNITS)}), noise=0.05 or time=1.15"
         raise ValueError(f"{words}: {written}; did you mean {meant}?")
     if prefix:
-        return {"noise": number}
+        return {prefix.lower().removesuffix("="): number}
     return {"ratio": number} if unit == "x" else {"saved_bytes": int(size)}
 
 

@@ -45,6 +45,8 @@ def test_parse_policy_reads_settings_also_of_policies():
         (".5GiB", {"saved_bytes": 2**29}),
         ("3000B", {"saved_bytes": 3000}),
         ("noise=5e-2", {"noise": 0.05}),
+        ("60x noise=0.002", {"ratio": 60.0, "noise": 0.002}),
+        ("512MiB noise=0.01 time=1.15", {"saved_bytes": 2**29, "noise": 0.01, "time": 1.15}),
     ],
 )
 def test_parse_policy_reads_budgets(text, budget):
@@ -106,6 +108,9 @@ def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget(
         ("0.5", ValueError, r"did you mean 0\.5x\?"),
         ("noise=0.05x", ValueError, r"did you mean noise=0\.05\?"),
         ("-3", ValueError, "got -3; accepted is a number above 0"),
+        ("24x 30x", ValueError, "30x says ratio a second time"),
+        ("24x time=0", ValueError, "got 0; accepted is a number above 0"),
+        ("24x DEFAULT", ValueError, "is not a backward quantizer or policy"),
         ("", ValueError, "is not a backward quantizer"),
         (24, TypeError, "got 24 of type int; accepted are"),
         (None, TypeError, "got None of type NoneType"),
