@@ -11,7 +11,7 @@ def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'ratio': 60.0, 'time': 1.2})
 
     Args:
-        words: how many times less is stored, such as "24x", or bytes, such as "512MiB"; noise and time may stand beside.
+        words: how many times less is stored, such as "24x", or bytes, such as "512MiB"; noise and time may follow.
         option: of the command line, for the error.
 
     Raises:
