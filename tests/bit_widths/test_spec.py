@@ -98,7 +98,7 @@ def test_attach_gives_a_model_full_precision_a_policy_or_one_that_fits_a_budget(
         ),
         ("StochBackward2bit:bucket_size={[]:1}", ValueError, "bucket_size: got .* of type str"),
         ("24", ValueError, r"24: a budget is written 24x.*did you mean 24x\?"),
-        ("24X", ValueError, r"24X: a budget is written 24x, 512MiB \(B, KiB, MiB, GiB\) or noise=0\.05"),
+        ("24X", ValueError, r"24X: a budget is written 24x, 512MiB \(B, KiB, MiB, GiB\), noise=0\.05 or time=1\.15"),
         ("512mib", ValueError, "512mib: a budget is written 24x"),
         ("-3x", ValueError, "got -3; accepted is a number above 0"),
         ("noise=-1", ValueError, "got -1; accepted is a number above 0"),
