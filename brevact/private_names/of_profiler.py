@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+_LEVEL = "KINETO_LOG_LEVEL"
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Let the profiler begin without lines on the terminal, unless the user has set the level of its log."""
+    is_set = _LEVEL in os.environ
+    os.environ.setdefault(_LEVEL, "99")  # read once a process
+    try:
+        yield
+    finally:
+        if not is_set:
+            os.environ.pop(_LEVEL, None)
 
 
 def allocations(profile: Any) -> Iterator[int]:

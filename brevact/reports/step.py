@@ -20,7 +20,7 @@ from brevact.arguments import check_model
 from brevact.autograd import regions_disabled
 from brevact.autograd.hooks import regions_of
 from brevact.policy.attach import attach_policy, region_of_step
-from brevact.private_names.of_profiler import allocations
+from brevact.private_names.of_profiler import allocations, quietly
 from brevact.quantizers.checks import check_int
 from brevact.reports.batches import tensors_of, without_surroundings
 from brevact.reports.gradient_passes import Loss, check_loss
@@ -198,6 +198,7 @@ def peak_of(step: Callable[[], object], device: torch.device) -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with quietly(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         step()
     return max(itertools.accumulate(allocations(profile)), default=0)
