@@ -177,6 +177,7 @@ def test_one_pass_for_is_none_where_kernels_do_not_know_the_arithmetic():
     kind = Kind(4, 0, 15, IntegerRounding.NEAREST, True, False)
     x, scale, zero = activation((4, 8, 6, 6)), torch.tensor(0.3), torch.tensor(0.0)
     assert one_pass_for(kind, True, x, scale, zero, scale, zero) is not None
+    assert one_pass_for(kind, True, x, scale, zero, scale.detach(), zero.detach()) is not None  # the same memory
     refused = (
         (x, scale, zero, scale.clone(), zero),
         (x, scale, zero.clone().requires_grad_(), scale, zero),
