@@ -11,7 +11,7 @@ TWO_BITS = named_policy("StochBackward2bit")
 
 @pytest.mark.parametrize("net", NETS)
 def test_variants_compute_the_same_and_keep_less(net):
-    batch = NETS[net]._replace(size=32).batch(1)
+    batch = NETS[net]._replace(size=32).batch(2)
     made = variants(net, [TWO_BITS], batch)
     assert torch.equal(made["Brevitas"](batch), made["StochBackward2bit"](batch))
     kept = {name: kept_bytes(model, batch) for name, model in made.items()}
