@@ -6,10 +6,13 @@ from benchmarks.qat_nets import NETS
 from benchmarks.training_step import kept_bytes
 from recipes.policy_names import named_policy
 
+QUICK = ("conv", "mobile", "vit", "llm")
 TWO_BITS = named_policy("StochBackward2bit")
 
 
-@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize(
+    "net", [pytest.param(net, marks=() if net in QUICK else pytest.mark.exhaustive) for net in NETS]
+)
 def test_variants_compute_the_same_and_keep_less(net):
     batch = NETS[net]._replace(size=32).batch(2)
     made = variants(net, [TWO_BITS], batch)
