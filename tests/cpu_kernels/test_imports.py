@@ -29,17 +29,24 @@ def _imports(path: Path) -> set[str]:
         ("private_names", {"brevact.private_names"}, {"numpy", "torch"}),
         (
             "cpu_kernels",
-            {"brevact.cpu_kernels", "brevact.geometry", "brevact.private_names"},
+            {"brevact.cpu_kernels", "brevact.geometry", "brevact.integers", "brevact.private_names"},
             {"numba", "llvmlite", "numpy", "torch"},
         ),
         (
             "triton_kernels",
-            {"brevact.triton_kernels", "brevact.geometry", "brevact.private_names"},
+            {"brevact.triton_kernels", "brevact.geometry", "brevact.integers", "brevact.private_names"},
             {"torch", "triton"},
         ),
         (
             "quantizers",
-            {"brevact.quantizers", "brevact.geometry", "brevact.heap", "brevact.large_pages", "brevact.private_names"},
+            {
+                "brevact.quantizers",
+                "brevact.geometry",
+                "brevact.integers",
+                "brevact.heap",
+                "brevact.large_pages",
+                "brevact.private_names",
+            },
             {"torch"},
         ),
     ],
