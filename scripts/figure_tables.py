@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks import layer_noise
-from scripts.figure_results import Results, Row, noise_text, table
+from scripts.figure_results import Results, Row, mib, noise_text, table
 
 
 def of_adaptive(results: Results) -> dict[str, str]:
@@ -34,6 +34,31 @@ def of_small_tensors(results: Results) -> dict[str, str]:
         rows = [last[model, each] for each in least]
         cells.append((model, *(f"{row['times_less']} times less, step {float(row['step']):.1f}" for row in rows)))
     return {"small-tensors": table(cells)}
+
+
+def of_recompute(results: Results) -> dict[str, str]:
+    """Of recompute.csv: bytes kept, peak and time of a step, and the error of gradients, of each model and policy."""
+    last = results.last("recompute", "model", "policy")
+    words = {
+        "checkpoint of each block": "checkpoint of each block",
+        "DEFAULT": "`DEFAULT`",
+        "DitherBackward6bit:recompute=128": "6 bits, `recompute=128`",
+        "RECOMPUTE": "`RECOMPUTE`",
+        "DitherBackward8bit:recompute=1024": "8 bits, `recompute=1024`",
+    }
+    cells = [("model", "", "kept", "peak of a step", "time of a step", "error of the gradient")]
+    for model in dict.fromkeys(model for model, _ in last):
+        first = next(row for (name, _), row in last.items() if name == model)
+        kept, peak = (f"{mib(str(int(first[key]) / 2**20))} MiB" for key in ("plain_bytes", "plain_peak"))
+        cells.append((model, "full precision", kept, peak, "1", "0"))
+        for policy, text in words.items():
+            row = last.get((model, policy))
+            if row is not None:
+                kept = f"{mib(str(int(row['saved_bytes']) / 2**20))} MiB ({row['ratio']}x less)"
+                error = "0" if row["error"] == "0" else f"{100 * float(row['error']):.1f} %"
+                peak = f"{mib(str(int(row['peak']) / 2**20))} MiB"
+                cells.append(("", text, kept, peak, f"{float(row['step']):.2f}", error))
+    return {"recompute": table(cells)}
 
 
 def of_quantizers(results: Results) -> dict[str, str]:
@@ -156,6 +181,6 @@ def of_dates(results: Results) -> dict[str, str]:
 
 #: From the rows of a folder to tables and figures by name.
 KINDS = (
-    *(of_adaptive, of_small_tensors, of_quantizers, of_gradient_exchange, of_layer_noise),
+    *(of_adaptive, of_small_tensors, of_recompute, of_quantizers, of_gradient_exchange, of_layer_noise),
     *(of_scaling, of_models, of_dates),
 )

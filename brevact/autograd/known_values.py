@@ -272,6 +272,8 @@ def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None)
     except RuntimeError:  # inference tensors have no version
         if versions != versions_of(tensors):
             return None
+    if quality.cost and not x.requires_grad:
+        return None  # weights of the layer that computes it may change before a reader that is detached from it runs
     if quality.quantizer is not None or quality.cost:
         if settings is None or own_scope is not scope or not quality.serves(settings):
             return None

@@ -156,7 +156,8 @@ class SavedTensorHooks(HookStack):
         with self.suspended:
             for stored, x in waiting:
                 if layer is not None and x.shape == layer[0].shape:
-                    kept = self._region.keep(x, norm=norm)
+                    is_same = storage_address(x) == storage_address(layer[0]) and x.stride() == layer[0].stride()
+                    kept = self._region.keep(layer[0] if is_same else x, norm=norm)  # with its place in the graph
                     stored.fill(kept, self._outer)
             for stored, x in waiting:
                 if layer is None or x.shape != layer[0].shape:

@@ -239,6 +239,20 @@ def test_a_weight_that_changes_before_backward_is_refused():
         loss.backward()
 
 
+def test_a_reader_that_is_detached_does_not_depend_on_the_weight():
+    """As a discriminator, whose backward pass may follow the generator's step."""
+    generator = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU())
+    critic, x = nn.Linear(32, 1), torch.randn(8, 7, 16)
+    with region(EXACTLY):
+        out = generator(x)
+        loss, own = critic(out.detach()).sum(), out.sum()
+    own.backward()
+    with torch.no_grad():
+        generator[1].weight.mul_(2)
+    loss.backward()
+    torch.testing.assert_close(critic.weight.grad, out.detach().flatten(0, 1).sum(0, keepdim=True))
+
+
 def test_a_bias_may_change_before_backward_as_in_torch():
     make, shape = NETS["perceptron"]
     net, x = make(), torch.randn(shape)

@@ -1,0 +1,13 @@
+"""The least memory: layers that are cheap are computed again in backward, the rest is stored at 6 bits."""
+
+import torch
+
+import brevact
+
+layers = [torch.nn.Conv2d(8, 32, 1), torch.nn.BatchNorm2d(32), torch.nn.SiLU()]  # 8 multiplications an element
+layers += [torch.nn.Conv2d(32, 32, 3, padding=1, groups=32), torch.nn.BatchNorm2d(32), torch.nn.SiLU()]  # 9
+model = torch.nn.Sequential(*layers, torch.nn.Conv2d(32, 8, 1))
+batch = torch.randn(16, 8, 32, 32)
+brevact.quantize_backward(model, brevact.RECOMPUTE)
+model(batch).square().mean().backward()
+print(brevact.memory_report(model, batch))
