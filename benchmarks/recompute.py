@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import brevact
 from benchmarks.records import write_rows
+from brevact.reports.gradient_passes import gradients
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.gpt import GPT, GPT_SIZES
 from recipes.models.resnet import resnet50
@@ -118,7 +119,7 @@ def measure(name: str, model: nn.Module, batch: Batch, policy: str, rounds: int,
     step = brevact.step_report(ours, batch, loss_of, rounds=rounds)
     memory = brevact.memory_report(ours, batch, loss_of)
     exact = _gradient(model, batch, 0, packs=False)
-    errors = [(_gradient(ours, batch, seed, packs=True) - exact).norm() / exact.norm() for seed in range(draws)]
+    errors = [(_gradient(ours, batch, draw, packs=True) - exact).norm() / exact.norm() for draw in range(draws)]
     return {
         **{"model": name, "policy": policy, "plain_bytes": memory.plain_bytes, "saved_bytes": memory.saved_bytes},
         **{"ratio": f"{memory.ratio:.1f}", "plain_peak": step.plain_peak, "peak": step.packed_peak},
@@ -149,16 +150,14 @@ def _of_checkpoints(plain: nn.Module, ours: nn.Module, batch: Batch, rounds: int
     }
 
 
-def _gradient(model: nn.Module, batch: Batch, seed: int, *, packs: bool) -> Tensor:
-    """The gradient of all weights, in one vector."""
-    model.zero_grad()
-    torch.manual_seed(seed)
-    with brevact.backward_quant(model) if packs else nullcontext():
-        loss = loss_of(model, batch)
-    loss.backward()
-    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
-    return found
+def _gradient(model: nn.Module, batch: Batch, draw: int, *, packs: bool) -> Tensor:
+    """The gradient of all weights, in one vector; of the model's own random numbers there is one draw."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with brevact.backward_quant(model) if packs else nullcontext():
+            return loss_of(model, batch)
+
+    return torch.cat([each.flatten() for each in gradients(model, batch, loss, 0, draw)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
