@@ -59,7 +59,15 @@ print(json.dumps([changes(keep, imported), changes(seen, nothing), changes(nothi
 """
 #: Classes of Brevitas whose forward asks for a region.
 ASKING = {
-    *("BinaryQuant", "ClampedBinaryQuant", "DecoupledIntQuant", "FloatQuant", "IntQuant", "TernaryQuant"),
+    *(
+        "BinaryQuant",
+        "ClampedBinaryQuant",
+        "DecoupledIntQuant",
+        "FloatQuant",
+        "IntQuant",
+        "RescalingIntQuant",
+        "TernaryQuant",
+    ),
     *("FusedActivationQuantProxy", "_Stats"),
 }
 

@@ -246,6 +246,7 @@ def test_every_public_function_is_in_the_table():
         "ActnnLevel",
         "CONV_NET",
         "DEFAULT",
+        "RECOMPUTE",
         "TRANSFORMER",
         "BackwardPolicy",
         "FitReport",

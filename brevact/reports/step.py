@@ -114,9 +114,10 @@ def step_report(
     train. The model, its gradients and random generators are afterwards as they were, bit for bit.
 
     >>> import torch, brevact
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
+    >>> layers = [layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    >>> model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 10))
     >>> loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-    >>> batch = torch.randn(256, 64), torch.randint(10, (256,))
+    >>> batch = torch.randn(1024, 64), torch.randint(10, (1024,))
     >>> report = brevact.step_report(brevact.quantize_backward(model), batch, loss, rounds=3)
     >>> len(report.plain_seconds), report.plain_peak > report.packed_peak
     (3, True)

@@ -49,17 +49,17 @@ class _LargestMagnitude(Saving):
             out = weight.abs().max()
             save(ctx, exact=(weight, out))
             return out
-        found, index = weight.abs().max(dim, keepdim=True)
-        save(ctx, exact=(weight, index))
-        return found if keepdim else found.squeeze(dim)
+        save(ctx, exact=(weight, None))  # where the largest are is found again: an index a row is 8 bytes
+        return weight.abs().amax(dim, keepdim=keepdim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, found = load(ctx)
         zeros = torch.zeros_like(weight)
         if ctx.dim is not None:
-            signs = weight.gather(ctx.dim, found).sgn()
-            return zeros.scatter_(ctx.dim, found, grad.reshape(found.shape) * signs), None, None
+            index = weight.abs().max(ctx.dim, keepdim=True).indices
+            signs = weight.gather(ctx.dim, index).sgn()
+            return zeros.scatter_(ctx.dim, index, grad.reshape(index.shape) * signs), None, None
         is_largest = weight.isnan() if found.isnan().item() else weight.abs() == found
         places = is_largest.nonzero(as_tuple=True)
         zeros[places] = grad / len(places[0]) * weight[places].sgn()
