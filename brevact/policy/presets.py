@@ -180,7 +180,7 @@ DEFAULT = Policy(
 )
 
 #: For memory first: layers of up to 1024 multiplications an element are computed again, at 6 bits of what is stored.
-#: It keeps 40 to 80 times less than full precision, with a tenth of the noise of ``DEFAULT``, for longer steps.
+#: It keeps 13 to 81 times less than full precision, with a twentieth of the noise of ``DEFAULT``, for longer steps.
 RECOMPUTE = Policy({"": DitherBackward6bit.let(score_bit_width=6, recompute=1024)})
 
 #: For convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2.
