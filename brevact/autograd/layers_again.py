@@ -4,7 +4,8 @@ The output of a convolution or a linear layer is a function of its input, which 
 tensors, and of a weight, which is there anyway. Where an element of it costs few multiplications
 (``BackwardSettings.recompute``), what reads the output in backward reads the layer run again on the decoded input, and
 nothing is stored of it. The layer is linear, so that an unbiased input gives an unbiased output, and independent errors
-of elements have about the same relative size behind it. The gradient of the layer's weight multiplies the input by what
+of elements have about the same size relative to all of the output behind it, though not relative to a deviation that is
+small beside the mean. The gradient of the layer's weight multiplies the input by what
 has been computed of the output, whose errors are the same: a bias of the order of their variance, as that of curved
 functions, so that the input must have as many bits (``derive_min_bits``).
 

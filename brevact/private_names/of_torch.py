@@ -53,6 +53,8 @@ disable_modes = find(
 is_functorch_tensor = find("torch._C._functorch.is_functorch_wrapped_tensor", REGIONS)
 #: What FSDP, and others that wrap modules without a module of their own, know of them.
 states_of_modules = find("torch.distributed._composable_state._module_state_mapping", REGIONS, fallback=(True,))
+#: Whether a tensor is one of a batch of gradients (``is_grads_batched``).
+is_batched = find("torch._C._functorch.is_legacy_batchedtensor", REGIONS, fallback=lambda x: True)
 functorch_interpreter = find("torch._C._functorch.peek_interpreter_stack", REGIONS)
 is_jit_tracing = find("torch._C._is_tracing", REGIONS, fallback=torch.jit.is_tracing)
 tree_flatten = find("torch.utils._pytree.tree_flatten", REGIONS)

@@ -253,6 +253,28 @@ def test_a_reader_that_is_detached_does_not_depend_on_the_weight():
     torch.testing.assert_close(critic.weight.grad, out.detach().flatten(0, 1).sum(0, keepdim=True))
 
 
+@pytest.mark.parametrize("rows", [4, 6])
+def test_logits_of_a_slice_are_computed_for_it_alone(rows, recwarn):
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 20))
+    x, target = torch.randn(6, 8), torch.arange(rows)
+    expected = torch.autograd.grad(F.cross_entropy(net(x)[:rows], target), list(net.parameters()))
+    with region(EXACTLY):
+        loss = F.cross_entropy(net(x)[:rows], target)
+    for grad, reference in zip(torch.autograd.grad(loss, list(net.parameters())), expected, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-4, atol=1e-5)
+    assert not recwarn.list
+
+
+def test_batches_of_gradients_reach_recomputed_probabilities():
+    net, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 20)), torch.randn(6, 8)
+    with region(EXACTLY):
+        loss = F.cross_entropy(net(x), torch.arange(6))
+    once = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    both = torch.autograd.grad(loss, list(net.parameters()), torch.tensor([1.0, 2.0]), is_grads_batched=True)
+    for found, grad in zip(both, once, strict=True):
+        torch.testing.assert_close(found, torch.stack([grad, 2 * grad]))
+
+
 def test_a_bias_may_change_before_backward_as_in_torch():
     make, shape = NETS["perceptron"]
     net, x = make(), torch.randn(shape)

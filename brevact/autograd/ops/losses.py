@@ -28,6 +28,7 @@ from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.store import reported
+from brevact.private_names.of_torch import is_batched
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 #: A loss of input, target and weight.
@@ -94,7 +95,7 @@ class _Probabilities(Decoder):
         step = max(1, _CHUNK // self.shape[-1])
         for start in range(0, len(flat), step):
             out = flat[start : start + step]
-            torch.softmax(rows(start, start + step), 1, dtype=self.dtype, out=out)
+            torch.softmax(rows(start, start + len(out)), 1, dtype=self.dtype, out=out)
         return found
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
@@ -137,7 +138,7 @@ def _of_indices(
     g, y, w_y = _of_samples(grad, p, target, w, options)
     hit = g * w_y * (1 - s) if s else g * w_y
     total = hit if not s else hit + g * (s if w is None else s * w.mean())
-    grad_input = p.mul_(total) if overwrites else p * total
+    grad_input = p.mul_(total) if overwrites and not is_batched(total) else p * total
     grad_input.scatter_add_(dim, y, -hit)
     if s:
         grad_input -= g * (s / p.shape[dim]) * (1 if w is None else w)
