@@ -12,14 +12,14 @@ import brevact
 import brevact.api
 import brevact.nn
 from brevact.injectors.saved_form import LEAVES
-from scripts.notebook import run_cells
+from scripts.notebook import as_ipynb, cells_of_ipynb, run_cells, run_codes
 from tests.libraries import marks_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
-#: A page whose snippets are one program.
-TUTORIAL = DOCS / "tutorial.md"
+#: Pages whose snippets are one program.
+TUTORIAL, FIRST_STEPS = DOCS / "tutorial.md", DOCS / "first_steps.md"
 #: Pages with snippets of optional libraries, which `make test-all` installs.
 LIBRARIES = {"trainers.md": ("accelerate", "lightning", "peft", "transformers")}
 
@@ -27,7 +27,7 @@ LIBRARIES = {"trainers.md": ("accelerate", "lightning", "peft", "transformers")}
 SNIPPETS = [
     pytest.param(snippet, id=f"{page.name} {number}", marks=marks_of(LIBRARIES.get(page.name, ())))
     for page in PAGES
-    if page.name != TUTORIAL.name
+    if page not in (TUTORIAL, FIRST_STEPS)
     for number, snippet in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S), 1)
 ]
 
@@ -48,6 +48,16 @@ def test_tutorial_runs_on_digits(tmp_path: Path):
     assert [output.count("training loss") for output in outputs].count(2) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"memory.png", "training.png"}
     noise = [float(value) for value in re.findall(r"noise (\d\.\d+)", outputs[-1])]
+    assert 0 < noise[0] < noise[1]
+
+
+def test_first_steps_are_a_notebook_that_runs(tmp_path: Path):
+    notebook = FIRST_STEPS.with_suffix(".ipynb").read_text("utf-8")
+    assert notebook == as_ipynb(FIRST_STEPS.read_text("utf-8"))  # python -m scripts.notebook, see there
+    outputs = run_codes(cells_of_ipynb(notebook), tmp_path)
+    assert "same outputs: True" in outputs[2] and [bool(output) for output in outputs] == [False, *[True] * 5]
+    assert {path.name for path in tmp_path.iterdir()} == {"memory.png"}
+    noise = [float(value) for value in re.findall(r"noise (\d\.\d+)", outputs[3])]
     assert 0 < noise[0] < noise[1]
 
 
