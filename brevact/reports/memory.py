@@ -25,6 +25,7 @@ from brevact.reports.batches import arguments_of, explained, tensors_of, without
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
+from brevact.reports.step import device_of, peak_of, step_of
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
@@ -66,6 +67,14 @@ def memory_report(
     >>> step.plain_bytes > report.plain_bytes
     True
 
+    Two more steps, plain and packed, run the backward pass of the loss, if that is a tensor of one element, and measure
+    the peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. These are
+    kept bytes, gradients, and tensors that are decoded or computed at one time. A model trains where its peak fits:
+
+    >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
+    >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
+    (True, True)
+
     Args:
         model: module, with or without backward quantization; measured in training mode.
         batch: what the model is called with, targets left out: a tensor, a tuple or list of positional arguments, or
@@ -74,7 +83,7 @@ def memory_report(
             model with a policy. None for a forward pass alone.
 
     Returns:
-        The report: a row a layer, and how each op stored its tensors.
+        The report: a row a layer, how each op stored its tensors, and with a loss the peak of a step.
 
     Raises:
         TypeError: ``model`` is no module; ``batch`` is a data loader, or no arguments that the model takes; ``loss`` is
@@ -85,11 +94,31 @@ def memory_report(
     if loss is not None:
         check_loss(loss)
         batch = without_surroundings(batch)
-        return memory_of(model, lambda measured: _run_step(measured, batch, loss), batch)
+        found = memory_of(model, lambda measured: _run_step(measured, batch, loss), batch)
+        return _with_peaks(found, model, batch, loss)
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
     with explained(batch, arguments):
         found = memory_of(model, lambda measured: measured(*args, **kwargs), arguments)
     return replace(found, scope=NO_LOSS) if found.rows else found
+
+
+def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) -> MemoryReport:
+    """Return the report with the peaks of a step of a loss; as it is where no backward pass begins at the loss."""
+    with in_place(model), uncompiled():
+        if report.would_save:
+            attach_policy(model)
+        if not model.training:
+            model.train()
+        if not _begins_backward(_run_step(model, batch, loss)):
+            return report
+        plain, packed = (
+            peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch)) for packs in (False, True)
+        )
+    return replace(report, plain_peak=plain, packed_peak=packed)
+
+
+def _begins_backward(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
 
 
 def _run_step(model: nn.Module, batch: Any, loss: Loss) -> Any:

@@ -79,6 +79,9 @@ class MemoryReport:
         would_save: whether nothing is packed yet, and ``saved_bytes`` are those that ``brevact.DEFAULT`` would store:
             tables, files and plots then say "would store".
         scope: what was left out of the measurement; "" for a whole step.
+        plain_peak: bytes that PyTorch allocates at most in a step without backward quantization, above those at its
+            start; None where no backward pass was measured.
+        packed_peak: the same with it.
     """
 
     rows: tuple[LayerMemory, ...]
@@ -86,6 +89,8 @@ class MemoryReport:
     note: str = ""
     would_save: bool = False
     scope: str = ""
+    plain_peak: int | None = None
+    packed_peak: int | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -102,8 +107,15 @@ class MemoryReport:
         """How many times less is stored: ``plain_bytes / saved_bytes``."""
         return self.plain_bytes / self.saved_bytes if self.saved_bytes else float("inf")
 
+    @property
+    def peak_ratio(self) -> float | None:
+        """Peak of a step without backward quantization over that with it; None where they were not measured."""
+        if self.plain_peak is None or self.packed_peak is None:
+            return None
+        return self.plain_peak / max(self.packed_peak, 1)
+
     def __str__(self) -> str:
-        """Return the table by layer, and the one by op."""
+        """Return the table by layer, the peak of a step, and the table by op."""
         total = LayerMemory("total", "", self.plain_bytes, self.saved_bytes)
         table = text_table(
             ("layer", "kind", "plain", self._stored, "ratio"),
@@ -112,6 +124,11 @@ class MemoryReport:
             numbers=3,
             notes=[row.note for row in self.rows],
         )
+        if self.plain_peak is not None and self.packed_peak is not None:
+            table += (
+                f"\npeak of a step: {size_text(self.plain_peak)} plain, {size_text(self.packed_peak)} packed, "
+                f"{self.peak_ratio:.1f} times less"
+            )
         remarks = " ".join(filter(None, (self.note, self.scope)))
         table = f"{table}\n\n{remarks}" if remarks else table
         return f"{table}\n\n{self._by_op(())}" if self.ops else table
@@ -143,14 +160,19 @@ class MemoryReport:
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one line a layer: layer, kind, plain_bytes, saved_bytes (or would_save_bytes), note.
 
+        If the peak of a step was measured, each line ends with plain_peak and packed_peak, which are the step's.
+
         Args:
             path: file to write.
         """
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             saved = "would_save_bytes" if self.would_save else "saved_bytes"
-            writer.writerow(("layer", "kind", "plain_bytes", saved, "note"))
-            writer.writerows((row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note) for row in self.rows)
+            peaks = {"plain_peak": self.plain_peak, "packed_peak": self.packed_peak}
+            peaks = peaks if self.plain_peak is not None else {}
+            writer.writerow(("layer", "kind", "plain_bytes", saved, "note", *peaks))
+            for row in self.rows:
+                writer.writerow((row.layer, row.kind, row.plain_bytes, row.saved_bytes, row.note, *peaks.values()))
 
     def plot(self, path: str | os.PathLike[str], *, max_layers: int = 40) -> None:
         """Draw plain against stored bytes, a pair of bars a layer.

@@ -149,17 +149,17 @@ def step_report(
             note = "The model has no backward quantizer: brevact.quantize_backward(model) would let it train so."
         if not model.training:
             model.train()
-        steps = {False: _step(model, batch, loss, packs=False), True: _step(model, batch, loss, packs=True)}
+        steps = {packs: step_of(model, batch, loss, packs=packs) for packs in (False, True)}
         seconds: dict[bool, list[float]] = {False: [], True: []}
-        peaks = {packs: peak_of(step, _device(model, batch)) for packs, step in steps.items()}  # warms up, too
+        peaks = {packs: peak_of(step, device_of(model, batch)) for packs, step in steps.items()}  # warms up, too
         for number in range(rounds):
             for packs in (False, True) if number % 2 else (True, False):
-                seconds[packs].append(_seconds(steps[packs], _device(model, batch)))
+                seconds[packs].append(_seconds(steps[packs], device_of(model, batch)))
     return StepReport(tuple(seconds[False]), tuple(seconds[True]), peaks[False], peaks[True], note)
 
 
-def _step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
-    """Return a function that runs a training step of the model."""
+def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
+    """Return a function that runs forward and backward pass of a loss, with the backward quantizers or without them."""
 
     def run() -> None:
         with nullcontext() if packs else regions_disabled(), region_of_step(model):
@@ -170,7 +170,8 @@ def _step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[
     return run
 
 
-def _device(model: nn.Module, batch: Any) -> torch.device:
+def device_of(model: nn.Module, batch: Any) -> torch.device:
+    """Return the device on which a model computes on a batch: the one that is no CPU, if there is one."""
     tensors = (*tensors_of(batch), *model.parameters())
     return next((x.device for x in tensors if not x.is_cpu), torch.device("cpu"))
 
