@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 import brevact
 from benchmarks.records import write_rows
-from benchmarks.torchvision_ops import declare_missing_ops
+from recipes.torchvision_ops import declare_missing_ops
 
 Step = Callable[[], Any]
 

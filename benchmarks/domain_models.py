@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
 from torch import Tensor, nn
 
-from benchmarks.torchvision_ops import declare_missing_ops
+from recipes.torchvision_ops import declare_missing_ops
 
 declare_missing_ops()  # transformers, timm and ultralytics import torchvision if it is there
 

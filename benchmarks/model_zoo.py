@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.torchvision_ops import declare_missing_ops
 from recipes.models.efficientnetv2 import efficientnetv2
 from recipes.models.resnet import ResNet20
+from recipes.torchvision_ops import declare_missing_ops
 
 declare_missing_ops()  # transformers imports torchvision if it is there
 

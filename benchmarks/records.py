@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from recipes.machine import processor
+
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Device, thread count, versions and time of a measurement.
@@ -22,20 +24,12 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         Their columns.
     """
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: str | None = None) -> None:

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bisection import largest
 from benchmarks.process_memory import allocators
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.training_case import TrainingCase
+from recipes.bisection import largest
 
 RESULTS = Path(__file__).parent / "results"
 PICTURE = Path(__file__).parent.parent / "docs" / "scaling.png"

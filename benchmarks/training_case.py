@@ -209,7 +209,7 @@ def gpt2(depth: int) -> Any:
     Args:
         depth: layers; the small size has 12.
     """
-    from benchmarks.torchvision_ops import declare_missing_ops
+    from recipes.torchvision_ops import declare_missing_ops
 
     declare_missing_ops()
     from transformers import GPT2Config, GPT2LMHeadModel

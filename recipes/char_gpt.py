@@ -30,8 +30,9 @@ from recipes.command_line import main as run_command_line
 from recipes.data.text import TextBatches, TextDataset, load_text
 from recipes.metrics import BITS_PER_CHARACTER
 from recipes.models import GPT, GPT_SIZES, HEADS, MLPS, NORMS, FloatLayers, Layers
+from recipes.options import Limit, setting
 from recipes.recipe import Recipe
-from recipes.settings import Limit, Settings, setting
+from recipes.settings import Settings
 
 SAMPLE = "sample.txt"
 

@@ -38,8 +38,8 @@ from recipes.command_line import main as run_command_line
 from recipes.data import ImageDataset
 from recipes.metrics import ACCURACY
 from recipes.models import SIZES, Layers, efficientnetv2
+from recipes.options import Limit, setting
 from recipes.recipe import Recipe
-from recipes.settings import Limit, setting
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ Each run is a row of forces.csv when it ends. An interrupted command goes on whe
 """
 
 import argparse
-import platform
 import statistics
 import sys
 import time
@@ -22,32 +21,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
 import brevact
-from recipes import files
+from recipes import files, machine
 from recipes.data.lennard_jones import Configurations, make_configurations
 from recipes.errors import RecipeError
+from recipes.folders import open_folder
 from recipes.models.schnet import SchNet
-from recipes.plots import save
+from recipes.options import option, torch_device
+from recipes.plots import curves_of, plot_seeds
 from recipes.policy_names import NamedPolicy, named_policy
 from recipes.runs import MIB
-from recipes.settings import Settings, option
 from recipes.training import warmup_factor
 
 FULL_PRECISION = "None"
 #: Forces have a large part of their noise from what stands for distances.
 POLICY = "DitherBackward4bit+*basis=None"
-ROWS, EPOCHS, PICTURE, SETTINGS, CHECKPOINT = (
-    *("forces.csv", "epochs.csv", "forces.png", "settings.json", "checkpoint.pt"),
-)
+ROWS, EPOCHS, PICTURE, CHECKPOINT = ("forces.csv", "epochs.csv", "forces.png", "checkpoint.pt")
 COLUMNS = (
     *("policy", "seed", "energy_error", "force_error", "saved_mib", "plain_mib", "seconds"),
-    *("device", "threads", "torch", "python", "time"),
+    *machine.COLUMNS,
 )
 COLUMNS_OF_EPOCHS = ("policy", "seed", "epoch", "loss", "energy_error", "force_error", "seconds")
 _TEST_SEED = 2**20  # of the clusters, which are those of no run's training
@@ -203,7 +199,7 @@ def train(settings: ForceSettings, policies: Sequence[NamedPolicy], seeds: Seque
     Returns:
         The rows of all runs, with the keys `COLUMNS`.
     """
-    device = Settings(device=settings.device).torch_device()
+    device = torch_device(settings.device)
     test = make_configurations(settings.test_size, settings.side, _TEST_SEED).to(device)
     rows, epochs = (files.read_rows(path) if (path := folder / name).exists() else [] for name in (ROWS, EPOCHS))
     done = {(row["policy"], int(row["seed"])) for row in rows}
@@ -226,25 +222,17 @@ def train(settings: ForceSettings, policies: Sequence[NamedPolicy], seeds: Seque
             tqdm.write(f"{label}: energy {last['energy_error']:.4f}, force {last['force_error']:.3f}")
             seconds = sum(row["seconds"] for row in run.epochs)
             rows.append({**{name: last.get(name) for name in COLUMNS[:4]}, "seconds": seconds})
-            rows[-1] |= {"saved_mib": saved, "plain_mib": plain, **_place(device)}
+            rows[-1] |= {"saved_mib": saved, "plain_mib": plain, **machine.place(device)}
             epochs += run.epochs
             files.write_rows(folder / EPOCHS, COLUMNS_OF_EPOCHS, epochs)
             files.write_rows(folder / ROWS, COLUMNS, rows)
             (folder / CHECKPOINT).unlink()
     wanted = {(policy.name, seed) for policy in policies for seed in seeds}
-    plot(folder / PICTURE, [row for row in epochs if (row["policy"], int(row["seed"])) in wanted])
+    curves = curves_of(epochs, "policy", "force_error", wanted)
+    title = "SchNet on Lennard-Jones clusters"
+    labelled = {_label(name): values for name, values in curves.items()}
+    plot_seeds(folder / PICTURE, labelled, title=title, ylabel="test force error", yscale="log")
     return [row for row in rows if (row["policy"], int(row["seed"])) in wanted]
-
-
-def _place(device: torch.device) -> Row:
-    """Where and when a run has ended."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "time": time.strftime("%Y-%m-%d %H:%M"),
-    }
 
 
 def _go_on(run: Run, folder: Path) -> None:
@@ -287,26 +275,6 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(path: Path, epochs: Sequence[Row]) -> None:
-    """Draws the force error over the epochs: the mean over the seeds, and each of them thinly."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for name in dict.fromkeys(str(row["policy"]) for row in epochs):
-        curves: dict[int, list[float]] = {}
-        for row in epochs:
-            if row["policy"] == name:
-                curves.setdefault(int(row["seed"]), []).append(float(row["force_error"]))
-        means = [statistics.mean(values) for values in zip(*curves.values(), strict=True)]
-        (line,) = axes.plot(range(1, len(means) + 1), means, "o-", markersize=3, label=_label(name))
-        for values in curves.values():
-            axes.plot(range(1, len(values) + 1), values, linewidth=0.5, alpha=0.6, color=line.get_color())
-    axes.set(title="SchNet on Lennard-Jones clusters", xlabel="epoch", ylabel="test force error", yscale="log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save(figure, path)
-
-
 def run(options: argparse.Namespace) -> None:
     """Trains, prints the table and says where the files are.
 
@@ -318,21 +286,8 @@ def run(options: argparse.Namespace) -> None:
     """
     settings = ForceSettings(**{name: getattr(options, name) for name in ForceSettings.__dataclass_fields__})
     folder = options.out_dir
-    files.check_writable(folder)
     content = {name: getattr(settings, name) for name in ForceSettings.__dataclass_fields__ if name != "device"}
-    if not (folder / SETTINGS).exists():
-        if options.resume:
-            raise RecipeError(f"no runs to resume: there is no {folder / SETTINGS}; leave --resume out")
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(folder / SETTINGS, content)
-    elif not options.resume:
-        raise RecipeError(f"{folder} already holds runs; go on with --resume, or name another folder with --out-dir")
-    elif (found := files.read_json(folder / SETTINGS)) != content:
-        names = [name for name in content if not isinstance(found, dict) or found.get(name) != content[name]]
-        raise RecipeError(
-            f"the runs in {folder} have other settings ({', '.join(map(option, names))}): give theirs, which are in "
-            f"{folder / SETTINGS}, or name another folder with --out-dir"
-        )
+    open_folder(folder, content, resume=options.resume)
     policies = [named_policy(FULL_PRECISION), *options.policies]
     unique = {policy.name: policy for policy in policies}
     rows = train(settings, list(unique.values()), list(dict.fromkeys(options.seeds)), folder)

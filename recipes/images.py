@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 
 from recipes.data import LOADERS, Batches, ImageDataset
-from recipes.settings import Limit, Settings, setting
+from recipes.options import Limit, setting
+from recipes.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Pictures of runs. Nothing is shown on a screen: they are drawn without a display."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Container, Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -63,6 +64,50 @@ def plot_comparison(
     right.bar_label(bars, texts, padding=4)
     right.invert_yaxis()
     right.set(xlabel="stored for backward (MiB a batch)", xlim=(0, 1.6 * max(saved_mib.values())))
+    save(figure, path)
+
+
+def curves_of(
+    epochs: Iterable[Mapping[str, object]], by: str, column: str, wanted: Container[tuple[str, int]]
+) -> dict[str, list[list[float]]]:
+    """The curves of runs with several seeds.
+
+    Args:
+        epochs: rows with `by`, `seed` and `column`, in the order of the epochs.
+        by: column of what the runs are called.
+        column: what is drawn.
+        wanted: name and seed of the runs.
+
+    Returns:
+        A list of values for each seed, by name.
+    """
+    curves: dict[str, dict[int, list[float]]] = {}
+    for row in epochs:
+        name, seed = str(row[by]), int(str(row["seed"]))
+        if (name, seed) in wanted:
+            curves.setdefault(name, {}).setdefault(seed, []).append(float(str(row[column])))
+    return {name: list(by_seed.values()) for name, by_seed in curves.items()}
+
+
+def plot_seeds(path: Path, curves: Mapping[str, Sequence[Sequence[float]]], **axes_settings: str) -> None:
+    """Draws a figure over the epochs: the mean over the seeds, and each of them thinly.
+
+    Args:
+        path: of the PNG file.
+        curves: values for each seed, by label.
+        axes_settings: title and labels, for `Axes.set`.
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for label, runs in curves.items():
+        means = [statistics.mean(values) for values in zip(*runs, strict=True)]
+        (line,) = axes.plot(range(1, len(means) + 1), means, "o-", markersize=3, label=label)
+        for values in runs:
+            axes.plot(range(1, len(values) + 1), values, linewidth=0.5, alpha=0.6, color=line.get_color())
+    axes.set(xlabel="epoch", **axes_settings)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
     save(figure, path)
 
 

@@ -30,8 +30,8 @@ from recipes import efficientnetv2
 from recipes.command_line import main as run_command_line
 from recipes.data import ImageDataset
 from recipes.models import Layers
+from recipes.options import Limit, setting
 from recipes.recipe import BatchSource
-from recipes.settings import Limit, setting
 
 
 @dataclass(frozen=True)

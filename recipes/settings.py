@@ -5,26 +5,20 @@ from its checkpoint and object to a contradiction.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from recipes.budgets import budget_of
 from recipes.errors import RecipeError
+from recipes.options import Limit, add_option, check_limits, option, setting, torch_device
 
 SCHEDULES = ("cosine", "onecycle", "constant")
 AMP_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAVE_MODES = ("save_quantized", "quantize_on_backward")
-Limit = tuple[str, Callable[[Any], bool], str]
-"""Name of a field, whether a value is accepted (None always is), and what to do where it is not."""
-
-
-def setting(default: object, text: str, **argument: object) -> Any:
-    """A field of `Settings`: its default, its line of the help text and its arguments for argparse."""
-    return field(default=default, metadata={"help": text, **argument})
 
 
 @dataclass(frozen=True)
@@ -86,10 +80,7 @@ class Settings:
     device: str = setting("auto", "torch device; auto takes CUDA where there is one")
 
     def __post_init__(self) -> None:
-        for name, accepted, text in self.LIMITS:
-            value = getattr(self, name)
-            if value is not None and not accepted(value):
-                raise RecipeError(f"{option(name)} {value} is not possible: {text}")
+        check_limits(self, self.LIMITS)
         given = [name for name in ("act_quant", "budget", "noise") if getattr(self, name) is not None]
         if len(given) > 1:
             raise RecipeError(f"{' and '.join(map(option, given))} each say what is stored: leave all but one out")
@@ -163,14 +154,7 @@ class Settings:
         Raises:
             RecipeError: there is no such device.
         """
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-            torch.zeros(1, device=device).item()  # the meta device allocates but does not compute
-        except (RuntimeError, AssertionError, ImportError) as error:
-            raise RecipeError(f"--device {self.device} cannot be used here: {str(error).splitlines()[0]}") from error
-        return device
+        return torch_device(self.device)
 
     def resumed(self, given: dict[str, object]) -> "Settings":
         """These settings of a checkpoint, with what the command line may change.
@@ -187,11 +171,6 @@ class Settings:
             facts = ", ".join(f"{option(name)} {own[name]} (now {changed[name]})" for name in wrong)
             raise RecipeError(f"the run to resume was started with {facts}; leave the option out, or start a new run")
         return replace(self, **changed)
-
-
-def option(name: str) -> str:
-    """The command-line option of a field of `Settings`."""
-    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -236,10 +215,7 @@ def parse(
     )
     shared = {item.name for item in fields(Settings)}
     for item in sorted(fields(settings), key=lambda item: item.name in shared):
-        argument = dict(item.metadata)
-        shown = "none" if item.default in (None, ()) else item.default
-        text = f"{argument.pop('help')} (default: {shown})"
-        parser.add_argument(option(item.name), help=text, **argument)
+        add_option(parser, item)
     parser.add_argument("--out-dir", type=Path, default=None, help="folder of the run (default: runs/<its settings>)")
     parser.add_argument("--overwrite", action="store_true", default=False, help="replace a run that is already there")
     parser.add_argument("--resume", type=Path, default=None, metavar="DIR", help="continue the run in this folder")

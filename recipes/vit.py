@@ -25,8 +25,8 @@ from recipes.data import ImageDataset
 from recipes.errors import RecipeError
 from recipes.metrics import ACCURACY
 from recipes.models import POOLS, VIT_SIZES, FloatLayers, Layers, ViT
+from recipes.options import Limit, setting
 from recipes.recipe import Recipe
-from recipes.settings import Limit, setting
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one of as many workers as there are c
 import pytest
 import torch
 
-from benchmarks.torchvision_ops import declare_missing_ops
+from recipes.torchvision_ops import declare_missing_ops
 
 declare_missing_ops()  # before the first import of a library that imports torchvision if it is there
 

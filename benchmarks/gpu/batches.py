@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bisection import largest
 from benchmarks.gpu.processes import Row, measure_each, start_method
 from benchmarks.gpu.steps import SMOKE_WORKLOADS, VARIANTS, WORKLOADS
 from benchmarks.gpu.training import WARM_UP, Training
 from benchmarks.records import append_rows, check_columns, print_table
+from recipes.bisection import largest
 
 COLUMNS = (
     *("model", "image_size", "dtype", "variant", "largest_batch", "times_plain", "peak_mib", "reserved_mib"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.torchvision_ops import declare_missing_ops
+from recipes.torchvision_ops import declare_missing_ops
 
 declare_missing_ops()  # transformers imports torchvision if it is there
 

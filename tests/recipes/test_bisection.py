@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.bisection import largest
+from recipes.bisection import largest
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 31, 32, 33, 100])

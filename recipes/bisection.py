@@ -1,4 +1,4 @@
-"""The largest batch that fits in memory, by trials."""
+"""The largest size that fits in memory, by trials."""
 
 from __future__ import annotations
 
