@@ -1,0 +1,34 @@
+"""Recipes with the libraries of a field: what they share.
+
+A recipe is a module with a `DOMAIN`, and with `main = partial(run_command_line, DOMAIN)`. It writes three classes:
+
+    @dataclass(frozen=True)
+    class VolumeSettings(DomainSettings):                   # each field is an option of the command line
+        patch: int = setting(48, "voxels along an edge of a patch", type=int)
+
+    class VolumeTask(Task):                                 # one training; `Task` says what is to be written
+        def __init__(self, settings, seed, device): ...     # sets model, optimizer, steps_per_epoch
+        def batches(self, epoch): ...                       # yields batches, from the seed and the epoch alone
+        def loss(self, batch): ...                          # forward pass and loss; runs inside of the region
+        def evaluate(self): ...                             # the metric
+        def use_checkpoints(self): ...                      # gradient checkpointing of the model's blocks
+
+    DOMAIN = Domain(
+        module="recipes.segmentation3d", description=__doc__, settings=VolumeSettings, task=VolumeTask,
+        metric=Metric("dice", "Dice", higher_is_better=True), libraries=("monai",),
+        size=Size("patch", unit="voxels", start=32, multiple=16, most=256),     # None: there is none to search
+    )
+
+The core does the rest: `domains.training` trains each variant (plain, checkpoint, policies) from equal weights on equal
+batches for each seed, resumes, and shows progress; `domains.processes` measures kept bytes, the peak of the process and
+the step in fresh processes, and finds the largest size that fits in `--memory`; `domains.results` writes the table,
+rows of CSV and pictures; `domains.command_line` is the command line.
+
+A recipe imports its library inside of functions, by `library("monai")`, which says what to install, and nothing of
+brevact at its top: processes that measure plain training run without the package.
+"""
+
+from recipes.domains.command_line import run_command_line
+from recipes.domains.domain import Domain, DomainSettings, Metric, Size, Task, library
+
+__all__ = ["Domain", "DomainSettings", "Metric", "Size", "Task", "library", "run_command_line"]

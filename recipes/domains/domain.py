@@ -1,0 +1,226 @@
+"""What tells the recipe of one field from that of another."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from recipes.errors import RecipeError
+from recipes.options import Limit, check_limits, setting
+from recipes.torchvision_ops import declare_missing_ops
+
+#: How libraries are installed whose import name is not what pip knows, or whose dependencies ask for another torch.
+_INSTALL = {
+    "segmentation_models_pytorch": "pip install --no-deps segmentation-models-pytorch timm torchvision",
+    "torchvision": "pip install --no-deps torchvision",
+}
+
+#: A context that a training step's forward pass and loss run in.
+Region = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class DomainSettings:
+    """What decides the result of a run, but for its variant and its seed. Every field is an option of the same name.
+
+    A recipe adds fields of its own, and limits of them, in a subclass.
+    """
+
+    LIMITS: ClassVar[tuple[Limit, ...]] = (
+        ("epochs", lambda value: value >= 1, "use at least 1"),
+        ("batch_size", lambda value: value >= 1, "use at least 1"),
+        ("lr", lambda value: value > 0, "use a value above 0"),
+    )
+
+    epochs: int = setting(8, "passes over the training data", type=int)
+    batch_size: int = setting(2, "samples in a training step", type=int)
+    lr: float = setting(1e-3, "largest learning rate", type=float)
+
+    def __post_init__(self) -> None:
+        check_limits(self, self.LIMITS)
+
+
+class Task:
+    """One training: a model, its data, its loss and its metric. A recipe derives a class from it.
+
+    Args:
+        settings: of the run.
+        seed: of weights, training data and batches; torch's generator has it already.
+        device: of the model and the batches.
+    """
+
+    #: In training mode; what a policy is for.
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    #: Stepped after the optimizer, if there is one.
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    #: Optimizer steps in an epoch.
+    steps_per_epoch: int
+
+    def __init__(self, settings: Any, seed: int, device: torch.device) -> None:
+        raise NotImplementedError
+
+    def batches(self, epoch: int) -> Iterable[Any]:
+        """Yields the batches of an epoch, counted from 1, which depend on the seed and the epoch alone.
+
+        Data are made here at the first call, not by `__init__`: a process that measures a step needs none.
+        """
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of a batch, autocast included; called inside of the variant's region."""
+        raise NotImplementedError
+
+    def evaluate(self) -> float:
+        """The metric on data that are the same for all seeds; leaves the model in training mode."""
+        raise NotImplementedError
+
+    def use_checkpoints(self) -> None:
+        """Lets the blocks of the model keep their inputs alone (gradient checkpointing), as users of the library do."""
+        raise NotImplementedError
+
+    def probe(self) -> Any:
+        """A batch of the shapes and types of training, on which a step is measured."""
+        return next(iter(self.batches(1)))
+
+    def after_step(self) -> None:
+        """Called after each optimizer step of a training, such as for an average of the weights."""
+
+    def train_epoch(self, epoch: int, region: Region, on_step: Callable[[], object]) -> float:
+        """Takes a step for each batch; a recipe replaces it only if a library brings a loop of its own.
+
+        Args:
+            epoch: counted from 1.
+            region: of the forward pass and the loss.
+            on_step: called after each step.
+
+        Returns:
+            The mean loss.
+        """
+        losses = []
+        for batch in self.batches(epoch):
+            losses.append(self.step(batch, region))
+            self.after_step()
+            on_step()
+        return float(torch.stack(losses).mean())
+
+    def step(self, batch: Any, region: Region) -> Tensor:
+        """Takes one optimizer step and returns the loss, detached."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with region():
+            loss = self.loss(batch)
+        loss.backward()
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return loss.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next epoch depends on beside model, optimizer, scheduler and torch's generators: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+
+    def show(self, path: Path) -> None:
+        """Draws what the trained model does to a PNG file; called for the first seed of each variant. Draws nothing."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The figure that a recipe judges its runs by.
+
+    Attributes:
+        name: in columns and files, one word.
+        words: in tables and pictures.
+        higher_is_better: whether it is.
+        spec: of its text, for `format`.
+    """
+
+    name: str
+    words: str
+    higher_is_better: bool
+    spec: str = ".4f"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of the settings of which the largest that fits in memory is searched.
+
+    Attributes:
+        field: of the settings.
+        unit: of the size, in words: "voxels".
+        start: the first try.
+        multiple: only multiples of it are possible; the search ends within a sixteenth, or within one multiple.
+        most: no larger size is tried.
+    """
+
+    field: str
+    unit: str
+    start: int
+    multiple: int = 1
+    most: int = 2**20
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The recipe of a field.
+
+    Attributes:
+        module: where it lies, such as "recipes.segmentation3d"; its attribute `DOMAIN` is this.
+        description: of the help text.
+        settings: class of the settings.
+        task: from settings, a seed and a device to a training.
+        metric: what runs are judged by.
+        libraries: that the task imports, by the names that Python has for them.
+        size: of which the largest that fits can be searched.
+    """
+
+    module: str
+    description: str
+    settings: type[DomainSettings]
+    task: Callable[[Any, int, torch.device], Task]
+    metric: Metric
+    libraries: tuple[str, ...] = ()
+    size: Size | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its folder and its rows."""
+        return self.module.rpartition(".")[2]
+
+
+def library(name: str) -> ModuleType:
+    """Imports a library, or a module of one.
+
+    Args:
+        name: such as "monai" or "monai.losses".
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    check_libraries([name.partition(".")[0]])
+    declare_missing_ops()  # of torchvision, which many libraries import if it is there
+    return importlib.import_module(name)
+
+
+def check_libraries(names: Iterable[str]) -> None:
+    """Finds out whether libraries are installed.
+
+    Args:
+        names: as Python has them.
+
+    Raises:
+        RecipeError: one is not.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        commands = dict.fromkeys(_INSTALL.get(name, "pip install '.[domains]'") for name in missing)
+        raise RecipeError(f"{', '.join(missing)} cannot be imported; install by {' and '.join(commands)}")
