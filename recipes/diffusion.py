@@ -4,9 +4,9 @@
     python -m recipes.diffusion --model dit --dataset cifar10 --data-dir DIR       # a DiT, which is told the classes
     python -m recipes.diffusion --model autoencoder                                # AutoencoderKL, by encode and decode
 
-A UNet or a DiT learns to predict the noise in an image (DDPM, 1,000 times, cosine schedule). Its metric is the mean squared
-error of the noise in held-out images, with averaged weights (EMA); its picture has samples of 50 steps of DDIM. The
-autoencoder's metric is the mean squared error of reconstructions, of pixels from -1 to 1; its picture has held-out
+A UNet or a DiT learns to predict the noise in an image (DDPM, 1,000 times, cosine schedule). Its metric is the mean
+squared error of the noise in held-out images, with averaged weights (EMA); its picture has samples of 50 steps of DDIM.
+The autoencoder's metric is the mean squared error of reconstructions, of pixels from -1 to 1; its picture has held-out
 images, and below them their reconstructions.
 
 The digits are 1,797 images that come with scikit-learn. `--memory 2GiB` searches the largest batch that fits.
@@ -215,7 +215,7 @@ def draw_grid(images: Tensor, path: Path, title: str) -> None:
     figure = Figure(figsize=(columns * 0.75, len(images) / columns * 0.75 + 0.4), layout="constrained")
     figure.suptitle(title, fontsize=10)
     for axes, image in zip(figure.subplots(len(images) // columns, columns).flat, images, strict=True):
-        axes.imshow(image.add(1).div(2).clamp(0, 1).permute(1, 2, 0), cmap="gray_r", vmin=0, vmax=1)
+        axes.imshow(image.add(1).div(2).clamp(0, 1).permute(1, 2, 0).numpy(), cmap="gray_r", vmin=0, vmax=1)
         axes.axis("off")
     plots.save(figure, path)
 

@@ -3,9 +3,9 @@
     python -m recipes.finetune                                             # a small Llama from random weights
     python -m recipes.finetune --seeds --size small --batch-size 1 --memory 2GiB    # the longest sequence that fits
 
-trains on texts that come with Python, in sequences of tokens, and measures bits per character on a held-out tenth. Random
-weights are those of a small Llama or GPT-2, with a tokenizer trained on the text; `--weights` takes a folder that
-`save_pretrained` wrote, or a name of Hugging Face's hub, such as what `--save` leaves:
+trains on texts that come with Python, in sequences of tokens, and measures bits per character on a held-out tenth.
+Random weights are those of a small Llama or GPT-2, with a tokenizer trained on the text. `--weights` takes a name of
+Hugging Face's hub, or a folder that `save_pretrained` wrote, such as that of `--save`:
 
     python -m recipes.finetune --variants plain --seeds 0 --save --out-dir runs/base
     python -m recipes.finetune --weights runs/base/finetune-plain --text python-source --method lora --lr 5e-4
@@ -159,7 +159,8 @@ class FineTuning(Task):
 
                 HuggingFaceCallback(None, memory=False).add_to(trainer)
             loss = trainer.train().training_loss
-            trainer.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)  # the next epoch wraps it again
+        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):  # autocast, which the next epoch adds
+            vars(self.model).pop(name, None)
         return loss
 
     @torch.no_grad()
