@@ -17,6 +17,7 @@ storage ends with the last one. Where hooks around the region hand out copies of
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from brevact.autograd.storages import WeakStorage
 from brevact.autograd.transforms import may_free_weights
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
+    count_holders,
     current_graph_task,
     is_any_autocast_enabled,
     queue_callback,
@@ -209,6 +211,21 @@ def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
                 return False
             expected *= size
     return True
+
+
+def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
+    """Decode a tensor, and return whether the caller may overwrite it: the output of a layer that nobody else reads.
+
+    The output is not held any longer: a reader that comes later computes it again.
+    """
+    found = decoder.decode(tensors)
+    if not isinstance(decoder, LayerOutput):
+        return found, False
+    held = tensors[0].untyped_storage().__dict__.pop(_HELD, None)
+    del held
+    storage = found.untyped_storage()
+    # The local name and the argument of the call; the tensor and the object of Python.
+    return found, sys.getrefcount(found) <= 2 and count_holders(storage._cdata) == 2
 
 
 def is_output(decoder: Decoder) -> bool:

@@ -1,7 +1,12 @@
-"""Outputs of norms whose input is computed again in backward: affine functions of it, with the exact statistics."""
+"""Outputs of norms whose input is computed again in backward: affine functions of it, with the exact statistics.
+
+Of a norm with one mean and one deviation a channel, what is added is worked out in the forward pass, and functions of
+the output are applied to some samples at a time, so that the output itself is nowhere as a whole.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -9,21 +14,26 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.decode_cache import decoded, is_held
 from brevact.autograd.layers_again import is_output
 from brevact.autograd.norm_decoders import Alignment, Unpacked, aligned
 from brevact.autograd.normalizing import NormInput, as_now
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.quantizers import PointFunction
+
+#: Elements to which a function is applied at once: they stay in a cache of the CPU. A GPU takes all of them.
+_PIECE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class NormOutputAgain(Decoder):
-    """Decoder of the output of a norm; its tensors are those of the input, the inverse deviations, and others it has.
+class _OutputAgain(Decoder):
+    """Decoder of the output of a norm; the first of its tensors are those of the input.
 
     Args:
         source: decoder of the input, and the number of its tensors.
         alignment: of the statistics, the weight and the bias.
-        has: whether there are means, a weight and a bias.
+        has: which of the other tensors there are.
         shape: of the output.
         stride: of the output.
         dtype: of the output.
@@ -31,7 +41,7 @@ class NormOutputAgain(Decoder):
 
     source: tuple[Decoder, int]
     alignment: Alignment
-    has: tuple[bool, bool, bool]
+    has: tuple[bool, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -53,14 +63,27 @@ class NormOutputAgain(Decoder):
         decoder, count = self.source
         return tensors[:count], decoder
 
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.DERIVED, math.prod(self.shape) * self.dtype.itemsize
+
+    def _finished(self, out: Tensor) -> Tensor:
+        """Return the output in its type and strides."""
+        out = out.to(self.dtype)
+        if out.stride() == self.stride:
+            return out
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=out.device).copy_(out)
+
+
+class NormOutputAgain(_OutputAgain):
+    """Its other tensors are the inverse deviations, and the means, the weight and the bias where there are some."""
+
+    __slots__ = ()
+
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         kept, decoder = self.input_of(tensors)
         spread, *others = tensors[len(kept) :]
         with torch.no_grad():
-            out = self._affine(decoder.decode(kept), spread, others).to(self.dtype)
-        if out.stride() == self.stride:
-            return out
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=out.device).copy_(out)
+            return self._finished(self._affine(decoder.decode(kept), spread, others))
 
     def _affine(self, x: Tensor, spread: Tensor, others: list[Tensor]) -> Tensor:
         given = iter(others)
@@ -73,25 +96,79 @@ class NormOutputAgain(Decoder):
         scale = scale if weight is None else scale * weight
         if shift is not None:
             bias = -shift * scale if bias is None else bias - shift * scale
-        if bias is None:
-            return x * scale
-        if scale.numel() == self.shape[1] == scale.shape[1] and len(self.shape) > 2:
-            return _by_channels(x, scale.flatten(), bias.flatten())
-        return torch.addcmul(bias, x.to(scale.dtype), scale)
+        return x * scale if bias is None else torch.addcmul(bias, x.to(scale.dtype), scale)
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         return False
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.DERIVED, math.prod(self.shape) * self.dtype.itemsize
+
+class ChannelsAgain(_OutputAgain):
+    """Of a norm of one mean and one deviation a channel: (N, C, ...) times (C,) factors, plus (C,) numbers.
+
+    Its other tensors are the inverse deviations, these numbers, and the weight if there is one.
+    """
+
+    __slots__ = ()
+
+    @property
+    def decodes_through(self) -> bool:
+        return True
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return decoded(self, tensors, self._decode) if self.is_read_again(tensors) else self._decode(tensors)
+
+    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        x, scale, shift = self._read(tensors)
+        return self._finished(_affine(x, scale, shift))
+
+    def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
+        return is_held(math.prod(self.shape), tensors[0])
+
+    def _read(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the input, and what is multiplied and added."""
+        kept, decoder = self.input_of(tensors)
+        spread, shift, *weight = tensors[len(kept) :]
+        with torch.no_grad():
+            scale = self.alignment.inverse(spread)
+            return decoder.decode(kept), scale * weight[0] if weight else scale, shift
+
+    def decode_through(
+        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
+    ) -> Tensor:
+        if self.is_read_again(tensors):
+            values = function(decoded(self, tensors, self._decode))
+            return values if grad is None else grad * values
+        x, scale, shift = self._read(tensors)
+        samples, size = self.shape[0], math.prod(self.shape[1:])
+        step = samples if x.is_cuda else max(_PIECE // size, 1)
+        if step >= samples or x.stride() != self.stride or x.dtype is not self.dtype:
+            values = function(self._finished(_affine(x, scale, shift)))
+            return values if grad is None else grad * values
+        other = grad if grad is not None and grad.stride() == self.stride and grad.dtype is self.dtype else None
+        out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=x.device)
+        for start in range(0, samples, step):
+            rows = slice(start, start + step)
+            values = function(_affine(x[rows], scale, shift))
+            if other is None:
+                out[rows] = values
+            else:
+                torch.mul(other[rows], values, out=out[rows])
+        return out if grad is None or other is not None else grad * out
 
 
-def _by_channels(x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """x * scale + bias of maps, by the kernel of batch norm in eval mode: a quarter of the time of ``addcmul``."""
-    return torch.batch_norm(x, scale, bias, torch.zeros_like(scale), torch.ones_like(scale), False, 0.0, 0.0, False)
+def _affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """x * scale + shift, by the kernel of batch norm in eval mode: a quarter of the time of ``addcmul``."""
+    mean, var = _of_none(scale.numel(), scale.dtype, scale.device)
+    return torch.batch_norm(x, scale, shift, mean, var, False, 0.0, 0.0, False)
 
 
-_output = one_object_each(NormOutputAgain)
+@functools.lru_cache
+def _of_none(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Statistics that change nothing."""
+    return torch.zeros(channels, dtype=dtype, device=device), torch.ones(channels, dtype=dtype, device=device)
+
+
+_output, _of_channels = one_object_each(NormOutputAgain), one_object_each(ChannelsAgain)
 
 
 def output_again(norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved | None:
@@ -101,10 +178,20 @@ def output_again(norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | Non
         tensors, decoder = decoder.without_statistics(tensors)
     if not is_output(decoder):
         return None
+    alignment, rest = norm.norm.alignment, (tuple(out.shape), out.stride(), out.dtype)
+    source = decoder, len(tensors)
+    if norm.mean is not None and norm.mean.shape == norm.spread.shape == out.shape[1:2] and out.dim() > 2:
+        with torch.no_grad():
+            scale = alignment.inverse(norm.spread)
+            scale = scale if weight is None else scale * weight
+            shift = -norm.mean * scale if bias is None else bias - norm.mean * scale
+        make = _of_channels if decoder.lasts else ChannelsAgain
+        weights = () if weight is None else (as_now(weight, True),)
+        return (*tensors, norm.spread, shift, *weights), make(source, alignment, (weight is not None,), *rest)
     others = tuple(
         y if y is None else y if y is norm.mean else as_now(y, y is weight) for y in (norm.mean, weight, bias)
     )
-    make = _output if decoder.lasts else NormOutputAgain
-    has = others[0] is not None, others[1] is not None, others[2] is not None
-    result = make((decoder, len(tensors)), norm.norm.alignment, has, tuple(out.shape), out.stride(), out.dtype)
+    make_any = _output if decoder.lasts else NormOutputAgain
+    has = tuple(y is not None for y in others)
+    result = make_any(source, alignment, has, *rest)
     return (*tensors, norm.spread, *(y for y in others if y is not None)), result

@@ -42,7 +42,7 @@ SAMPLES, CHANNELS, SIZE, CHANNELS_OF_BLOCK, MOMENTUM, EPS = range(8, 14)
 """Fields of sizes, of the channels of a block, and of the bits of two float64 numbers."""
 
 PIECE = 1024
-"""Elements of a sample that are worked on together, and lanes of the sums: scratch of 17 KiB forward, 37 backward."""
+"""Elements of a sample that are worked on together, and lanes of the sums: scratch of 17 KiB forward, 41 backward."""
 
 TOGETHER = 256
 """Elements of a sample in a block of small maps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from brevact.cpu_kernels.arrays import takes
 from brevact.cpu_kernels.batch_norm import batch_norm, packed_batch_norm
-from brevact.cpu_kernels.batch_norm_backward import packed_batch_norm_backward
+from brevact.cpu_kernels.batch_norm_backward import batch_norm_backward, packed_batch_norm_backward
 from brevact.cpu_kernels.codes import pack_codes, unpack_codes
 from brevact.cpu_kernels.dequantize import denormalize, dequantize_rows, dequantize_uniform
 from brevact.cpu_kernels.dequantize_grid import dequantize_grid
@@ -28,6 +28,7 @@ from brevact.cpu_kernels.segments import look_up, map_levels
 
 __all__ = [
     "batch_norm",
+    "batch_norm_backward",
     "decode_integers",
     "denormalize",
     "dequantize_grid",

@@ -26,6 +26,8 @@ push_hooks = find("torch._C._autograd._push_saved_tensors_default_hooks", REGION
 pop_hooks = find("torch._C._autograd._pop_saved_tensors_default_hooks", REGIONS)
 top_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks", REGIONS)
 current_graph_task = find("torch._C._current_graph_task_id", REGIONS)  #: -1 outside of a backward pass
+#: How many tensors, and objects of Python, hold the storage at an address.
+count_holders = find("torch._C._storage_Use_Count", REGIONS, fallback=lambda address: 1 << 30)
 #: The node of the graph whose backward pass this thread runs; None outside of one.
 current_autograd_node = find("torch._C._current_autograd_node", REGIONS, fallback=lambda: None)
 queue_callback = find("torch.autograd.Variable._execution_engine.queue_callback", REGIONS)

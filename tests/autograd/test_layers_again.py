@@ -423,3 +423,58 @@ def test_compiled_graphs_compute_no_layer_again():
     compiled = torch.compile(copy.deepcopy(net), fullgraph=True, backend="aot_eager")
     for grad, reference in zip(gradients(compiled, x, settings(8, recompute=64)), expected, strict=True):
         assert (grad - reference).norm() <= 0.05 * reference.norm()
+
+
+def on_a_grid(*shape: int) -> torch.Tensor:
+    """Values that 8-bit codes give back as they are: 256 of them at equal distances, with the ends in each bucket."""
+    x = torch.randint(256, shape).float()
+    flat = x.view(-1, 64)
+    flat[:, 0], flat[:, 1] = 0.0, 255.0
+    return x / 64 - 2
+
+
+ON_GRID = brevact.NearestBackward8bit.let(min_numel=0, bucket_size=64, recompute=10_000)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.ReLU, nn.Sigmoid])
+@pytest.mark.parametrize("size", [8, 80], ids=["small", "large"])  # the second in pieces
+def test_gradients_through_batch_norms_by_kernels_are_those_of_plain_torch(act, size):
+    make = nn.Sequential(
+        *(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), act()),
+        *(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), act()),
+    )
+    x = on_a_grid(8, 4, size, size)
+    plain, ours = copy.deepcopy(make), brevact.quantize_backward(copy.deepcopy(make), ON_GRID)
+    weights = torch.randn(8, 8, size, size)
+    found = []
+    for net in (plain, ours):
+        inputs = x.clone().requires_grad_()
+        out = net(inputs)
+        (out * weights).sum().backward()
+        found.append([out.detach(), inputs.grad, *(p.grad for p in net.parameters())])
+    assert torch.equal(found[0][0], found[1][0])
+    for grad, reference in zip(found[1], found[0], strict=True):
+        terms = x.numel()
+        top = max(reference.abs().max().item(), weights.abs().sum().item() / terms)
+        torch.testing.assert_close(grad, reference, rtol=0, atol=64 * terms**0.5 * torch.finfo().eps * top)
+
+
+def test_a_norm_that_takes_the_memory_of_its_input_leaves_it_to_readers_that_come_later():
+    """The norm runs last in forward, and first in backward: the other reader computes the layer again."""
+    layer, norm, weights = nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), torch.randn(8, 8, 16, 16)
+    inputs = on_a_grid(8, 4, 16, 16)
+
+    def gradients_of(context):
+        for module in (layer, norm):
+            module.zero_grad()
+        x = inputs.clone().requires_grad_()
+        with context:
+            hidden = layer(x)
+            other = F.silu(hidden)
+            out = norm(hidden)
+        ((out + other) * weights).sum().backward()
+        return [x.grad, layer.weight.grad.clone(), norm.weight.grad.clone()]
+
+    plain, found = gradients_of(torch.enable_grad()), gradients_of(brevact.backward_quant(ON_GRID))
+    for grad, reference in zip(found, plain, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=0, atol=1e-4 * reference.abs().max().item())

@@ -27,7 +27,7 @@ from brevact.quantizers.normalizing_plans import NormalizedPlan
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 _group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
@@ -83,7 +83,24 @@ def packed_batch_norm_backward(
         if found is not NotImplemented:
             return found
     x = packing.dequantize_centred(buffer, invstd)
-    return batch_norm_backward(grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, eps, mask)
+    return _batch_norm_backward(grad, x, weight, None, None, torch.zeros_like(invstd), invstd, True, eps, mask)
+
+
+@run_by_kernels
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+    mask: list[bool],
+    overwrites: bool,
+) -> Gradients:
+    """Gradients of batch norm by the statistics of the batch, from its input, in whose memory that of the input may lie
+    if it is to be overwritten. The kernel adds the terms of sums in another order than ATen.
+    """
+    return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, mask)
 
 
 @run_by_kernels
@@ -169,12 +186,13 @@ class BatchNorm(Norm):
         return self.running_mean, self.running_var
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return batch_norm.law(x, weight, bias, *self.running, self.momentum, self.eps, self.cudnn_enabled)
+        run = batch_norm.law if self.packing is None else batch_norm
+        return run(x, weight, bias, *self.running, self.momentum, self.eps, self.cudnn_enabled)
 
     def backward(
         self, grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, mask: list[bool]
     ) -> Gradients:
-        return batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
+        return _batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, self.eps, mask)
 
     @property
     def key(self) -> Hashable:
@@ -259,7 +277,7 @@ class Frozen(Norm):
     ) -> Gradients:
         if self.function is torch.instance_norm:  # which lays out samples as channels
             grad, x = grad.contiguous(), x.contiguous()
-        return batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
+        return _batch_norm_backward(grad, x, weight, mean, var, None, None, False, self.eps, mask)
 
 
 @dataclass(eq=False)

@@ -22,11 +22,19 @@ from torch import Tensor
 
 from brevact.autograd.derived import derive_output
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.norm_decoders import Centred, normalized_early
+from brevact.autograd.layers_again import take
+from brevact.autograd.norm_decoders import Centred, Unpacked, normalized_early
 from brevact.autograd.normalizing import NormInput
-from brevact.autograd.ops.base import Saving, load, requires_grad, save
+from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
 from brevact.autograd.ops.norm.alignments import along_channels
-from brevact.autograd.ops.norm.formulas import Frozen, Norm, packed_batch_norm_backward, sum_of_channels
+from brevact.autograd.ops.norm.formulas import (
+    Frozen,
+    Gradients,
+    Norm,
+    batch_norm_backward,
+    packed_batch_norm_backward,
+    sum_of_channels,
+)
 from brevact.autograd.saved import Saved
 from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 
@@ -82,6 +90,8 @@ class _Norm(Saving):
             return None, None, *packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
         if kept is not None:
             dtype, weight_dtype = ctx.dtypes
+            if packing is not None and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
+                return None, None, *_backward_of_recomputed(norm, kept, grad, weight, mask)
             x, mean, invstd = kept.with_statistics()
             x = x if x.dtype is dtype else x.to(dtype)
             w = weight if weight is None or weight.dtype is weight_dtype else weight.to(weight_dtype)
@@ -91,6 +101,16 @@ class _Norm(Saving):
                 return None, None, *grads
             grad_input, grad_weight, _ = grads
         return None, None, grad_input, grad_weight, norm.bias_gradient(grad) if mask[2] else None
+
+
+def _backward_of_recomputed(
+    norm: Any, kept: SavedValue, grad: Tensor, weight: Tensor | None, mask: list[bool]
+) -> Gradients:
+    """Gradients of a batch norm that has a plan, from an input that is computed again, whose memory they may take."""
+    source, decoder = kept.decoder.without_statistics(kept.tensors)
+    x, is_owned = take(decoder, source)
+    mean, invstd = kept.tensors[-2:]
+    return batch_norm_backward(grad, x, weight, mean, invstd, norm.eps, mask, is_owned)
 
 
 class _Frozen(Saving):
