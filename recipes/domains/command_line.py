@@ -12,7 +12,7 @@ import torch
 from recipes import files
 from recipes.domains import processes, results, training
 from recipes.domains.domain import Domain, check_libraries
-from recipes.domains.variants import CHECKPOINT, DEFAULT_VARIANTS, PLAIN, is_packed
+from recipes.domains.variants import CHECKPOINT, DEFAULT_VARIANTS, PLAIN, is_packed, policy_words
 from recipes.errors import RecipeError
 from recipes.folders import open_folder
 from recipes.options import add_option, option, torch_device
@@ -164,7 +164,7 @@ def variant_of(words: str) -> str:
     if is_packed(words):
         from recipes.policy_names import named_policy
 
-        named_policy(words)
+        named_policy(policy_words(words))
     return words
 
 
@@ -184,7 +184,7 @@ def _parse(domain: Domain, arguments: Sequence[str] | None) -> argparse.Namespac
         type=variant_of,
         default=list(DEFAULT_VARIANTS),
         metavar="NAME",
-        help=f"{PLAIN}, {CHECKPOINT}, or policies of brevact (default: {' '.join(DEFAULT_VARIANTS)})",
+        help=f"{PLAIN}, {CHECKPOINT}, policies, {CHECKPOINT}+POLICY (default: {' '.join(DEFAULT_VARIANTS)})",
     )
     parser.add_argument(
         "--seeds", nargs="*", type=int, default=[0, 1, 2], help="a training of each variant for each; none: no training"

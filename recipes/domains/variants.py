@@ -5,6 +5,8 @@ from contextlib import nullcontext
 from recipes.domains.domain import Region, Task
 
 PLAIN, CHECKPOINT = "plain", "checkpoint"
+#: In front of a policy: checkpoints, and the policy for what lies outside of them.
+_BOTH = "checkpoint+"
 #: What the table compares unless the command line says otherwise; all but the first two are names of policies.
 DEFAULT_VARIANTS = (PLAIN, CHECKPOINT, "DEFAULT", "RECOMPUTE")
 
@@ -14,21 +16,27 @@ def prepare(task: Task, variant: str) -> Region:
 
     Args:
         task: changed in place.
-        variant: `PLAIN`, `CHECKPOINT`, or words of `recipes.policy_names`.
+        variant: `PLAIN`, `CHECKPOINT`, words of `recipes.policy_names`, or those behind `checkpoint+`.
 
     Returns:
         What makes the context of a forward pass and its loss.
     """
     if variant == PLAIN:
         return nullcontext
-    if variant == CHECKPOINT:
+    if variant == CHECKPOINT or variant.startswith(_BOTH):
         task.use_checkpoints()
+    if not is_packed(variant):
         return nullcontext
     import brevact  # here: plain training runs without the package
     from recipes.policy_names import named_policy
 
-    named_policy(variant).apply(task.model)
+    named_policy(policy_words(variant)).apply(task.model)
     return lambda: brevact.backward_quant(task.model)
+
+
+def policy_words(variant: str) -> str:
+    """The policy of a variant that has one."""
+    return variant.removeprefix(_BOTH)
 
 
 def is_packed(variant: str) -> bool:

@@ -1,16 +1,20 @@
 """What the recipes of fields share, on a recipe without a library of its own."""
 
+import argparse
 import dataclasses
 import statistics
 
 import pytest
 import torch
 
+import brevact
 from recipes.domains import Domain, library, run_command_line
+from recipes.domains.command_line import variant_of
 from recipes.domains.processes import Case, case_of, fitting_size
+from recipes.domains.variants import prepare
 from recipes.errors import RecipeError
 from recipes.files import read_rows
-from tests.recipes.domains.tiny import DOMAIN, Net, TinySettings, main
+from tests.recipes.domains.tiny import DOMAIN, Net, TinySettings, TinyTask, main
 from tests.recipes.running import PNG, interrupted_at_forward
 
 #: A step of the tiny model is too small for the default's smallest packed tensor.
@@ -108,6 +112,15 @@ def test_main_says_what_to_do_and_exits_with_2(tmp_path, capsys, arguments, mess
     assert main([*arguments, "--out-dir", str(tmp_path / "runs")]) == 2
     error = capsys.readouterr().err
     assert message in error and error.splitlines()[-1].startswith("error: ")
+
+
+def test_a_variant_may_be_checkpoints_and_a_policy():
+    task = TinyTask(TinySettings(), 0, torch.device("cpu"))
+    region = prepare(task, variant_of(f"checkpoint+{POLICY}"))
+    assert task.model.checkpointed and "StochBackward4bit" in str(brevact.backward_policy(task.model))
+    task.step(next(task.batches(1)), region)
+    with pytest.raises(argparse.ArgumentTypeError, match="^nothing is not a backward quantizer or policy"):
+        variant_of("checkpoint+nothing")
 
 
 def test_main_refuses_an_unknown_variant(capsys):
