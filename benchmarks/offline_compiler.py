@@ -52,7 +52,7 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
         The compiled kernel.
     """
     signature, constants, attributes = {}, {}, {}
-    values = iter(launch.arguments)
+    values = iter(launch.tensors_and_numbers)
     for index, parameter in enumerate(launch.kernel.params):
         name = parameter.name
         value = launch.constants[name] if parameter.is_constexpr else next(values)

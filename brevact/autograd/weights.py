@@ -81,7 +81,7 @@ class ModelState:
     def __init__(self, owner: nn.Module | None) -> None:
         self._owner = owner
         self._modules: dict[nn.Module, None] = {}
-        self._addresses: frozenset[int] | None = None
+        self._addresses: set[int] | None = None
         self._derived: dict[int, WeakStorage] = {}
         self._sweep_at = _SWEEP_FLOOR
         if owner is None:
@@ -91,18 +91,14 @@ class ModelState:
         """Notice a module that runs."""
         if module not in self._modules and (module._parameters or module._buffers):
             self._modules[module] = None
-            self._addresses = None
+            if self._addresses is not None:
+                self._addresses.update(_addresses_of(module))
 
     def __contains__(self, address: int) -> bool:
         """Return whether the storage at ``address`` is that of a weight."""
         if self._addresses is None:
             modules = self._modules if self._owner is None else self._owner.modules()
-            self._addresses = frozenset(
-                storage_address(tensor)
-                for module in modules
-                for tensor in (*module._parameters.values(), *module._buffers.values())
-                if tensor is not None
-            )
+            self._addresses = {address for module in modules for address in _addresses_of(module)}
         if address in self._addresses:
             return True
         derived = self._derived.get(address)
@@ -134,6 +130,12 @@ class ModelState:
         """Stop watching modules."""
         if self._owner is None:
             _watchers.remove(self)
+
+
+def _addresses_of(module: nn.Module) -> list[int]:
+    """Addresses of the storages of a module's own parameters and buffers."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [storage_address(tensor) for tensor in tensors if tensor is not None]
 
 
 class _Watchers:

@@ -1,7 +1,8 @@
-"""Private names of Triton."""
+"""Undocumented names of Triton."""
 
 from __future__ import annotations
 
 from brevact.private_names.lookup import find
 
-InterpretedFunction = find("triton.runtime.interpreter.InterpretedFunction", "running Triton kernels interpreted")
+#: Class of the kernels that a launch returns; called with a grid, arguments and constants they launch by themselves.
+CompiledKernel = find("triton.compiler.CompiledKernel", "launches without Triton's lookup", fallback=type(None))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import next_power_of_2
 
 from brevact.geometry import Geometry
+from brevact.private_names.of_torch import current_raw_stream
+from brevact.private_names.of_triton import CompiledKernel
 
 THREADS = 128
 """Threads of a program, unless its tile asks for another number."""
@@ -20,27 +22,87 @@ WIDEST_ACCESS = 16
 _LEAST_TILES = 8  # of a part of a group, so that what the parts find stays small beside the tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _PROGRAMS = 1024  # that keep a large GPU busy
+_MOST_COMPILED = 1 << 16  # launches of different sizes that are remembered
 
 
-@dataclass(frozen=True)
-class Launch:
+class Part(NamedTuple):
+    """Some elements of a buffer, as an argument of a kernel: a tensor is made of them only where one is needed."""
+
+    buffer: Tensor
+    start: int
+    dtype: torch.dtype
+    numel: int
+
+    def tensor(self) -> Tensor:
+        """The elements, a 1-D view."""
+        return self.buffer[self.start : self.start + self.numel * self.dtype.itemsize].view(self.dtype)
+
+
+class Launch(NamedTuple):
     """A kernel made by `triton.jit` and what it is called with: grid, arguments in order, and constants by name."""
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: tuple[Tensor | int | float | None, ...]
-    constants: dict[str, int | bool]
+    arguments: tuple[Tensor | Part | int | float | None, ...]
+    constants: Mapping[str, int | bool]
     threads: int = THREADS
 
     def run(self) -> None:
-        """Launch the kernel on its tensors' device, in the current stream. An empty grid is none."""
-        if not math.prod(self.grid):
+        """Launch the kernel on its tensors' device, in the current stream. An empty grid is none.
+
+        Triton finds the compiled kernel by looking at each argument, in Python, and asks the driver about each pointer:
+        five times the work of the launch. Launches that are equal but for the addresses therefore find it here.
+        """
+        kernel, grid, arguments, constants, threads = self
+        if 0 in grid:
             return
-        device = next(argument.device for argument in self.arguments if isinstance(argument, Tensor))
+        values: list[int | float | None] = []  # pointers are their addresses
+        key: list[Any] = [kernel.fn, threads, *constants, *constants.values()]
+        device = None
+        for argument in arguments:
+            kind = type(argument)
+            if kind is int or kind is float or argument is None:
+                values.append(argument)  # type: ignore[arg-type]
+                key.append(argument)
+            elif kind is Part:
+                buffer, start, dtype, _ = argument  # type: ignore[misc]
+                values.append(address := buffer.data_ptr() + start)
+                key += (dtype, address % WIDEST_ACCESS)
+            else:
+                device = argument.device  # type: ignore[union-attr]
+                values.append(address := argument.data_ptr())  # type: ignore[union-attr]
+                key += (argument.dtype, address % WIDEST_ACCESS)  # type: ignore[union-attr]
+        assert device is not None, "a kernel writes or reads a tensor"
+        index = device.index
+        found = _compiled.get((*key, index))
+        if found is None or torch.cuda.current_device() != index:
+            self._run_by_triton(device, (*key, index))
+            return
+        compiled, tail = found
+        compiled[(*grid, 1, 1)](*values, *tail, stream=current_raw_stream(index))
+
+    def _run_by_triton(self, device: torch.device, key: tuple[Any, ...]) -> None:
+        """Compile the kernel if need be, run it, and remember it for equal launches."""
+        constants = {**self.constants, "num_warps": self.threads // _warp_size(device), "enable_fp_fusion": False}
         with torch.cuda.device(device if device.type == "cuda" else -1):
-            self.kernel[self.grid](
-                *self.arguments, **self.constants, num_warps=self.threads // _warp_size(device), enable_fp_fusion=False
-            )
+            compiled = self.kernel[self.grid](*self.tensors_and_numbers, **constants)
+        if device.type != "cuda" or not isinstance(compiled, CompiledKernel):  # interpreted, or somebody's hook
+            return
+        names = self.kernel.arg_names[len(self.arguments) :]
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        _compiled[key] = compiled, tuple(self.constants[name] for name in names)
+
+    @property
+    def tensors_and_numbers(self) -> tuple[Tensor | int | float | None, ...]:
+        """The arguments as Triton takes them."""
+        return tuple(
+            x.tensor() if isinstance(x, Part) else x.detach() if isinstance(x, Tensor) else x for x in self.arguments
+        )
+
+
+#: Compiled kernels and the constants behind their arguments, by all that Triton compiles for, and by sizes.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[int | bool, ...]]] = {}
 
 
 def takes(arrays: tuple[Tensor | None, ...]) -> bool:
@@ -64,8 +126,10 @@ def takes(arrays: tuple[Tensor | None, ...]) -> bool:
 
 def seed_on(device: torch.device, seed: int | Tensor | None) -> Tensor | None:
     """A seed as the kernels read it: from device memory, so that nothing waits for it."""
-    if seed is None or isinstance(seed, Tensor):
-        return None if seed is None else seed.to(device)
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor):
+        return seed if seed.device == device else seed.to(device)
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from brevact.geometry import Place, Segments, UniformPlan
 from brevact.triton_kernels.dequantize import load_grid
 from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, widen
-from brevact.triton_kernels.launch import Launch, tiling
+from brevact.triton_kernels.launch import Launch, Part, tiling
 from brevact.triton_kernels.normalize import LARGEST_RUN, NO_STATISTICS
 from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
 
@@ -126,7 +126,8 @@ def map_levels(
 ) -> None:
     """See the law."""
     geometry, entries = plan.geometry, table.numel()
-    _, minimum, scale = plan.split(buffer)
+    minimum = Part(buffer, plan.minimum_at, plan.minimum_dtype, geometry.groups)
+    scale = Part(buffer, plan.scale_at, plan.scale_dtype, geometry.groups)
     last = max(geometry.numel - 1, 0) // segments.run
     sizes = (entries, segments.inner, segments.run, segments.slots, last, geometry.groups, torch.finfo(dtype).max)
     statistics = NO_STATISTICS if place is None else (mean, factor, *place)
@@ -153,5 +154,6 @@ def look_up(
         "SLOTS": segments.slots > 1,
         "ALIGNED": segments.inner % columns == 0 and run % columns == 0,
     }
-    arguments = (plan.split(buffer)[0], table, other, target, geometry.numel, segments.inner, run, segments.slots)
+    codes = Part(buffer, 0, torch.uint8, geometry.code_bytes)
+    arguments = (codes, table, other, target, geometry.numel, segments.inner, run, segments.slots)
     Launch(look_up_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton import next_power_of_2
 
 from brevact.geometry import Geometry, Place, UniformPlan
 from brevact.triton_kernels.dequantize import dequantize_kernel
-from brevact.triton_kernels.launch import Launch, group_tiling, seed_on, tiling
+from brevact.triton_kernels.launch import Launch, Part, group_tiling, seed_on, tiling
 from brevact.triton_kernels.normalize import NO_STATISTICS, fits, place_flags
 from brevact.triton_kernels.packing import mask_multiply
 from brevact.triton_kernels.quantize import quantize_calibrated_kernel, quantize_kernel
@@ -44,11 +46,11 @@ def rows_in_groups(geometry: Geometry) -> bool:
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """One read of the elements where a program holds whole groups, else two."""
-    geometry, x, key = plan.geometry, x.detach(), seed_on(x.device, seed)
+    geometry, key = plan.geometry, seed_on(x.device, seed)
     if one_pass(geometry):
         _quantize_at_once(x, plan, buffer, key)
         return
-    codes, minimum, scale = plan.split(buffer)
+    codes, minimum, scale = _parts(plan, buffer)
     inverse = x.new_empty(geometry.groups, dtype=torch.float32)
     _calibrate(x, scale, minimum, inverse, geometry)
     aligned = rows_in_groups(geometry)
@@ -73,7 +75,7 @@ def quantize_normalized(
     if not one_pass(geometry) or not fits(place, geometry.numel):
         return NotImplemented
     flags = place_flags(place, geometry.numel, geometry.block_size // 8)
-    _quantize_at_once(x.detach(), plan, buffer, seed_on(x.device, seed), (mean, factor, *place), flags)
+    _quantize_at_once(x, plan, buffer, seed_on(x.device, seed), (mean, factor, *place), flags)
 
 
 def _quantize_at_once(
@@ -85,9 +87,19 @@ def _quantize_at_once(
     flags: int = 0,
 ) -> None:
     """One read of the elements, normalized on the way if there are flags."""
+    grid, constants, threads = _at_once(plan, x.itemsize, key is not None, flags)
+    codes, minimum, scale = _parts(plan, buffer)
+    arguments = (x, codes, scale, minimum, key, plan.geometry.numel, *statistics)
+    Launch(quantize_kernel, grid, arguments, constants, threads).run()
+
+
+@functools.lru_cache(maxsize=4096)
+def _at_once(
+    plan: UniformPlan, itemsize: int, stochastic: bool, flags: int
+) -> tuple[tuple[int], dict[str, int | bool], int]:
+    """Grid, constants and threads of `quantize_kernel`."""
     geometry = plan.geometry
-    codes, minimum, scale = plan.split(buffer)
-    tiles = tiling(geometry.numel, geometry.block_size, x.itemsize, geometry.inner)
+    tiles = tiling(geometry.numel, geometry.block_size, itemsize, geometry.inner)
     constants = {
         "INNER": geometry.inner,
         "BLOCK": geometry.block_size,
@@ -97,17 +109,27 @@ def _quantize_at_once(
         "COLUMNS_2": tiles.columns,
         "PLACE": flags,
         "DITHERED": plan.dithered,
-        **_rounding(geometry, key),
+        "BIT_WIDTH": geometry.bit_width,
+        "STOCHASTIC": stochastic,
     }
-    arguments = (x, codes, scale, minimum, key, geometry.numel, *statistics)
-    Launch(quantize_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
+    return (tiles.programs,), constants, tiles.threads
+
+
+def _parts(plan: UniformPlan, buffer: Tensor) -> tuple[Part, Part, Part]:
+    """Codes, minima and scales."""
+    geometry = plan.geometry
+    return (
+        Part(buffer, 0, torch.uint8, geometry.code_bytes),
+        Part(buffer, plan.minimum_at, plan.minimum_dtype, geometry.groups),
+        Part(buffer, plan.scale_at, plan.scale_dtype, geometry.groups),
+    )
 
 
 def _rounding(geometry: Geometry, key: Tensor | None) -> dict[str, int | bool]:
     return {"BIT_WIDTH": geometry.bit_width, "STOCHASTIC": key is not None}
 
 
-def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, geometry: Geometry) -> None:
+def _calibrate(x: Tensor, scale: Part, minimum: Part, inverse: Tensor, geometry: Geometry) -> None:
     """Metadata of all groups, each by one program, or by several and a second launch that joins their ranges."""
     tiles, groups = group_tiling(geometry, RANGES_TILE), geometry.groups
     metadata, sizes = (scale, minimum, inverse), (geometry.numel, geometry.inner, groups, tiles.repeats)
@@ -161,9 +183,19 @@ def _dequantize(
     flags: int = 0,
 ) -> None:
     """Decode, and multiply; or undo a normalization, if there are flags, and add."""
+    grid, constants, threads, sizes = _decoding(plan, target.itemsize, flags)
+    codes, minimum, scale = _parts(plan, buffer)
+    arguments = (codes, scale, minimum, other, target, *sizes, largest, *statistics)
+    Launch(dequantize_kernel, grid, arguments, constants, threads).run()
+
+
+@functools.lru_cache(maxsize=4096)
+def _decoding(
+    plan: UniformPlan, itemsize: int, flags: int
+) -> tuple[tuple[int], dict[str, int | bool], int, tuple[int, int, int]]:
+    """Grid, constants, threads and sizes of `dequantize_kernel`."""
     geometry = plan.geometry
-    codes, minimum, scale = plan.split(buffer)
-    tiles = tiling(geometry.numel, geometry.block_size, target.itemsize)
+    tiles = tiling(geometry.numel, geometry.block_size, itemsize)
     constants = {
         "BIT_WIDTH": geometry.bit_width,
         "BLOCK": geometry.block_size,
@@ -173,6 +205,4 @@ def _dequantize(
         "ALIGNED": rows_in_groups(geometry),
         "PLACE": flags,
     }
-    sizes = (geometry.numel, run_of(geometry), geometry.groups, largest)
-    arguments = (codes, scale, minimum, other, target, *sizes, *statistics)
-    Launch(dequantize_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
+    return (tiles.programs,), constants, tiles.threads, (geometry.numel, run_of(geometry), geometry.groups)

@@ -219,3 +219,21 @@ def test_quantize_more_than_two_to_the_31_elements():
 @pytest.mark.parametrize("name", NAMES)
 def test_pass_equals_its_law(name: str):
     check_pass(name, triton_kernels, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", [0, 1, 8])
+def test_launches_that_are_found_again_write_the_reference_bytes(start: int, dtype: torch.dtype):
+    """Of the same sizes, at other addresses, some of them not aligned, in another stream, with another seed."""
+    torch.manual_seed(0)
+    quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.DITHERED)
+    for _ in range(3):
+        check_quantizer(quantizer, torch.randn(9000, device="cuda").to(dtype)[start : start + 8192])
+    stream = torch.cuda.Stream()
+    x = torch.randn(8192, device="cuda").to(dtype)
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        mine = quantizer.quantize(x, 7).buffer.clone()
+    torch.cuda.synchronize()
+    assert torch.equal(mine, quantizer.quantize(x, 7).buffer)
+    assert not torch.equal(mine, quantizer.quantize(x, 8).buffer)
