@@ -31,7 +31,8 @@ from benchmarks.offline_compiler import collected, compile_launch, resources
 from benchmarks.records import write_rows
 from brevact import triton_kernels
 from brevact.geometry import Grid, Place, Segments
-from brevact.quantizers import Granularity, Layout, PackedSpec, UniformQuantizer
+from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.quantizers import Granularity, Layout, PackedSpec, ResidualQuantizer, UniformQuantizer
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.triton_kernels import Launch
 from brevact.triton_kernels.uniform import one_pass, rows_in_groups
@@ -46,12 +47,14 @@ BIT_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24)
 GRID_OPERATIONS = ("grid_nearest", "grid_stochastic", "grid_dequantize", "grid_moments")
 NORM_OPERATIONS = ("normalize", "denormalize", "denormalize_add")
 TABLE_OPERATIONS = ("map_levels", "look_up", "look_up_multiply")
+INTEGER_OPERATIONS = ("fake_quantize", "fake_quantize_backward", "decode_integers")
 OPERATIONS = (
     *("nearest", "stochastic", "dithered", "dequantize", "dequantize_multiply"),
     *NORM_OPERATIONS,
     *TABLE_OPERATIONS,
     *("masks", "codes"),
     *GRID_OPERATIONS,
+    *INTEGER_OPERATIONS,
 )
 BUCKETS = ("512", "64", "16", "100", "4096", "8192", "tensor", "channel", "channels_last", "huge")
 """Bucket sizes, other granularities, and "huge": the default bucket size in a tensor of 2^31 elements."""
@@ -154,6 +157,8 @@ def _launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
         yield from _code_launches(variant.bit_width)
     elif variant.operation in GRID_OPERATIONS:
         yield from _grid_launches(variant)
+    elif variant.operation in INTEGER_OPERATIONS:
+        yield from _integer_launches(variant)
     elif variant.operation in NORM_OPERATIONS:
         yield from _norm_launches(variant)
     elif variant.operation in TABLE_OPERATIONS:
@@ -282,6 +287,39 @@ def _grid_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     else:
         wide = affine is None or rows_in_groups(geometry) or x.itemsize == 4
         yield launch, 8 * wide, 0
+
+
+def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
+    """One scale, or one for each channel, of activations behind a ReLU that keep a mask, residuals, or themselves."""
+    by_channel = variant.bucket.startswith("channel")
+    if variant.bit_width > 8 or not (by_channel or variant.bucket in ("tensor", "huge")):
+        return
+    _, x = _subject(variant)
+    if by_channel and x.dtype is not torch.float32:
+        return
+    layout = Layout.of(x)
+    inner, groups = layout.groups_along(1) if by_channel else (x.numel(), 1)
+    top = 2**variant.bit_width - 1
+    plan = IntegerPlan(x.numel(), variant.bit_width, 0, top, IntegerRounding.NEAREST, True, True, False, inner, groups)
+    scale, zero, packed = _meta(groups, torch.float32), _meta((), torch.float32), _meta(x.numel(), torch.uint8)
+    flag, parts = _meta(1, torch.uint8), _meta((2, -(-x.numel() // 512) * 64), torch.float32)
+    residual_of, terms = ResidualQuantizer(bit_width=2), _meta((2, x.numel()), x.dtype)
+    given = x, plan, scale, zero
+    with collected() as launches:
+        if variant.operation == "decode_integers":
+            triton_kernels.decode_integers(packed, plan, scale, zero, x)
+        elif variant.operation == "fake_quantize":
+            triton_kernels.fake_quantize(*given, None, None, x, None, packed, packed, None, flag)
+            triton_kernels.fake_quantize(*given, residual_of, _seed(True), x, None, packed, None, packed, flag)
+            triton_kernels.fake_quantize(*given, None, None, x, x, packed, None, None, flag)
+        else:
+            triton_kernels.fake_quantize_backward(*given, None, None, packed, None, None, x, None, None, None)
+            residuals = residual_of, packed, None, None, packed
+            triton_kernels.fake_quantize_backward(*given, *residuals, x, None, None, parts)
+            triton_kernels.fake_quantize_backward(*given, None, None, None, x, None, x, terms, None, None)
+    stores = {"decode_integers": (8,), "fake_quantize": (8, 8, 16), "fake_quantize_backward": (8, 8, 24)}
+    loads = {"decode_integers": (0,), "fake_quantize": (8, 8, 8), "fake_quantize_backward": (8, 8, 16)}
+    yield from zip(launches, loads[variant.operation], stores[variant.operation], strict=True)
 
 
 def _seed(stochastic: bool) -> Tensor | None:

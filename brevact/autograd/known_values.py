@@ -91,7 +91,7 @@ class IntegerCodes(Decoder):
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, zero_point, scale, *mask = tensors
         plan = None
-        if not mask and self.step == 1 and packed.is_cpu and not is_traced(packed):
+        if not mask and self.step == 1 and not is_traced(packed):
             plan = _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
         if plan is None:
             return self.integers(tensors) * scale

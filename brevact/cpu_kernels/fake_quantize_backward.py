@@ -61,9 +61,11 @@ from brevact.cpu_kernels.planes import bytes_to_codes
 from brevact.cpu_kernels.teams import share
 from brevact.integers import IntegerPlan
 
-TERMS, SUMS, REST = 26, 27, 28
-"""Addresses of (2, n) terms, of the sums of the lanes of full blocks, (2, B * 32), and of (2, 512) terms of the last
-block where it is not full; 0 for none. X is the gradient, OUT the gradient of what was quantized."""
+TERMS, SUMS, REST, PARTS = 26, 27, 28, 29
+"""Addresses of (2, n) terms, of the sums of the lanes of full blocks, (2, B * 32), of (2, 512) terms of the last block
+where it is not full, and of (2, B * 64) sums of columns; 0 for none. X is the gradient, OUT the gradient of what was
+quantized."""
+COLUMNS = BLOCK // 8
 
 
 @inlined
@@ -92,6 +94,17 @@ def _terms(g, clipped, q, steps, scales, count, kind, first, second):
         store(second, e, -load(clipped, e) * (load(steps, e) / load(scales, e)))
 
 
+@inlined
+def _add_columns(terms, count, out):
+    """Sums of the eight terms of each column of a block, 0 for columns that it lacks."""
+    columns = (count + 7) // 8
+    for c in range(COLUMNS):
+        store(out, c, load(terms, c) if c < columns else np.float32(0.0))
+    for i in range(1, 8):
+        for c in range(min(columns, count - i * columns)):
+            store(out, c, load(out, c) + load(terms, i * columns + c))
+
+
 @kernel
 def fake_quantize_backward_blocks(words_at, start, stop):
     """Gradients of blocks start to stop as the words at this address say."""
@@ -101,7 +114,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     highest, rounding = np.float32(load(words, HIGHEST)), load(words, ROUNDING)
     rectifies, clips = load(words, RECTIFIES), load(words, CLIPS)
     again = load(words, CODES) == 0 and load(words, VALUES) != 0  # all is computed again from what was quantized
-    wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0
+    wants_terms = load(words, TERMS) != 0 or load(words, SUMS) != 0 or load(words, PARTS) != 0
     scales, zero_points, clipped = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     q, steps, first_terms, second_terms = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
     rounded, spent, staged, of_values = f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK), f32_scratch(BLOCK)
@@ -168,6 +181,13 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             for e in range(count):
                 store(steps, e, load(x, e) / load(scales, e))
             settle(steps, kind, count)
+        if load(words, PARTS):
+            _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
+            settle(first_terms, kind, count)
+            settle(second_terms, kind, count)
+            sums = advance(f32_at(load(words, PARTS)), index * COLUMNS)
+            _add_columns(first_terms, count, sums)
+            _add_columns(second_terms, count, advance(sums, blocks * COLUMNS))
         if load(words, TERMS) and direct:
             one = advance(f32_at(load(words, TERMS)), first)
             _terms(g, clipped, q, steps, scales, count, kind, one, advance(one, numel))
@@ -175,6 +195,8 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
             emit(first_terms, load(words, TERMS), kind, first, count)
             emit(second_terms, load(words, TERMS), kind, numel + first, count)
+        elif load(words, SUMS) == 0:
+            continue
         elif count == BLOCK:
             _terms(g, clipped, q, steps, scales, BLOCK, kind, first_terms, second_terms)
             lanes = advance(f32_at(load(words, SUMS)), index * LANES)
@@ -239,6 +261,7 @@ def fake_quantize_backward(
     target: Tensor,
     terms: Tensor | None,
     sums: Tensor | None,
+    parts: Tensor | None,
 ) -> None:
     """The kernel adds float32 where torch's order of a sum is known; else torch adds the terms."""
     if not reads(grad, plan, scale, zero_point, values, target, terms, sums) or (
@@ -257,11 +280,12 @@ def fake_quantize_backward(
         lanes, rest = grad.new_empty(2, blocks * LANES), grad.new_empty(2, BLOCK)
     levels = None if residual is None else residual_of.rows(grad.device)[0]
     width = 0 if residual is None else residual_of.bit_width
-    words = (ctypes.c_int64 * 29)(
+    words = (ctypes.c_int64 * 30)(
         *plan,
         *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
         *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
-        *(address(levels), 0, width, 0, KINDS[grad.dtype], address(terms), address(lanes), address(rest)),
+        *(address(levels), 0, width, 0, KINDS[grad.dtype]),
+        *(address(terms), address(lanes), address(rest), address(parts)),
     )
     share(fake_quantize_backward_blocks, (ctypes.addressof(words),), blocks, BLOCK, threads)
     if sums is not None:

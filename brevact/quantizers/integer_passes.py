@@ -6,10 +6,12 @@ sums are those of `torch.sum`: results are those of Brevitas bit for bit. Kernel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from brevact.geometry import DEFAULT_BLOCK
 from brevact.integers import IntegerPlan, IntegerRounding
@@ -95,6 +97,7 @@ def fake_quantize_backward(
     target: Tensor,
     terms: Tensor | None,
     sums: Tensor | None,
+    parts: Tensor | None,
 ) -> None:
     """Gradients of what is quantized and of its scale, in the order of Brevitas' ops.
 
@@ -111,11 +114,13 @@ def fake_quantize_backward(
         codes: Packed integers, or None.
         mask: Packed mask of the elements that have a gradient; None for all of them, and where there are residuals, or
             x without codes.
-        values: Dense tensor x, behind the ReLU; None where there are residuals, or no sums or terms.
+        values: Dense tensor x, behind the ReLU; None where there are residuals, or no sums, terms or parts.
         residual: Packed residuals, or None.
         target: Dense gradient of x, written.
         terms: (2, n) terms of both sums, written, or None.
         sums: (2,) sums as `torch.sum` adds them, written, or None.
+        parts: (2, 64 * ceil(n / 512)) float32 sums of the eight terms of each column of each packing block, first to
+            last, 0 for columns that the last block lacks, written, or None.
     """
     n = plan.numel
     g, s = flat_memory(grad, n), _each(scale, plan)
@@ -131,7 +136,7 @@ def fake_quantize_backward(
         passes = reference.unpack(mask, 1, n, DEFAULT_BLOCK).bool()
     clipped = through if passes is None else torch.where(passes, through, 0.0)
     flat_memory(target, n).copy_(clipped / s)
-    if terms is None and sums is None:
+    if terms is None and sums is None and parts is None:
         return
     q = (_integers(codes, plan, g.dtype) if q is None else q) - _each(zero_point, plan)  # type: ignore[arg-type]
     steps = flat_memory(values, n) / s if left is None and values is not None else left + q  # type: ignore[operator]
@@ -140,6 +145,8 @@ def fake_quantize_backward(
         torch.stack(both, out=terms)
     if sums is not None:
         torch.stack([each.sum() for each in both], out=sums)
+    if parts is not None:
+        torch.stack([_columns(each) for each in both], out=parts)
 
 
 @run_by_kernels
@@ -171,6 +178,19 @@ def _quantized(
     if plan.rectifies:
         passes &= ~(v <= 0.0)
     return shifted, rounded, q, passes
+
+
+def _columns(terms: Tensor) -> Tensor:
+    """Sums of the columns of packing blocks, (64 * ceil(n / 512),) in float32."""
+    whole = terms.numel() // DEFAULT_BLOCK * DEFAULT_BLOCK
+    rest = terms[whole:].float()
+    blocks = [terms[:whole].float().view(-1, 8, DEFAULT_BLOCK // 8)]
+    if rest.numel():
+        columns = -(-rest.numel() // 8)
+        planes = F.pad(rest, (0, 8 * columns - rest.numel())).view(1, 8, columns)
+        blocks.append(F.pad(planes, (0, DEFAULT_BLOCK // 8 - columns)))
+    planes = torch.cat(blocks)
+    return functools.reduce(torch.add, planes.unbind(1)).view(-1)
 
 
 def _integers(codes: Tensor, plan: IntegerPlan, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,11 @@
 """The passes on CUDA and ROCm tensors, in Triton: the bytes of the laws in plain torch.
 
-Functions have the names and the parameters of `quantizers.passes`; they launch kernels, and wait for nothing.
+Functions have the names and the parameters of `quantizers.passes` and `integer_passes`; they launch kernels, and wait
+for nothing.
 """
 
 from brevact.triton_kernels.grids import dequantize_grid, moments, quantize_grid, ranges
+from brevact.triton_kernels.integers import decode_integers, fake_quantize, fake_quantize_backward
 from brevact.triton_kernels.launch import Launch, takes
 from brevact.triton_kernels.packing import mask_multiply, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.triton_kernels.pooling import join_maps, split_maps
@@ -12,9 +14,12 @@ from brevact.triton_kernels.uniform import denormalize, dequantize_uniform, quan
 
 __all__ = [
     "Launch",
+    "decode_integers",
     "denormalize",
     "dequantize_grid",
     "dequantize_uniform",
+    "fake_quantize",
+    "fake_quantize_backward",
     "join_maps",
     "look_up",
     "map_levels",

@@ -15,6 +15,8 @@ _MAGIC_BITS = tl.constexpr(0x4B400000)
 _UNIT_2_23, _UNIT_2_23_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)
 """2^23, whose bits plus a smaller integer are those of the sum: an int-to-float conversion at full rate."""
 
+_SIGN = tl.constexpr(-(2**31))
+
 
 @triton.jit
 def key_of(x):
@@ -132,3 +134,21 @@ def cast(x, dtype: tl.constexpr):
     else:
         y = x.to(dtype)
     return y
+
+
+@triton.jit
+def settle(x, dtype: tl.constexpr):
+    """Round float32 to a floating-point type, as each op of torch does, and return the number as float32."""
+    if dtype == tl.float32:
+        y = x
+    else:
+        y = widen(cast(x, dtype))
+    return y
+
+
+@triton.jit
+def rint(x):
+    """Any float32 to the nearest integer, half to even, with the sign of x; NaN stays."""
+    size = tl.abs(x)
+    whole = tl.where(size < _UNIT_2_23, (size + _UNIT_2_23) - _UNIT_2_23, size)
+    return (whole.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & _SIGN)).to(tl.float32, bitcast=True)

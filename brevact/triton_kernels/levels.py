@@ -63,7 +63,7 @@ def codes_on_row(
 
 
 @triton.jit
-def _group_of_plane(
+def group_of_plane(
     i: tl.constexpr, first, row, column, stride, inner, groups,
     BLOCK: tl.constexpr, INNER: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def quantize_grid_tile(
     for i in tl.static_range(8):
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         if GROUPED and not (BY_ROW and i % PLANES):
-            group = _group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, INNER, BY_ROW)
+            group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, INNER, BY_ROW)
             if offset_ptr is not None:
                 base = tl.load(offset_ptr + group, mask=valid)
             if inverse_ptr is not None:
@@ -138,7 +138,7 @@ def dequantize_grid_tile(
     for i in tl.static_range(8):
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         if GROUPED and not (BY_ROW and i % PLANES):
-            group = _group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, INNER, BY_ROW)
+            group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, INNER, BY_ROW)
             if offset_ptr is not None:
                 base = tl.load(offset_ptr + group, mask=valid)
             if scale_ptr is not None:

@@ -10,7 +10,7 @@ from tests.quantizers.pass_cases import NAMES, check_pass
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pass_equals_its_law(name: str):
-    check_pass(name, triton_kernels, most=12)  # types, bucket sizes and runs of segments take turns
+    check_pass(name, triton_kernels, most=16)  # types, bucket sizes, runs of segments and what is asked for take turns
 
 
 @pytest.mark.exhaustive

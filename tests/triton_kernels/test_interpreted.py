@@ -18,6 +18,7 @@ MODULES = (
     "interpreted_grids.py",
     "interpreted_normalize.py",
     "interpreted_passes.py",
+    "interpreted_fake_quantization.py",
 )
 
 

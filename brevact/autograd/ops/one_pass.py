@@ -1,8 +1,13 @@
 """Fake quantization in one pass over the elements forward and one backward, where kernels know its arithmetic.
 
-That is for tensors on the CPU, copied where they lie in memory with gaps, by one scale or, in float32, one for each
-index of a dimension, which rounding and what follows it share, with zero points that learn nothing. What is stored, and
-every gradient, is that of the ops of ``fake_quantization``, bit for bit.
+That is for tensors on the CPU and on GPUs, copied where they lie in memory with gaps, by one scale or, in float32, one
+for each index of a dimension, which rounding and what follows it share, with zero points that learn nothing. What is
+stored, and every gradient, is that of the ops of ``fake_quantization``, bit for bit.
+
+The gradient of a scale is a sum. On the CPU kernels add as torch does. On a GPU they write the terms, and torch adds
+them in its own order there, whatever it is: so the sum is that of stock ops on that GPU. Where residuals of a few bits
+stand for x, no bits are promised: kernels then write the sums of eight terms each, first to last
+(``integer_passes.fake_quantize_backward``), which torch adds, in an order that depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
 from brevact.private_names.of_torch import no_dispatch_modes
 from brevact.quantizers import Layout, PackedSpec, ResidualQuantizer, is_traced
+from brevact.quantizers.backends import kernels_for
 from brevact.quantizers.integer_passes import fake_quantize, fake_quantize_backward
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,13 +82,18 @@ class OnePass(NamedTuple):
         mask = x.new_empty(packed_bytes(plan.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8) if keeps_mask else None
         spec = None if residual_of is None else PackedSpec.of(residual_of, layout)
         residual = None if spec is None else spec.empty(x)
-        missing = None if plan.has_spare else x.new_zeros(1, dtype=torch.uint8)
+        missing = None if plan.has_spare else x.new_zeros(1, dtype=torch.bool)
         fake_quantize(
-            *(x, plan, _flat(scale), _flat(zero_point), residual_of, seed, out, values, codes, mask, residual, missing)
+            *(x, plan, _flat(scale), _flat(zero_point), residual_of, seed, out, values, codes, mask, residual),
+            None if missing is None else missing.view(torch.uint8),
         )
-        if missing is not None and missing.item():
-            return None
-        kept_codes = (codes, zero_point.detach().clone(), scale.detach()), self.code_decoder
+        offset = zero_point.detach().clone()
+        if missing is not None and x.is_cpu:
+            if missing.item():
+                return None
+        elif missing is not None:  # nothing waits for a GPU: all that is decoded is NaN
+            offset.masked_fill_(missing.view(()), torch.nan)
+        kept_codes = (codes, offset, scale.detach()), self.code_decoder
         kept_mask = None if mask is None else ((mask,), self.mask_decoder)
         kept_residual = None if residual is None or spec is None else ((residual,), decoder_of_packed(spec))
         return Quantized(out, kept_codes, kept_mask, kept_residual)
@@ -112,19 +123,22 @@ class OnePass(NamedTuple):
         plan, layout = self.plan, self.layout
         values = None if values is None else self._dense(values)
         target = torch.empty_like(grad)
-        terms = sums = None
+        terms = sums = parts = None
         if codes is not None or values is not None:
-            if self.by_group or grad.dtype is not torch.float32:  # of 16 bits torch adds in an order of its own
-                terms = grad.new_empty(2, plan.numel)
+            if not grad.is_cpu and residual is not None and not self.by_group:
+                parts = grad.new_empty(2, -(-plan.numel // DEFAULT_BLOCK) * (DEFAULT_BLOCK // 8), dtype=torch.float32)
+            elif self.by_group or grad.dtype is not torch.float32 or not grad.is_cpu:
+                terms = _terms(grad, plan.numel)  # torch adds them in an order of its own
             else:
                 sums = grad.new_empty(2)
         fake_quantize_backward(
             *(grad, plan, _flat(scale), _flat(zero_point), residual_of, codes, mask, values, residual),
-            *(target, terms, sums),
+            *(target, terms, sums, parts),
         )
         if terms is not None:
             first, second = (layout.restore(each).sum_to_size(scale.shape) for each in terms)
             return target, first, second
+        sums = sums if parts is None else parts.sum(1)
         if sums is not None:
             return target, sums[0].view(scale.shape), sums[1].view(scale.shape)
         return target, None, None
@@ -155,7 +169,9 @@ def one_pass_for(
     """Return how kernels quantize a tensor, None where they do not know how."""
     if not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)) or zero_point.requires_grad:
         return None
-    if not x.is_cpu or x.dtype not in _TYPES or scale.dtype not in _TYPES or zero_point.dtype not in _TYPES:
+    if not x.is_cpu and kernels_for((x, scale, zero_point)) is None:
+        return None
+    if x.dtype not in _TYPES or scale.dtype not in _TYPES or zero_point.dtype not in _TYPES:
         return None
     if x.dtype is torch.float32:
         if not scale.dtype is zero_point.dtype is torch.float32:
@@ -202,6 +218,11 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
         return True
     is_alike = one.shape == other.shape and one.stride() == other.stride() and one.dtype is other.dtype
     return is_alike and one.device == other.device and one.data_ptr() == other.data_ptr()
+
+
+def _terms(grad: Tensor, numel: int) -> Tensor:
+    """Return memory for the terms of two sums: on a GPU, torch's order of a sum depends on where it begins."""
+    return grad.new_empty(2, numel if grad.is_cpu else -(-numel // 64) * 64)[:, :numel]
 
 
 def _flat(numbers: Tensor) -> Tensor:

@@ -1,0 +1,26 @@
+"""Kernels of fake quantization compile for GPUs that are not there, without spills and with wide accesses."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+
+@pytest.mark.parametrize("operation", ["fake_quantize", "fake_quantize_backward", "decode_integers"])
+def test_fake_quantization_compiles(operation: str):
+    from benchmarks.compile_kernels import main
+
+    options = ["--targets", "sm_90", "--bit-widths", "4", "--dtypes", "bfloat16", "--buckets", "tensor", "--jobs", "1"]
+    assert main([*options, "--operations", operation]) == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("bit_width", ["2", "8"])
+def test_fake_quantization_compiles_for_every_device(bit_width: str, target: str):
+    from benchmarks.compile_kernels import INTEGER_OPERATIONS, main
+
+    options = ["--targets", target, "--bit-widths", bit_width, "--dtypes", "float32", "bfloat16", "float16"]
+    options += ["--buckets", "tensor", "channels_last", "--jobs", "1", "--operations", *INTEGER_OPERATIONS]
+    assert main(options) == 0

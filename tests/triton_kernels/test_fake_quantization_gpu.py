@@ -1,0 +1,203 @@
+"""Fake quantization by compiled kernels on a real device: stock Brevitas' bits on that device, and nothing waits."""
+
+from __future__ import annotations
+
+import contextlib
+
+import brevitas.nn as qnn
+import pytest
+import torch
+from brevitas.quant import Int8WeightPerChannelFloat, Uint8ActPerTensorFloat
+from torch import nn
+
+import brevact
+from brevact import LosslessBackward, StochBackward2bit
+from brevact.triton_kernels.launch import Launch
+from tests.qat.test_one_pass import CHANNELS, LAYERS, SHAPES, activation, gradients, layer
+
+pytestmark = pytest.mark.gpu
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = (torch.contiguous_format, torch.channels_last)
+KERNELS = ("fake_quantize_kernel", "fake_quantize_backward_kernel")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Names of the kernels that were launched."""
+    names, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda self: (names.append(self.kernel.__name__), run(self)))
+    return names
+
+
+def compare(make, x, grad, policy=LosslessBackward, ran=None):
+    """A layer by stock ops and one in a region, of the same seeds: bits, types and strides."""
+    expected = gradients(make(), x, grad)
+    found = gradients(brevact.quantize_backward(make(), policy, min_numel=0), x, grad)
+    if ran is not None:
+        assert all(name in ran for name in KERNELS), ran
+    exact = len(expected) if policy is LosslessBackward else 2
+    for one, other in zip(expected[:exact], found[:exact], strict=True):
+        assert one.dtype is other.dtype and one.stride() == other.stride()
+        assert torch.equal(one, other), (one - other).abs().max()
+    return expected, found
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_and_gradients_are_those_of_stock_ops(name, relu, dtype, ran):
+    kernels = ran if name != "shifted" and (dtype is torch.float32 or name != "per_channel") else None
+    for shape in SHAPES.values():
+        for of_x in FORMATS:
+            for of_grad in FORMATS:
+                x = activation(shape).to("cuda", dtype).contiguous(memory_format=of_x)
+                grad = activation(shape, 5).to("cuda", dtype).contiguous(memory_format=of_grad)
+                for policy in (LosslessBackward, StochBackward2bit):
+                    compare(lambda: layer(name, relu=relu).to("cuda", dtype), x, grad, policy, kernels)
+
+
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+@pytest.mark.parametrize("name", ["uint4", "int8", "constant"])
+def test_float32_scales_of_16_bit_activations_are_rounded_as_by_stock_ops(name, dtype, ran):
+    """As under autocast: CUDA rounds a 0-d tensor to the type of the others before it computes."""
+    x = activation(SHAPES["ragged"]).to("cuda", dtype)
+    out = layer(name, relu=True).cuda()(x)
+    compare(lambda: layer(name, relu=True).cuda(), x, activation(x.shape, 5).to("cuda", out.dtype), ran=ran)
+
+
+@pytest.mark.parametrize("numel", [1 << 22, (1 << 22) + 13])
+def test_large_activations(numel, ran):
+    """The scale's gradient is a sum by several thousand threads."""
+    x, grad = activation((numel,)).cuda(), activation((numel,), 5).cuda()
+    for dtype in (torch.float32, torch.bfloat16):
+        compare(lambda dtype=dtype: layer("uint4", relu=True).to("cuda", dtype), x.to(dtype), grad.to(dtype), ran=ran)
+
+
+def test_scale_gradients_of_residuals_are_unbiased_and_repeat():
+    x, grad = activation(SHAPES["runs"]).cuda(), activation(SHAPES["runs"], 5).cuda()
+    _, _, expected = gradients(layer("uint4", relu=True).cuda(), x, grad)
+    model = brevact.quantize_backward(layer("uint4", relu=True).cuda(), StochBackward2bit)
+    found = []
+    for seed in range(200):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        (of_scale,) = torch.autograd.grad(model(x), tuple(model.parameters()), grad)
+        found.append(of_scale)
+    values = torch.stack(found).double()
+    error = (values.mean(0) - expected.double()).abs()
+    assert (error <= 5 * values.std(0) / len(found) ** 0.5).all()
+    torch.manual_seed(3)
+    (again,) = torch.autograd.grad(model(x), tuple(model.parameters()), grad)
+    assert torch.equal(again, found[3])
+
+
+def net(normalizes):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d if normalizes else lambda channels: nn.Identity()
+    weights = {"weight_quant": Int8WeightPerChannelFloat, "weight_bit_width": 4}
+    return nn.Sequential(
+        qnn.QuantConv2d(3, CHANNELS, 3, bias=False, **weights),
+        norm(CHANNELS),
+        qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4, collect_stats_steps=3),
+        qnn.QuantConv2d(CHANNELS, 2 * CHANNELS, 3, bias=False, **weights),
+        norm(2 * CHANNELS),
+        qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4, collect_stats_steps=3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        qnn.QuantLinear(2 * CHANNELS, 10, bias=True, **weights),
+    ).cuda()
+
+
+@pytest.mark.parametrize("normalizes", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("memory_format", FORMATS, ids=str)
+def test_steps_with_statistics_and_learned_scales_end_in_the_same_state(memory_format, autocast, normalizes, ran):
+    states = []
+    for policy in (None, LosslessBackward):
+        model = net(normalizes).to(memory_format=memory_format).train()
+        if policy is not None:
+            brevact.quantize_backward(model, policy, min_numel=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        generator = torch.Generator().manual_seed(0)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            for _ in range(6):
+                images = torch.randn(16, 3, 24, 24, generator=generator).cuda()
+                images = images.contiguous(memory_format=memory_format)
+                with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                    loss = nn.functional.cross_entropy(model(images), torch.arange(16, device="cuda") % 10)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        states.append(model.state_dict())
+    assert all(name in ran for name in KERNELS)
+    differ = [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+    assert not differ, differ
+
+
+@contextlib.contextmanager
+def no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("policy", [LosslessBackward, StochBackward2bit])
+@pytest.mark.parametrize("name", ["uint4", "narrow", "per_channel", "constant"])
+def test_nothing_waits_for_the_device(name, policy):
+    model = brevact.quantize_backward(layer(name, relu=True).cuda(), policy)
+    x, grad = activation(SHAPES["runs"]).cuda().requires_grad_(), activation(SHAPES["runs"], 5).cuda()
+    weights = [x, *model.parameters()]
+    torch.autograd.grad(model(x), weights, grad)
+    with no_waiting():
+        torch.autograd.grad(model(x), weights, grad)
+
+
+@pytest.mark.parametrize("policy", [LosslessBackward, StochBackward2bit])
+def test_a_captured_step_quantizes_by_the_scale_of_the_replay(policy):
+    made = layer("uint4", relu=True).cuda()
+    model = brevact.quantize_backward(made, policy)
+    x, grad = activation(SHAPES["runs"]).cuda().requires_grad_(), activation(SHAPES["runs"], 5).cuda()
+    (scale,) = model.parameters()
+    scale.grad, x.grad = torch.zeros_like(scale), torch.zeros_like(x)
+
+    def run():
+        x.grad.zero_()
+        scale.grad.zero_()
+        out = model(x)
+        out.backward(grad)
+        return out.detach()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for factor in (1.0, 1.7):
+        with torch.no_grad():
+            scale.mul_(factor)
+        graph.replay()
+        stock = layer("uint4", relu=True).cuda()
+        stock.load_state_dict(made.state_dict())
+        expected_out, of_x, of_scale = gradients(stock, x, grad)
+        assert torch.equal(out, expected_out) and torch.equal(x.grad, of_x)
+        if policy is LosslessBackward:
+            assert torch.equal(scale.grad, of_scale)
+
+
+@pytest.mark.parametrize("name", ["uint4", "narrow", "per_channel"])
+def test_missing_elements_are_where_stock_ops_have_them(name):
+    x = activation(SHAPES["ragged"])
+    x[1, 2, 3, 4] = torch.nan
+    x, grad = x.cuda(), activation(x.shape, 5).cuda()
+    expected = gradients(layer(name, relu=True).cuda(), x, grad)
+    found = gradients(brevact.quantize_backward(layer(name, relu=True).cuda(), LosslessBackward), x, grad)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7))
+    assert found[0].isnan().sum() == 1
