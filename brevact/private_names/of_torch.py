@@ -35,15 +35,6 @@ BackwardCFunction = find("torch.autograd.function.BackwardCFunction", REGIONS)
 #: Code of `Function.apply`; None from torch 2.14 on, where it is no Python function.
 function_apply_code = find("torch.autograd.Function.apply.__func__.__code__", COMPILING, fallback=None)
 
-# --- devices
-
-#: Address of the current CUDA or ROCm stream of a device of this index.
-current_raw_stream = find(
-    "torch._C._cuda_getCurrentRawStream",
-    "kernels on a GPU",
-    fallback=lambda index: torch.cuda.current_stream(index).cuda_stream,
-)
-
 # --- modes and transforms
 
 DisableTorchFunction = find("torch._C.DisableTorchFunction", REGIONS)

@@ -1,8 +1,9 @@
-"""Undocumented names of Triton."""
+"""Private names of Triton."""
 
 from __future__ import annotations
 
 from brevact.private_names.lookup import find
 
-#: Class of the kernels that a launch returns; called with a grid, arguments and constants they launch by themselves.
-CompiledKernel = find("triton.compiler.CompiledKernel", "launches without Triton's lookup", fallback=type(None))
+InterpretedFunction = find("triton.runtime.interpreter.InterpretedFunction", "running Triton kernels interpreted")
+#: Class of what a launch returns: with a grid, arguments and constants it launches by itself, without Triton's look-up.
+CompiledKernel = find("triton.compiler.CompiledKernel", "quick launches", fallback=type(None))

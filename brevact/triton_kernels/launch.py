@@ -12,7 +12,6 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from brevact.geometry import Geometry
-from brevact.private_names.of_torch import current_raw_stream
 from brevact.private_names.of_triton import CompiledKernel
 
 THREADS = 128
@@ -79,7 +78,7 @@ class Launch(NamedTuple):
             self._run_by_triton(device, (*key, index))
             return
         compiled, tail = found
-        compiled[(*grid, 1, 1)](*values, *tail, stream=current_raw_stream(index))
+        compiled[(*grid, 1, 1)](*values, *tail, stream=torch.cuda.current_stream(index).cuda_stream)
 
     def _run_by_triton(self, device: torch.device, key: tuple[Any, ...]) -> None:
         """Compile the kernel if need be, run it, and remember it for equal launches."""
