@@ -317,8 +317,9 @@ def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
             residuals = residual_of, packed, None, None, packed
             triton_kernels.fake_quantize_backward(*given, *residuals, x, None, None, parts)
             triton_kernels.fake_quantize_backward(*given, None, None, None, x, None, x, terms, None, None)
-    stores = {"decode_integers": (8,), "fake_quantize": (8, 8, 16), "fake_quantize_backward": (8, 8, 24)}
-    loads = {"decode_integers": (0,), "fake_quantize": (8, 8, 8), "fake_quantize_backward": (8, 8, 16)}
+    wide = 8 * (x.itemsize == 4)  # else a thread takes half as many elements with residuals
+    stores = {"decode_integers": (8,), "fake_quantize": (8, wide, 16), "fake_quantize_backward": (8, 8, 24)}
+    loads = {"decode_integers": (0,), "fake_quantize": (8, wide, 8), "fake_quantize_backward": (8, 8, 16)}
     yield from zip(launches, loads[variant.operation], stores[variant.operation], strict=True)
 
 

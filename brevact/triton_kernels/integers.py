@@ -41,7 +41,8 @@ def fake_quantize(
         return NotImplemented
     packs = residual is not None and seed is not None
     levels, steps = residual_of.rows(x.device) if packs else (None, None)
-    constants, programs, threads = _tiles(x, plan, scale, zero_point)
+    itemsize = max(x.itemsize, 4) if packs else x.itemsize  # residuals of more elements a thread would spill
+    constants, programs, threads = _tiles(x, plan, scale, zero_point, itemsize)
     constants |= _integers(plan, residual_of.bit_width if packs else 1)
     arguments = (
         *(x.detach(), scale, zero_point, levels, steps, seed_on(x.device, seed) if packs else None),
@@ -73,7 +74,7 @@ def fake_quantize_backward(
         return NotImplemented
     if sums is not None and terms is None:
         terms = grad.new_empty(2, -(-plan.numel // _BLOCK) * _BLOCK)[:, : plan.numel]  # each row starts aligned
-    constants, programs, threads = _tiles(grad, plan, scale, zero_point)
+    constants, programs, threads = _tiles(grad, plan, scale, zero_point, grad.itemsize)
     constants |= _integers(plan, 1 if residual is None else residual_of.bit_width)
     arguments = (
         *(grad.detach(), scale, zero_point, None if residual is None else residual_of.rows(grad.device)[0]),
@@ -90,7 +91,7 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
     """The kernel reads codes of at most 8 bits."""
     if plan.bit_width > _LARGEST_CODE or not _reads(target, plan, scale, zero_point):
         return NotImplemented
-    constants, programs, threads = _tiles(target, plan, scale, zero_point)
+    constants, programs, threads = _tiles(target, plan, scale, zero_point, target.itemsize)
     constants |= {"BIT_WIDTH": plan.bit_width, "HAS_SPARE": plan.has_spare}
     sizes = (float(plan.lowest), plan.numel, plan.inner, plan.groups)
     arguments = (codes, scale, zero_point, target, *sizes)
@@ -119,10 +120,10 @@ def _integers(plan: IntegerPlan, width: int) -> dict[str, int | bool]:
 
 
 def _tiles(
-    x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor
+    x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, itemsize: int
 ) -> tuple[dict[str, int | bool], tuple[int], int]:
-    """Constants of tiles and of groups, programs and threads."""
-    tiles = tiling(plan.numel, _BLOCK, x.itemsize)
+    """Constants of tiles and of groups, programs and threads, for elements of so many bytes."""
+    tiles = tiling(plan.numel, _BLOCK, itemsize)
     constants = {
         "SCALES": scale.numel() > 1,
         "ZEROS": zero_point.numel() > 1,
