@@ -176,7 +176,9 @@ class FineTuning(Task):
 
     def use_checkpoints(self) -> None:
         """As `gradient_checkpointing=True` of `TrainingArguments`."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        is_new = hasattr(self.model, "activation_checkpointing_enable")  # of which the other is an alias by now
+        enable = self.model.activation_checkpointing_enable if is_new else self.model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
     def show(self, path: Path) -> None:
         """Writes what the model goes on with after "The", and the model itself with `--save`."""

@@ -56,7 +56,7 @@ class FitReport:
         groups: in the order of the forward pass.
         recompute: multiplications and additions that an element of a layer may cost to be computed again.
         time: measured time of a step, over that at full precision; 0 where it was not measured.
-        predicted_time: the same, as it was predicted.
+        predicted_time: the same, as it was predicted; 0 where the budget has no time.
     """
 
     budget: str
@@ -110,7 +110,8 @@ class FitReport:
             "in units of minibatch noise"
         )
         if self.time:
-            text += f"; a step takes {self.time:.2f} times as long (predicted: {self.predicted_time:.2f})"
+            predicted = f" (predicted: {self.predicted_time:.2f})" if self.predicted_time else ""
+            text += f"; a step takes {self.time:.2f} times as long{predicted}"
         if self.recompute:
             text += f", layers of up to {self.recompute} multiplications an element are computed again"
         return f"{text}\n{self.note}" if self.note else text

@@ -119,7 +119,7 @@ def test_a_variant_may_be_checkpoints_and_a_policy():
     region = prepare(task, variant_of(f"checkpoint+{POLICY}"))
     assert task.model.checkpointed and "StochBackward4bit" in str(brevact.backward_policy(task.model))
     task.step(next(task.batches(1)), region)
-    with pytest.raises(argparse.ArgumentTypeError, match="^nothing is not a backward quantizer or policy"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^nothing is not a backward quantizer or policy"):
         variant_of("checkpoint+nothing")
 
 
