@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts import figure_rows, figure_runs, figure_tables
+from scripts import figure_domains, figure_rows, figure_runs, figure_tables
 from scripts.figure_results import Results
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def with_figures(text: str, found: Mapping[str, str]) -> str:
 def figures() -> dict[str, str]:
     """Return all figures by name, as they are written."""
     results = Results(RESULTS)
-    kinds = (*figure_rows.KINDS, *figure_tables.KINDS, *figure_runs.KINDS)
+    kinds = (*figure_rows.KINDS, *figure_tables.KINDS, *figure_runs.KINDS, figure_domains.of_domains)
     return {name: text for kind in kinds for name, text in kind(results).items()}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import figure_rows, figures
+from scripts import figure_domains, figure_rows, figures
 from scripts.figure_results import Results
 
 FOUND = figures.figures()
@@ -46,3 +46,23 @@ def test_with_figures_refuses_names_that_are_not_known():
 def test_figures_are_of_the_last_row(tmp_path: Path):
     (tmp_path / "first_step.csv").write_text("model,case,seconds\nmlp,plain,2.69\nmlp,plain,1.26\n")
     assert figure_rows.of_first_steps(Results(tmp_path)) == {"first.mlp.plain": "1.3"}
+
+
+def test_tables_of_domains_are_those_of_a_recipe_and_its_kinds(tmp_path: Path):
+    from recipes.domains.results import COLUMNS
+
+    plain = {"recipe": "finetune", "variant": "plain", "kept_mib": "40", "kept_less": "1", "cpu_ratio": "1"}
+    plain |= {"value": "2.5", "value_se": "0.1", "difference": "0", "settings": "method=full size=tiny"}
+    packed = {**plain, "variant": "DEFAULT", "kept_mib": "4", "kept_less": "10", "difference": "0.01"}
+    lora = {**plain, "settings": "method=lora size=tiny", "size": "context", "memory_mib": "2048", "largest": "4096"}
+    lines = [",".join(row.get(column, "") for column in COLUMNS) for row in (plain, packed, lora)]
+    (tmp_path / "domains.csv").write_text("\n".join([",".join(COLUMNS), *lines, ""]))
+    assert figure_domains.of_domains(Results(tmp_path)) == {
+        "domains.finetune": "\n\n|  | kept, MiB | time of a step | bits per character | less that of plain |\n"
+        "|---|---|---|---|---|\n"
+        "| plain | 40.0 | 1.00 | 2.5000 ± 0.1000 |  |\n"
+        "| `DEFAULT` | 4.0 (10.0 times less) | 1.00 | 2.5000 ± 0.1000 | +0.0100 |\n\n",
+        "domains.finetune.method=lora": "\n\n|  | kept, MiB | time of a step | bits per character | "
+        "largest `--context` in 2,048 MiB |\n|---|---|---|---|---|\n"
+        "| plain | 40.0 | 1.00 | 2.5000 ± 0.1000 | 4,096 |\n\n",
+    }
