@@ -68,7 +68,7 @@ class FineTuneSettings(DomainSettings):
     sequences: int = setting(256, "sequences in an epoch", type=int)
     test_sequences: int = setting(64, "sequences to test on, at most", type=int)
     bf16: bool = setting(False, "autocast to bfloat16", action="store_true")
-    save: bool = setting(False, "write the model of the first seed, for --weights", action="store_true")
+    save: bool = setting(False, "write the model of each variant's first seed, for --weights", action="store_true")
 
 
 class FineTuning(Task):
@@ -93,7 +93,10 @@ class FineTuning(Task):
         own = self.settings
         found = load_tokens(own.text, own.text_file, own.weights, own.vocabulary)
         if (least := min(len(found.train), len(found.test))) < own.context:
-            raise RecipeError(f"--context {own.context} is not possible: a part of the text has {least} tokens")
+            raise RecipeError(
+                f"--context {own.context} is not possible: a part of the text has {least} tokens; use at most {least}, "
+                "or a longer text (--text-file)"
+            )
         return found
 
     def batches(self, epoch: int) -> Iterator[dict[str, Tensor]]:
@@ -185,9 +188,12 @@ class FineTuning(Task):
         tokenizer = self.tokens().tokenizer
         self.model.eval()
         torch.manual_seed(0)
-        start = torch.tensor([tokenizer("The", add_special_tokens=False)["input_ids"]], device=self.device)
+        context = self.settings.context
+        words = tokenizer("The", add_special_tokens=False)["input_ids"][: context - 1]
+        start = torch.tensor([words], device=self.device)
+        count = min(100, context - len(words))
         drawn = self.model.generate(
-            input_ids=start, attention_mask=torch.ones_like(start), max_new_tokens=100, do_sample=True
+            input_ids=start, attention_mask=torch.ones_like(start), max_new_tokens=count, do_sample=True
         )
         text = tokenizer.decode(drawn[0].tolist()) + "\n"
         files.write_atomically(path.with_suffix(".txt"), lambda file: file.write(text.encode()))

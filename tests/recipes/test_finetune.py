@@ -68,6 +68,12 @@ def test_main_goes_on_from_the_weights_that_another_run_saved(whole_run, tmp_pat
     assert read_rows(tmp_path / "epochs.csv")[0]["value"] not in {row["value"] for row in before}
 
 
+def test_main_lets_gpt2_write_no_more_than_its_positions(tmp_path):
+    command = [*TINY, "--architecture", "gpt2", "--context", "2", "--variants", "plain", "--seeds", "0"]
+    assert main([*command, "--out-dir", str(tmp_path)]) == 0
+    assert (tmp_path / "finetune-plain.txt").exists()
+
+
 @pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"method": "lora"}, {"architecture": "gpt2"}], ids=str)
 def test_trainer_takes_the_steps_that_are_measured(changes):
     settings = replace(FineTuneSettings(**SMALL), **changes)
