@@ -119,19 +119,19 @@ def _draw_bandwidth(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _draw_steps(axes: Axes, rows: Sequence[Row]) -> None:
-    """Images a second over activations and over peak memory, a colour a variant; without memory, bars of speed."""
+    """Samples a second over activations and over peak memory, a colour a variant; without memory, bars of speed."""
     if not all(row["activations_mib"] for row in rows):  # a smoke run on the CPU
-        axes.barh([row["variant"] for row in rows], [float(row["images_s"]) for row in rows])
-        axes.set_xlabel("images a second (no memory was measured)")
+        axes.barh([row["variant"] for row in rows], [float(row["samples_s"]) for row in rows])
+        axes.set_xlabel("samples a second (no memory was measured)")
         return
     style: dict[str, Any] = {"markersize": 7, "linestyle": "none"}
     for row in rows:
-        activations, peak, rate = (float(row[name]) for name in ("activations_mib", "peak_mib", "images_s"))
+        activations, peak, rate = (float(row[name]) for name in ("activations_mib", "peak_mib", "samples_s"))
         (point,) = axes.plot(activations, rate, marker="o", label=row["variant"], **style)
         axes.plot(peak, rate, marker="s", markerfacecolor="none", color=point.get_color(), **style)
     axes.plot([], [], "ko", label="activations before backward")
     axes.plot([], [], "ks", markerfacecolor="none", label="peak of a step")
-    axes.set(xlabel="MiB", ylabel="images a second", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel="MiB", ylabel="samples a second", ylim=(0, None), xlim=(0, None))
     axes.legend(fontsize=7)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from benchmarks.gpu.batches import beside_plain
 from benchmarks.gpu.processes import Row
 from benchmarks.records import print_table
 
 STEP_GOAL = 0.9
-"""Images a second of the eager 2-bit step, relative to the plain eager step."""
+"""Samples a second of the eager step at `DEFAULT`, relative to the plain eager step."""
 _OF_KERNELS = ("operation", "dtype", "bit_width", "median_us", "gb_s", "copy_gb_s", "fraction_of_copy", "goal", "error")
-_OF_STEPS = ("model", "dtype", "variant", "activations_mib", "peak_mib", "reserved_mib", "images_s")
-_UNKNOWN = {"activations_mib": "", "images_s": ""}
+_OF_STEPS = ("model", "dtype", "variant", "activations_mib", "peak_mib", "reserved_mib", "samples_s")
+_UNKNOWN = {"activations_mib": "", "samples_s": ""}
 
 
 def print_kernels(rows: Sequence[Row]) -> None:
@@ -36,15 +37,25 @@ def print_steps(rows: Sequence[Row]) -> None:
             {
                 **{name: row[name] for name in _OF_STEPS},
                 "less_than_plain": _ratio(beside["activations_mib"], row["activations_mib"]),
-                "speed_of_plain": _ratio(row["images_s"], beside["images_s"]),
+                "speed_of_plain": _ratio(row["samples_s"], beside["samples_s"]),
                 "error": row["error"],
             }
         )
     print_table(table)
 
 
+def print_batches(rows: Sequence[Row]) -> None:
+    """Print a row a case, beside the plain variant's largest batch.
+
+    Args:
+        rows: of `BatchCase`; at least one.
+    """
+    names = ("model", "dtype", "variant", "limit_gib", "largest_batch", "times_plain", "peak_mib", "reserved_mib")
+    print_table([{name: row[name] for name in (*names, "error")} for row in beside_plain(rows)])
+
+
 def print_goals(kernels: Sequence[Row], steps: Sequence[Row]) -> None:
-    """Print how many kernels reach their goal, and whether each eager 2-bit step does.
+    """Print how many kernels reach their goal, and whether each eager step at `DEFAULT` does.
 
     Args:
         kernels: rows of `KernelCase`.
@@ -55,10 +66,10 @@ def print_goals(kernels: Sequence[Row], steps: Sequence[Row]) -> None:
         reached = sum(float(row["fraction_of_copy"]) >= row["goal"] for row in measured)
         print(f"kernels: {reached} of {len(kernels)} reach their goal, {len(kernels) - len(measured)} failed")
     for row in steps:
-        speed = _ratio(row["images_s"], _plain_beside(row, steps)["images_s"])
-        if row["variant"] == "2bit" and speed:
+        speed = _ratio(row["samples_s"], _plain_beside(row, steps)["samples_s"])
+        if row["variant"] == "DEFAULT" and speed:
             state = "reached" if float(speed) >= STEP_GOAL else "missed"
-            print(f"{row['model']}, {row['dtype']}, 2bit: {speed} of the speed of plain, goal {STEP_GOAL} {state}")
+            print(f"{row['model']}, {row['dtype']}, DEFAULT: {speed} of the speed of plain, goal {STEP_GOAL} {state}")
 
 
 def _plain_beside(row: Row, rows: Sequence[Row]) -> Row:

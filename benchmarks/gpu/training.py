@@ -1,39 +1,22 @@
-"""A training step to be measured: activations before backward, peak memory and images a second."""
+"""A training step to be measured: activations before backward, peak memory and samples a second."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import brevact
+from benchmarks.gpu.workloads import Workload
+from benchmarks.recompute import with_checkpoints
 
 WARM_UP = 3
 """Steps before anything is measured."""
 _RUNS = 5
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model and its batch.
-
-    Args:
-        build: makes the model; its submodule `blocks` holds the blocks to checkpoint.
-        batch_size: images.
-        image_size: height and width.
-        classes: outputs.
-    """
-
-    build: Callable[[], nn.Module]
-    batch_size: int
-    image_size: int
-    classes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +24,15 @@ class Variant:
     """What a step stores for backward, and who runs it.
 
     Args:
-        quantizer: backward quantizer of the whole model.
-        compiled: by `torch.compile`, as one graph if there is a quantizer.
+        policy: of the whole model, in words that `brevact.parse_policy` reads.
+        compiled: by `torch.compile`, as one graph if there is a policy.
+        captured: the whole step as a CUDA graph, which is replayed: nothing waits for Python.
         checkpointed: each block keeps its input alone.
     """
 
-    quantizer: type | None = None
+    policy: str | None = None
     compiled: bool = False
+    captured: bool = False
     checkpointed: bool = False
 
 
@@ -59,35 +44,76 @@ class Training:
         variant: how it is trained.
         dtype: float32, or another one for autocast.
         device: where.
-        channels_last: memory format of model and images.
+        channels_last: memory format of models and batches of images and volumes.
+        samples: of a batch; None for the workload's.
     """
 
     def __init__(
-        self, workload: Workload, variant: Variant, dtype: torch.dtype, device: torch.device, channels_last: bool
+        self,
+        workload: Workload,
+        variant: Variant,
+        dtype: torch.dtype,
+        device: torch.device,
+        channels_last: bool,
+        samples: int | None = None,
     ) -> None:
         torch.manual_seed(0)
-        memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        shape = (workload.batch_size, 3, workload.image_size, workload.image_size)
-        self._device, self._dtype = device, dtype
-        self._images = torch.randn(shape, device=device).contiguous(memory_format=memory_format)
-        self._labels = torch.randint(0, workload.classes, (workload.batch_size,), device=device)
-        model = workload.build().to(device, memory_format=memory_format)
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self._device, self._dtype, self._workload = device, dtype, workload
+        self._channels_last = channels_last
+        self._captures = variant.captured and device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.load(samples or workload.samples)
+        model = workload.build().to(device)
+        if channels_last:
+            model = model.to(memory_format=_channels_last(self._inputs))
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=self._captures)
         if variant.checkpointed:
-            _checkpoint_blocks(model)
-        if variant.quantizer is not None:
-            brevact.quantize_backward(model, variant.quantizer)
-        self.model = model
+            with_checkpoints(model)
+        self._packed = None
+        if variant.policy is not None:
+            self._packed = brevact.quantize_backward(model, variant.policy)
+        self.model: nn.Module = model
         if variant.compiled:
-            fullgraph = variant.quantizer is not None
-            self.model = torch.compile(model, backend=compiler(device), fullgraph=fullgraph)
+            self.model = torch.compile(model, backend=compiler(device), fullgraph=variant.policy is not None)
+
+    def load(self, samples: int) -> None:
+        """Take another batch.
+
+        Args:
+            samples: of the batch.
+        """
+        self._inputs, self._targets = self._workload.batch(samples, self._device)
+        if self._channels_last and self._inputs.dim() > 3:
+            self._inputs = self._inputs.contiguous(memory_format=_channels_last(self._inputs))
 
     def step(self) -> None:
         """One step of the optimizer."""
+        if self._captures:
+            if self._graph is None:
+                self._graph = self._capture()
+            self._graph.replay()
+            return
+        self._step()
+
+    def _step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         _, loss = self._forward()
         loss.backward()
         self._optimizer.step()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """The whole step as a graph, after steps on a side stream, as PyTorch asks."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph):
+            self._step()
+        return graph
 
     def release(self) -> None:
         """Give up gradients and cached memory."""
@@ -103,8 +129,10 @@ class Training:
         Returns:
             `activations`: allocated before backward, less what was at the start of the step, the output and the loss;
             `peak`: the most that a whole step allocates, parameters, gradients and optimizer included; `reserved`: what
-            the allocator takes from the device for that.
+            the allocator takes from the device for that. Of a captured step reserved memory alone is known.
         """
+        if self._captures:
+            return {"reserved": torch.cuda.max_memory_reserved(self._device)}
         self.release()
         start = torch.cuda.memory_allocated(self._device)
         output, loss = self._forward()
@@ -121,23 +149,24 @@ class Training:
             "reserved": torch.cuda.max_memory_reserved(self._device),
         }
 
-    def images_a_second(self, seconds: float) -> tuple[int, list[float]]:
+    def samples_a_second(self, seconds: float) -> tuple[int, list[float]]:
         """Time runs of several steps; the device is synchronized before and after each run.
 
         Args:
             seconds: of a run, about.
 
         Returns:
-            Steps a run, and the images a second of each run.
+            Steps a run, and the samples a second of each run.
         """
         self._time(WARM_UP)
         steps = max(1, round(seconds / (self._time(WARM_UP) / WARM_UP)))
-        return steps, [steps * len(self._images) / self._time(steps) for _ in range(_RUNS)]
+        return steps, [steps * len(self._inputs) / self._time(steps) for _ in range(_RUNS)]
 
     def _forward(self) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            output = self.model(self._images)
-            return output, nn.functional.cross_entropy(output, self._labels)
+        region = nullcontext() if self._packed is None else brevact.backward_quant(self._packed)
+        with region, torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            output = self.model(self._inputs)
+            return output, nn.functional.cross_entropy(output.flatten(0, -2), self._targets.flatten())
 
     def _time(self, steps: int) -> float:
         self._synchronize()
@@ -164,7 +193,5 @@ def compiler(device: torch.device) -> str:
     return "inductor" if device.type == "cuda" else "aot_eager"
 
 
-def _checkpoint_blocks(model: nn.Module) -> None:
-    """Let each block keep its input alone and compute the rest again."""
-    for block in model.get_submodule("blocks").children():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+def _channels_last(x: Tensor) -> torch.memory_format:
+    return torch.channels_last_3d if x.dim() == 5 else torch.channels_last

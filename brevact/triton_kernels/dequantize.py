@@ -63,7 +63,7 @@ def dequantize_tile(
 
 
 @triton.jit(
-    do_not_specialize=["numel", "inner", "groups"],
+    do_not_specialize=["numel", "inner", "groups", "outer", "places", "span", "run"],
     do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "mean_ptr", "factor_ptr"],
 )
 def dequantize_kernel(

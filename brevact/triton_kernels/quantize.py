@@ -266,7 +266,7 @@ def quantize_ragged_block(
 
 
 @triton.jit(
-    do_not_specialize=["numel"],
+    do_not_specialize=["numel", "outer", "places", "span", "run"],
     do_not_specialize_on_alignment=["scale_ptr", "minimum_ptr", "seed_ptr", "mean_ptr", "factor_ptr"],
 )
 def quantize_kernel(

@@ -8,36 +8,53 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.gpu.batches import BatchCase, find_each, main
+from benchmarks.gpu.batches import BatchCase, find_each, main, memory_of_steps
 from benchmarks.gpu.processes import Row
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bounded(BatchCase):
-    """A case that fits up to a batch size, and that fails beyond a larger one."""
+    """A case that finds what it is told, or fails."""
 
-    fitting: int = 0
-    breaking: int = 1 << 30
+    finds: int = 0
 
     def prepare(self) -> Callable[[], list[Row]]:
-        if self.batch_size > self.breaking:
+        if not self.finds:
             raise ValueError("broken")
-        return lambda: [{"fits": self.batch_size <= self.fitting}]
+        return lambda: [self._row(largest_batch=self.finds)]
 
 
-def _case(variant: str, **settings: int) -> _Bounded:
-    common = {"model": "resnet50", "dtype": "float32", "device": "cpu", "batch_size": 4, "smoke": True}
-    return _Bounded(variant=variant, **common, **settings)
+def _case(variant: str, finds: int = 0) -> _Bounded:
+    common = {"model": "resnet50", "dtype": "float32", "device": "cpu", "first": 4, "most": 32, "limit_gib": 1.0}
+    return _Bounded(variant=variant, finds=finds, smoke=True, **common)
 
 
 def test_find_each_compares_with_plain_and_keeps_errors():
-    cases = [_case("plain", fitting=8), _case("2bit", fitting=24), _case("4bit", fitting=64, breaking=10)]
-    plain, packed, broken = find_each(cases, most=32, timeout=60, start="fork")
+    cases = [_case("plain", 8), _case("2bit", 24), _case("4bit")]
+    plain, packed, broken = find_each(cases, timeout=60, start="fork")
     assert (plain["largest_batch"], plain["times_plain"], plain["error"]) == (8, "1.00", "")
     assert packed["largest_batch"] == 24 and packed["times_plain"] == "3.00"
     assert broken["largest_batch"] == broken["times_plain"] == ""
-    assert broken["error"] == "batch 16: ValueError: broken"
+    assert broken["error"] == "ValueError: broken"
+
+
+def test_a_batch_that_does_not_fit_is_told_from_one_that_does():
+    class Bounded:
+        def load(self, samples):
+            self.samples = samples
+
+        def step(self):
+            if self.samples > 5:
+                raise torch.OutOfMemoryError("too large")
+
+        def release(self):
+            pass
+
+    training = Bounded()
+    assert memory_of_steps(training, 5, torch.device("cpu")) == {}
+    assert memory_of_steps(training, 6, torch.device("cpu")) is None
 
 
 def test_main_needs_a_device_or_smoke(capsys: pytest.CaptureFixture[str]):
@@ -49,8 +66,8 @@ def test_main_needs_a_device_or_smoke(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.exhaustive
 def test_main_smoke_searches_up_to_its_largest_batch(tmp_path: Path):
     path = tmp_path / "rows.csv"
-    options = ["--smoke", "--models", "resnet50", "--variants", "2bit", "--first", "8", "--csv", str(path)]
+    options = ["--smoke", "--models", "resnet50", "--variants", "DEFAULT", "--first", "8", "--csv", str(path)]
     assert main(options) == 0
     with path.open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert (row["variant"], row["largest_batch"], row["tries"], row["error"]) == ("2bit", "8", "2", "")
+    assert (row["variant"], row["largest_batch"], row["tries"], row["error"]) == ("DEFAULT", "8", "2", "")

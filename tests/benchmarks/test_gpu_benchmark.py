@@ -51,7 +51,7 @@ def test_main_smoke_measures_every_variant_of_every_model(smoke_results, smoke_c
     cases = {(f"{model} (tiny)", variant) for model in smoke_cases[0] for variant in smoke_cases[1]}
     assert {(row["model"], row["variant"]) for row in rows} == cases and len(rows) == len(cases)
     assert {row["error"] for row in rows} == {""}
-    assert all(float(row["images_s"]) > 0 for row in rows)
+    assert all(float(row["samples_s"]) > 0 for row in rows)
     for measured_on_cuda in ("activations_mib", "peak_mib", "reserved_mib", "tf32"):
         assert {row[measured_on_cuda] for row in rows} == {""}
     assert {row["backend"] for row in rows} == {"eager", "aot_eager"}
@@ -154,10 +154,10 @@ def test_training_variants_keep_less(model):
     assert max(kept["2bit"], kept["4bit"]) < kept["plain"] / 8
 
 
-def _step_row(variant, images_s, memory=("100.0", "300.0", "512.0"), **values):
+def _step_row(variant, samples_s, memory=("100.0", "300.0", "512.0"), **values):
     activations, peak, reserved = memory
     row = dict.fromkeys(steps.COLUMNS, "") | {"model": "resnet50", "dtype": "float32", "memory_format": "contiguous"}
-    measured = {"activations_mib": activations, "peak_mib": peak, "reserved_mib": reserved, "images_s": images_s}
+    measured = {"activations_mib": activations, "peak_mib": peak, "reserved_mib": reserved, "samples_s": samples_s}
     return row | {"variant": variant, "device": "GPU"} | measured | values
 
 
