@@ -111,6 +111,9 @@ def _in_pieces(x: Tensor, function: PointFunction, other: Tensor | None) -> Tens
     layout = Layout.of(x)
     flat, factor = layout.flatten(x), None if other is None else layout.flatten(other)
     step = _GPU_PIECE if x.is_cuda else max(_CPU_PIECE, torch.get_num_threads() << 15)
+    if layout.numel <= step:
+        values = function(flat)
+        return layout.restore(values if factor is None else factor * values)
     result = flat
     for start in range(0, layout.numel, step):
         piece = function(flat[start : start + step])

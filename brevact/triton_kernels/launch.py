@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from brevact.geometry import Geometry
-from brevact.private_names.of_triton import CompiledKernel
+from brevact.private_names.of_triton import CompiledKernel, driver
 
 THREADS = 128
 """Threads of a program, unless its tile asks for another number."""
@@ -78,7 +78,7 @@ class Launch(NamedTuple):
             self._run_by_triton(device, (*key, index))
             return
         compiled, tail = found
-        compiled[(*grid, 1, 1)](*values, *tail, stream=torch.cuda.current_stream(index).cuda_stream)
+        compiled[(*grid, 1, 1)](*values, *tail, stream=driver.active.get_current_stream(index))
 
     def _run_by_triton(self, device: torch.device, key: tuple[Any, ...]) -> None:
         """Compile the kernel if need be, run it, and remember it for equal launches."""

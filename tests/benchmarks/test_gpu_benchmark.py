@@ -7,10 +7,11 @@ import torch
 
 from benchmarks import plot_gpu
 from benchmarks.gpu import kernels, report, steps
+from benchmarks.gpu import tests as gpu_tests
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.timing import alternating_times
 from benchmarks.gpu.training import Training
-from benchmarks.training_step import kept_bytes
+from benchmarks.gpu.workloads import SMOKE_WORKLOADS, WORKLOADS
 from brevact.quantizers import UniformQuantizer
 
 
@@ -20,8 +21,8 @@ def read(path):
 
 
 #: A process each; the other variants are trained in `test_training_variants_keep_less`.
-SOME = (["resnet50"], ["plain", "2bit-compiled"])
-ALL = (list(steps.WORKLOADS), list(steps.VARIANTS))
+SOME = (["resnet50"], ["plain", "DEFAULT-compiled"])
+ALL = ([model for model in WORKLOADS if model != "resnet18-w4a4"], list(steps.VARIANTS))
 
 
 @pytest.fixture(scope="module", params=[SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["some", "all"])
@@ -142,16 +143,56 @@ def test_alternating_times_calls_in_turns():
     assert "".join(calls) == "abc" + "bca" + "cab" + "abc"  # one more round warms up
 
 
-@pytest.mark.parametrize("model", steps.WORKLOADS)
+@pytest.mark.parametrize("model", SMOKE_WORKLOADS)
 def test_training_variants_keep_less(model):
-    workload = steps.SMOKE_WORKLOADS[model]
-    images = torch.randn(16, 3, workload.image_size, workload.image_size)  # so that most tensors are packed
     kept = {}
-    for variant in ("plain", "checkpoint", "4bit", "2bit"):
-        training = Training(workload, steps.VARIANTS[variant], torch.float32, torch.device("cpu"), channels_last=True)
-        kept[variant] = kept_bytes(training.model, images)
+    for variant in ("plain", "checkpoint", "DEFAULT"):
+        training = Training(
+            SMOKE_WORKLOADS[model], steps.VARIANTS[variant], torch.float32, torch.device("cpu"), True, 16
+        )
+        training.step()
+        kept[variant] = bytes_before_backward(training)
     assert kept["checkpoint"] < kept["plain"]
-    assert max(kept["2bit"], kept["4bit"]) < kept["plain"] / 8
+    assert kept["DEFAULT"] < kept["plain"] / 4
+
+
+def bytes_before_backward(training):
+    """Bytes of the distinct storages that autograd keeps when backward starts, without the weights'."""
+    weights = {p.untyped_storage().data_ptr() for p in training.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def see(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        alive.append(x)
+        return x
+
+    alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x):
+        training._forward()
+    return sum(size for address, size in kept.items() if address not in weights)
+
+
+def test_everything_goes_on_where_it_stopped(tmp_path, capsys):
+    options = ["--everything", "--smoke", "--models", "unet3d", "--variants", "plain", "DEFAULT", "--jobs", "2"]
+    options += ["--parts", "kernels", "steps", "batches", "--out-dir", str(tmp_path)]
+    assert main([*options, "--budget", "0"]) == 0
+    assert "5 are left; the same command goes on" in capsys.readouterr().out
+    assert main([*options, "--parts", "steps"]) == 0
+    assert main([*options, "--budget", "1000"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 cases on" in printed and "3 cases on" in printed and "nothing is left" in printed
+    assert [row["variant"] for row in read(tmp_path / "gpu_steps.csv")] == ["plain", "DEFAULT"]
+    assert [row["largest_batch"] for row in read(tmp_path / "gpu_batches.csv")] == ["8", "8"]
+    assert len(read(tmp_path / "gpu_kernels.csv")) == len(kernels.OPERATIONS)
+
+
+def test_tests_that_passed_are_left_out_of_the_next_call(tmp_path, capsys):
+    (tmp_path / "test_some.py").write_text("def test_one():\n    pass\ndef test_two():\n    assert False\n")
+    paths = (str(tmp_path / "test_some.py"),)
+    assert gpu_tests.run(tmp_path, 100, paths, "not gpu") == (1, 1, 0)
+    (tmp_path / "test_some.py").write_text("def test_one():\n    assert False\ndef test_two():\n    pass\n")
+    assert gpu_tests.run(tmp_path, 100, paths, "not gpu") == (1, 0, 0)
+    assert gpu_tests.run(tmp_path, 1, paths, "not gpu") == (0, 0, 1)
 
 
 def _step_row(variant, samples_s, memory=("100.0", "300.0", "512.0"), **values):
@@ -181,13 +222,13 @@ def test_print_steps_sets_rows_beside_the_plain_step(capsys):
 def test_print_goals_tells_what_is_reached(capsys):
     found = [_kernel_row("nearest", 2, "0.851"), _kernel_row("nearest", 4, "0.849"), _kernel_row("x", 2, "", error="e")]
     other = {"model": "efficientnetv2-s"}
-    trained = [_step_row("plain", "100.0"), _step_row("2bit", "89.0")]
-    trained += [_step_row("plain", "100.0", **other), _step_row("2bit", "90.0", **other)]
+    trained = [_step_row("plain", "100.0"), _step_row("DEFAULT", "89.0")]
+    trained += [_step_row("plain", "100.0", **other), _step_row("DEFAULT", "90.0", **other)]
     report.print_goals(found, trained)
     assert capsys.readouterr().out.splitlines() == [
         "kernels: 1 of 3 reach their goal, 1 failed",
-        "resnet50, float32, 2bit: 0.89 of the speed of plain, goal 0.9 missed",
-        "efficientnetv2-s, float32, 2bit: 0.90 of the speed of plain, goal 0.9 reached",
+        "resnet50, float32, DEFAULT: 0.89 of the speed of plain, goal 0.9 missed",
+        "efficientnetv2-s, float32, DEFAULT: 0.90 of the speed of plain, goal 0.9 reached",
     ]
 
 
