@@ -1,4 +1,4 @@
-"""Budgets of the command line: `24x`, `512MiB`."""
+"""Budgets of the command line: `24x`, `512MiB`, `peak=2GiB`."""
 
 from brevact.policy import words as policy_words
 from recipes.errors import RecipeError
@@ -9,9 +9,12 @@ def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("60x time=1.2")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'ratio': 60.0, 'time': 1.2})
+    >>> budget_of("peak=2GiB")
+    {'peak_bytes': 2147483648}
 
     Args:
-        words: how many times less is stored, such as "24x", or bytes, such as "512MiB"; noise and time may follow.
+        words: how many times less is stored, such as "24x", bytes, such as "512MiB", or the peak of a step, such as
+            "peak=2GiB"; noise and time may follow.
         option: of the command line, for the error.
 
     Raises:
@@ -21,6 +24,9 @@ def budget_of(words: str, option: str = "--budget") -> dict[str, float]:
         found = policy_words.budget_of(words)
     except ValueError as error:
         raise RecipeError(f"{option} {words} is not possible: {error}") from error
-    if found is None or not {"ratio", "saved_bytes"} & found.keys():
-        raise RecipeError(f"{option} {words} is not possible: use 24x, for 24 times less, or bytes such as 512MiB")
+    if found is None or not {"ratio", "saved_bytes", "peak_bytes"} & found.keys():
+        raise RecipeError(
+            f"{option} {words} is not possible: use 24x, for 24 times less, bytes such as 512MiB, or the peak of a "
+            "step such as peak=2GiB"
+        )
     return found

@@ -2,9 +2,10 @@
 
 fit:24x                      24 times less than full precision
 fit:2.5MiB                   bytes
+fit:peak=2GiB                the peak of a step, in bytes
 fit:bytes=StochBackward3bit  the bytes of a policy that `policy_names` reads
 fit:noise=0.05               noise, in units of minibatch noise
-adaptive:24x                 what `brevact.Adaptive` does in a few steps, from `DEFAULT`; budgets of bytes alone
+adaptive:24x                 what `brevact.Adaptive` does in a few steps, from `DEFAULT`; no budget of noise
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class AdaptedWidths(NamedTuple):
 
     Args:
         name: as the command line has it.
-        ratio: of full precision's bytes to those of the budget.
+        budget: a keyword argument of `brevact.Adaptive`.
         batches: that it measures.
         loss: of a model and a batch.
     """
 
     name: str
-    ratio: float
+    budget: dict[str, Any]
     batches: Sequence[Any]
     loss: Callable[[Any, Any], Tensor]
     source = "brevact.Adaptive"
@@ -49,7 +50,7 @@ class AdaptedWidths(NamedTuple):
     def apply(self, model: M) -> M:
         """Quantize a model, let widths adapt, and return it."""
         brevact.quantize_backward(model)
-        adaptive = brevact.Adaptive(model, self.batches[0], self.loss, ratio=self.ratio, every=1)
+        adaptive = brevact.Adaptive(model, self.batches[0], self.loss, **self.budget, every=1)
         for batch in self.batches[1:]:
             adaptive.step(batch)
         return model
@@ -86,9 +87,14 @@ class FittedPolicy:
             report = brevact.memory_report(self.like.apply(copy.deepcopy(model)), batches[0])
             budget = {"saved_bytes": report.saved_bytes}
         if self.adapts:
-            plain = brevact.memory_report(model, batches[0]).plain_bytes
-            ratio = budget["ratio"] if "ratio" in budget else plain / budget["saved_bytes"]
-            return AdaptedWidths(self.name, ratio, batches[:_STEPS], loss)
+            if "saved_bytes" in budget:
+                plain = brevact.memory_report(model, batches[0]).plain_bytes
+                budget = {"ratio": plain / budget["saved_bytes"]}
+            elif "ratio" in budget:
+                budget = {"ratio": budget["ratio"]}
+            else:
+                budget = {"peak_bytes": budget["peak_bytes"]}
+            return AdaptedWidths(self.name, budget, batches[:_STEPS], loss)
         return NamedPolicy(self.name, brevact.fit(model, batches, loss, **budget, progress=False))
 
 

@@ -53,7 +53,9 @@ class Settings:
         (), "setting of the backward quantizer, such as bucket_size=256; repeatable", action="append"
     )
     budget: str | None = setting(
-        None, "in place of --act-quant: the policy of least gradient noise that stores 24x less, or 512MiB at most"
+        None,
+        "in place of --act-quant: the policy of least gradient noise that stores 24x less, or 512MiB at most, or whose "
+        "steps have a peak=2GiB at most",
     )
     noise: float | None = setting(
         None, "in place of --act-quant: the policy of least bytes with this much of the minibatch noise", type=float

@@ -14,8 +14,9 @@ from torch import nn
 from brevact.arguments import check_model
 from brevact.bit_widths.allocation import Option, allocate
 from brevact.bit_widths.budgets import bytes_of_budget, check_numbers
+from brevact.bit_widths.fit_peaks import ByteLimit, peak_of_step
 from brevact.bit_widths.layers import BIT_WIDTHS, LayerWidths, plan_of, policy_kept_on_error
-from brevact.bit_widths.redraws import check_groups, expected_noise, is_distributed, sensitivities
+from brevact.bit_widths.redraws import agreed, check_groups, expected_noise, is_distributed, sensitivities
 from brevact.bit_widths.sample_norms import SampleNorms
 from brevact.policy.attach import quantize_backward
 from brevact.policy.rules import has_policy
@@ -64,6 +65,8 @@ class Adaptive:
     >>> adaptive.saved_bytes <= adaptive.budget_bytes
     True
 
+    A budget of the peak of a step is one of bytes, too: those whose peak is within it when the object is made.
+
     Layers with ``act_quant=`` of their own, quantizers other than ``StochBackward{1..8}bit``,
     ``DitherBackward{1..8}bit`` and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep what they
     have. In a distributed run, ranks take the mean of what each of them measures, and so agree. A graph of
@@ -74,14 +77,16 @@ class Adaptive:
         batch: what ``loss`` takes, like those of training: bytes are measured on it.
         loss: takes the model and a batch, and returns a scalar.
         ratio: how many times less a training step shall store than at full precision.
+        peak_bytes: or: the most bytes that PyTorch is to allocate in a step above its start, as
+            :func:`brevact.step_report` measures them, with the loss in the region of the model.
         bit_width: or: no more than all layers take at this width, a number from 1 to 8; between integers in proportion.
         every: steps from one measurement to the next.
         samples: number of samples in the data set; None for widths of layers alone.
 
     Raises:
         TypeError: ``model`` is no module, or an argument has another type.
-        ValueError: not exactly one of ``ratio`` and ``bit_width`` is given, a number is out of range, no layer has a
-            width that may change, or the budget is impossible.
+        ValueError: not exactly one of ``ratio``, ``bit_width`` and ``peak_bytes`` is given, a number is out of range,
+            no layer has a width that may change, or the budget is impossible.
     """
 
     def __init__(
@@ -92,18 +97,21 @@ class Adaptive:
         *,
         ratio: float | None = None,
         bit_width: float | None = None,
+        peak_bytes: int | None = None,
         every: int = 500,
         samples: int | None = None,
     ) -> None:
         check_model(model, "Adaptive(model, batch, loss, ratio=24)", batch)
-        check_numbers(ratio=ratio, bit_width=bit_width, every=every, samples=samples)
+        check_numbers(ratio=ratio, bit_width=bit_width, peak_bytes=peak_bytes, every=every, samples=samples)
         check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._loss, self._every, self._steps = loss, every, 0
         with policy_kept_on_error(self._model):
-            self._start(batch, ratio, bit_width, samples)
+            self._start(batch, ratio, bit_width, peak_bytes, samples)
 
-    def _start(self, batch: Any, ratio: float | None, bit_width: float | None, samples: int | None) -> None:
+    def _start(
+        self, batch: Any, ratio: float | None, bit_width: float | None, peak_bytes: int | None, samples: int | None
+    ) -> None:
         """Measure bytes and sensitivities for the first time, and choose the widths."""
         if not has_policy(self._model):
             quantize_backward(self._model)
@@ -128,7 +136,7 @@ class Adaptive:
             )
         plain = 0 if ratio is None else memory_of(self._model, run, batch).plain_bytes
         #: Bytes that a training step may store, of a batch like the one that was measured.
-        self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, bit_width)
+        self.budget_bytes = bytes_of_budget(self._plan, plain, ratio, BIT_WIDTHS[0] if peak_bytes else bit_width)
         self._sensitivities: list[float] = [group.costs[BIT_WIDTHS[-1]] for group in self._plan.groups]
         self._widths = self._allocate()
         self._sensitivities = sensitivities(self._plan, self._widths, batch, self._loss, self._steps)
@@ -137,7 +145,27 @@ class Adaptive:
                 "loss: the gradient of the batch is not finite; sensitivities are measured where gradients are (a "
                 "smaller init_scale of the GradScaler, another batch)"
             )
+        if peak_bytes is not None:
+            self.budget_bytes = self._bytes_within(peak_bytes, batch)
         self._widths = self._allocate()
+
+    def _bytes_within(self, peak_bytes: float, batch: Any) -> int:
+        """Return the most bytes that a step may store so that its peak is within a budget; on all ranks alike."""
+
+        def peak_with(stored: float) -> int:
+            self.budget_bytes = int(stored)
+            self._allocate()
+            return peak_of_step(self._model, batch, self._loss, packs=True)
+
+        least, most = (self._plan.bytes_of([pick(group.costs) for group in self._plan.groups]) for pick in (min, max))
+        least_peak = peak_with(least)
+        if least_peak > peak_bytes:
+            raise ValueError(
+                f"peak_bytes={peak_bytes} is not possible: with the fewest bits the peak of a step is {least_peak} "
+                f"bytes; accepted is peak_bytes={least_peak} or more, or policies that store less beside (rules, "
+                "act_quant=, recompute=)"
+            )
+        return agreed(int(ByteLimit(peak_bytes, least + peak_bytes - least_peak, least, most).search(peak_with)))
 
     @property
     def saved_bytes(self) -> int:

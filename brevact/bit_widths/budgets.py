@@ -1,4 +1,4 @@
-"""Budgets of `fit` and of `Adaptive`: bytes of a training step, or noise, from what a user says of them."""
+"""Budgets of `fit` and of `Adaptive`: bytes or peak of a training step, or noise, from what a user says of them."""
 
 from __future__ import annotations
 
@@ -18,50 +18,76 @@ _AIM = 0.95
 _HALVINGS = 40
 
 
+class BudgetRefusal(ValueError):
+    """A budget that is less than the least possible, which has the attribute ``least``, in bytes."""
+
+    def __init__(self, text: str, least: int) -> None:
+        super().__init__(text)
+        self.least = least
+
+
 @dataclass(frozen=True)
 class Budget:
-    """What a policy may cost: a ratio or bytes, noise and squared bias in minibatch noise, and the time of a step over
-    that at full precision; what is not limited is None."""
+    """What a policy may cost: a ratio or bytes, the peak of a step in bytes, noise and squared bias in minibatch noise,
+    and the time of a step over that at full precision; what is not limited is None."""
 
     text: str
     ratio: float | None
     saved_bytes: float | None
     noise: float | None
     time: float | None = None
+    peak_bytes: float | None = None
 
     def bytes_of(self, plain_bytes: int) -> float:
-        """Return the bytes that may be stored; infinitely many for a budget of noise."""
+        """Return the bytes that may be stored; infinitely many for a budget of noise or of the peak."""
         if self.ratio is not None:
             return plain_bytes / self.ratio * (1 + ROUNDING)
         return math.inf if self.saved_bytes is None else self.saved_bytes
 
-    def takes_all(self, plain_bytes: int) -> bool:
+    def takes_all(self, plain_bytes: int, plain_peak: int) -> bool:
         """Return whether full precision is within the budget."""
-        return self.noise is None and self.bytes_of(plain_bytes) >= plain_bytes
+        return self.noise is None and self.bytes_of(plain_bytes) >= plain_bytes and self.allows_peak(plain_peak)
 
-    def is_met(self, saved_bytes: int, plain_bytes: int, noise: float) -> bool:
+    def allows_peak(self, peak: int) -> bool:
+        """Return whether a peak of a step is within the budget."""
+        return self.peak_bytes is None or peak <= self.peak_bytes
+
+    def is_met(self, saved_bytes: int, plain_bytes: int, noise: float, peak: int) -> bool:
         """Return whether what was measured is within the budget."""
-        return saved_bytes <= self.bytes_of(plain_bytes) and (self.noise is None or noise <= self.noise)
+        is_quiet = self.noise is None or noise <= self.noise
+        return saved_bytes <= self.bytes_of(plain_bytes) and is_quiet and self.allows_peak(peak)
 
-    def refusal(self, plain_bytes: int, least: int) -> ValueError:
-        """Return the error for a budget that is less than what 1 bit everywhere stores."""
-        ratio = math.floor(10 * plain_bytes / least) / 10
-        return ValueError(
-            f"{self.text} is not possible: 1 bit in each layer that packs stores {least / MIB:.2f} of "
-            f"{plain_bytes / MIB:.2f} MiB; accepted are a ratio up to {ratio:g}, and saved_bytes from {least} on"
-        )
+    def check_bytes(self, plain_bytes: int, least: int) -> None:
+        """Raise a BudgetRefusal if 1 bit everywhere stores more than the budget, and full precision does."""
+        if self.bytes_of(plain_bytes) < min(least, plain_bytes):
+            ratio = math.floor(10 * plain_bytes / least) / 10
+            raise BudgetRefusal(
+                f"{self.text} is not possible: 1 bit in each layer that packs stores {least / MIB:.2f} of "
+                f"{plain_bytes / MIB:.2f} MiB; accepted are a ratio up to {ratio:g}, and saved_bytes from {least} on",
+                least,
+            )
+
+    def check_peak(self, plain_peak: int, least: int) -> None:
+        """Raise a BudgetRefusal if the peak of a step is above the budget both with 1 bit everywhere and unpacked."""
+        nearest = min(least, plain_peak)
+        if not self.allows_peak(nearest):
+            raise BudgetRefusal(
+                f"{self.text} is not possible: with 1 bit in each layer that packs the peak of a step is "
+                f"{least / MIB:.2f} of {plain_peak / MIB:.2f} MiB; accepted is peak_bytes from {nearest} on",
+                nearest,
+            )
 
     def choose(
-        self, items: Sequence[Sequence[Option]], others: float, plain_bytes: int, factor: float, rest: float = 0.0
+        self, items: Sequence[Sequence[Option]], most_bytes: float, factor: float, rest: float = 0.0
     ) -> list[Option]:
         """Return an option of each item, of the least noise in the bytes, or of the least bytes for the noise.
 
-        Others are bytes stored beside those of the items, the factor is measured noise for what adds up over them, and
-        the rest is noise of what has no width.
+        The bytes are those of the items alone, the factor is measured noise for what adds up over them, and the rest is
+        noise of what has no width.
         """
         least, most = (sum(pick(option.cost for option in options) for options in items) for pick in (min, max))
         if self.noise is None:
-            return allocate(items, max(least, self.bytes_of(plain_bytes) - others))
+            return allocate(items, max(least, most_bytes))
         low, high = least, most
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
@@ -71,23 +97,29 @@ class Budget:
 
 
 def budget_of(
-    *, ratio: float | None, saved_bytes: float | None, noise: float | None, time: float | None = None
+    *,
+    ratio: float | None = None,
+    saved_bytes: float | None = None,
+    peak_bytes: float | None = None,
+    noise: float | None = None,
+    time: float | None = None,
 ) -> Budget:
     """Return the budget that was given; an error says where there is none, or one that is no number above 0."""
-    given = {"ratio": ratio, "saved_bytes": saved_bytes, "noise": noise, "time": time}
+    given = {"ratio": ratio, "saved_bytes": saved_bytes, "peak_bytes": peak_bytes, "noise": noise, "time": time}
     stated = {name: value for name, value in given.items() if value is not None}
-    if not {"ratio", "saved_bytes", "noise"} & stated.keys() or {"ratio", "saved_bytes"} <= stated.keys():
+    if not stated.keys() - {"time"} or {"ratio", "saved_bytes"} <= stated.keys():
         raise ValueError(
             f"got {', '.join(stated) or 'no budget'}; accepted is one of ratio=24 (times less) and "
-            "saved_bytes=512 * 2**20, or noise=0.05 (of minibatch noise), or noise beside one of the two; and with "
-            "each of them time=1.15 (of a step over that at full precision)"
+            "saved_bytes=512 * 2**20, or peak_bytes=2 * 2**30 (of a step), or noise=0.05 (of minibatch noise), or "
+            "several of these three; and with each of them time=1.15 (of a step over that at full precision)"
         )
     for name, value in stated.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{name}={brief(value)} of type {type(value).__name__}; accepted is a number above 0")
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value}; accepted is a number above 0")
-    return Budget(", ".join(f"{name}={value}" for name, value in stated.items()), ratio, saved_bytes, noise, time)
+    text = ", ".join(f"{name}={value}" for name, value in stated.items())
+    return Budget(text, ratio, saved_bytes, noise, time, peak_bytes)
 
 
 def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width: float | None) -> int:
@@ -114,16 +146,20 @@ def bytes_of_budget(plan: Plan, plain_bytes: int, ratio: float | None, bit_width
     return int(found)
 
 
-def check_numbers(*, ratio: float | None, bit_width: float | None, every: int, samples: int | None) -> None:
+def check_numbers(
+    *, ratio: float | None, bit_width: float | None, peak_bytes: int | None, every: int, samples: int | None
+) -> None:
     """Raise for a number that is out of range, or of another type, and for two budgets or none."""
-    if (ratio is None) == (bit_width is None):
+    if (ratio, bit_width, peak_bytes).count(None) != 2:
         raise ValueError(
-            f"ratio={brief(ratio)}, bit_width={brief(bit_width)}; accepted is exactly one of the two: ratio=24 for 24 "
-            "times less than at full precision, or bit_width=2 for the bytes of that width"
+            f"ratio={brief(ratio)}, bit_width={brief(bit_width)}, peak_bytes={brief(peak_bytes)}; accepted is exactly "
+            "one of them: ratio=24 for 24 times less than at full precision, bit_width=2 for the bytes of that width, "
+            "or peak_bytes=2 * 2**30 for the peak of a step"
         )
     accepted: dict[str, tuple[Any, Any, float, float]] = {
         "ratio": (ratio, int | float, 1, float("inf")),
         "bit_width": (bit_width, int | float, BIT_WIDTHS[0], BIT_WIDTHS[-1]),
+        "peak_bytes": (peak_bytes, int | float, 1, float("inf")),
         "every": (every, int, 1, float("inf")),
         "samples": (samples, int, 1, float("inf")),
     }

@@ -21,6 +21,7 @@ from brevact.bit_widths.fit_groups import (
 )
 from brevact.bit_widths.fit_levels import Levels
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
+from brevact.bit_widths.fit_peaks import SLACK, TRIES, ByteLimit, peak_of_step
 from brevact.policy.attach import attach_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
 from brevact.policy.fitted_layers import layers_of
@@ -39,10 +40,6 @@ _log = logging.getLogger(__name__)
 _ALONE, _TOGETHER, _DRAWS = 2, 4, 2
 #: How often a policy is measured, and another one is made of what that tells.
 _ROUNDS = 3
-#: How often widths are chosen until their bytes fit.
-_TRIES = 8
-#: Part of the bytes that may be left unused.
-_SLACK = 0.01
 #: Most by which measured and predicted noise may differ, as a factor.
 _AGREE = 1.5
 
@@ -54,6 +51,7 @@ def fit(
     *,
     ratio: float | None = None,
     saved_bytes: int | None = None,
+    peak_bytes: int | None = None,
     noise: float | None = None,
     time: float | None = None,
     double_backward: bool = False,
@@ -66,13 +64,17 @@ def fit(
     measured, and corrected until bytes fit, and noise is what was predicted within a factor of 1.5; ``policy.report``
     says what is reached. Noise and squared bias are in units of the noise between minibatches, and count together.
 
+    The peak of a step is the most bytes that PyTorch allocates above the step's start, on the device of the batch, as
+    :func:`brevact.step_report` measures it. It is measured for each choice of widths, and what it is above the kept
+    bytes (gradients, decoded tensors, workspaces) is taken off the bytes of the next choice, until the peak fits.
+
     Layers are computed again (``recompute=``) where that is needed for the bytes, for the noise, or, with a budget of
     bytes alone, for noise below 0.01: the policy is fitted at one level after the other, of up to 1024 multiplications
     an element. With ``time`` it is fitted at the highest level whose steps take no longer, whatever that is.
 
     Cost, of B batches and G layers that pack tensors (in EfficientNetV2 nano 24): B + 1 + 2 (G + 1) passes, two more
-    for each layer that is to have 1 or 2 bits, 8 for each of at most 3 policies that are measured, and some
-    20 forward passes for bytes.
+    for each layer that is to have 1 or 2 bits, 10 for each of at most 3 policies that are measured, 4 for the peaks at
+    full precision and at 1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more.
 
     Source: ActNN, arXiv:2104.14129, section 4.3. Differs: noise is measured, not bounded, for any op; chains of derived
     tensors count as one; the budget is one of bytes.
@@ -93,6 +95,8 @@ def fit(
         loss: takes the model and a batch, and returns a scalar. What it stores outside of the model counts, too.
         ratio: how many times less is to be stored.
         saved_bytes: bytes to be stored for a batch like the first, at most.
+        peak_bytes: peak of a step with a batch like the first, at most; also beside one of the others. The loss runs in
+            the region of the model then, as in ``with brevact.backward_quant(model):``.
         noise: noise and squared bias, together, in units of minibatch noise, at most; also beside a budget of bytes.
         time: seconds of a step over those at full precision, at most; beside another budget.
         double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
@@ -112,7 +116,7 @@ def fit(
     check_model(model, "fit(model, batches, loss, ratio=24)", batches)
     check_batches(batches, "fit(model, batches, loss, ratio=24)")
     check_loss(loss)
-    budget = budget_of(ratio=ratio, saved_bytes=saved_bytes, noise=noise, time=time)
+    budget = budget_of(ratio=ratio, saved_bytes=saved_bytes, peak_bytes=peak_bytes, noise=noise, time=time)
     if len(batches) < 2:
         raise ValueError(
             "batches: got 1; accepted are at least 2, whose gradients differ by the noise that is the unit"
@@ -126,10 +130,11 @@ def fit(
     with progress_bar("fit", None, progress) as on_pass:
         with in_place(model):
             exact = exact_gradients(model, batches, loss, on_pass)
+            plain_peak = peak_of_step(model, batches[0], loss, packs=False)
 
             def fit_at(recompute: int) -> Policy:
                 options = {"double_backward": double_backward, "recompute": recompute}
-                return _Fit(model, batches, loss, budget, exact, on_pass, options).policy()
+                return _Fit(model, batches, loss, budget, exact, plain_peak, on_pass, options).policy()
 
             if double_backward and time is None:  # the graph of a gradient needs what would be computed again
                 return fit_at(0)
@@ -151,6 +156,7 @@ class _Fit:
         loss: Loss,
         budget: Budget,
         exact: ExactGradients,
+        plain_peak: int,
         on_pass: Callable[[], object],
         options: Mapping[str, Any],
     ) -> None:
@@ -162,35 +168,62 @@ class _Fit:
         self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, self._exact, self._count)
         #: Measured bytes beyond those that add up, and measured noise for what adds up.
         self._more_bytes, self._factor = 0, 1.0
+        self._plain_peak = plain_peak
+        least = dict.fromkeys(self._groups.costs, min(BIT_WIDTHS))
+        self._least_bytes, self._least_peak = self._groups.saved_bytes(least), self._peak(least)
+        #: Measured peak of a step beyond the bytes that are kept.
+        self._above = self._least_peak - self._least_bytes
+        #: Bytes that may be stored, so that all else that is alive at the peak has room.
+        self._limit = self._budget.bytes_of(self._groups.plain_bytes)
+        if self._budget.peak_bytes is not None:
+            self._limit = min(self._limit, self._budget.peak_bytes - self._above)
 
     def policy(self) -> Policy:
         """Return the best policy that was found."""
         groups, budget = self._groups, self._budget
-        least = groups.saved_bytes(dict.fromkeys(groups.costs, min(BIT_WIDTHS)))
-        if budget.bytes_of(groups.plain_bytes) < min(least, groups.plain_bytes):
-            raise budget.refusal(groups.plain_bytes, least)
-        if not groups.costs or budget.takes_all(groups.plain_bytes):
+        budget.check_bytes(groups.plain_bytes, self._least_bytes)
+        budget.check_peak(self._plain_peak, self._least_peak)
+        if not groups.costs or budget.takes_all(groups.plain_bytes, self._plain_peak):
             return self._best([self._measured(dict.fromkeys(groups.costs, FULL_PRECISION))])
         for source in groups.costs:
             self._known.measure(source, FIRST_WIDTH)
         found: list[FitReport] = []
         for _ in range(_ROUNDS):
-            widths = self._within_bytes()
+            widths = self._within_peak()
             found.append(self._measured(widths))
             if self._is_right(found[-1], widths):
                 break
         return self._best(found)
 
+    def _within_peak(self) -> dict[str, int]:
+        """Return the best widths by what is known, whose measured bytes and peak are within the budget."""
+        allowed = self._budget.peak_bytes
+        if allowed is None or self._budget.noise is not None:
+            return self._within_bytes()
+        found: dict[float, dict[str, int]] = {self._least_bytes: dict.fromkeys(self._groups.costs, min(BIT_WIDTHS))}
+
+        def peak_with(limit: float) -> int:
+            self._limit = limit
+            found[limit] = widths = self._within_bytes()
+            peak = self._peak(widths)
+            self._above = peak - self._groups.saved_bytes(widths) - self._more_bytes
+            return peak
+
+        plain_bytes = self._groups.plain_bytes
+        most = min(plain_bytes, self._budget.bytes_of(plain_bytes))
+        self._limit = ByteLimit(allowed, self._limit, self._least_bytes, most).search(peak_with)
+        return found[self._limit]
+
     def _within_bytes(self) -> dict[str, int]:
-        """Return the best widths by what is known, whose measured bytes are within the budget, and hardly less."""
-        groups, limit = self._groups, self._budget.bytes_of(self._groups.plain_bytes)
-        for _ in range(_TRIES):
+        """Return the best widths by what is known, whose measured bytes are within the limit, and hardly less."""
+        groups, limit = self._groups, self._limit
+        for _ in range(TRIES):
             widths = self._chosen()
             with with_quantizers(self._model, groups.quantizers(widths)):
                 saved_bytes = self._memory().saved_bytes
             error = saved_bytes - self._more_bytes - groups.saved_bytes(widths)
             self._more_bytes += error
-            if saved_bytes <= limit and -error <= _SLACK * saved_bytes:
+            if saved_bytes <= limit and -error <= SLACK * saved_bytes:
                 break
         return widths
 
@@ -200,7 +233,7 @@ class _Fit:
         while True:
             items = [known.options(source) for source in groups.costs]
             others = groups.fixed_bytes + self._more_bytes
-            chosen = self._budget.choose(items, others, groups.plain_bytes, self._factor, known.rest)
+            chosen = self._budget.choose(items, self._limit - others, self._factor, known.rest)
             widths = {source: each.bit_width for source, each in zip(groups.costs, chosen, strict=True)}
             unknown = [source for source, width in widths.items() if not known.is_known(source, width)]
             for source in unknown:
@@ -210,6 +243,8 @@ class _Fit:
 
     def _measured(self, widths: Mapping[str, int]) -> FitReport:
         """Return a report of what is measured under the policy of these widths."""
+        predicted_peak = self._groups.saved_bytes(widths) + self._more_bytes + self._above
+        peak = self._peak(widths)
         with without_policy(self._model):
             attach_policy(self._model, self._groups.policy(widths))
             memory = self._memory()
@@ -237,6 +272,9 @@ class _Fit:
             bias_error=bias.error,
             passes=self._passes,
             groups=groups,
+            peak=peak,
+            predicted_peak=predicted_peak,
+            plain_peak=self._plain_peak,
         )
         _log.info(
             "fit, %s: %d of %d bytes, noise %.3g, predicted %.3g",
@@ -253,12 +291,12 @@ class _Fit:
             total = sum(known.noise(source, width) for source, width in widths.items())
             if total and report.harm > known.rest:
                 self._factor = (report.harm - known.rest) / total
-        return _agree(report) and self._budget.is_met(report.saved_bytes, report.plain_bytes, report.harm)
+        return _agree(report) and self._budget.is_met(report.saved_bytes, report.plain_bytes, report.harm, report.peak)
 
     def _best(self, found: Sequence[FitReport]) -> Policy:
         """Return the policy of least noise, or of least bytes, of those within the budget; it says if there is none."""
         budget, plain = self._budget, self._groups.plain_bytes
-        met = [each for each in found if budget.is_met(each.saved_bytes, plain, each.harm)]
+        met = [each for each in found if budget.is_met(each.saved_bytes, plain, each.harm, each.peak)]
         is_by_noise = (budget.noise is None) == bool(met)
         best = min(met or found, key=lambda each: each.harm if is_by_noise else each.saved_bytes)
         notes = []
@@ -270,6 +308,15 @@ class _Fit:
         report = replace(best, passes=self._passes, note=" ".join(notes))
         policy = self._groups.policy({group.source: group.bit_width for group in best.groups})
         return replace(policy, layers=layers_of(self._model), report=report)
+
+    def _peak(self, widths: Mapping[str, int]) -> int:
+        """Return the peak of a step under the policy of these widths."""
+        with without_policy(self._model):
+            attach_policy(self._model, self._groups.policy(widths))
+            peak = peak_of_step(self._model, self._batches[0], self._loss, packs=True)
+        self._count()
+        self._count()
+        return peak
 
     def _memory_with(self, quantizer: Any) -> MemoryReport:
         with with_quantizers(self._model, {"": quantizer}):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from brevact.bit_widths.budgets import Budget
+from brevact.bit_widths.budgets import Budget, BudgetRefusal
 from brevact.bit_widths.fit_groups import quantizer_of, with_quantizers
 from brevact.policy.presets import Policy
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients
@@ -50,12 +50,12 @@ class Levels:
         With a budget of time, the last one whose steps do not take longer.
         """
         found: list[Policy] = []
-        refusal: ValueError | None = None
+        refusals: list[BudgetRefusal] = []
         for recompute, predicted in self._in_order(budget):
             try:
                 policy = fit_at(recompute)
-            except ValueError as error:  # of the budget, which another level may meet
-                refusal = error
+            except BudgetRefusal as error:  # another level may meet the budget
+                refusals.append(error)
                 continue
             if recompute or budget.time is not None:
                 policy = self._timed(policy, recompute, predicted)
@@ -63,8 +63,7 @@ class Levels:
             if _is_met(policy, budget) and (budget.noise is not None or _report(policy).harm <= _QUIET):
                 return policy
         if not found:
-            assert refusal is not None
-            raise refusal
+            raise min(refusals, key=lambda each: each.least)
         met = [each for each in found if _is_met(each, budget)]
         return min(met or found, key=lambda each: _report(each).harm)
 
@@ -107,7 +106,7 @@ def _report(policy: Policy) -> Any:
 def _is_met(policy: Policy, budget: Budget) -> bool:
     report = _report(policy)
     is_quick = budget.time is None or report.time <= budget.time
-    return is_quick and budget.is_met(report.saved_bytes, report.plain_bytes, report.harm)
+    return is_quick and budget.is_met(report.saved_bytes, report.plain_bytes, report.harm, report.peak)
 
 
 def _everywhere(recompute: int) -> dict[str, Any]:

@@ -86,8 +86,9 @@ def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
     Args:
         text: "default", "recompute", "conv_net" or "transformer"; "none", full precision; a backward quantizer by name,
             with settings behind a colon; a budget: "24x", that many times less than full precision, "512MiB" (B, KiB,
-            MiB, GiB), "noise=0.05", in units of the noise between minibatches, or two of these and the time of a step,
-            "60x noise=0.002 time=1.15"; or the path of a file that ``Policy.save`` wrote, which ends in ".json".
+            MiB, GiB), "peak=2GiB", of a step, "noise=0.05", in units of the noise between minibatches, or several of
+            these and the time of a step, "60x noise=0.002 time=1.15"; or the path of a file that ``Policy.save`` wrote,
+            which ends in ".json".
 
     Returns:
         The policy, or the budget that one is to be fitted to.

@@ -57,6 +57,10 @@ class FitReport:
         recompute: multiplications and additions that an element of a layer may cost to be computed again.
         time: measured time of a step, over that at full precision; 0 where it was not measured.
         predicted_time: the same, as it was predicted; 0 where the budget has no time.
+        peak: measured bytes that PyTorch allocates at most in a step, above those at its start; 0 where it was not
+            measured.
+        predicted_peak: the same, as it was predicted.
+        plain_peak: the same without backward quantization.
     """
 
     budget: str
@@ -73,6 +77,9 @@ class FitReport:
     recompute: int = 0
     time: float = 0.0
     predicted_time: float = 0.0
+    peak: int = 0
+    predicted_peak: int = 0
+    plain_peak: int = 0
 
     @property
     def ratio(self) -> float:
@@ -109,6 +116,11 @@ class FitReport:
             f"bias² {self.bias:.4f} ± {self.bias_error:.4f} (predicted together: {self.predicted:.4f}), "
             "in units of minibatch noise"
         )
+        if self.peak:
+            text += (
+                f"; peak of a step {self.peak / MIB:.2f} of {self.plain_peak / MIB:.2f} MiB "
+                f"(predicted: {self.predicted_peak / MIB:.2f})"
+            )
         if self.time:
             predicted = f" (predicted: {self.predicted_time:.2f})" if self.predicted_time else ""
             text += f"; a step takes {self.time:.2f} times as long{predicted}"
@@ -132,7 +144,7 @@ class FitReport:
 def _check_fields(kind: type, plain: Any, name: str) -> None:
     """Raise where plain values are not those of a dataclass."""
     accepted = {field.name: _KINDS.get(str(field.type), list) for field in fields(kind)}
-    later = {"recompute", "time", "predicted_time"}  # which files of earlier versions lack
+    later = {"recompute", "time", "predicted_time", "peak", "predicted_peak", "plain_peak"}  # earlier files lack them
     if not isinstance(plain, dict) or plain.keys() - later != accepted.keys() - later or plain.keys() - accepted.keys():
         found = ", ".join(sorted(plain)) if isinstance(plain, dict) else brief(plain)
         raise TypeError(f"{name}: got {found}; accepted is an object with {', '.join(sorted(accepted))}")

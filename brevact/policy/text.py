@@ -13,8 +13,8 @@ from brevact.quantizers.brief import brief
 
 _ACCEPTED = (
     'accepted are "default", "none" for full precision, a backward quantizer or policy such as "StochBackward2bit" or '
-    '"StochBackward4bit:bucket_size=256", a budget such as "24x", "512MiB", "noise=0.05" or "60x time=1.2", and the '
-    "path of a JSON file"
+    '"StochBackward4bit:bucket_size=256", a budget such as "24x", "512MiB", "peak=2GiB", "noise=0.05" or '
+    '"60x time=1.2", and the path of a JSON file'
 )
 _FULL_PRECISION = Policy({"": None})
 

@@ -101,8 +101,8 @@ def budget_of(words: str) -> dict[str, float] | None:
 
     >>> budget_of("24x"), budget_of("1.5MiB"), budget_of("noise=0.05"), budget_of("DEFAULT")
     ({'ratio': 24.0}, {'saved_bytes': 1572864}, {'noise': 0.05}, None)
-    >>> budget_of("60x noise=0.002 time=1.15")
-    {'ratio': 60.0, 'noise': 0.002, 'time': 1.15}
+    >>> budget_of("60x noise=0.002 time=1.15"), budget_of("peak=2GiB")
+    ({'ratio': 60.0, 'noise': 0.002, 'time': 1.15}, {'peak_bytes': 2147483648})
     """
     if len(words.split()) < 2 or _one_budget(words) is not None:
         return _one_budget(words)
@@ -119,19 +119,22 @@ def budget_of(words: str) -> dict[str, float] | None:
 
 def _one_budget(words: str) -> dict[str, float] | None:
     """Return the argument that one word stands for, or None where it is no budget."""
-    found = re.fullmatch(rf"((?:noise|time)=)?([-+]?(?:{_NUMBER}))\s*([a-z]*)", words, re.IGNORECASE)
+    found = re.fullmatch(rf"((?:noise|time|peak)=)?([-+]?(?:{_NUMBER}))\s*([a-z]*)", words, re.IGNORECASE)
     if found is None:
         return None
-    prefix, number, unit = found[1] or "", float(found[2]), found[3]
-    meant = f"{prefix.lower()}{found[2]}" if prefix else found[2] + _MEANT.get(unit.lower(), "x")
-    size = number * _UNITS.get(meant.removeprefix(found[2]), 1)
+    prefix, number, unit = (found[1] or "").lower(), float(found[2]), found[3]
+    of_bytes = _MEANT.get(unit.lower(), "MiB" if prefix == "peak=" else "x")
+    meant = f"{prefix}{found[2]}" + (of_bytes if prefix in ("", "peak=") else "")
+    size = number * _UNITS.get(meant.removeprefix(prefix + found[2]), 1)
     if not 0 < size < math.inf or (meant[-1] == "B" and size < 1):
         raise ValueError(f"{words}: got {size:g}; accepted is a number above 0, and at least 1 byte")
     if words != meant:
-        written = f"a budget is written 24x, 512MiB ({', '.join(_UNITS)}), noise=0.05 or time=1.15"
+        written = f"a budget is written 24x, 512MiB ({', '.join(_UNITS)}), peak=2GiB, noise=0.05 or time=1.15"
         raise ValueError(f"{words}: {written}; did you mean {meant}?")
+    if prefix == "peak=":
+        return {"peak_bytes": int(size)}
     if prefix:
-        return {prefix.lower().removesuffix("="): number}
+        return {prefix.removesuffix("="): number}
     return {"ratio": number} if unit == "x" else {"saved_bytes": int(size)}
 
 

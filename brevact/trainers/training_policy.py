@@ -159,7 +159,9 @@ class TrainingPolicy:
             run.measure()
         self.memory = run.memory
         if self._adapt_every is not None:
-            run.adapt(self._adapt_every)
+            budget = {} if self.spec is None else self.spec.budget
+            has_bytes = {"ratio", "saved_bytes"} & budget.keys()
+            run.adapt(self._adapt_every, None if has_bytes else budget.get("peak_bytes"))
 
     def _needs_batches(self, state: Mapping[str, Any] | None) -> list[str]:
         found = []

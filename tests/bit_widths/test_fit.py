@@ -20,6 +20,7 @@ from brevact.bit_widths.allocation import Option
 from brevact.bit_widths.budgets import budget_of
 from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, quantizer_of, with_quantizers
 from brevact.bit_widths.fit_noise import ChainNoise
+from brevact.bit_widths.fit_peaks import ByteLimit
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
 
@@ -99,6 +100,62 @@ def test_fit_keeps_its_budget_and_says_what_is_measured(model, batches, budget):
         assert 0.8 * limit <= report.saved_bytes <= limit
     assert {group.bit_width for group in report.groups} <= {*BIT_WIDTHS, FULL_PRECISION}
     assert sum(group.noise for group in report.groups) == pytest.approx(report.predicted)
+
+
+def test_the_measured_peak_of_a_fitted_policy_is_within_its_budget(model, batches):
+    before, least = state_of(model), least_peak(model, batches)
+    plain = brevact.memory_report(model, batches[0], loss).plain_peak
+    allowed = (3 * least + plain) // 4
+    policy = brevact.fit(model, batches, loss, peak_bytes=allowed)
+    assert state_of(model) == before
+    report = policy.report
+    assert report.note == "" and report.budget == f"peak_bytes={allowed}"
+    assert least < report.peak <= allowed < report.plain_peak == plain
+    assert report.peak / 1.5 <= report.predicted_peak <= 1.5 * report.peak
+    assert f"peak of a step {report.peak / 2**20:.2f} of {plain / 2**20:.2f} MiB" in report.summary
+    brevact.quantize_backward(model, policy)
+    assert brevact.memory_report(model, batches[0], loss).packed_peak == report.peak
+    assert brevact.step_report(model, batches[0], loss, rounds=2).packed_peak == report.peak
+    brevact.restore_backward(model)
+    tight = brevact.fit(model, batches, loss, peak_bytes=(7 * least + report.peak) // 8).report
+    assert tight.peak < report.peak and tight.harm > report.harm
+
+
+def least_peak(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> int:
+    with pytest.raises(ValueError, match=r"peak_bytes=1 is not possible: with 1 bit .* accepted is peak") as caught:
+        brevact.fit(model, batches, loss, peak_bytes=1)
+    return int(str(caught.value).split()[-2])
+
+
+def test_an_impossible_peak_names_the_nearest_possible_one(model, batches):
+    least = least_peak(model, batches)
+    assert brevact.fit(model, batches, loss, peak_bytes=least).report.peak == least
+    with pytest.raises(ValueError, match=f"peak_bytes={least - 1} is not possible"):
+        brevact.fit(model, batches, loss, peak_bytes=least - 1)
+
+
+def test_a_peak_is_a_budget_beside_others(model, batches):
+    plain = brevact.memory_report(model, batches[0], loss).plain_peak
+    whole = brevact.fit(model, batches, loss, peak_bytes=plain).report
+    assert whole.saved_bytes == whole.plain_bytes and whole.harm == pytest.approx(0, abs=1e-9)
+    loose = brevact.fit(model, batches, loss, peak_bytes=plain, ratio=9).report
+    assert loose.ratio >= 9 and loose.peak < plain and not loose.note
+    with pytest.raises(ValueError, match=r"peak_bytes=1, noise=0\.02 is not possible"):
+        brevact.fit(model, batches, loss, peak_bytes=1, noise=0.02)
+
+
+def test_bytes_follow_peaks_until_they_fit():
+    """Peaks of 30 bytes beside the kept ones, and of 95 bytes at a place where few are kept."""
+    for allowed, best in ((100, 70), (94, 64), (1000, 500)):
+        limit, kept = ByteLimit(allowed, value=90, fits=10, exceeds=500), []
+        for _ in range(20):
+            kept.append(limit.value)
+            if not limit.moves(int(limit.value + 30)):
+                break
+        assert max(each for each in kept if each + 30 <= allowed) == pytest.approx(best, abs=0.02 * allowed)
+        assert len(kept) < 8
+    limit = ByteLimit(90, value=60, fits=10, exceeds=500)
+    assert limit.moves(95) and limit.value == 55 and limit.moves(95) and limit.value == 50
 
 
 def test_fit_has_less_noise_than_one_width_at_its_bytes(model, batches):
@@ -237,6 +294,8 @@ def test_a_policy_that_computes_again_is_saved(widening, tmp_path):
         ({"time": 1.2}, ValueError, "got time; accepted is one of ratio=24"),
         ({"ratio": "8x"}, TypeError, "ratio='8x' of type str"),
         ({"noise": True}, TypeError, "noise=True"),
+        ({"peak_bytes": "2GiB"}, TypeError, "peak_bytes='2GiB' of type str"),
+        ({"peak_bytes": 0}, ValueError, "peak_bytes=0; accepted is a number above 0"),
         ({"noise": 0.1, "time": 0}, ValueError, "time=0; accepted is a number above 0"),
         ({"noise": 0}, ValueError, "noise=0; accepted is a number above 0"),
         ({"saved_bytes": math.nan}, ValueError, "saved_bytes=nan"),
@@ -321,7 +380,7 @@ def test_budget_of_noise_takes_the_least_bytes_that_any_widths_have():
     kinds = [(draw.randint(1, 50), draw.random()) for _ in range(6)]
     items = [[Option(b * size, c / (2**b - 1) ** 2, b) for b in (1, 2, 3, 4)] for size, c in kinds]
     noise = 0.3
-    chosen = budget_of(ratio=None, saved_bytes=None, noise=noise).choose(items, 0, 1000, 1.0)
+    chosen = budget_of(noise=noise).choose(items, 1000, 1.0)
     possible = [each for each in itertools.product(*items) if sum(option.noise for option in each) <= 0.95 * noise]
     least = min(sum(option.cost for option in each) for each in possible)
     assert sum(option.noise for option in chosen) <= noise
@@ -393,4 +452,4 @@ def test_fit_leaves_what_quantizers_of_the_forward_pass_count():
 
 def test_a_ratio_of_measured_bytes_is_met_by_them():
     for saved, plain in itertools.product(range(10_007, 10_107), range(300_000, 300_100, 7)):
-        assert budget_of(ratio=plain / saved, saved_bytes=None, noise=None).is_met(saved, plain, 0.0)
+        assert budget_of(ratio=plain / saved).is_met(saved, plain, 0.0, 0)

@@ -40,6 +40,21 @@ def test_policy_or_fit_keeps_no_more_bytes_than_named(words: str) -> None:
     assert found.name == words and 0 < report.saved_bytes <= budget
 
 
+@pytest.mark.parametrize("kind", ["fit", "adaptive"])
+def test_policy_or_fit_keeps_the_peak_of_a_step(kind: str) -> None:
+    torch.manual_seed(0)
+    model, batches = _Loss(), _batches(3)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch)
+
+    report = brevact.memory_report(brevact.quantize_backward(_Loss(), brevact.StochBackward4bit), batches[0], loss)
+    wanted = policy_or_fit(f"{kind}:peak={report.packed_peak}B")
+    assert not isinstance(wanted, NamedPolicy)
+    found = wanted.named(model, batches, loss).apply(model)
+    assert brevact.memory_report(found, batches[0], loss).packed_peak <= report.packed_peak
+
+
 @pytest.mark.parametrize("words", ["adaptive:noise=0.05", "adaptive:", "fit:quickly", "fit:bytes=Nobody"])
 def test_policy_or_fit_refuses_what_is_no_budget(words: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=words.partition("=")[2] or words):

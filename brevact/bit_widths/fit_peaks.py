@@ -1,0 +1,73 @@
+"""Peaks of steps that `fit` measures, and the bytes whose peak is within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from brevact.reports.gradient_passes import Loss
+from brevact.reports.in_place import in_place
+from brevact.reports.step import device_of, peak_of, step_of
+
+#: How often bytes are tried.
+TRIES = 8
+#: Part of the bytes that may be left unused.
+SLACK = 0.01
+
+
+def peak_of_step(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> int:
+    """Return the peak of a step of a model in training mode, with its policy or without."""
+    with in_place(model):
+        if not model.training:
+            model.train()
+        return peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch))
+
+
+class ByteLimit:
+    """The most kept bytes whose peak is within a budget, by measurements of some.
+
+    Kept bytes are not all that is alive at the peak, and the peak may be where few of them are. So the limit moves by
+    what a peak is away from the budget, between bytes whose peak was within it and bytes whose peak was not.
+
+    >>> limit = ByteLimit(allowed=100, value=60, fits=10, exceeds=90)
+    >>> limit.moves(peak=120), limit.value  # 20 too much
+    (True, 40.0)
+    >>> limit.moves(peak=90), limit.value  # 10 are left
+    (True, 50.0)
+
+    Args:
+        allowed: most bytes of the peak.
+        value: kept bytes to begin with.
+        fits: kept bytes whose peak is within the budget.
+        exceeds: kept bytes beyond which nothing is tried.
+    """
+
+    def __init__(self, allowed: float, value: float, fits: float, exceeds: float) -> None:
+        self._allowed, self._exceeds = allowed, exceeds
+        #: The most of the tried bytes whose peak is within the budget.
+        self.fits = fits
+        self.value = max(fits, min(exceeds, value))
+
+    def moves(self, peak: int) -> bool:
+        """Take note of the peak at the limit, and move it; return whether another measurement is worth its time."""
+        is_within = peak <= self._allowed
+        if is_within:
+            self.fits = max(self.fits, self.value)
+        else:
+            self._exceeds = min(self._exceeds, self.value)
+        moved = self.value + self._allowed - peak
+        if not is_within and moved <= self.fits:
+            moved = (self.fits + self._exceeds) / 2
+        moved = max(self.fits, min(self._exceeds, moved))
+        is_worth = abs(moved - self.value) > SLACK * self._allowed or not is_within
+        self.value = moved if is_worth else self.fits
+        return is_worth and self._exceeds - self.fits > SLACK * self.fits
+
+    def search(self, peak_with: Callable[[float], int]) -> float:
+        """Measure the peak with bytes, and with others that follow from it; return the most whose peak fits."""
+        for _ in range(TRIES):
+            if not self.moves(peak_with(self.value)):
+                break
+        return self.fits
