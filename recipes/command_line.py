@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from brevact.command_line.launcher import restart_with_mimalloc
 from recipes.comparison import begin, begun, compare, make_cases
 from recipes.errors import RecipeError
 from recipes.files import check_writable
@@ -18,7 +19,10 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit status: 0, 2 for what the user can put right, 130 when stopped."""
     try:
         prog = f"python -m recipes.{recipe.module}"
-        run(recipe, parse(arguments, prog=prog, description=recipe.description, settings=recipe.settings))
+        command = parse(arguments, prog=prog, description=recipe.description, settings=recipe.settings)
+        if arguments is None:
+            restart_with_mimalloc()
+        run(recipe, command)
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

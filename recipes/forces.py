@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import brevact
+from brevact.command_line.launcher import restart_with_mimalloc
 from recipes import files, machine
 from recipes.data.lennard_jones import Configurations, make_configurations
 from recipes.errors import RecipeError
@@ -298,6 +299,8 @@ def run(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit status: 0, 2 for what the user can put right, 130 when stopped."""
     options = _parse(arguments)
+    if arguments is None:
+        restart_with_mimalloc()
     try:
         run(options)
     except RecipeError as error:

@@ -22,6 +22,7 @@ from torch import nn
 from tqdm import tqdm
 
 import brevact
+from brevact.command_line.launcher import restart_with_mimalloc
 from recipes import files
 from recipes.data import LOADERS, Batches, ImageDataset
 from recipes.errors import RecipeError
@@ -59,6 +60,8 @@ class Plan:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit status: 0, 2 for what the user can put right, 130 when stopped."""
     options = _parse(arguments)
+    if arguments is None:
+        restart_with_mimalloc()
     try:
         run(options)
     except RecipeError as error:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ctypes.util
 import os
+import platform
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+
+from brevact.heap import is_left_alone
 
 #: Libraries by the names that a command line gives them, the best one first.
 ALLOCATORS = {"mimalloc": "mimalloc", "jemalloc": "jemalloc", "tcmalloc": "tcmalloc_minimal"}
@@ -45,6 +48,25 @@ def run(program: Sequence[str], *, is_module: bool, allocator: str) -> None:
     os.execve(sys.executable, arguments, environment)
 
 
+def restart_with_mimalloc() -> None:
+    """Become the program of this process again, with mimalloc, where that is installed; otherwise return.
+
+    It returns, too, where the process has another allocator than glibc's own, or where the environment says how memory
+    is to be had: LD_PRELOAD, also an empty one, MALLOC_TRIM_THRESHOLD_ and the like, GLIBC_TUNABLES. Programs call it
+    before they allocate tensors.
+    """
+    is_decided = "LD_PRELOAD" in os.environ or is_left_alone(os.environ) or bool(allocator_in_use())
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc" or is_decided:
+        return
+    library = library_of("mimalloc")
+    if library is None or any(each in library for each in " :"):
+        return
+    environment = environment_of(library, os.environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
 def _options_of_python() -> list[str]:
     """Return the options of the interpreter that runs ``python -O -X dev -m brevact``, which are the program's, too."""
     place = next((i for i, each in enumerate(sys.orig_argv) if each == "-m"), 0)
@@ -58,7 +80,7 @@ def environment_of(allocator: str, environment: Mapping[str, str]) -> dict[str, 
     """
     found = {**environment, "THP_MEM_ALLOC_ENABLE": environment.get("THP_MEM_ALLOC_ENABLE", "1")}
     if allocator == "none":
-        return found
+        return {"LD_PRELOAD": "", **found}  # which tells programs that start themselves again to stay as they are
     if sys.platform != "linux":
         raise ValueError(f"--allocator {allocator}: known on Linux only, not on {sys.platform}; accepted is none")
     library = _first_library() if allocator == "auto" else library_of(allocator)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from brevact.command_line.launcher import restart_with_mimalloc
 from recipes import files
 from recipes.data import LOADERS
 from recipes.errors import RecipeError
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; 1 where runs are missing; 2 for what the user can put right; 130 when stopped.
     """
     options = _parse(arguments)
+    if arguments is None:
+        restart_with_mimalloc()
     try:
         return run(options)
     except RecipeError as error:

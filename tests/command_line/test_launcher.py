@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,7 +76,37 @@ def test_a_library_is_loaded_before_others(script, tmp_path):
     library.touch()
     assert environment_of(str(library), {})["LD_PRELOAD"] == str(library)
     assert environment_of(str(library), {"LD_PRELOAD": "before.so"})["LD_PRELOAD"] == f"{library} before.so"
-    assert environment_of("none", {"THP_MEM_ALLOC_ENABLE": "0"}) == {"THP_MEM_ALLOC_ENABLE": "0"}
+    assert environment_of("none", {"THP_MEM_ALLOC_ENABLE": "0"}) == {"THP_MEM_ALLOC_ENABLE": "0", "LD_PRELOAD": ""}
+    assert environment_of("none", {"LD_PRELOAD": "before.so"})["LD_PRELOAD"] == "before.so"
+
+
+RESTARTED = """
+import os, sys
+from brevact.command_line import launcher
+launcher.library_of = lambda name: os.environ["FOUND"] or None
+print(len(sys.argv), launcher.allocator_in_use(), flush=True)
+launcher.restart_with_mimalloc()
+print("trains", sys.argv[1:], sys.flags.optimize)
+"""
+
+
+@linux
+def test_a_program_restarts_itself_with_mimalloc_once_where_it_is_there_and_nobody_has_decided(tmp_path):
+    library = tmp_path / "libmimalloc.so"  # any library of this name stands for it
+    shutil.copy(next(line.split()[-1] for line in open("/proc/self/maps") if "libm.so" in line), library)
+    clean = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "GLIBC_TUNABLES")}
+
+    def run(found: str, **environment: str) -> list[str]:
+        command = [sys.executable, "-O", "-c", RESTARTED, "--flag", "a b"]
+        return subprocess.run(
+            command, env={**clean, "FOUND": found, **environment}, capture_output=True, text=True
+        ).stdout.splitlines()
+
+    trains = "trains ['--flag', 'a b'] 1"
+    assert run(str(library)) == ["3 ", "3 mimalloc", trains]
+    assert run("") == ["3 ", trains]
+    assert run(str(library), LD_PRELOAD="") == ["3 ", trains]
+    assert run(str(library), MALLOC_TRIM_THRESHOLD_="65536") == ["3 ", trains]
 
 
 @linux
