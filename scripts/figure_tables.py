@@ -61,6 +61,55 @@ def of_recompute(results: Results) -> dict[str, str]:
     return {"recompute": table(cells)}
 
 
+def of_gpu_steps(results: Results) -> dict[str, str]:
+    """Of gpu_steps.csv: memory and speed of training steps, and where they were measured."""
+    last = results.last("gpu_steps", "model", "variant")
+    words = {
+        **{"plain": "plain", "checkpoint": "checkpoint of each block", "DEFAULT": "`DEFAULT`"},
+        **{"RECOMPUTE": "`RECOMPUTE`", "lossless": "`LosslessBackward`", "plain-graph": "plain, captured"},
+        **{"DEFAULT-graph": "`DEFAULT`, captured"},
+    }
+    names = {
+        **{"resnet50": "ResNet-50", "efficientnetv2-s": "EfficientNetV2-S", "gpt2": "GPT-2 small", "vit-b": "ViT-B"},
+        **{"unet3d": "3-D U-Net", "resnet18-w4a4": "ResNet-18 W4A4 of Brevitas (plain: stock)"},
+    }
+    cells = [("model and batch", "", "before backward", "peak", "speed")]
+    for model in dict.fromkeys(model for model, _ in last):
+        plain = last[model, "plain"]
+        cells_of_one = f"{names[model]}, {plain['batch_size']} of {plain['size']}"
+        for variant, text in words.items():
+            row = last.get((model, variant))
+            if row is None or row["error"]:
+                continue
+            memory = ("", "")
+            if row["activations_mib"]:
+                times = float(plain["activations_mib"]) / float(row["activations_mib"])
+                less = "" if variant == "plain" else f" ({times:.1f}x less)"
+                memory = (f"{float(row['activations_mib']):,.0f} MiB{less}", f"{float(row['peak_mib']):,.0f} MiB")
+            speed = float(row["samples_s"]) / float(plain["samples_s"])
+            cells.append((cells_of_one, text, *memory, f"{speed:.2f}"))
+            cells_of_one = ""
+    row = next(iter(last.values()))
+    place = f"An {row['device']} with PyTorch {row['torch']} and Triton {row['triton']}, {row['time'].split()[0]}"
+    speeds = [
+        float(row["samples_s"]) / float(last[model, "plain-graph"]["samples_s"])
+        for (model, variant), row in last.items()
+        if variant == "DEFAULT-graph"
+    ]
+    captured = f"{min(speeds):.2f} to {max(speeds):.2f}"
+    return {"gpu-steps": table(cells), "gpu.device": place, "gpu.captured": captured}
+
+
+def of_gpu_kernels(results: Results) -> dict[str, str]:
+    """Of gpu_kernels.csv: what part of a copy's bandwidth each operation has."""
+    last = results.last("gpu_kernels", "operation", "dtype", "bit_width")
+    columns = list(dict.fromkeys((dtype, width) for _, dtype, width in last))
+    cells = [("", *(f"{dtype}, {width} bits" for dtype, width in columns))]
+    for operation in dict.fromkeys(operation for operation, _, _ in last):
+        cells.append((operation, *(f"{float(last[operation, *each]['fraction_of_copy']):.2f}" for each in columns)))
+    return {"gpu-kernels": table(cells)}
+
+
 def of_quantizers(results: Results) -> dict[str, str]:
     """Of quantizers.csv: times relative to `clone()`."""
     last = results.last("quantizers", "operation", "dtype", "bit_width", "bucket_size")
@@ -181,6 +230,7 @@ def of_dates(results: Results) -> dict[str, str]:
 
 #: From the rows of a folder to tables and figures by name.
 KINDS = (
+    *(of_gpu_steps, of_gpu_kernels),
     *(of_adaptive, of_small_tensors, of_recompute, of_quantizers, of_gradient_exchange, of_layer_noise),
     *(of_scaling, of_models, of_dates),
 )

@@ -98,8 +98,9 @@ class BatchCase:
     def _search(self, training: Training, device: torch.device) -> Row:
         found: dict[str, object] = {"tries": 0}
         if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit_gib * 2**30 / total), device)
+            index = torch.cuda.current_device()
+            total = torch.cuda.get_device_properties(index).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit_gib * 2**30 / total), index)
 
         def fits(samples: int) -> bool:
             found["tries"] = int(str(found["tries"])) + 1
