@@ -90,7 +90,7 @@ def of_gpu_steps(results: Results) -> dict[str, str]:
             cells.append((cells_of_one, text, *memory, f"{speed:.2f}"))
             cells_of_one = ""
     row = next(iter(last.values()))
-    place = f"An {row['device']} with PyTorch {row['torch']} and Triton {row['triton']}, {row['time'].split()[0]}"
+    place = f"an {row['device']} with PyTorch {row['torch']} and Triton {row['triton']}, {row['time'].split()[0]}"
     speeds = [
         float(row["samples_s"]) / float(last[model, "plain-graph"]["samples_s"])
         for (model, variant), row in last.items()
