@@ -50,7 +50,7 @@ def variants(
         torch.manual_seed(0)
         made[name] = NETS[net].make(Layers(None if name == "float" else NETS[net].bit_width, collecting))
         with torch.no_grad():
-            for _ in range(COLLECTED):
+            for _ in range(COLLECTED if collecting else NETS[net].collected):
                 made[name](batch)
     for policy in policies:
         policy.apply(made[policy.name])

@@ -244,12 +244,16 @@ class Decoder(nn.Module):
 
 
 class Net(NamedTuple):
-    """A net: what makes it, bits of weights and activations, images a batch, and their sides, or tokens."""
+    """A net: what makes it, bits of weights and activations, images a batch, and their sides, or tokens.
+
+    ``collected`` are the steps after which scales are learned.
+    """
 
     make: Callable[[Layers], nn.Module]
     bit_width: int
     batch_size: int
     size: int
+    collected: int = COLLECTED
 
     def batch(self, batch_size: int) -> Tensor:
         """Return random inputs."""
@@ -264,6 +268,6 @@ NETS = {
     "vit": Net(ViTBlock, 4, 32, 32),
     "resnet18": Net(resnet18, 4, 16, 64),
     "mobilenetv2": Net(mobilenetv2, 8, 16, 64),
-    "lstm": Net(Recurrent, 8, 32, 32),
+    "lstm": Net(Recurrent, 8, 32, 32, collected=10),  # 300 calls, of 32 time steps
     "llm": Net(Decoder, 8, 8, 128),
 }

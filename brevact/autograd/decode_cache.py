@@ -1,9 +1,11 @@
-"""The small tensor that was decoded last, for the reader that comes next.
+"""Small tensors that were decoded, for the readers that come next.
 
 The readers of a chain follow each other in the backward pass: the layer behind an activation function asks for its
 output, and the function for its input, which are both functions of what the norm has returned. Of small tensors the
 calls to decode one take longer than the work, so that one is decoded for both. It lives until its codes are freed, or
 the next one is decoded.
+
+A weight that is computed again, and read by many ops, is held from the second time on, with a few others.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from brevact.private_names.of_torch import is_functorch_tensor
 
 #: Elements of the largest tensor that is held: a few hundred kilobytes, and less work to decode than calls.
 MOST_HELD = 1 << 18
+
+#: Elements of all weights that are held.
+MOST_OF_WEIGHTS = 1 << 21
 
 
 class _Held:
@@ -54,7 +59,21 @@ class _Last(threading.local):
     held: _Held | None = None
 
 
-_last = _Last()
+class _Weights(threading.local):
+    """Weights that this thread has computed again: by the decoder, how often, and the weight, its version, or None."""
+
+    def __init__(self) -> None:
+        self.of: weakref.WeakKeyDictionary[Any, tuple[int, Tensor | None, int]] = weakref.WeakKeyDictionary()
+
+    def make_room(self, numel: int) -> None:
+        """Let go of all weights if they and so many elements more would be too many."""
+        held = {decoder: values.numel() for decoder, (_, values, _) in self.of.items() if values is not None}
+        if numel + sum(held.values()) > MOST_OF_WEIGHTS:
+            for decoder in held:
+                self.of[decoder] = (1, None, 0)
+
+
+_last, _weights = _Last(), _Weights()
 
 
 def is_held(numel: int, codes: Tensor) -> bool:
@@ -73,3 +92,21 @@ def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[T
         found = decode(tensors)
         _last.held = _Held(decoder, tensors, found)
     return found
+
+
+def decoded_for_many(
+    decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]
+) -> Tensor:
+    """Return a weight that is computed again, which must not be written to, and hold it if it was asked for before.
+
+    It lives as long as the decoder, of this one weight and the versions of ``tensors`` that it was made for.
+    """
+    count, values, version = _weights.of.get(decoder, (0, None, 0))
+    if values is not None and values._version == version:
+        return values
+    values = decode(tensors)
+    if type(values) is Tensor and values.numel() <= MOST_HELD and not is_functorch_tensor(values):
+        if count:
+            _weights.make_room(values.numel())
+        _weights.of[decoder] = (count + 1, values if count else None, values._version)
+    return values

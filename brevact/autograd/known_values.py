@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.decode_cache import decoded_for_many
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
@@ -137,14 +138,20 @@ def dims_of(sizes: torch.Size, dims: int) -> list[int]:
     return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Recomputed(Decoder):
-    """Decoder of a fake-quantized weight: computes it again from the kept tensors."""
+    """Decoder of a fake-quantized weight: computes it again from the kept tensors.
+
+    There is one for each result, which many ops may read: a recurrent layer at each time step.
+    """
 
     compute: Callable[..., Tensor]
     nbytes: int
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return decoded_for_many(self, tensors, self._decode)
+
+    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         with torch.no_grad():
             return self.compute(*tensors)
 

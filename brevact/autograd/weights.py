@@ -97,8 +97,10 @@ class ModelState:
     def __contains__(self, address: int) -> bool:
         """Return whether the storage at ``address`` is that of a weight."""
         if self._addresses is None:
-            modules = self._modules if self._owner is None else self._owner.modules()
-            self._addresses = {address for module in modules for address in _addresses_of(module)}
+            if self._owner is None:
+                self._addresses = {address for module in self._modules for address in _addresses_of(module)}
+            else:
+                self._addresses = _addresses_below(self._owner)
         if address in self._addresses:
             return True
         derived = self._derived.get(address)
@@ -136,6 +138,21 @@ def _addresses_of(module: nn.Module) -> list[int]:
     """Addresses of the storages of a module's own parameters and buffers."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return [storage_address(tensor) for tensor in tensors if tensor is not None]
+
+
+def _addresses_below(module: nn.Module) -> set[int]:
+    """Addresses of the storages of all parameters and buffers of a module: once a forward pass, of many modules."""
+    found: set[int] = set()
+    pending, seen = [module], {module}
+    while pending:
+        module = pending.pop()
+        if module._parameters or module._buffers:
+            found.update(_addresses_of(module))
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                pending.append(child)
+    return found
 
 
 class _Watchers:

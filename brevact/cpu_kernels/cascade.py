@@ -130,6 +130,20 @@ def finish(lanes: Tensor, rest: Tensor, numel: int, runs: tuple[int, int], threa
     return sums.sum() if sums.numel() > 1 else sums[0]
 
 
+def finish_into(sums: Tensor, lanes: Tensor, rest: Tensor, numel: int, runs: tuple[int, int], threads: int) -> None:
+    """Write the sums, (k,), of several arrays, each by a row of `lanes` and of `rest`; see `finish`."""
+    run, count = runs
+    if count > 1 or (numel >= _GRAIN and threads > 1):
+        for place in range(len(sums)):
+            sums[place] = finish(lanes[place], rest[place], numel, runs, threads)
+        return
+    lane_bytes, rest_bytes = lanes.stride(0) * lanes.itemsize, rest.stride(0) * rest.itemsize
+    starts = lanes.data_ptr(), rest.data_ptr(), sums.data_ptr()
+    for place in range(len(sums)):
+        arguments = starts[0] + place * lane_bytes, starts[1] + place * rest_bytes, run, numel
+        share(add_runs, (*arguments, starts[2] + place * sums.itemsize), 1, run, 1)
+
+
 @functools.cache
 def adds_as_torch(threads: int) -> bool:
     """Whether `torch.sum` adds as this module says, by a few sums on so many threads."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.cascade import LANES, add_block, adds_as_torch, finish, runs_of
+from brevact.cpu_kernels.cascade import LANES, add_block, adds_as_torch, finish_into, runs_of
 from brevact.cpu_kernels.fake_quantize import (
     BIT_WIDTH,
     BLOCK,
@@ -288,9 +288,8 @@ def fake_quantize_backward(
         *(address(terms), address(lanes), address(rest), address(parts)),
     )
     share(fake_quantize_backward_blocks, (ctypes.addressof(words),), blocks, BLOCK, threads)
-    if sums is not None:
+    if sums is not None and runs is not None and lanes is not None and rest is not None:
+        finish_into(sums, lanes, rest, plan.numel, runs, threads)
+    elif sums is not None and terms is not None:
         for place in range(2):
-            if runs is not None and lanes is not None and rest is not None:
-                sums[place] = finish(lanes[place], rest[place], plan.numel, runs, threads)
-            elif terms is not None:
-                sums[place] = terms[place].sum()
+            sums[place] = terms[place].sum()

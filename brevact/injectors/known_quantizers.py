@@ -8,6 +8,8 @@ call the modules must be those that were read, with nobody's hooks on them.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from typing import Any, NamedTuple
 
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
 from brevact.autograd.ops.forward_statistics import largest_magnitude, weight_statistics
+from brevact.autograd.ops.learned_scale import learned_scale
 from brevact.injectors.integer_kinds import delays, integers_of
 from brevact.private_names.of_brevitas import (
+    Abs,
     AbsAve,
     AbsMax,
     AbsMaxAve,
@@ -26,6 +30,7 @@ from brevact.private_names.of_brevitas import (
     BitWidthConst,
     BitWidthStatefulConst,
     ConstScaling,
+    FloatRestrictValue,
     FusedActivationQuantProxy,
     Identity,
     IntQuant,
@@ -38,6 +43,7 @@ from brevact.private_names.of_brevitas import (
     PercentileInterval,
     PowerOfTwoIntScaling,
     RescalingIntQuant,
+    ScalarSignedClampMinSte,
     SignedAbsMax,
     StatsFromParameterScaling,
     TensorClamp,
@@ -76,31 +82,41 @@ def statistics_of_weight(region: Any, impl: Any, weight: Tensor) -> Tensor:
     return weight_statistics(region, impl, weight)
 
 
-class Tree(NamedTuple):
-    """The modules below one, depth first, and the children of each."""
+_hooks_in = operator.itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_children_in = operator.itemgetter("_modules")
 
-    modules: tuple[nn.Module, ...]
-    children: tuple[tuple[nn.Module | None, ...], ...]
+
+class Tree(NamedTuple):
+    """The modules below one, depth first: the attributes of each, how many children it has, and all of these."""
+
+    attributes: tuple[dict[str, Any], ...]
+    counts: tuple[int, ...]
+    children: tuple[nn.Module | None, ...]
 
     @staticmethod
     def of(module: nn.Module) -> Tree:
         """Read the modules below one."""
-        modules = tuple(each for child in module.children() for each in child.modules())
-        return Tree((module, *modules), tuple(tuple(each._modules.values()) for each in (module, *modules)))
+        modules = (module, *(each for child in module.children() for each in child.modules()))
+        children = tuple(tuple(each._modules.values()) for each in modules)
+        return Tree(
+            tuple(each.__dict__ for each in modules), tuple(map(len, children)), tuple(itertools.chain(*children))
+        )
 
     def is_untouched(self) -> bool:
-        """Return whether the modules are those that were read, and run as their classes say, seen by no hooks."""
-        for module, children in zip(self.modules, self.children, strict=True):
-            own = module.__dict__
-            if (
-                own["_forward_pre_hooks"]
-                or own["_forward_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-                or "forward" in own
-                or tuple(own["_modules"].values()) != children
-            ):
-                return False
+        """Return whether the modules are those that were read, and run as their classes say, seen by no hooks.
+
+        This is asked in every call: the loops are those of C.
+        """
+        attributes = self.attributes
+        if any(itertools.chain.from_iterable(map(_hooks_in, attributes))):
+            return False
+        modules = tuple(map(_children_in, attributes))
+        if tuple(map(len, modules)) != self.counts:
+            return False
+        if tuple(itertools.chain.from_iterable(map(dict.values, modules))) != self.children:
+            return False
+        if any(map(dict.__contains__, attributes, itertools.repeat("forward"))):
+            return False
         return not any(_EVERYWHERE) or are_own(_EVERYWHERE)
 
 
@@ -109,17 +125,66 @@ def are_own(hooks: tuple[Any, ...]) -> bool:
     return all(getattr(hook, "__module__", "").startswith("brevact.") for each in hooks for hook in each.values())
 
 
+class _Learned(NamedTuple):
+    """The modules of a learned scale, whose ops are those of ``learned_scale``, and its smallest magnitude."""
+
+    scaling: Any
+    least: float | None
+
+    @staticmethod
+    def of(scaling: Any) -> _Learned | None:
+        """Read the modules; None for others."""
+        if type(scaling) is ParameterFromRuntimeStatsScaling:
+            clamp = scaling.clamp_scaling.clamp_min_ste
+            parts = scaling.restrict_scaling, scaling.restrict_threshold, scaling.restrict_scale_threshold
+        elif type(scaling) is ParameterScaling:
+            clamp = scaling.restrict_clamp_scaling.clamp_ste
+            threshold, ratio = scaling.restrict_clamp_threshold, scaling.restrict_clamp_scale_threshold
+            if not type(threshold.clamp_ste) is type(ratio.clamp_ste) is Identity:
+                return None
+            parts = scaling.restrict_clamp_scaling, threshold, ratio
+        else:
+            return None
+        restricts = tuple(type(part.restrict_value_impl) for part in parts)
+        if restricts != (FloatRestrictValue, FloatRestrictValue, Identity):
+            return None
+        if type(scaling.restrict_threshold_pre) is not Abs:
+            return None
+        if type(clamp) is Identity:
+            return _Learned(scaling, None)
+        return _Learned(scaling, clamp.min_val) if type(clamp) is ScalarSignedClampMinSte else None
+
+    def scale(self, threshold: Tensor) -> Tensor | None:
+        """Return the scale; None where it is not learned yet, or computed otherwise."""
+        scaling = self.scaling
+        if type(scaling) is ParameterFromRuntimeStatsScaling and (
+            not scaling.training or scaling.counter <= scaling.collect_stats_steps
+        ):
+            return None
+        value = scaling.value
+        if threshold.dim() or threshold.requires_grad or value.dtype is not threshold.dtype:
+            return None
+        return learned_scale(value, threshold, self.least)
+
+
 class KnownQuantizer:
     """A fused activation, or a quantizer by itself, that is known, and what was computed for its bit width."""
 
     def __init__(self, module: Any) -> None:
         self.tree = Tree.of(module)
         is_fused = type(module) is FusedActivationQuantProxy
-        self.quant: Any = module.tensor_quant if is_fused else module
+        quant: Any = module.tensor_quant if is_fused else module
+        self._quant = weakref.ref(quant)  # the table of all that are known must not keep them, and their weights, alive
         self.rectifies = is_fused and type(module.activation_impl) is nn.ReLU
-        self.is_known = _is_known(self.quant) and (not is_fused or _is_known_before(module.activation_impl, self.quant))
-        self.reads_weight = self.is_known and _reads_weight(self.quant.scaling_impl)
+        self.is_known = _is_known(quant) and (not is_fused or _is_known_before(module.activation_impl, quant))
+        self.reads_weight = self.is_known and _reads_weight(quant.scaling_impl)
+        self.learned = _Learned.of(quant.scaling_impl) if self.is_known else None
         self._width: tuple[Tensor, int, Tensor, Integers | None] | None = None
+
+    @property
+    def quant(self) -> Any:
+        """The quantizer, which whoever asks for it holds."""
+        return self._quant()
 
     def quantize(self, region: Any, x: Tensor, *, reads_elements: bool) -> Any:
         """Return what the modules return: values, scale, zero point, bit width; NotImplemented for others.
@@ -130,12 +195,15 @@ class KnownQuantizer:
         if quant.observer_only or not self.tree.is_untouched():
             return NotImplemented
         with region.hooks.suspended, DisableTorchFunction():
-            bit_width = quant.msb_clamp_bit_width_impl()
+            width = quant.msb_clamp_bit_width_impl.bit_width
+            bit_width = width if isinstance(width, Tensor) else width.value.detach()
             threshold, integers = self._of_width(bit_width)
             if integers is None:
                 return NotImplemented
-            zero_point = quant.zero_point_impl(x, None, bit_width)
-            scale = None if reads_elements else quant.scaling_impl(x, threshold)
+            zero_point = quant.zero_point_impl.zero_point.value.detach()
+            scale = None if self.learned is None else self.learned.scale(threshold)
+            if scale is None and (not reads_elements or is_independent(quant.scaling_impl)):
+                scale = quant.scaling_impl(x, threshold)
         if scale is None:
             scale = self._scale_of(region, x, threshold)
         rectifier = Rectifier(None) if self.rectifies else None
@@ -182,7 +250,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, KnownQuantizer] = weakref.WeakKeyDi
 def known_quantizer(module: nn.Module) -> KnownQuantizer | None:
     """Return what is known of a fused activation or a quantizer; None where its modules are others."""
     found = _known.get(module)
-    if found is None or tuple(module._modules.values()) != found.tree.children[0]:
+    if found is None or tuple(module._modules.values()) != found.tree.children[: found.tree.counts[0]]:
         found = _known[module] = KnownQuantizer(module)
     return found if found.is_known else None
 
@@ -192,6 +260,13 @@ def takes_statistics(scaling: Any) -> bool:
     if type(scaling) is not ParameterFromRuntimeStatsScaling:
         return False
     return bool(scaling.training and scaling.counter < scaling.collect_stats_steps)
+
+
+def is_independent(scaling: Any) -> bool:
+    """Return whether a scale depends on no activation or weight: constant, learned, or collected already."""
+    return type(scaling) in (ConstScaling, ParameterScaling) or (
+        type(scaling) is ParameterFromRuntimeStatsScaling and not takes_statistics(scaling)
+    )
 
 
 def _is_known_before(relu: nn.Module, quant: RescalingIntQuant) -> bool:

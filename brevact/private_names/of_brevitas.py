@@ -32,8 +32,8 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "brevitas.core.function_wrapper": {
         BACKWARD: ("Identity",),
         FORWARD: (
-            *("CeilSte", "DPURoundSte", "FloatClamp", "FloorSte", "Identity", "InplaceTensorClampSte", "RoundSte"),
-            *("RoundToZeroSte", "TensorClamp", "TensorClampSte"),
+            *("Abs", "CeilSte", "DPURoundSte", "FloatClamp", "FloorSte", "Identity", "InplaceTensorClampSte"),
+            *("RoundSte", "RoundToZeroSte", "ScalarSignedClampMinSte", "TensorClamp", "TensorClampSte"),
         ),
     },
     "brevitas.core.function_wrapper.shape": {
@@ -53,7 +53,10 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "brevitas.core.quant.delay": {BACKWARD: ("_NoDelay",), FORWARD: ("_NoDelay",)},
     "brevitas.core.quant.float": {BACKWARD: ("FloatQuant",), FORWARD: ("FloatQuant", "min_internal_scale")},
-    "brevitas.core.restrict_val": {BACKWARD: ("PowerOfTwoRestrictValue",)},
+    "brevitas.core.restrict_val": {
+        BACKWARD: ("PowerOfTwoRestrictValue",),
+        FORWARD: ("FloatRestrictValue", "_ClampValue", "_RestrictClampValue", "_RestrictValue"),
+    },
     "brevitas.core.scaling": {
         FORWARD: (
             *("ConstScaling", "IntScaling", "ParameterFromRuntimeStatsScaling", "ParameterScaling"),

@@ -1,5 +1,8 @@
 """Forward quantizers that somebody has changed, watches, or changes between the forward and the backward pass."""
 
+import gc
+import weakref
+
 import brevitas.nn as qnn
 import pytest
 import torch
@@ -128,3 +131,78 @@ def test_product_with_a_scale_has_the_gradient_of_torch(dtype, scale):
         found = x * 1 * scale
     grads = [torch.autograd.grad(y, (x, scale), activation(1).to(y.dtype)) for y in (expected, found)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_quantizers_of_a_model_that_is_gone_are_freed():
+    model = nn.Sequential(
+        qnn.QuantConv2d(CHANNELS, 4, 3, weight_quant=Int8WeightPerTensorFloat),
+        qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, collect_stats_steps=1),
+        qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, collect_stats_steps=1),
+    )
+    brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+    for _ in range(3):
+        model(activation()).sum().backward()
+    alive = {name: weakref.ref(each) for name, each in (*model.named_parameters(), *model.named_buffers())}
+    alive |= {name: weakref.ref(each) for name, each in model.named_modules() if name.endswith("_quant")}
+    del model
+    gc.collect()
+    assert not [name for name, each in alive.items() if each() is not None]
+
+
+@pytest.mark.parametrize("kind", ["parameter", "parameter_from_stats"])
+@pytest.mark.parametrize("value", [0.7, -0.7, 1e-12, 0.0, -1e-12])
+@pytest.mark.parametrize("least", [None, 1e-3])
+def test_learned_scales_are_those_of_brevitas_whatever_the_parameter_is(kind, value, least):
+    """Below the smallest magnitude, and of any sign; their gradients add to others of the parameter."""
+
+    def make():
+        options = {"scaling_init": 1.0} if kind == "parameter" else {"collect_stats_steps": 1}
+        if least is not None or value != 0.0:
+            options["scaling_min_val"] = least
+        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4, scaling_impl_type=kind, **options)
+        with torch.no_grad():
+            for _ in range(3):
+                layer(activation())
+            tensor_quant(layer).scaling_impl.value.fill_(value)
+        return nn.Sequential(layer, layer)
+
+    found = []
+    for quantize in (False, True):
+        model = make()
+        if quantize:
+            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+        x = activation().requires_grad_()
+        out = model(x)
+        loss = out.square().sum() + tensor_quant(model[0]).scaling_impl.value.square().sum()
+        found.append([out.detach(), *torch.autograd.grad(loss, (x, *model.parameters()))])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.nan_to_num(7.7, 8.8, 9.9), other.nan_to_num(7.7, 8.8, 9.9))
+
+
+def test_quantizers_whose_tables_of_hooks_or_children_are_others_run_by_themselves():
+    """As where somebody has cleared all hooks by new tables."""
+    seen = []
+
+    def make():
+        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, collect_stats_steps=1)
+        with torch.no_grad():
+            for _ in range(3):
+                layer(activation())
+        return layer
+
+    for quantize in (False, True):
+        layer = make()
+        model = nn.Sequential(layer)
+        if quantize:
+            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+        model(activation().requires_grad_())
+        scaling = tensor_quant(layer).scaling_impl
+        scaling._forward_hooks = type(scaling._forward_hooks)()
+        scaling.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+        model(activation().requires_grad_())
+        scaling._forward_hooks.clear()
+        tensor_quant(layer).int_quant.input_view_impl.forward = lambda x: seen.append(x.detach()) or x
+        model(activation().requires_grad_())
+    half = len(seen) // 2
+    assert half == 2
+    assert all(torch.equal(*pair) for pair in zip(seen[:half], seen[half:], strict=True))

@@ -1,3 +1,6 @@
+import collections
+import gc
+
 import brevitas.nn as qnn
 import pytest
 import torch
@@ -5,6 +8,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
+from brevact.autograd import decode_cache, known_values
 from tests.qat.cases import CHANNELS, WEIGHTS, activation, gradients
 
 every_weight = pytest.mark.parametrize("name", WEIGHTS)
@@ -97,3 +101,39 @@ def test_gradients_of_equal_largest_elements_are_those_of_brevitas(name, value):
     assert torch.equal(out.nan_to_num(7.7), found.nan_to_num(7.7))
     assert torch.equal(grad.nan_to_num(7.7), found_grad.nan_to_num(7.7))
     assert all(torch.equal(found_grads[key].nan_to_num(7.7), grads[key].nan_to_num(7.7)) for key in grads)
+
+
+def test_a_weight_that_each_time_step_reads_is_computed_again_twice_and_let_go(monkeypatch):
+    counts = collections.Counter()
+    decode = known_values.Recomputed._decode
+
+    def counted(self, tensors):
+        counts[id(self)] += 1
+        return decode(self, tensors)
+
+    monkeypatch.setattr(known_values.Recomputed, "_decode", counted)
+    results = []
+    for policy in (None, LosslessBackward):
+        torch.manual_seed(0)
+        model = qnn.QuantLSTM(8, 16, batch_first=True)
+        if policy is not None:
+            brevact.quantize_backward(model, policy, min_numel=0)
+        x = torch.randn(4, 6, 8).requires_grad_()
+        loss = model(x)[0].square().mean()
+        results.append([loss.detach(), *torch.autograd.grad(loss, (x, *model.parameters()), allow_unused=True)])
+        del loss
+    for one, other in zip(*results, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    assert len(counts) == 8 and set(counts.values()) == {2}
+    gc.collect()
+    assert not [held for _, held, _ in decode_cache._weights.of.values() if held is not None]
+
+
+def test_weights_that_are_held_are_no_more_than_a_few():
+    held = decode_cache._Weights()
+    decoders = [known_values.Recomputed(torch.clone, 0) for _ in range(40)]
+    size = decode_cache.MOST_HELD
+    for decoder in decoders:
+        held.make_room(size)
+        held.of[decoder] = (2, torch.empty(size, device="meta"), 0)
+        assert sum(x.numel() for _, x, _ in held.of.values() if x is not None) <= decode_cache.MOST_OF_WEIGHTS

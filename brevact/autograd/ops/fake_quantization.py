@@ -333,15 +333,16 @@ def fake_quantize(
     ``NotImplemented`` where stock ops must run.
     """
     given = (scale, zero_point, pre_scale, pre_zero_point)
-    weight = region.is_weight(x)
-    if (
-        not is_quantizable(region, x, given)
-        or (weight and (rectifier is not None or not integers.repeats))
-        or (not weight and integers.bit_width > 8)
-    ):
-        return NotImplemented
-    storage_report.report_op(fake_quantize)
-    with DisableTorchFunction():
+    with DisableTorchFunction():  # under a mode each attribute of a tensor would be a call of its function
+        weight = region.is_weight(x)
+        shares = pre_scale is scale and pre_zero_point is zero_point
+        if (
+            not is_quantizable(region, x, given[:2] if shares else given)
+            or (weight and (rectifier is not None or not integers.repeats))
+            or (not weight and integers.bit_width > 8)
+        ):
+            return NotImplemented
+        storage_report.report_op(fake_quantize)
         if weight:
             return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
         return region.apply(_FakeQuantization, integers, rectifier, x, *given)

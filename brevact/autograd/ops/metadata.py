@@ -1,4 +1,4 @@
-"""Calls that a region need not look at: what asks for the sizes of a tensor, counts in place, or makes a plain view."""
+"""Calls that a region need not look at: they ask for a tensor's sizes, count in place, or make a view or a constant."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ OPS = (
     Op(tuple(_COUNTING), is_metadata=True),
     Op(_UNVERSIONED, is_metadata=True, is_unversioned=True),
     Op((_GETITEM,), is_metadata=True),
+    Op((torch.tensor,), is_metadata=True),
 )
 
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))

@@ -140,7 +140,8 @@ class OnePass(NamedTuple):
             return target, first, second
         sums = sums if parts is None else parts.sum(1)
         if sums is not None:
-            return target, sums[0].view(scale.shape), sums[1].view(scale.shape)
+            first, second = sums.unbind() if not scale.dim() else sums.view(2, *scale.shape).unbind()
+            return target, first, second
         return target, None, None
 
     def _dense(self, x: Tensor) -> Tensor:

@@ -1,0 +1,41 @@
+"""Learned scales of fake quantizers in one call: s = max(|v|, least) / t, without the modules that make it.
+
+Source: brevitas.core.scaling.ParameterScaling and ParameterFromRuntimeStatsScaling (behind the steps that collect
+statistics), whose gradient this is to the last bit: dL/dv = sgn(v) (dL/ds / t).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from brevact.autograd.ops.base import Saving, load, save
+
+
+class _LearnedScale(Saving):
+    is_brevact = False  # what it returns is computed from weights
+    returns_new = True
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
+        save(ctx, exact=(value, threshold))
+        magnitude = value.abs()
+        return (magnitude if least is None else magnitude.clamp_min_(least)) / threshold
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        value, threshold = load(ctx)
+        return (grad / threshold).to(value.dtype).mul_(value.sgn()), None, None
+
+
+def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
+    """Return scales of a parameter; what autograd saves is as small as they are, and stays as it is.
+
+    Args:
+        value: parameter.
+        threshold: positive number without a gradient, of no dimensions.
+        least: smallest magnitude; None for none.
+    """
+    found: Tensor = _LearnedScale.record(value, threshold, least)
+    return found
