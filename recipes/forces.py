@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import brevact
 from brevact.command_line.launcher import restart_with_mimalloc
-from recipes import files, machine
+from recipes import files, machine, schedules
 from recipes.data.lennard_jones import Configurations, make_configurations
 from recipes.errors import RecipeError
 from recipes.folders import open_folder
@@ -36,7 +36,6 @@ from recipes.options import option, torch_device
 from recipes.plots import curves_of, plot_seeds
 from recipes.policy_names import NamedPolicy, named_policy
 from recipes.runs import MIB
-from recipes.training import warmup_factor
 
 FULL_PRECISION = "None"
 #: Forces have a large part of their noise from what stands for distances.
@@ -129,8 +128,7 @@ class Run:
             brevact.quantize_backward(self.loss, policy.source, **{**policy.settings, "double_backward": True})
         self.optimizer = torch.optim.Adam(potential.parameters(), lr=settings.lr)
         total = settings.epochs * (len(self.train) // settings.batch_size)
-        factor = lambda step: warmup_factor(step, warmup=total // 20, total=total, decay=True)  # noqa: E731
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.scheduler = schedules.cosine(self.optimizer, total)
         self.epochs: list[Row] = []
 
     def stored(self) -> tuple[float, float]:

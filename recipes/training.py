@@ -12,6 +12,7 @@ import brevact
 from recipes.errors import RecipeError
 from recipes.metrics import Scores
 from recipes.recipe import BatchSource
+from recipes.schedules import warmup_factor
 from recipes.settings import AMP_DTYPES, Settings
 from recipes.statistics import collected_statistics, restore_statistics
 
@@ -264,24 +265,3 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: Settings, steps_pe
         return OneCycleLR(optimizer, max_lr=settings.lr, total_steps=total, pct_start=rise / total)
     decay = settings.schedule == "cosine"
     return LambdaLR(optimizer, partial(warmup_factor, warmup=warmup, total=total, decay=decay))
-
-
-def warmup_factor(step: int, *, warmup: int, total: int, decay: bool) -> float:
-    """Factor of the learning rate: linear warm-up, then constant or a cosine to zero.
-
-    f(t) = (t + 1) / (warmup + 1) for t < warmup, then (1 + cos(pi (t - warmup) / (total - warmup))) / 2 or 1.
-
-    Args:
-        step: optimizer steps taken so far.
-        warmup: steps of warm-up.
-        total: steps of the run.
-        decay: whether the cosine follows.
-
-    Returns:
-        A number in 0..1.
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if not decay:
-        return 1.0
-    return (1.0 + math.cos(math.pi * min(1.0, (step - warmup) / (total - warmup)))) / 2.0

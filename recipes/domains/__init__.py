@@ -29,6 +29,6 @@ brevact at its top: processes that measure plain training run without the packag
 """
 
 from recipes.domains.command_line import run_command_line
-from recipes.domains.domain import Domain, DomainSettings, Metric, Size, Task, library
+from recipes.domains.domain import Domain, DomainSettings, Metric, Size, Task, checkpoint_each, library
 
-__all__ = ["Domain", "DomainSettings", "Metric", "Size", "Task", "library", "run_command_line"]
+__all__ = ["Domain", "DomainSettings", "Metric", "Size", "Task", "checkpoint_each", "library", "run_command_line"]

@@ -18,7 +18,7 @@ from recipes.folders import open_folder
 from recipes.options import add_option, option, torch_device
 
 MEASURED, FITS = "measured.csv", "fits.csv"
-_COLUMNS_OF_MEASURED = ("variant", "round", "kept_mib", "peak_mib", "loaded_mib", "step_s", "cpu_s")
+_COLUMNS_OF_MEASURED = ("variant", "size", "round", "kept_mib", "peak_mib", "loaded_mib", "step_s", "cpu_s")
 _COLUMNS_OF_FITS = ("variant", "memory_mib", "size", "peak_mib")
 
 
@@ -52,7 +52,8 @@ def run(domain: Domain, options: argparse.Namespace) -> None:
     memory_mib = _memory(domain, options.memory)
     open_folder(folder, asdict(settings), resume=options.resume)
     variants = list(dict.fromkeys([PLAIN, *options.variants]))
-    measured = measure(domain, settings, variants, options.rounds, device, folder)
+    at = domain.size.of(settings, options.measured) if domain.size and options.measured else settings
+    measured = measure(domain, at, variants, options.rounds, device, folder)
     fits = search(domain, settings, variants, memory_mib, device, folder) if memory_mib else []
     seeds = list(dict.fromkeys(options.seeds))
     runs, epochs = training.train(domain, settings, variants, seeds, device, folder) if seeds else ([], [])
@@ -86,7 +87,8 @@ def measure(
     """
     path = folder / MEASURED
     rows: list[dict[str, Any]] = list(files.read_rows(path)) if path.exists() else []
-    done = {(row["variant"], int(row["round"])) for row in rows}
+    size = str(getattr(settings, domain.size.field)) if domain.size else ""
+    done = {(row["variant"], int(row["round"])) for row in rows if row["size"] == size}
     for number in range(1, rounds + 1):
         for variant in variants:
             if (variant, number) in done:
@@ -97,11 +99,12 @@ def measure(
             found = case.run()
             if "error" in found:
                 raise RecipeError(f"a training step of {variant} failed: {found['error']}")
-            rows.append({"variant": variant, "round": number, **found})
+            rows.append({"variant": variant, "size": size, "round": number, **found})
             files.write_rows(path, _COLUMNS_OF_MEASURED, rows)
             text = f"kept {found['kept_mib']:.1f} MiB, peak {found['peak_mib']:.0f} MiB, step {found['step_s']:.2f} s"
             print(f"{variant}, round {number}: {text}", flush=True)
-    return [row for row in rows if row["variant"] in variants and int(row["round"]) <= rounds]
+    own = [row for row in rows if row["size"] == size and int(row["round"]) <= rounds]
+    return [row for row in own if row["variant"] in variants]
 
 
 def search(
@@ -191,10 +194,14 @@ def _parse(domain: Domain, arguments: Sequence[str] | None) -> argparse.Namespac
     )
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each variant (default: %(default)s)")
     if domain.size is not None:
-        text = f"search the largest {option(domain.size.field)} whose training fits, such as 2GiB"
+        name = option(domain.size.field)
+        text = f"search the largest {name} whose training fits, such as 2GiB"
         parser.add_argument("--memory", default=None, metavar="SIZE", help=text)
+        text = f"{name} at which bytes, peak and step are measured (default: %(default)s; 0: that of the trainings)"
+        default = domain.size.measured or 0
+        parser.add_argument(f"--measured-{domain.size.field}", dest="measured", type=int, default=default, help=text)
     else:
-        parser.set_defaults(memory=None)
+        parser.set_defaults(memory=None, measured=0)
     parser.add_argument("--device", default="auto", help="torch device; auto takes CUDA where there is one")
     parser.add_argument("--out-dir", type=Path, default=Path("runs") / domain.name, help="default: %(default)s")
     parser.add_argument("--resume", action="store_true", help="go on with the runs in the folder")

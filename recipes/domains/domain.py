@@ -4,13 +4,15 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from recipes.errors import RecipeError
 from recipes.options import Limit, check_limits, setting
@@ -160,6 +162,9 @@ class Size:
         start: the first try.
         multiple: only multiples of it are possible; the search ends within a sixteenth, or within one multiple.
         most: no larger size is tried.
+        measured: at which bytes, peak and step are measured unless the command line says otherwise, such as a size
+            that users have and that would train for hours; None for the size that is trained.
+        apply: from settings and a size to settings with that size; None if only the field changes.
     """
 
     field: str
@@ -167,6 +172,12 @@ class Size:
     start: int
     multiple: int = 1
     most: int = 2**20
+    measured: int | None = None
+    apply: Callable[[Any, int], Any] | None = None
+
+    def of(self, settings: Any, value: int) -> Any:
+        """The settings with another size."""
+        return self.apply(settings, value) if self.apply else replace(settings, **{self.field: value})
 
 
 @dataclass(frozen=True)
@@ -195,6 +206,16 @@ class Domain:
     def name(self) -> str:
         """Of its folder and its rows."""
         return self.module.rpartition(".")[2]
+
+
+def checkpoint_each(modules: Iterable[nn.Module]) -> None:
+    """Lets modules keep their inputs alone for the backward pass, and compute the rest again; in place.
+
+    Args:
+        modules: none inside of another.
+    """
+    for module in modules:
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def library(name: str) -> ModuleType:

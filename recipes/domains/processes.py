@@ -30,7 +30,7 @@ from recipes.errors import RecipeError
 from recipes.options import option
 
 MIB = 2**20
-_GUARD_MIB = 1024  # above twice the limit: reserved, not resident, is what threads and libraries have much of
+_GUARD_MIB = 256  # reserved, not resident, on top of half as much again as the limit leaves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Case:
     settings: dict[str, Any]
     device: str
     threads: int
-    steps: int = 4
+    steps: int = 3
     limit_mib: int = 0
 
     def run(self, timeout: float = 600.0) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def measure(case: Case) -> dict[str, Any]:
 
     Returns:
         `kept_mib`, bytes of tensors that a forward pass leaves; `peak_mib`; `loaded_mib`, resident before the first
-        step; `step_s`, and `cpu_s`, processor time of a step, all threads: medians.
+        step; `step_s`, and `cpu_s`, processor time of a step, all threads: medians. With a limit the peak alone, after
+        the steps, or after the first that has crossed the limit.
     """
     torch.set_num_threads(case.threads)
     device = torch.device(case.device)
@@ -114,7 +115,11 @@ def measure(case: Case) -> dict[str, Any]:
         before = _clocks(device)
         task.step(batch, region)
         clocks.append([now - then for now, then in zip(_clocks(device), before, strict=True)])
-    peak = torch.cuda.max_memory_allocated(device) / MIB if device.type == "cuda" else _status_mib("VmHWM")
+        peak = torch.cuda.max_memory_allocated(device) / MIB if device.type == "cuda" else _status_mib("VmHWM")
+        if case.limit_mib and peak > case.limit_mib:
+            return {"peak_mib": peak}
+    if case.limit_mib:
+        return {"peak_mib": peak}
     task.optimizer.zero_grad(set_to_none=True)
     step, cpu = (statistics.median(values) for values in zip(*(clocks[1:] or clocks), strict=True))
     found = {"kept_mib": kept_bytes(task, batch, region, device) / MIB, "peak_mib": peak, "loaded_mib": loaded}
@@ -161,7 +166,7 @@ def fitting_size(
 
     def fits(count: int) -> bool:
         value = count * size.multiple
-        case = case_of(domain, replace(settings, **{size.field: value}), variant, device)
+        case = case_of(domain, size.of(settings, value), variant, device)
         found = replace(case, steps=2, limit_mib=memory_mib).run()
         peaks[count] = found
         taken = f"{found['peak_mib']:.0f} MiB" if "peak_mib" in found else found["error"]
@@ -172,7 +177,7 @@ def fitting_size(
     count = largest(fits, max(1, size.start // size.multiple), size.most // size.multiple)
     if count:
         return {"size": count * size.multiple, "peak_mib": peaks[count]["peak_mib"]}
-    least = replace(case_of(domain, replace(settings, **{size.field: size.multiple}), variant, device), steps=2).run()
+    least = replace(case_of(domain, size.of(settings, size.multiple), variant, device), steps=2).run()
     if "error" in least:
         raise RecipeError(f"{variant}, {option(size.field)} {size.multiple}: {least['error']}")
     if least["peak_mib"] <= memory_mib:
@@ -199,9 +204,10 @@ def _guard(limit_mib: int, device: torch.device) -> None:
     """Lets allocations fail that are far above the limit, before the machine runs out of memory."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, 2 * limit_mib * MIB / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 1.5 * limit_mib * MIB / total), device)
         return
-    limit = int((_status_mib("VmData") + 2 * limit_mib + _GUARD_MIB) * MIB)
+    left = max(0.0, limit_mib - _status_mib("VmRSS"))
+    limit = int((_status_mib("VmData") + 1.5 * left + _GUARD_MIB) * MIB)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 

@@ -17,7 +17,7 @@ TABLE, CURVES, MEMORY = "table.csv", "curves.png", "memory.png"
 COLUMNS = (
     *("recipe", "variant", "kept_mib", "kept_less", "peak_mib", "loaded_mib", "step_s", "step_ratio", "cpu_s"),
     *("cpu_ratio", "metric", "seeds", "value", "value_se", "difference", "difference_se"),
-    *("size", "memory_mib", "largest", "settings", *machine.COLUMNS),
+    *("size", "measured_at", "memory_mib", "largest", "settings", *machine.COLUMNS),
 )
 
 Row = Mapping[str, Any]
@@ -39,7 +39,7 @@ def table_rows(
         settings: of all.
         device: that was used.
         variants: in the order of the rows.
-        measured: with `variant`, `round` and what `processes.measure` returns.
+        measured: with `variant`, `size`, `round` and what `processes.measure` returns.
         runs: with `variant`, `seed` and `value`.
         fits: with `variant`, `memory_mib` and `size`.
 
@@ -51,13 +51,12 @@ def table_rows(
     rows = []
     for variant in variants:
         row: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), "recipe": domain.name, "variant": variant}
-        row |= {"settings": words, **machine.place(device)}
+        row |= {"size": domain.size.field if domain.size else "", "settings": words, **machine.place(device)}
         row |= _measured(_of(measured, "round", variant), _of(measured, "round", PLAIN))
         row |= _trained(_of(runs, "seed", variant), _of(runs, "seed", PLAIN), domain.metric.name)
         if found := _of(fits, "memory_mib", variant):
             (fit,) = found.values()
-            assert domain.size is not None
-            row |= {"size": domain.size.field, "memory_mib": fit["memory_mib"], "largest": fit["size"]}
+            row |= {"memory_mib": fit["memory_mib"], "largest": fit["size"]}
         rows.append(row)
     return rows
 
@@ -74,7 +73,8 @@ def _measured(own: Mapping[int, Row], plain: Mapping[int, Row]) -> dict[str, Any
     def median(column: str) -> float:
         return statistics.median(float(row[column]) for row in own.values())
 
-    found: dict[str, Any] = {name: median(name) for name in ("kept_mib", "peak_mib", "loaded_mib", "step_s", "cpu_s")}
+    found: dict[str, Any] = {"measured_at": next(iter(own.values()))["size"]}
+    found |= {name: median(name) for name in ("kept_mib", "peak_mib", "loaded_mib", "step_s", "cpu_s")}
     if common := own.keys() & plain.keys():
         for name in ("step", "cpu"):
             column = f"{name}_s"
@@ -92,7 +92,7 @@ def _trained(own: Mapping[int, Row], plain: Mapping[int, Row], metric: str) -> d
     found: dict[str, Any] = {"metric": metric, "seeds": len(values)}
     found["value"], found["value_se"] = _mean_and_error(list(values.values()))
     differences = [value - float(plain[seed]["value"]) for seed, value in values.items() if seed in plain]
-    if differences and own is not plain:
+    if differences and own != plain:
         found["difference"], found["difference_se"] = _mean_and_error(differences)
     return found
 
@@ -105,7 +105,8 @@ def _mean_and_error(values: Sequence[float]) -> tuple[float, float | str]:
 def table(domain: Domain, rows: Sequence[Row]) -> str:
     """The rows as text; ± is a standard error."""
     metric = domain.metric
-    cells = [["", "kept MiB", "peak MiB", "step s", metric.words, f"{metric.words} - plain"]]
+    at = next((f"{row['size']} {row['measured_at']}" for row in rows if row["measured_at"]), "")
+    cells = [[at, "kept MiB", "peak MiB", "step s", metric.words, f"{metric.words} - plain"]]
     if searched := any(row["largest"] != "" for row in rows):
         memory = next(row["memory_mib"] for row in rows if row["memory_mib"] != "")
         cells[0].append(f"largest {domain.size.field} in {memory} MiB")
@@ -115,8 +116,7 @@ def table(domain: Domain, rows: Sequence[Row]) -> str:
         line.append(_with(row["peak_mib"], ".0f", "", ""))
         line.append(_with(row["step_s"], ".2f", row["step_ratio"], "({:.2f}x)"))
         line.append(_with(row["value"], metric.spec, row["value_se"], f"± {{:{metric.spec}}}"))
-        difference = "" if row["variant"] == PLAIN else row["difference"]
-        line.append(_with(difference, f"+{metric.spec}", row["difference_se"], f"± {{:{metric.spec}}}"))
+        line.append(_with(row["difference"], f"+{metric.spec}", row["difference_se"], f"± {{:{metric.spec}}}"))
         if searched:
             line.append(str(row["largest"]))
         cells.append(line)

@@ -74,7 +74,12 @@ def test_main_prints_the_table_of_what_was_asked_for(whole_run, capsys):
     output = capsys.readouterr().out
     assert "x less)" in output and " ± " in output and "LosslessBackward" not in output
     header, plain, packed = output.splitlines()[:3]
-    assert header.endswith(" error - plain") and plain.startswith("plain ") and packed.startswith(POLICY)
+    assert (
+        header.startswith("width 64")
+        and header.endswith(" error - plain")
+        and plain.startswith("plain ")
+        and packed.startswith(POLICY)
+    )
 
 
 # A run takes two forward passes to train and one to test in an epoch; those of checkpoints are as many.
@@ -135,6 +140,18 @@ def test_main_keeps_runs_with_other_settings_apart(whole_run, capsys):
     assert "already holds runs; go on with --resume" in capsys.readouterr().err
     assert main(["--out-dir", str(folder), "--resume", "--epochs", "3"]) == 2
     assert "have other settings (--epochs)" in capsys.readouterr().err
+
+
+def test_main_measures_at_another_size(tmp_path, capsys):
+    command = ["--variants", "plain", "--rounds", "1", "--seeds", "--out-dir", str(tmp_path)]
+    assert main([*command, "--measured-width", "32"]) == 0
+    assert main([*command, "--measured-width", "128", "--resume"]) == 0
+    small, large = (row for row in read_rows(tmp_path / "measured.csv"))
+    assert (small["size"], large["size"]) == ("32", "128")
+    assert float(small["kept_mib"]) < float(large["kept_mib"])
+    (row,) = read_rows(tmp_path / "table.csv")
+    assert (row["measured_at"], float(row["kept_mib"])) == ("128", float(large["kept_mib"]))
+    assert "\nwidth 128 " in capsys.readouterr().out
 
 
 def test_main_says_what_to_install(tmp_path, capsys):
