@@ -10,7 +10,7 @@ from recipes.domains import Domain
 from scripts.figure_results import Results, Row, mib, table
 
 #: Settings that tell tables of one recipe apart, where they are not the default.
-_KINDS = ("model", "architecture", "size", "method", "dataset", "bf16")
+_KINDS = ("model", "net", "architecture", "size", "method", "dataset", "bf16")
 
 
 def of_domains(results: Results) -> dict[str, str]:
@@ -40,7 +40,7 @@ def _name(row: Row, domain: Domain) -> str:
 def _cells(rows: Sequence[Row], domain: Domain) -> list[list[str]]:
     """Columns that have a figure."""
     columns = {
-        "": lambda row: row["variant"] if row["variant"].islower() else f"`{row['variant']}`",
+        _at(rows, domain): lambda row: row["variant"] if row["variant"].islower() else f"`{row['variant']}`",
         "kept, MiB": _kept,
         "peak, MiB": lambda row: row["peak_mib"] and f"{float(row['peak_mib']):,.0f}",
         "time of a step": lambda row: row["cpu_ratio"] and f"{float(row['cpu_ratio']):.2f}",
@@ -50,6 +50,13 @@ def _cells(rows: Sequence[Row], domain: Domain) -> list[list[str]]:
     }
     lines = [[name, *(text(row) for row in rows)] for name, text in columns.items()]
     return [list(line) for line in zip(*(line for line in lines if any(line[1:])), strict=True)]
+
+
+def _at(rows: Sequence[Row], domain: Domain) -> str:
+    """The size at which bytes, peak and step were measured, if it is not that of the trainings."""
+    row, size = rows[0], domain.size
+    at = row.get("measured_at", "")
+    return f"at `--{size.field} {at}`" if size and at and f"{size.field}={at}" not in row["settings"].split() else ""
 
 
 def _largest(rows: Sequence[Row]) -> str:

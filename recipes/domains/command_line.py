@@ -86,8 +86,8 @@ def measure(
         RecipeError: a process failed.
     """
     path = folder / MEASURED
-    rows: list[dict[str, Any]] = list(files.read_rows(path)) if path.exists() else []
     size = str(getattr(settings, domain.size.field)) if domain.size else ""
+    rows: list[dict[str, Any]] = [{"size": size, **row} for row in files.read_rows(path)] if path.exists() else []
     done = {(row["variant"], int(row["round"])) for row in rows if row["size"] == size}
     for number in range(1, rounds + 1):
         for variant in variants:
@@ -135,14 +135,15 @@ def search(
             found = processes.fitting_size(domain, settings, variant, device, memory_mib, show)
             if not found["size"]:
                 least[variant] = found["least_mib"]
-            row = {"variant": variant, "memory_mib": memory_mib, "size": found["size"]}
-            rows.append({**row, "peak_mib": found.get("peak_mib", "")})
+            else:
+                row = {"variant": variant, "memory_mib": memory_mib, "size": found["size"]}
+                rows.append({**row, "peak_mib": found["peak_mib"]})
+                files.write_rows(path, _COLUMNS_OF_FITS, rows)
     own = [row for row in rows if row["variant"] in variants and int(row["memory_mib"]) == memory_mib]
-    if not any(int(row["size"]) for row in own):
+    if not own:
         assert domain.size is not None
         raise RecipeError(processes.too_little(domain.size, memory_mib, least))
-    files.write_rows(path, _COLUMNS_OF_FITS, rows)
-    return own
+    return own + [{"variant": variant, "memory_mib": memory_mib, "size": 0} for variant in least]
 
 
 def _memory(domain: Domain, words: str | None) -> int:

@@ -55,7 +55,7 @@ class Case:
     steps: int = 3
     limit_mib: int = 0
 
-    def run(self, timeout: float = 600.0) -> dict[str, Any]:
+    def run(self, timeout: float = 3600.0) -> dict[str, Any]:
         """Trains in a fresh process.
 
         Args:
@@ -63,6 +63,9 @@ class Case:
 
         Returns:
             What `measure` found, or `{"error": message}`.
+
+        Raises:
+            RecipeError: it took longer.
         """
         command = [sys.executable, "-W", "ignore", "-m", "recipes.domains.processes", json.dumps(asdict(self))]
         try:
@@ -70,7 +73,7 @@ class Case:
                 command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=timeout
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {timeout:.0f} s"}
+            raise RecipeError(f"{self.steps} steps of {self.variant} took longer than {timeout:.0f} s") from None
         lines = done.stdout.strip().splitlines()
         if done.returncode or not lines:
             errors = done.stderr.strip().splitlines()

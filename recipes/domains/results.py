@@ -169,4 +169,5 @@ def draw(domain: Domain, rows: Sequence[Row], epochs: Sequence[Row], folder: Pat
 
 def append(rows: Sequence[Row], path: Path) -> None:
     """Appends rows of the table to a CSV file, made with a header if it is new."""
-    files.write_rows(path, COLUMNS, [*(files.read_rows(path) if path.exists() else []), *rows])
+    found = [{**dict.fromkeys(COLUMNS, ""), **row} for row in files.read_rows(path)] if path.exists() else []
+    files.write_rows(path, COLUMNS, [*found, *rows])
