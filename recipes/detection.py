@@ -141,7 +141,7 @@ class DetectionTask(Task):
         few = Pictures(self.test_pictures.images[:6], self.test_pictures.targets[:6])
         figure = Figure(figsize=(9, 6.2), layout="constrained")
         for axes, image, found in zip(figure.subplots(2, 3).flat, few.images, self.detect(few), strict=False):
-            axes.imshow(image.permute(1, 2, 0).clamp(0, 1))
+            axes.imshow(image.permute(1, 2, 0).clamp(0, 1).numpy())
             axes.set(xticks=[], yticks=[])
             for box, label, score in zip(*(found[name] for name in ("boxes", "labels", "scores")), strict=True):
                 if score > 0.3:

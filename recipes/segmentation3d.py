@@ -136,7 +136,7 @@ class VolumeTask(Task):
         self.model.eval()
         logits = infer(image, edge, self.settings.batch_size, self.model, overlap=0.25, mode="gaussian")
         self.model.train()
-        return logits.argmax(1, keepdim=True)
+        return torch.as_tensor(logits).argmax(1, keepdim=True)
 
     def evaluate(self) -> float:
         metric = library("monai.metrics").DiceMetric(include_background=False, num_classes=1 + CLASSES)
@@ -156,7 +156,7 @@ class VolumeTask(Task):
         figure = Figure(figsize=(9, 3.2), layout="constrained")
         for axes, (title, picture) in zip(figure.subplots(1, 3), pictures.items(), strict=True):
             colors = {"cmap": "gray"} if title == "image" else {"cmap": "viridis", "vmin": 0, "vmax": CLASSES}
-            axes.imshow(picture[0, picture.shape[1] // 2], interpolation="nearest", **colors)
+            axes.imshow(picture[0, picture.shape[1] // 2].numpy(), interpolation="nearest", **colors)
             axes.set(title=title, xticks=[], yticks=[])
         save(figure, path)
 

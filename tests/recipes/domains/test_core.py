@@ -170,17 +170,17 @@ def test_the_largest_size_fits_and_the_next_does_not():
     smallest = case_of(DOMAIN, settings, "plain", device).run()["peak_mib"]
     limit, lines = int(smallest) + 200, []
     found = fitting_size(DOMAIN, settings, "plain", device, limit, lines.append)
-    assert found["size"] % 8 == 0 and smallest < found["peak_mib"] <= limit
+    assert found["size"] % 512 == 0 and smallest < found["peak_mib"] <= limit
     assert f"plain, width {found['size']}: {found['peak_mib']:.0f} MiB, fits" in lines
     failing = [int(line.split(":")[0].split()[-1]) for line in lines if line.endswith("does not fit")]
-    assert min(failing) <= found["size"] * (1 + 1 / 16) + 8
+    assert min(failing) == found["size"] + 512
 
 
 def test_main_says_how_much_memory_the_smallest_size_takes(tmp_path, capsys):
     command = ["--rounds", "0", "--seeds", "--variants", "plain", "--memory", "20MiB", "--out-dir", str(tmp_path)]
     assert main(command) == 2
     error = capsys.readouterr().err
-    assert "--memory 20MiB is not possible: the smallest size, --width 8, takes plain " in error
+    assert "--memory 20MiB is not possible: the smallest size, --width 512, takes plain " in error
     assert "; use --memory " in error
 
 

@@ -82,6 +82,6 @@ DOMAIN = Domain(
     settings=TinySettings,
     task=TinyTask,
     metric=Metric("error", "error", higher_is_better=False),
-    size=Size("width", "features", start=512, multiple=8, most=16384),
+    size=Size("width", "features", start=512, multiple=512, most=16384),
 )
 main = partial(run_command_line, DOMAIN)
