@@ -106,7 +106,7 @@ def of_gpu_kernels(results: Results) -> dict[str, str]:
     columns = list(dict.fromkeys((dtype, width) for _, dtype, width in last))
     cells = [("", *(f"{dtype}, {width} bits" for dtype, width in columns))]
     for operation in dict.fromkeys(operation for operation, _, _ in last):
-        cells.append((operation, *(f"{float(last[operation, *each]['fraction_of_copy']):.2f}" for each in columns)))
+        cells.append((operation, *(f"{float(last[(operation, *each)]['fraction_of_copy']):.2f}" for each in columns)))
     return {"gpu-kernels": table(cells)}
 
 
