@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import brevact
 from brevact.autograd import SaveMode, region
 from tests.autograd.measuring import (
     EXACT_VALUES,
@@ -100,6 +101,57 @@ def test_cross_entropy_stores_codes_and_targets():
     codes = [t for t in saved.tensors if t.dtype is torch.uint8]
     assert saved.holds(target) and len(saved.tensors) == 2
     assert codes[0].numel() == chosen.quantizer.quantize(x).nbytes
+
+
+ROWS, CLASSES = 4133, 2053  # two chunks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_logits_in_chunks_of_rows_have_torchs_loss_and_gradient(dtype, reduction, autocast):
+    x, target = torch.randn(ROWS, CLASSES, dtype=dtype) * 3, torch.randint(0, CLASSES, (ROWS,))
+    target[::7] = -100
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return F.cross_entropy(x * 1, target, reduction=reduction)
+
+    expected_out, expected = run_loss(function, x, None)
+    out, grad = run_loss(function, x, EXACT_VALUES)
+    assert out.dtype is expected_out.dtype and torch.equal(out, expected_out)
+    eps = torch.finfo(dtype).eps  # products of probabilities with factors, rounded to the type
+    torch.testing.assert_close(grad, expected, rtol=8 * eps, atol=8 * eps * expected.abs().max().item())
+
+
+def test_logits_in_chunks_of_rows_may_be_passed_twice_and_in_batches_of_gradients():
+    x, target = torch.randn(ROWS, CLASSES, requires_grad=True), torch.randint(0, CLASSES, (ROWS,))
+    with region(EXACT_VALUES):
+        loss = F.cross_entropy(x * 1, target, reduction="none")
+    ones = torch.ones_like(loss)
+    (first,) = torch.autograd.grad(loss, x, ones, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x, ones, retain_graph=True)
+    (both,) = torch.autograd.grad(loss, x, torch.stack([ones, 2 * ones]), is_grads_batched=True)
+    assert torch.equal(first, second) and torch.equal(both[0], first)
+    torch.testing.assert_close(both[1], 2 * first, rtol=4e-7, atol=0)
+
+
+@pytest.mark.parametrize("policy", ["DEFAULT", "RECOMPUTE"])
+def test_no_more_than_logits_and_their_gradient_is_there_at_once(policy):
+    model = brevact.quantize_backward(nn.Linear(8, 4096, bias=False), policy)
+    batch = torch.randn(4096, 8), torch.randint(0, 4096, (4096,))
+    logits = 4096 * 4096 * 4
+    report = brevact.memory_report(model, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+    packed = 0.2 * logits  # of probabilities, at 6 bits and less
+    chunks = 4 * logits / 4  # probabilities, their products and what a copy of them needs
+    assert report.packed_peak < 2 * logits + packed + chunks
+    assert report.plain_peak > 2.9 * logits  # log-probabilities, too
+
+
+def test_wrong_targets_of_logits_in_chunks_get_torchs_error():
+    x, target = torch.randn(ROWS, CLASSES, requires_grad=True), torch.full((ROWS,), CLASSES)
+    with region(EXACT_VALUES), pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(x * 1, target)
 
 
 def test_nll_loss_stores_targets_alone():

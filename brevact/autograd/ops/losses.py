@@ -7,6 +7,11 @@ q_n = w * ((1 - s) t_n + s / C) (class probabilities), for the label smoothing s
 
 It is linear in p, and in t, hence unbiased. The mean is that over the weights of the targets (class indices) or over
 the samples (class probabilities). The negative log-likelihood reads log-probabilities, and its gradient, -q_n, none.
+
+Logits of a language model are the largest tensor of its step. Where they are many, (N, C) rows with class indices are
+taken a chunk of rows at a time, forward and backward: log-probabilities, probabilities and products with them never
+exist as a whole, and the gradient is written in the type of the logits. Torch's own op computes the losses of a
+chunk's samples, and its own reduction joins them, so that the loss is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import is_batched
+from brevact.quantizers.tracing import is_traced
 
 _REDUCTIONS = frozenset(("none", "mean", "sum"))
 #: A loss of input, target and weight.
@@ -69,8 +75,69 @@ class _CrossEntropy(Saving):
         return None, None, None, grad_input, None, None
 
 
-#: Elements of the logits that are computed at a time.
-_CHUNK = 1 << 22
+class _CrossEntropyOfRows(Saving):
+    """Cross-entropy of (N, C) logits and N class indices, a chunk of rows at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: _Loss, options: _Options, input: Tensor, target: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        step = _rows_of_chunk(input)
+        known = _known_logits(region, input)
+        losses, kept = [], []
+        for start in range(0, len(input), step):
+            x = input[start : start + step]
+            losses.append(call(x, target[start : start + step], None))
+            if known is None:
+                kept.append(region.keep(torch.softmax(x, 1, dtype=losses[-1].dtype), share=False))
+        loss = torch.cat(losses)
+        if known is not None:
+            probabilities = _Probabilities(known[1], 1, tuple(input.shape), loss.dtype)
+            kept.append(reported((known[0], probabilities)))
+        save(ctx, *kept, exact=(target,))
+        ctx.options, ctx.input_like, ctx.loss_dtype, ctx.step = options, (input.shape, input.dtype), loss.dtype, step
+        ctx.is_known = known is not None
+        if options.reduction == "none":
+            return loss
+        only = torch.where(target == options.ignore_index, target, 0)
+        return F.nll_loss(-loss.unsqueeze(1), only, reduction=options.reduction, ignore_index=options.ignore_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *kept, target = load(ctx)
+        shape, dtype = ctx.input_like
+        like = grad.new_empty((), dtype=ctx.loss_dtype)
+        g, y, w_y = _of_samples(grad, like, target, None, ctx.options)
+        hit = (g * w_y).expand(len(target), 1)
+        if is_batched(grad):
+            p = torch.cat([each.decode() for each in kept])
+            return None, None, None, (p * hit).scatter_add_(1, y, -hit).to(dtype), None, None
+        rows = None if not ctx.is_known else rows_of(kept[0].decoder.logits, kept[0].tensors)
+        whole = kept[0].decode() if ctx.is_known and rows is None else None
+        grad_input = torch.empty(shape, dtype=dtype, device=grad.device)
+        for count, start in enumerate(range(0, len(target), ctx.step)):
+            of_chunk = slice(start, min(start + ctx.step, len(target)))
+            if whole is not None:
+                p = whole[of_chunk]
+            elif rows is not None:
+                p = torch.softmax(rows(of_chunk.start, of_chunk.stop), 1, dtype=ctx.loss_dtype)
+            else:
+                p = kept[count].decode()
+            grad_input[of_chunk] = (p * hit[of_chunk]).scatter_add_(1, y[of_chunk], -hit[of_chunk])
+        return None, None, None, grad_input, None, None
+
+
+#: Elements of the logits that are computed at a time, at least, and the most chunks of them.
+_CHUNK, _MOST_CHUNKS = 1 << 22, 32
+#: Rows of a chunk are a multiple of it, so that rows of a copy have the alignment of their originals.
+_ALIGNED_ROWS = 16
+
+
+def _rows_of_chunk(input: Tensor) -> int:
+    """Rows of a chunk of (N, C) logits; chunks are about as large as each other."""
+    chunks = min(max(1, input.numel() // _CHUNK), _MOST_CHUNKS)
+    rows = -(-len(input) // chunks)
+    return max(1, -(-rows // _ALIGNED_ROWS)) * _ALIGNED_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +159,7 @@ class _Probabilities(Decoder):
             return torch.softmax(self.logits.decode(tensors), self.dim, dtype=self.dtype)
         found = torch.empty(self.shape, dtype=self.dtype, device=tensors[0].device)
         flat = found.view(-1, self.shape[-1])
-        step = max(1, _CHUNK // self.shape[-1])
+        step = _rows_of_chunk(flat)
         for start in range(0, len(flat), step):
             out = flat[start : start + step]
             torch.softmax(rows(start, start + len(out)), 1, dtype=self.dtype, out=out)
@@ -102,10 +169,18 @@ class _Probabilities(Decoder):
         return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
 
 
-def _kept_probabilities(region: Keeper, input: Tensor, dim: int, dtype: torch.dtype) -> Saved:
-    """Keep the probabilities of logits: packed, or what gives the logits back, if they are computed again."""
+def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
+    """What gives logits back that are computed again, if their probabilities may come from these."""
     known = region.find_known(input) if region.settings.recompute else None
     if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
+        return known
+    return None
+
+
+def _kept_probabilities(region: Keeper, input: Tensor, dim: int, dtype: torch.dtype) -> Saved:
+    """Keep the probabilities of logits: packed, or what gives the logits back, if they are computed again."""
+    known = _known_logits(region, input)
+    if known is not None:
         return reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), dtype)))
     return region.keep(torch.softmax(input, dim, dtype=dtype), share=False)
 
@@ -179,6 +254,15 @@ def _of_samples(
     return torch.where(counts, g, 0), y, w_y
 
 
+def _goes_by_rows(input: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> bool:
+    """Whether logits are taken a chunk of rows at a time: where there are several chunks of rows without weights."""
+    if input.dim() != 2 or target.dim() != 1 or target.is_floating_point() or len(input) != len(target):
+        return False
+    if weight is not None or options.label_smoothing or is_traced(input) or not input.is_contiguous():
+        return False
+    return len(input) > _rows_of_chunk(input)
+
+
 def _handler(function: type[Saving]) -> Callable:
     """Make the handler of a loss with class targets."""
 
@@ -204,11 +288,14 @@ def _handler(function: type[Saving]) -> Callable:
             return NotImplemented  # torch explains what is wrong
         more = {} if label_smoothing is None else {"label_smoothing": label_smoothing}
 
-        def call(x: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-            return func(x, y, weight=w, ignore_index=ignore_index, reduction=reduction, **more)
-
         options = _Options(min(1, input.dim() - 1), ignore_index, reduction, label_smoothing or 0.0)
-        return region.apply(function, call, options, input, target, weight)
+        in_chunks = function is _CrossEntropy and _goes_by_rows(input, target, weight, options)
+        of_call = "none" if in_chunks else reduction
+
+        def call(x: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
+            return func(x, y, weight=w, ignore_index=ignore_index, reduction=of_call, **more)
+
+        return region.apply(_CrossEntropyOfRows if in_chunks else function, call, options, input, target, weight)
 
     return handle
 
