@@ -295,13 +295,15 @@ def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
     if variant.bit_width > 8 or not (by_channel or variant.bucket in ("tensor", "huge")):
         return
     _, x = _subject(variant)
-    if by_channel and x.dtype is not torch.float32:
-        return
     layout = Layout.of(x)
     inner, groups = layout.groups_along(1) if by_channel else (x.numel(), 1)
     top = 2**variant.bit_width - 1
     plan = IntegerPlan(x.numel(), variant.bit_width, 0, top, IntegerRounding.NEAREST, True, True, False, inner, groups)
-    scale, zero, packed = _meta(groups, torch.float32), _meta((), torch.float32), _meta(x.numel(), torch.uint8)
+    scale, zero, packed = (
+        _meta(groups, x.dtype if by_channel else torch.float32),
+        _meta((), torch.float32),
+        _meta(x.numel(), torch.uint8),
+    )
     flag, parts = _meta(1, torch.uint8), _meta((2, -(-x.numel() // 512) * 64), torch.float32)
     residual_of, terms = ResidualQuantizer(bit_width=2), _meta((2, x.numel()), x.dtype)
     given = x, plan, scale, zero
@@ -317,10 +319,12 @@ def _integer_launches(variant: Variant) -> Iterator[tuple[Launch, int, int]]:
             residuals = residual_of, packed, None, None, packed
             triton_kernels.fake_quantize_backward(*given, *residuals, x, None, None, parts)
             triton_kernels.fake_quantize_backward(*given, None, None, None, x, None, x, terms, None, None)
-    wide = 8 * (x.itemsize == 4)  # else a thread takes half as many elements with residuals
-    stores = {"decode_integers": (8,), "fake_quantize": (8, wide, 16), "fake_quantize_backward": (8, 8, 24)}
-    loads = {"decode_integers": (0,), "fake_quantize": (8, wide, 8), "fake_quantize_backward": (8, 8, 16)}
-    yield from zip(launches, loads[variant.operation], stores[variant.operation], strict=True)
+    stores = {"decode_integers": (8,), "fake_quantize": (8, 8, 16), "fake_quantize_backward": (8, 8, 24)}
+    loads = {"decode_integers": (0,), "fake_quantize": (8, 8, 8), "fake_quantize_backward": (8, 8, 16)}
+    for place, launch in enumerate(launches):
+        packs = variant.operation == "fake_quantize" and place == 1
+        wide = x.itemsize == 4 or (inner % 64 == 0 and not packs)  # else a thread takes half as many elements
+        yield launch, wide * loads[variant.operation][place], wide * stores[variant.operation][place]
 
 
 def _seed(stochastic: bool) -> Tensor | None:

@@ -14,6 +14,7 @@ Edits that the counter does not see go by ``x.data`` or NumPy: a region that han
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -120,20 +121,42 @@ def _plan_of(
     if layout.dtype is torch.float32:
         if not scale_dtype is zero_point_dtype is torch.float32:
             return None
-    elif layout.dtype not in (torch.bfloat16, torch.float16) or of_scale or of_zero_point:
+    elif layout.dtype not in (torch.bfloat16, torch.float16):
         return None
     elif not {scale_dtype, zero_point_dtype} <= {torch.float32, layout.dtype}:
         return None
-    dims = {dim for sizes in (of_scale, of_zero_point) for dim in dims_of(sizes, len(layout.shape))}
-    if len(dims) > 1 or not layout.numel or not layout.is_result_dense:
+    elif (of_scale and scale_dtype is not layout.dtype) or (of_zero_point and zero_point_dtype is not layout.dtype):
         return None
-    inner, groups = layout.groups_along(dims.pop()) if dims else (layout.numel, 1)
+    places = groups_of(layout, of_scale, of_zero_point) if layout.numel and layout.is_result_dense else None
+    if places is None:
+        return None
+    inner, groups = places
     highest = codes.minimum + 2**codes.bit_width - 1 - codes.has_spare
     ends = codes.bit_width, codes.minimum, highest
     return IntegerPlan(layout.numel, *ends, IntegerRounding.NEAREST, False, False, codes.has_spare, inner, groups)
 
 
-def dims_of(sizes: torch.Size, dims: int) -> list[int]:
+def groups_of(layout: Layout, *numbers: torch.Size) -> tuple[int, int] | None:
+    """Return how numbers of these sizes, which broadcast to a tensor, divide its memory order: inner and groups.
+
+    Element e has number e // inner % groups, of those that are not one. None where there is no such order.
+    """
+    dims = {tuple(_dims_of(sizes, len(layout.shape))) for sizes in numbers} - {()}
+    if not dims:
+        return layout.numel, 1
+    if len(dims) > 1:
+        return None
+    (found,) = dims
+    if len(found) == 1:
+        return layout.groups_along(found[0])
+    first = layout.dims.index(found[0]) if found[0] in layout.dims else -1
+    if first < 0 or layout.dims[first : first + len(found)] != found:  # neighbours in memory, in this order
+        return None
+    last = first + len(found)
+    return max(math.prod(layout.sizes[last:]), 1), math.prod(layout.sizes[first:last])
+
+
+def _dims_of(sizes: torch.Size, dims: int) -> list[int]:
     """Return the dimensions of a tensor along which numbers that broadcast to it differ."""
     return [dims - len(sizes) + place for place, size in enumerate(sizes) if size != 1]
 

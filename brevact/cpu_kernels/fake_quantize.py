@@ -274,15 +274,16 @@ def fake_quantize_blocks(words_at, start, stop):
 
 
 def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels read and write these tensors: float32, or all but numbers of one type of 16 bits.
+    """Whether the kernels read and write these tensors: float32, or all of one type of 16 bits.
 
-    Scales of these must be one number: torch computes with others in another type.
+    Of 16 bits one scale, or zero point, may be of another type: torch computes with several in another type.
     """
     if any(each is not None and each.dtype is not x.dtype for each in others):
         return False
     if x.dtype is torch.float32:
         return scale.dtype is zero_point.dtype is torch.float32
-    return x.dtype in (torch.bfloat16, torch.float16) and plan.groups == 1
+    is_known = all(each.numel() == 1 or each.dtype is x.dtype for each in (scale, zero_point))
+    return is_known and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def numbers_of(x: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ def fake_quantize(
     """Quantize to integers and back, and pack the integers and what the gradient needs.
 
     Args:
-        x: Dense tensor of n elements; of 16 bits with one scale alone, and each op rounds to its type.
+        x: Dense tensor of n elements; each op rounds to its type.
         plan: Its plan.
-        scale: (), (1,) or (groups,) scales.
+        scale: (), (1,) or (groups,) scales; several are of the type of x.
         zero_point: likewise.
         residual_of: How residuals are rounded, to levels between its bounds; None where there are none.
         seed: Signed 64-bit int or 0-d int64 tensor of that rounding.

@@ -99,12 +99,12 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
 
 
 def _reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels read and write these tensors, as on the CPU: of 16 bits with one scale alone."""
+    """Whether the kernels read and write these tensors, as on the CPU: of 16 bits several scales are of that type."""
     if any(each is not None and each.dtype is not x.dtype for each in others):
         return False
     if x.dtype is torch.float32:
         return scale.dtype is zero_point.dtype is torch.float32
-    return x.dtype in _SIXTEEN and plan.groups == 1
+    return x.dtype in _SIXTEEN and all(each.numel() == 1 or each.dtype is x.dtype for each in (scale, zero_point))
 
 
 def _integers(plan: IntegerPlan, width: int) -> dict[str, int | bool]:
@@ -123,12 +123,15 @@ def _tiles(
     x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, itemsize: int
 ) -> tuple[dict[str, int | bool], tuple[int], int]:
     """Constants of tiles and of groups, programs and threads, for elements of so many bytes."""
+    several, aligned = (scale.numel() > 1, zero_point.numel() > 1), plan.inner % (_BLOCK // 8) == 0
+    if any(several) and not aligned:
+        itemsize = max(itemsize, 4)  # the groups of more elements a thread could spill
     tiles = tiling(plan.numel, _BLOCK, itemsize)
     constants = {
-        "SCALES": scale.numel() > 1,
-        "ZEROS": zero_point.numel() > 1,
+        "SCALES": several[0],
+        "ZEROS": several[1],
         "NUMBERS_ROUND": x.is_cuda and x.dtype is not torch.float32,
-        "ALIGNED": plan.inner % (_BLOCK // 8) == 0,
+        "ALIGNED": aligned,
         "ROWS": tiles.rows,
     }
     return constants, (tiles.programs,), tiles.threads

@@ -107,13 +107,15 @@ def _of_integers(name: str) -> list[tuple[Any, ...]]:
 def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tuple[Any, ...]]:
     ends = ((4, 0, 15, False), (4, -7, 7, True), (8, -128, 127, False), (2, -2, 1, False), (3, -3, 3, True))
     calls: list[tuple[Any, ...]] = []
-    divisions = (_N, _N, 1), (_N, 73, 15), (2048, 1, 8), (_N, 73, 5), (1600, 64, 5), (_N, _N, 1), (_N, _N, 1)
-    types = *[torch.float32] * 5, torch.bfloat16, torch.float16
+    of_float32 = (_N, _N, 1), (_N, 73, 15), (2048, 1, 8), (_N, 73, 5), (1600, 64, 5)
+    divisions = *of_float32, (_N, _N, 1), (_N, 73, 5), (1600, 1, 8)
+    types = *[torch.float32] * 5, torch.bfloat16, torch.float16, torch.bfloat16
     for place, ((numel, inner, groups), dtype) in enumerate(zip(divisions, types, strict=True)):
         bit_width, lowest, highest, spare = ends[(number + place) % len(ends)]
         rectifies, clips = bool(place % 2), bool((number + place) % 3)
         plan = IntegerPlan(numel, bit_width, lowest, highest, rounding, rectifies, clips, spare, inner, groups)
         x, scale = (torch.randn(numel) * highest).to(dtype), torch.rand(groups) + 0.3
+        scale = scale.to(dtype) if groups > 1 else scale
         x[:6] = torch.tensor((0.0, -0.0, 0.5, -0.5, -1.5, float("nan") if spare or name == "fake_quantize" else 1.0))
         zero_point = torch.zeros(1) if place != 1 else torch.randint(0, highest + 1, (groups,)).float()
         residual_of = ResidualQuantizer(bit_width=2 + (number + place) % 7)

@@ -1,8 +1,9 @@
 """Fake quantization in one pass over the elements forward and one backward, where kernels know its arithmetic.
 
-That is for tensors on the CPU and on GPUs, copied where they lie in memory with gaps, by one scale or, in float32, one
-for each index of a dimension, which rounding and what follows it share, with zero points that learn nothing. What is
-stored, and every gradient, is that of the ops of ``fake_quantization``, bit for bit.
+That is for tensors on the CPU and on GPUs, copied where they lie in memory with gaps, by one scale, or by several of
+the tensor's own type, one for each index of a dimension or of some that lie together in memory, which rounding and what
+follows it share, with zero points that learn nothing. What is stored, and every gradient, is that of the ops of
+``fake_quantization``, bit for bit.
 
 The gradient of a scale is a sum. On the CPU kernels add as torch does. On a GPU they write the terms, and torch adds
 them in its own order there, whatever it is: so the sum is that of stock ops on that GPU. Where residuals of a few bits
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.decoders import decoder_of_mask, decoder_of_packed
-from brevact.autograd.known_values import IntegerCodes, dims_of
+from brevact.autograd.known_values import IntegerCodes, groups_of
 from brevact.autograd.saved import Saved
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
@@ -177,8 +178,8 @@ def one_pass_for(
     if x.dtype is torch.float32:
         if not scale.dtype is zero_point.dtype is torch.float32:
             return None
-    elif scale.dim() or zero_point.dim():  # torch computes in another type, or not with the exact number
-        return None
+    elif kind.bit_width > 8 or not all(each.dim() == 0 or each.dtype is x.dtype for each in (scale, zero_point)):
+        return None  # torch computes in another type, or its ends are no numbers of 16 bits
     if is_traced(x) or x.is_neg() or scale.is_neg() or zero_point.is_neg():
         return None
     return _one_pass(kind, rectifies, x.shape, x.stride(), x.dtype, scale.shape, zero_point.shape)
@@ -196,14 +197,15 @@ def _one_pass(
 ) -> OnePass | None:
     with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it computes again
         like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        quotient = like / torch.empty(of_scale, device="meta") + torch.empty(of_zero_point, device="meta")
+        scale, zero_point = (torch.empty(sizes, dtype=dtype, device="meta") for sizes in (of_scale, of_zero_point))
+        quotient = like / scale + zero_point
     result = Layout.of(quotient)
     if not result.numel or not result.is_dense or result.shape != shape:
         return None
-    dims = {dim for sizes in (of_scale, of_zero_point) for dim in dims_of(sizes, len(shape))}
-    if len(dims) > 1:
+    places = groups_of(result, of_scale, of_zero_point)
+    if places is None:
         return None
-    inner, groups = result.groups_along(dims.pop()) if dims else (result.numel, 1)
+    inner, groups = places
     plan = IntegerPlan(
         result.numel, kind.bit_width, kind.lowest, kind.highest, kind.rounding, rectifies, kind.clips, kind.has_spare,
         inner, groups,
