@@ -266,7 +266,7 @@ DOMAIN = Domain(
     task=Diffusion,
     metric=Metric("mse", "mean squared error", higher_is_better=False),
     libraries=("diffusers",),
-    size=Size("batch_size", unit="images", start=64, multiple=4, most=2**16),
+    size=Size("batch_size", unit="images", start=64, multiple=4, most=2**16, measured=256),
 )
 main = partial(run_command_line, DOMAIN)
 

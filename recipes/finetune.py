@@ -269,7 +269,7 @@ DOMAIN = Domain(
     task=FineTuning,
     metric=Metric("bits_per_character", "bits per character", higher_is_better=False),
     libraries=("transformers", "accelerate", "peft"),
-    size=Size("context", unit="tokens", start=1024, multiple=64, most=2**17),
+    size=Size("context", unit="tokens", start=1024, multiple=64, most=2**17, measured=1024),
 )
 main = partial(run_command_line, DOMAIN)
 

@@ -56,7 +56,9 @@ def _at(rows: Sequence[Row], domain: Domain) -> str:
     """The size at which bytes, peak and step were measured, if it is not that of the trainings."""
     row, size = rows[0], domain.size
     at = row.get("measured_at", "")
-    return f"at `--{size.field} {at}`" if size and at and f"{size.field}={at}" not in row["settings"].split() else ""
+    if not size or not at or f"{size.field}={at}" in row["settings"].split():
+        return ""
+    return f"at `--{size.field.replace('_', '-')} {at}`"
 
 
 def _largest(rows: Sequence[Row]) -> str:
