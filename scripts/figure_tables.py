@@ -65,30 +65,26 @@ def of_gpu_steps(results: Results) -> dict[str, str]:
     """Of gpu_steps.csv: memory and speed of training steps, and where they were measured."""
     last = results.last("gpu_steps", "model", "variant")
     words = {
-        **{"plain": "plain", "checkpoint": "checkpoint of each block", "DEFAULT": "`DEFAULT`"},
-        **{"RECOMPUTE": "`RECOMPUTE`", "lossless": "`LosslessBackward`", "plain-graph": "plain, captured"},
-        **{"DEFAULT-graph": "`DEFAULT`, captured"},
+        **{"plain": "plain", "checkpoint": "checkpoints", "DEFAULT": "`DEFAULT`", "RECOMPUTE": "`RECOMPUTE`"},
+        "lossless": "`LosslessBackward`",
     }
     names = {
         **{"resnet50": "ResNet-50", "efficientnetv2-s": "EfficientNetV2-S", "gpt2": "GPT-2 small", "vit-b": "ViT-B"},
-        **{"unet3d": "3-D U-Net", "resnet18-w4a4": "ResNet-18 W4A4 of Brevitas (plain: stock)"},
+        **{"unet3d": "3-D U-Net", "resnet18-w4a4": "ResNet-18 W4A4"},
     }
-    cells = [("model and batch", "", "before backward", "peak", "speed")]
+    cells = [("model", "", "before backward", "times less", "peak", "speed", "captured")]
     for model in dict.fromkeys(model for model, _ in last):
         plain = last[model, "plain"]
-        cells_of_one = f"{names[model]}, {plain['batch_size']} of {plain['size']}"
+        name = names[model]
         for variant, text in words.items():
-            row = last.get((model, variant))
+            row, graph = last.get((model, variant)), last.get((model, f"{variant}-graph"))
             if row is None or row["error"]:
                 continue
-            memory = ("", "")
-            if row["activations_mib"]:
-                times = float(plain["activations_mib"]) / float(row["activations_mib"])
-                less = "" if variant == "plain" else f" ({times:.1f}x less)"
-                memory = (f"{float(row['activations_mib']):,.0f} MiB{less}", f"{float(row['peak_mib']):,.0f} MiB")
-            speed = float(row["samples_s"]) / float(plain["samples_s"])
-            cells.append((cells_of_one, text, *memory, f"{speed:.2f}"))
-            cells_of_one = ""
+            times = "" if variant == "plain" else _times(plain, row, "activations_mib")
+            memory = (f"{float(row['activations_mib']):,.0f}", times, f"{float(row['peak_mib']):,.0f}")
+            speeds = (_times(row, plain, "samples_s", 2), _times(graph, plain, "samples_s", 2) if graph else "")
+            cells.append((name, text, *memory, *speeds))
+            name = ""
     row = next(iter(last.values()))
     place = f"an {row['device']} with PyTorch {row['torch']} and Triton {row['triton']}, {row['time'].split()[0]}"
     speeds = [
@@ -98,6 +94,10 @@ def of_gpu_steps(results: Results) -> dict[str, str]:
     ]
     captured = f"{min(speeds):.2f} to {max(speeds):.2f}"
     return {"gpu-steps": table(cells), "gpu.device": place, "gpu.captured": captured}
+
+
+def _times(row: Row, other: Row, column: str, places: int = 1) -> str:
+    return f"{float(row[column]) / float(other[column]):.{places}f}"
 
 
 def of_gpu_kernels(results: Results) -> dict[str, str]:
