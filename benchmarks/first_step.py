@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.records import append_rows, check_columns, print_table
-from benchmarks.training_case import MODELS, TrainingCase
+from benchmarks.training_case import TrainingCase
+from benchmarks.workloads import MODELS
 
 CASES = "plain", "compiled", "loaded"
 COLUMNS = "model", "batch_size", "case", "rounds", "seconds", "more"

@@ -1,6 +1,6 @@
 """Peak memory of fresh processes that train: what reaches the user of the bytes that are not stored.
 
-    python -m benchmarks.process_memory                                        # three models, the allocators found here
+    python -m benchmarks.process_memory                                        # all models, the allocators found here
     python -m benchmarks.process_memory --models mlp --allocators glibc tcmalloc --csv FILE
 
 Each case is a process of its own (`benchmarks.training_case`), never trimmed. Peak is VmHWM; growth is peak less what
@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import append_rows, check_columns, print_table
-from benchmarks.training_case import MODELS, VARIANTS, TrainingCase
+from benchmarks.training_case import VARIANTS, TrainingCase
+from benchmarks.workloads import MODELS
 
 _STATM = Path("/proc/self/statm")
 _LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -40,8 +41,8 @@ _GLIBC = {
 }
 _LIBRARIES = {"jemalloc": "jemalloc", "tcmalloc": "tcmalloc_minimal", "mimalloc": "mimalloc"}
 COLUMNS = (
-    *("model", "batch_size", "depth", "allocator", "variant", "kept_mib", "loaded_mib", "peak_mib", "growth_mib"),
-    *("felt", "felt_of_process", "cpu_s", "page_faults", "error"),
+    *("model", "batch_size", "depth", "steps", "allocator", "variant", "kept_mib", "loaded_mib", "peak_mib"),
+    *("growth_mib", "felt", "felt_of_process", "cpu_s", "page_faults", "error"),
 )
 
 
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS[1:], default=list(VARIANTS[1:]))
     parser.add_argument("--allocators", nargs="+", metavar="NAME", help="default: all that are found")
     parser.add_argument("--library", action="append", default=[], metavar="PATH", help="an allocator to load")
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--csv", help="append the rows to this file")
     options = parser.parse_args(arguments)
     if sys.platform != "linux":

@@ -9,23 +9,22 @@ the gradients of several batches. Nothing is returned to the system on purpose: 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import json
 import os
 import resource
 import subprocess
 import sys
 import time
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-MODELS = {"efficientnetv2-s": (64, 1), "gpt2": (4, 12), "mlp": (1024, 12)}
-"""Batch size and depth: of EfficientNetV2-S the blocks of each stage, in units of the paper's."""
+from benchmarks.workloads import MODELS, WORKLOADS
+
 _START = time.perf_counter()
-VARIANTS = ("plain", "checkpoint", "DEFAULT", "DEFAULT+checkpoint")
+VARIANTS = ("plain", "checkpoint", "DEFAULT", "DEFAULT+checkpoint", "RECOMPUTE")
 _MIB = 2**20
 
 
@@ -36,7 +35,7 @@ class TrainingCase:
     Args:
         model: key of `MODELS`.
         variant: one of `VARIANTS`.
-        batch_size: images, sequences of 256 tokens, or rows.
+        batch_size: images, sequences, rows or volumes.
         depth: how deep, see `MODELS`.
         steps: forward and backward passes; the last two of at least three are timed.
         limit_mib: most memory on top of what is there before the first step, in MiB, by RLIMIT_DATA; 0 for no limit.
@@ -95,6 +94,12 @@ def status_mib(name: str) -> float:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(name + ":"))
 
 
+def forget_peak() -> None:
+    """Let VmHWM begin at what is resident now, where the kernel allows it: building a model may have taken more."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+
+
 def measure(case: TrainingCase) -> dict[str, Any]:
     """Train in this process.
 
@@ -109,7 +114,7 @@ def measure(case: TrainingCase) -> dict[str, Any]:
     """
     import torch
 
-    packed = case.variant.startswith("DEFAULT")
+    packed = case.variant not in ("plain", "checkpoint")
     if packed:
         import brevact
     torch.manual_seed(0)
@@ -118,7 +123,8 @@ def measure(case: TrainingCase) -> dict[str, Any]:
     if packed:
         brevact.quantizer(brevact.StochBackward4bit).quantize(torch.zeros(4096)).dequantize()
         brevact.quantize_backward(model, _policy(case.variant))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=1e-3)
+    forget_peak()
     loaded = status_mib("VmRSS")
     if case.limit_mib:
         limit = int((status_mib("VmData") + case.limit_mib) * _MIB)
@@ -140,13 +146,13 @@ def measure(case: TrainingCase) -> dict[str, Any]:
 
 
 def _policy(variant: str) -> Any:
-    """`DEFAULT`, which packs inputs of checkpoints, too, where there are some."""
+    """`RECOMPUTE`, or `DEFAULT`, which packs inputs of checkpoints, too, where there are some."""
     from torch.utils.checkpoint import checkpoint
 
     import brevact
 
     if not variant.endswith("checkpoint"):
-        return brevact.DEFAULT
+        return getattr(brevact, variant)
     return brevact.Policy({checkpoint: brevact.DitherBackward4bit, **brevact.DEFAULT.rules})
 
 
@@ -177,79 +183,7 @@ def workload(case: TrainingCase) -> tuple[Any, Callable[[], Any]]:
     Args:
         case: what to train.
     """
-    checkpointed = case.variant.endswith("checkpoint")
-    build = {"efficientnetv2-s": _efficientnet, "gpt2": _gpt2, "mlp": _mlp}[case.model]
-    return build(case.batch_size, case.depth, checkpointed)
-
-
-def _efficientnet(batch_size: int, depth: int, checkpointed: bool) -> tuple[Any, Callable[[], Any]]:
-    import dataclasses
-
-    import torch
-    from torch import nn
-
-    if "brevact" not in sys.modules:  # which the recipes' models import, and plain training does not need
-        sys.modules["brevact"] = types.ModuleType("brevact")
-        sys.modules["brevact.nn"] = sys.modules["brevact"].nn = nn
-    from recipes.models import FloatLayers
-    from recipes.models.efficientnetv2 import SIZES, EfficientNetV2
-
-    stages = tuple(dataclasses.replace(stage, blocks=stage.blocks * depth) for stage in SIZES["s"].stages)
-    size = dataclasses.replace(SIZES["s"], stages=stages)
-    model = EfficientNetV2(size, classes=10, stem_stride=1, layers=FloatLayers())
-    if checkpointed:
-        checkpoint_each(model.get_submodule("blocks").children())
-    images, labels = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
-    return model, lambda: nn.functional.cross_entropy(model(images), labels)
-
-
-def gpt2(depth: int) -> Any:
-    """Hugging Face's GPT-2 of the small size, in training mode.
-
-    Args:
-        depth: layers; the small size has 12.
-    """
-    from recipes.torchvision_ops import declare_missing_ops
-
-    declare_missing_ops()
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(n_layer=depth)).train()
-
-
-def _gpt2(batch_size: int, depth: int, checkpointed: bool) -> tuple[Any, Callable[[], Any]]:
-    import torch
-
-    model = gpt2(depth)
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    tokens = torch.randint(0, model.config.vocab_size, (batch_size, 256))
-    return model, lambda: model(tokens, labels=tokens, use_cache=False).loss
-
-
-def _mlp(batch_size: int, depth: int, checkpointed: bool) -> tuple[Any, Callable[[], Any]]:
-    import torch
-    from torch import nn
-
-    blocks = [
-        nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(depth)
-    ]
-    if checkpointed:
-        checkpoint_each(blocks)
-    model, rows = nn.Sequential(*blocks), torch.randn(batch_size, 512, requires_grad=checkpointed)
-    return model, lambda: model(rows).square().mean()
-
-
-def checkpoint_each(blocks: Iterable[Any]) -> None:
-    """Let each block keep its input alone and compute the rest again.
-
-    Args:
-        blocks: modules; changed in place.
-    """
-    from torch.utils.checkpoint import checkpoint
-
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return WORKLOADS[case.model](case.batch_size, case.depth, case.variant.endswith("checkpoint"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import brevact
 from benchmarks.process_memory import resident_bytes
 from benchmarks.records import write_rows
-from benchmarks.training_case import gpt2
+from benchmarks.workloads import gpt2
 from brevact.heap import tune_heap
 from recipes.models import resnet50
 from recipes.models.efficientnetv2 import SIZES, efficientnetv2

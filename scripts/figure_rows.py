@@ -184,13 +184,42 @@ def of_formats(results: Results) -> dict[str, str]:
 
 def of_peaks(results: Results) -> dict[str, str]:
     """Of process_memory.csv: growth of the process at its peak, MiB."""
-    last = results.last("process_memory", "model", "allocator", "variant")
+    rows = results.last("process_memory", "model", "allocator", "variant", "steps")
+    last, four = ({key[:3]: row for key, row in rows.items() if key[3] == steps} for steps in ("2", "4"))
     whole = {key: float(row["growth_mib"]) for key, row in last.items() if not row["error"]}
     ways = ("plain", "checkpoint", "DEFAULT")
     cells = [("", *(f"{allocator}: {way}" for allocator in ("glibc", "mimalloc") for way in ways))]
     for model, words in _PEAK_MODELS.items():
         cells.append((words, *(f"{whole[model, one, way]:,.0f}" for one in ("glibc", "mimalloc") for way in ways)))
-    return {"peak.table": table(cells), "peak.all": _peaks_table(last)}
+    return {"peak.table": table(cells), "peak.all": _peaks_table(last), "peak.models": _peaks_of_models(four)}
+
+
+def _peaks_of_models(last: Mapping[tuple[str, ...], Row]) -> str:
+    """Growth and processor time of a step of each model with glibc, and what part of plain's growth is DEFAULT's."""
+    ways = ("plain", "checkpoint", "DEFAULT", "DEFAULT+checkpoint", "RECOMPUTE")
+    cells = [("model", "plain", "checkpoint", "`DEFAULT`", "both", "`RECOMPUTE`", "`DEFAULT`, part of plain")]
+    for model, words in _WORKLOADS.items():
+        rows = [last.get((model, "glibc", way), {"error": "not measured"}) for way in ways]
+        found = {
+            way: (float(row["growth_mib"]), float(row["cpu_s"]))
+            for way, row in zip(ways, rows, strict=True)
+            if not row["error"]
+        }
+        texts = [f"{found[way][0]:,.0f} ({found[way][1]:.1f} s)" if way in found else "-" for way in ways]
+        part = f"{found['DEFAULT'][0] / found['plain'][0]:.2f}" if {"plain", "DEFAULT"} <= found.keys() else "-"
+        cells.append((words, *texts, part))
+    return table(cells)
+
+
+_WORKLOADS = {
+    "gpt2-lora": "GPT-2 with LoRA, 4 x 128 tokens",
+    "gpt2-lora-bf16": "the same, bfloat16",
+    "bert": "BERT of 6 layers, 16 x 128 tokens",
+    "efficientnetv2-s": "EfficientNetV2-S, 64 images of 32x32",
+    "mobilenet-w4a4": "MobileNet W4A4, 64 images of 32x32",
+    "resnet50": "ResNet-50, 8 images of 224x224",
+    "unet3d": "3-D U-Net, 2 volumes of 96x96x96",
+}
 
 
 def _peaks_table(last: Mapping[tuple[str, ...], Row]) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from benchmarks.process_memory import allocators, compared, resident_bytes
-from benchmarks.training_case import TrainingCase, kept_bytes, status_mib
+from benchmarks.training_case import TrainingCase, forget_peak, kept_bytes, status_mib
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is known on Linux only")
 
@@ -27,6 +27,15 @@ def test_status_mib_tells_a_peak_that_has_passed():
     x = torch.ones(int((before - status_mib("VmRSS") + 64) * 2**20) // 4)
     del x
     assert status_mib("VmHWM") - before > 60
+
+
+@on_linux
+def test_forget_peak_lets_the_peak_begin_again():
+    x = torch.ones(int((status_mib("VmHWM") - status_mib("VmRSS") + 64) * 2**20) // 4)
+    before = status_mib("VmHWM")
+    del x
+    forget_peak()
+    assert status_mib("VmHWM") < before - 32
 
 
 def test_kept_bytes_counts_what_autograd_keeps():
