@@ -20,6 +20,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -166,19 +167,19 @@ class LayerOutput(Decoder):
 
     def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
         """Return what computes some rows of the output."""
-        with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+        with torch.no_grad(), _without_autocast(tensors[0].device):
             x, weight, bias = self._operands(tensors)
         rows = x.reshape(-1, x.shape[-1])
 
         def compute(start: int, stop: int) -> Tensor:
-            with torch.no_grad(), torch.autocast(rows.device.type, enabled=False), DisableTorchFunction():
+            with torch.no_grad(), _without_autocast(rows.device), DisableTorchFunction():
                 return self.layer(rows[start:stop], weight, bias)
 
         return compute
 
     def _computed(self, tensors: tuple[Tensor, ...]) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
-            with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+            with torch.no_grad(), _without_autocast(tensors[0].device):
                 return self._run(tensors)
         return self._run(tensors)
 
@@ -197,6 +198,11 @@ class LayerOutput(Decoder):
             if out.stride() == self.stride:
                 return out
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=out.device).copy_(out)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Let ops run in the types of their tensors. Torch knows no autocast of some devices, as of "meta"."""
+    return torch.autocast(device.type, enabled=False) if is_any_autocast_enabled() else nullcontext()
 
 
 _layer_output = one_object_each(LayerOutput)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import SaveMode, region
+from brevact.autograd import BackwardSettings, SaveMode, region
+from brevact.quantizers import UniformQuantizer
 from tests.autograd.measuring import (
     EXACT_VALUES,
     assert_graph_is_kept_and_refuses_a_second_derivative,
@@ -146,6 +148,74 @@ def test_no_more_than_logits_and_their_gradient_is_there_at_once(policy):
     chunks = 4 * logits / 4  # probabilities, their products and what a copy of them needs
     assert report.packed_peak < 2 * logits + packed + chunks
     assert report.plain_peak > 2.9 * logits  # log-probabilities, too
+
+
+def test_recomputed_logits_become_their_gradient_in_its_memory():
+    model = brevact.quantize_backward(nn.Linear(8, 4096, bias=False), "RECOMPUTE")
+    batch = torch.randn(4096, 8), torch.randint(0, 4096, (4096,))
+    logits = 4096 * 4096 * 4
+    report = brevact.memory_report(model, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+    assert report.packed_peak < 1.1 * (logits + logits / 4)  # the logits of a chunk, and a tenth for all else
+
+
+@pytest.mark.parametrize("ignored", [0, 3, CLASSES - 1, CLASSES + 7, -1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_logits_in_chunks_of_rows_ignore_any_index(ignored, reduction):
+    x, target = torch.randn(ROWS, CLASSES), torch.randint(0, CLASSES, (ROWS,))
+    target[::7] = ignored
+    assert_loss_as_torch(lambda x: F.cross_entropy(x * 1, target, ignore_index=ignored, reduction=reduction), x)
+
+
+@pytest.mark.parametrize("ignored", [-100, 0, 200])
+def test_logits_in_chunks_of_rows_have_targets_that_are_bytes(ignored):
+    x, target = torch.randn(ROWS, CLASSES), torch.randint(0, 256, (ROWS,), dtype=torch.uint8)
+    target[:8] = 156  # -100 of a byte
+    assert_loss_as_torch(lambda x: F.cross_entropy(x * 1, target, ignore_index=ignored), x)
+
+
+def test_chunks_of_rows_are_packed_where_the_whole_is():
+    x, target = torch.randn(ROWS, CLASSES, requires_grad=True), torch.randint(0, CLASSES, (ROWS,))
+    with watch_saved() as saved, region(settings(min_numel=ROWS * CLASSES)):
+        F.cross_entropy(x * 1, target)
+    kept = [x for x in saved.tensors if x.dtype is not torch.int64]
+    assert kept and all(x.dtype is torch.uint8 for x in kept)
+
+
+def test_quantizers_take_statistics_of_all_rows():
+    numels: list[int] = []
+
+    class Observing(UniformQuantizer):
+        def with_statistics_of(self, x: Tensor, place: int) -> UniformQuantizer:
+            numels.append(x.numel())
+            return self
+
+    x, target = torch.randn(ROWS, CLASSES, requires_grad=True), torch.randint(0, CLASSES, (ROWS,))
+    with region(BackwardSettings(Observing())):
+        F.cross_entropy(x * 1, target)
+    assert numels == [ROWS * CLASSES]
+
+
+def test_graphs_serve_losses_of_any_number_of_rows():
+    layer = nn.Linear(24, 128)
+
+    def run(x: Tensor, target: Tensor) -> Tensor:
+        with brevact.backward_quant("DEFAULT"):
+            return F.cross_entropy(layer(x), target)
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    graph = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (64, 80, 96):
+        graph(torch.randn(rows, 24, requires_grad=True), torch.randint(0, 128, (rows,))).backward()
+    assert counter.frame_count == 1
+
+
+def test_logits_without_memory_have_a_loss_and_a_gradient():
+    layer, x = nn.Linear(8, CLASSES, device="meta"), torch.empty(ROWS, 8, device="meta", requires_grad=True)
+    with brevact.backward_quant("RECOMPUTE"):
+        loss = F.cross_entropy(layer(x), torch.empty(ROWS, dtype=torch.long, device="meta"))
+    loss.backward()
+    assert x.grad.is_meta and x.grad.shape == x.shape
 
 
 def test_wrong_targets_of_logits_in_chunks_get_torchs_error():

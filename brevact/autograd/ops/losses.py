@@ -32,6 +32,7 @@ from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Stored
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import reported
 from brevact.private_names.of_torch import is_batched
 from brevact.quantizers.tracing import is_traced
@@ -99,8 +100,8 @@ class _CrossEntropyOfRows(Saving):
         ctx.is_known = known is not None
         if options.reduction == "none":
             return loss
-        only = torch.where(target == options.ignore_index, target, 0)
-        return F.nll_loss(-loss.unsqueeze(1), only, reduction=options.reduction, ignore_index=options.ignore_index)
+        is_ignored = target.long() == options.ignore_index  # of any index, which bytes may not hold
+        return F.nll_loss(-loss.unsqueeze(1), is_ignored.long(), reduction=options.reduction, ignore_index=1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -117,13 +118,16 @@ class _CrossEntropyOfRows(Saving):
         grad_input = torch.empty(shape, dtype=dtype, device=grad.device)
         for count, start in enumerate(range(0, len(target), ctx.step)):
             of_chunk = slice(start, min(start + ctx.step, len(target)))
-            if whole is not None:
-                p = whole[of_chunk]
-            elif rows is not None:
-                p = torch.softmax(rows(of_chunk.start, of_chunk.stop), 1, dtype=ctx.loss_dtype)
+            out, factor = grad_input[of_chunk], hit[of_chunk]
+            found = out if dtype is ctx.loss_dtype else torch.empty_like(out, dtype=ctx.loss_dtype)
+            if rows is not None:
+                torch.softmax(rows(of_chunk.start, of_chunk.stop), 1, dtype=ctx.loss_dtype, out=found)
+                found.mul_(factor)
             else:
-                p = kept[count].decode()
-            grad_input[of_chunk] = (p * hit[of_chunk]).scatter_add_(1, y[of_chunk], -hit[of_chunk])
+                torch.mul(kept[count].decode() if whole is None else whole[of_chunk], factor, out=found)
+            found.scatter_add_(1, y[of_chunk], -factor)
+            if found is not out:
+                out.copy_(found)
         return None, None, None, grad_input, None, None
 
 
@@ -254,13 +258,20 @@ def _of_samples(
     return torch.where(counts, g, 0), y, w_y
 
 
-def _goes_by_rows(input: Tensor, target: Tensor, weight: Tensor | None, options: _Options) -> bool:
-    """Whether logits are taken a chunk of rows at a time: where there are several chunks of rows without weights."""
-    if input.dim() != 2 or target.dim() != 1 or target.is_floating_point() or len(input) != len(target):
+def _goes_by_rows(
+    settings: BackwardSettings, input: Tensor, target: Tensor, weight: Tensor | None, options: _Options
+) -> bool:
+    """Whether logits are taken a chunk of rows at a time: where there are several chunks of rows without weights.
+
+    Each chunk has the least number of elements that is packed; what takes statistics, takes them of all rows.
+    """
+    if is_traced(input) or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():  # symbols have no len
         return False
-    if weight is not None or options.label_smoothing or is_traced(input) or not input.is_contiguous():
+    if weight is not None or options.label_smoothing or settings.observes or not input.is_contiguous():
         return False
-    return len(input) > _rows_of_chunk(input)
+    rows, step = len(input), _rows_of_chunk(input)
+    last = (rows - 1) % step + 1
+    return rows == len(target) and rows > step and last * input.shape[1] >= settings.min_numel
 
 
 def _handler(function: type[Saving]) -> Callable:
@@ -289,7 +300,7 @@ def _handler(function: type[Saving]) -> Callable:
         more = {} if label_smoothing is None else {"label_smoothing": label_smoothing}
 
         options = _Options(min(1, input.dim() - 1), ignore_index, reduction, label_smoothing or 0.0)
-        in_chunks = function is _CrossEntropy and _goes_by_rows(input, target, weight, options)
+        in_chunks = function is _CrossEntropy and _goes_by_rows(region.settings, input, target, weight, options)
         of_call = "none" if in_chunks else reduction
 
         def call(x: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
