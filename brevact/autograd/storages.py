@@ -15,10 +15,10 @@ _version_of = operator.attrgetter("_version")
 
 
 def storage_address(x: Tensor) -> int:
-    """Return the address of the storage object of ``x``; 0 for tensors without storage."""
+    """Return the address of the storage object of ``x``; 0 for tensors without storage, as those of a lazy module."""
     try:
         return x.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError, ValueError):
         return 0
 
 

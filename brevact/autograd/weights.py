@@ -81,6 +81,7 @@ class ModelState:
     def __init__(self, owner: nn.Module | None) -> None:
         self._owner = owner
         self._modules: dict[nn.Module, None] = {}
+        self._unread: list[nn.Module] = []  # whose own hooks may still make or move what they have
         self._addresses: set[int] | None = None
         self._derived: dict[int, WeakStorage] = {}
         self._sweep_at = _SWEEP_FLOOR
@@ -91,16 +92,14 @@ class ModelState:
         """Notice a module that runs."""
         if module not in self._modules and (module._parameters or module._buffers):
             self._modules[module] = None
-            if self._addresses is not None:
-                self._addresses.update(_addresses_of(module))
+            self._unread.append(module)
 
     def __contains__(self, address: int) -> bool:
         """Return whether the storage at ``address`` is that of a weight."""
         if self._addresses is None:
-            if self._owner is None:
-                self._addresses = {address for module in self._modules for address in _addresses_of(module)}
-            else:
-                self._addresses = _addresses_below(self._owner)
+            self._addresses = set() if self._owner is None else _addresses_below(self._owner)
+        while self._unread:
+            self._addresses.update(_addresses_of(self._unread.pop()))
         if address in self._addresses:
             return True
         derived = self._derived.get(address)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import brevact
 from brevact import StochBackward2bit
 from brevact.autograd import current_region, region
+from brevact.autograd.storages import storage_address
 from tests.autograd.leaves import every_leaf, wide
 from tests.autograd.measuring import settings, watch_saved
 
@@ -85,6 +86,15 @@ def test_notes_of_derived_weights_do_not_pile_up():
         for _ in range(500):
             layer.weight.detach().sign()
     assert len(state._derived) <= 64
+
+
+def test_weights_that_a_module_makes_as_it_runs_are_weights():
+    net = nn.Sequential(nn.Linear(64, 64), nn.LazyBatchNorm1d(), nn.LazyLinear(64))
+    with brevact.backward_quant(StochBackward2bit):
+        state = current_region().state
+        assert storage_address(torch.empty(64)) not in state  # what has run so far is looked up
+        net(torch.randn(32, 64, requires_grad=True)).sum().backward()
+        assert all(storage_address(x) in state for x in (*net.parameters(), *net.buffers()))
 
 
 @every_leaf
