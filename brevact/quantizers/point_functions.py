@@ -113,7 +113,7 @@ def _in_pieces(x: Tensor, function: PointFunction, other: Tensor | None) -> Tens
     step = _GPU_PIECE if x.is_cuda else max(_CPU_PIECE, torch.get_num_threads() << 15)
     if layout.numel <= step:
         values = function(flat)
-        return layout.restore(values if factor is None else factor * values)
+        return layout.restore((values if factor is None else factor * values).contiguous())
     result = flat
     for start in range(0, layout.numel, step):
         piece = function(flat[start : start + step])

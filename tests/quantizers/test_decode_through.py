@@ -104,6 +104,17 @@ def test_sizes_decide_whether_a_table_is_used(name):
         assert (sum(calls) <= packed.layout.numel // 2) == looked_up
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: x.new_ones(()).expand_as(x), lambda x: torch.stack([x, -x], -1)[..., 1]]
+)
+@pytest.mark.parametrize("shape", [(7, 1023), (300, 1023)])
+def test_functions_may_return_views_with_gaps(function, shape):
+    packed = UniformQuantizer(bit_width=8).quantize(torch.randn(shape).t(), 0)
+    found = decode_through(packed, function, None, None, torch.float32)
+    same(found, law(packed, function, None, None, torch.float32))
+    assert found.stride() == packed.dequantize().stride()
+
+
 @pytest.mark.parametrize("function", [F.silu, silu_derivative, F.gelu, torch.sigmoid, F.hardswish, torch.relu])
 @pytest.mark.parametrize("shape", [(2, 4, 32, 32), (4, 3, 14, 14), (7, 1023)])
 def test_table_holds_the_function_of_each_level(function, shape):
