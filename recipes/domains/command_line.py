@@ -200,7 +200,9 @@ def _parse(domain: Domain, arguments: Sequence[str] | None) -> argparse.Namespac
         parser.add_argument("--memory", default=None, metavar="SIZE", help=text)
         text = f"{name} at which bytes, peak and step are measured (default: %(default)s; 0: that of the trainings)"
         default = domain.size.measured or 0
-        parser.add_argument(f"--measured-{domain.size.field}", dest="measured", type=int, default=default, help=text)
+        parser.add_argument(
+            option(f"measured_{domain.size.field}"), dest="measured", type=int, default=default, help=text
+        )
     else:
         parser.set_defaults(memory=None, measured=0)
     parser.add_argument("--device", default="auto", help="torch device; auto takes CUDA where there is one")
