@@ -41,7 +41,8 @@ def run(folder: Path, seconds: float, paths: tuple[str, ...] = ("tests",), marks
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.tests"]
     if workers := _workers():
         command += ["-n", str(workers)]
-    environment = {**os.environ, _ENVIRONMENT: str(passed.resolve()), "PYTHONPATH": str(ROOT)}
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # a worker's, say
+    environment = {**outer, _ENVIRONMENT: str(passed.resolve()), "PYTHONPATH": str(ROOT)}
     log = folder / "gpu_tests.log"
     with log.open("w") as file:
         process = subprocess.Popen(

@@ -33,9 +33,9 @@ class ByteLimit:
 
     >>> limit = ByteLimit(allowed=100, value=60, fits=10, exceeds=90)
     >>> limit.moves(peak=120), limit.value  # 20 too much
-    (True, 40.0)
+    (True, 40)
     >>> limit.moves(peak=90), limit.value  # 10 are left
-    (True, 50.0)
+    (True, 50)
 
     Args:
         allowed: most bytes of the peak.
