@@ -369,9 +369,9 @@ FAULTS = (
     Fault(
         "the gradient of a batch norm leaves the mean gradient in",
         "cpu_kernels/batch_norm_backward.py",
-        "gradient_of_channels",
-        "load(factor, e) - load(mean_of, e)",
-        "load(factor, e)",
+        "_write",
+        "load(grad, e) - load(offset_of, e)",
+        "load(grad, e)",
         ("cpu_kernels/test_batch_norm_backward.py",),
     ),
     Fault(
