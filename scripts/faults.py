@@ -452,8 +452,16 @@ FAULTS = (
         "nothing is shared",
         "autograd/sharing.py",
         "SharedPacks.find",
-        "None if not packs or x.is_inference() else packs.find(_key_of(x, settings))",
+        "packs.find(_key_of(x, settings), 0 if x.requires_grad else root)",
         "None",
+        REGIONS,
+    ),
+    Fault(
+        "codes of a batch serve the next step",
+        "autograd/sharing.py",
+        "_Packs.find",
+        "root and served and served != root",
+        "False",
         REGIONS,
     ),
     Fault(

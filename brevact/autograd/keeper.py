@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
@@ -149,6 +149,10 @@ class EagerKeeper(Keeper, Protocol):
 
     by_op: dict[str, Any]
     """What some ops store in place of ``settings``, by their names."""
+
+    def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
+        """Let ops find the normalized values of ``x`` in tensors that have been made to keep them."""
+        ...
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
         """Note whether what a function returned is a weight or an activation."""

@@ -52,6 +52,7 @@ _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd: SplitMix64's increment
 
 
+_numbers = itertools.count(1)
 _lock = threading.Lock()
 _in_use: collections.Counter[int] = collections.Counter()  # bases of the regions that are active, in all threads
 _recomputed: tuple[int, int] = (-1, 0)  # the backward pass that runs, and how many regions it has entered
@@ -85,9 +86,13 @@ class SeedStream:
 
     CPU seeds are Python integers; on other devices they are 0-d int64 tensors on the device, drawn there, so that no
     draw synchronizes. A stream replays where the region belongs to the recomputation of a non-reentrant checkpoint.
+
+    Attributes:
+        number: tells the root regions of this process apart, from 1 on.
     """
 
     def __init__(self, owner: object = None, *, replays: bool = False) -> None:
+        self.number = next(_numbers)
         self._owner = id(owner) if replays or current_graph_task() == -1 else None
         self._moves = True
         self._base: int | None = None

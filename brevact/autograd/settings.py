@@ -135,6 +135,9 @@ class BackwardSettings:
     observes: bool = field(init=False, repr=False, compare=False)
     """Whether the quantizer takes statistics of each tensor in the forward pass (``with_statistics_of``)."""
 
+    is_random: bool = field(init=False, repr=False, compare=False)
+    """Whether the same tensor may have other codes the next time it is packed."""
+
     is_exact: bool = field(init=False, repr=False, compare=False)
     """Whether activations are stored as they are, and only what is exact is packed: masks, codes of the forward."""
 
@@ -203,6 +206,8 @@ class BackwardSettings:
         self._check_double_backward()
         object.__setattr__(self, "leaves_ops_to_torch", self.is_exact or self.double_backward)
         object.__setattr__(self, "observes", callable(getattr(self.quantizer, "with_statistics_of", None)))
+        is_stochastic = bool(getattr(self.quantizer, "is_stochastic", False))
+        object.__setattr__(self, "is_random", is_stochastic or self.draws_size or self.observes)
         is_plain = self.save_mode is SaveMode.SAVE_QUANTIZED and getattr(self.quantizer, "has_uniform_codes", False)
         object.__setattr__(self, "uses_fast_pack", bool(is_plain and not self.draws_size and not self.observes))
         if isinstance(self.quantizer, nn.Module):  # with tensors of its own, which no table must keep alive

@@ -5,6 +5,10 @@ and gets the same packed tensors. The table owns nothing. It knows a tensor by i
 the table, so that an address that was freed and used again is never taken for the old one), version counter, offset,
 shape and strides, and knows the packed tensors by weak references: they live as long as some graph node keeps them.
 Like PyTorch's own check, the version counter does not see edits through ``x.data`` or NumPy.
+
+A tensor without gradient, a batch or a target, outlives the step that packed it. Its random codes serve one root region
+alone: otherwise the noise of a step would depend on whether somebody, perhaps garbage that waits for its collector,
+still keeps the codes of an earlier step.
 """
 
 from __future__ import annotations
@@ -49,16 +53,22 @@ class _WeakTensor:
         return tensor
 
 
-class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any]]):
-    """What keeps the tensors of one storage. A buffer that is filled again and again outlives most of it."""
+class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
+    """What keeps the tensors of one storage, and the root region that it serves, 0 for all of them.
+
+    A buffer that is filled again and again outlives most of it.
+    """
 
     sweep_at = _SWEEP_FLOOR
 
-    def find(self, key: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Any] | None:
+    def find(self, key: tuple[Any, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
+        """Return what keeps a tensor, if a node still holds it and it serves the root region, 0 for whichever."""
         found = self.get(key)
         if found is None:
             return None
-        references, decoder = found
+        references, decoder, served = found
+        if root and served and served != root:
+            return None
         tensors = []
         for reference in references:
             tensor = reference()
@@ -88,12 +98,19 @@ class SharedPacks:
             setattr(storage, self._attribute, packs)
         return packs
 
-    def find(self, x: Tensor, settings: tuple[Hashable, ...]) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return the kept tensors and the decoder of ``x`` under settings with this key, if a node still holds them."""
-        packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
-        return None if not packs or x.is_inference() else packs.find(_key_of(x, settings))
+    def find(self, x: Tensor, settings: tuple[Hashable, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
+        """Return the kept tensors and the decoder of ``x`` under settings with this key, if a node still holds them.
 
-    def alternatives(self, x: Tensor, settings: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
+        Random codes of a tensor without gradient are those of the root region with this number, from 1 on.
+        """
+        packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
+        if not packs or x.is_inference():
+            return None
+        return packs.find(_key_of(x, settings), 0 if x.requires_grad else root)
+
+    def alternatives(
+        self, x: Tensor, settings: tuple[Hashable, ...], root: int = 0
+    ) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
         """Yield what keeps ``x`` under settings with another key, if a node still holds it; what goes with it is as in
         this one."""
         packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
@@ -102,19 +119,25 @@ class SharedPacks:
         sought = _key_of(x, settings)
         for key in list(packs):
             if key != sought and key[:-1] == sought[:-1] and key[-1][1:] == settings[1:]:
-                found = packs.find(key)
+                found = packs.find(key, 0 if x.requires_grad else root)
                 if found is not None:
                     yield found
 
-    def add(self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any) -> None:
-        """Remember what keeps ``x``; not of inference tensors, which have no version."""
+    def add(
+        self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0
+    ) -> None:
+        """Remember what keeps ``x``; not of inference tensors, which have no version.
+
+        The number is that of the root region in which random codes were drawn, 0 for codes that are not random.
+        """
         if x.is_inference():
             return
         storage = x.untyped_storage()
         packs, source = self.packs_of(storage), storage._cdata
         if len(packs) >= packs.sweep_at:  # it has doubled
             packs.sweep()
-        packs[_key_of(x, settings)] = ([_WeakTensor(tensor, source) for tensor in tensors], decoder)
+        served = 0 if x.requires_grad else root
+        packs[_key_of(x, settings)] = ([_WeakTensor(tensor, source) for tensor in tensors], decoder, served)
 
 
 def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:

@@ -134,11 +134,11 @@ class Store(EagerKeeper):
         key: tuple[Hashable, ...] | None = (settings.key, repeats)
         if norm is not None and normalizes:
             key = None if norm.key is None else (settings.key, repeats, norm.key)
-        found = _shared.find(x, key) if share and key is not None and is_tracked(x) else None
+        found = _shared.find(x, key, self.seeds.number) if share and key is not None and is_tracked(x) else None
         if found is None:
             found = self._pack(x, settings, repeats, place, norm if normalizes else None)
             if share and key is not None:
-                _shared.add(x, key, *found)
+                _shared.add(x, key, *found, self._root_of_codes(settings))
         if storage_report.recorders:
             on_backward = settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD
             storage_report.report_saved(found, storage_report.ON_BACKWARD if on_backward else "")
@@ -190,8 +190,17 @@ class Store(EagerKeeper):
             return None
         known = self.find_known(x)
         if known is None and self.settings.derives and self.hooks.scope is None:  # where it lives until backward
-            known = find_packed(x, self.settings)
+            known = find_packed(x, self.settings, self.seeds.number)
         return known
+
+    def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
+        """Let ops find the normalized values of ``x``, under the key of a norm, in tensors that have been made to keep
+        them."""
+        _shared.add(x, (self.settings.key, False, norm), vectors, decoder, self._root_of_codes(self.settings))
+
+    def _root_of_codes(self, settings: BackwardSettings) -> int:
+        """Return the number of the root region that packs, or 0 if every region would store the same codes."""
+        return self.seeds.number if settings.is_random else 0
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
         """Remember what a tensor is known by.
@@ -219,27 +228,20 @@ def _report_statistics(kept: Saved) -> None:
         keep_as_it_is(statistic)
 
 
-def find_packed(x: Tensor, settings: BackwardSettings) -> Saved | None:
+def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved | None:
     """Return what keeps ``x`` packed for an op that has run outside of checkpoints, if there is one.
 
-    It may be packed for other settings, if that is as good for a reader with these.
+    It may be packed for other settings, if that is as good for a reader with these. The number is that of the root
+    region that reads ``x``, 0 for whichever.
     """
     if x.layout is not torch.strided or x.is_nested:
         return None
     key = settings.key, False
-    found = _shared.find(x, key)
+    found = _shared.find(x, key, root)
     if found is not None:
         return found
-    others = (kept for kept in _shared.alternatives(x, key) if kept[1].quality.serves(settings))
+    others = (kept for kept in _shared.alternatives(x, key, root) if kept[1].quality.serves(settings))
     return next(others, None)
-
-
-def share_normalized(
-    x: Tensor, settings: BackwardSettings, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any
-) -> None:
-    """Let ops find the normalized values of ``x``, under the key of a norm, in tensors that have been made to keep
-    them."""
-    _shared.add(x, (settings.key, False, norm), vectors, decoder)
 
 
 def _plan_of(settings: BackwardSettings, x: Tensor) -> tuple[PackedSpec[Any], Decoder] | None:

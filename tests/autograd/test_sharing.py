@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brevact
+from brevact import StochBackward2bit
 from brevact.autograd import attach_region, region, store
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.sharing import SharedPacks
@@ -235,3 +236,50 @@ def test_conjugate_views_are_not_taken_for_each_other():
     first, second = torch.autograd.grad(out, weights)
     step = (a.max() - a.min()) / 255
     assert (first + second).abs().max() <= 64 * step
+
+
+def batch_codes(layer: nn.Module, x: Tensor) -> Tensor:
+    """Codes of a batch, which a linear layer keeps."""
+    with watch_saved() as saved:
+        layer(x)
+    (codes,) = (kept for kept in saved.tensors if kept.dtype is torch.uint8)
+    return codes
+
+
+def test_a_batch_is_packed_anew_in_each_step_whatever_still_keeps_the_last_codes():
+    """Garbage of an earlier step may keep its codes until it is collected: a step's noise must not depend on that."""
+    layer = brevact.quantize_backward(nn.Linear(64, 8), StochBackward2bit, min_numel=0)
+    x = torch.randn(32, 64)
+    torch.manual_seed(0)
+    first = batch_codes(layer, x)
+    second = batch_codes(layer, x)  # while the first are alive
+    torch.manual_seed(0)
+    again = batch_codes(layer, x).clone()
+    del first
+    gc.collect()
+    alone = batch_codes(layer, x)
+    assert not torch.equal(second, again) and torch.equal(second, alone)
+
+
+def test_a_batch_is_packed_once_for_the_layers_of_a_model():
+    model = brevact.quantize_backward(nn.ModuleList(nn.Linear(64, 8) for _ in range(3)), StochBackward2bit, min_numel=0)
+    x = torch.randn(32, 64)
+    with watch_saved() as saved, brevact.backward_quant(model):
+        outs = [layer(x) for layer in model]
+    assert len({kept.data_ptr() for kept in saved.tensors if kept.dtype is torch.uint8}) == 1 and outs
+
+
+def test_nearest_codes_of_a_batch_serve_the_next_step():
+    layer = brevact.quantize_backward(nn.Linear(64, 8), brevact.NearestBackward4bit, min_numel=0)
+    x = torch.randn(32, 64)
+    first, second = [batch_codes(layer, x) for _ in range(2)]
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_layers_with_quantizers_of_their_own_share_what_a_layer_returned():
+    layers = [brevact.nn.QuantLinear(64, 64, act_quant=StochBackward2bit, act_min_numel=0) for _ in range(4)]
+    x = torch.randn(32, 64)
+    hidden = layers[0](x)
+    with watch_saved() as saved:
+        outs = [layer(hidden) for layer in layers[1:]]
+    assert len({kept.data_ptr() for kept in saved.tensors if kept.dtype is torch.uint8}) == 1 and outs

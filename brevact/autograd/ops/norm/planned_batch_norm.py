@@ -22,7 +22,6 @@ from brevact.autograd.ops.norm.formulas import BatchNorm, packed_batch_norm, pac
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import is_tracked
-from brevact.autograd.store import share_normalized
 from brevact.autograd.weights import ModelState
 from brevact.quantizers import Layout
 from brevact.quantizers.normalizing_plans import NormalizedPlan, plan_of_channels
@@ -96,7 +95,7 @@ class _PlannedBatchNorm(Saving):
         buffer = spec.empty(input)
         out, _, invstd = packed_batch_norm(input, weight, bias, *settings, uniform, seed, place, buffer)
         norm = (BatchNorm.name, settings[-1]), input.dtype
-        share_normalized(input, region.settings, norm, (buffer, invstd), plan.source)
+        region.share_normalized(input, norm, (buffer, invstd), plan.source)
         if region.settings.derives and out.stride() == spec.layout.result_stride:
             kept: tuple[Tensor, ...] = (buffer,)
             if weight is not None:  # as they are now, see `as_now`
