@@ -386,7 +386,7 @@ FAULTS = (
         "a packed tensor is packed again for each reader",
         "autograd/store.py",
         "Store._keep",
-        "_shared.add(x, key, *found)",
+        "_shared.add(x, key, *found, self._root_of_codes(settings))",
         "pass",
         REGIONS,
     ),
