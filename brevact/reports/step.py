@@ -162,9 +162,10 @@ def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callabl
     """Return a function that runs forward and backward pass of a loss, with the backward quantizers or without them."""
 
     def run() -> None:
-        with nullcontext() if packs else regions_disabled(), region_of_step(model):
-            value = loss(model, batch)
-        value.backward()
+        with nullcontext() if packs else regions_disabled():  # in backward, too, where checkpoints run again
+            with region_of_step(model):
+                value = loss(model, batch)
+            value.backward()
         model.zero_grad(set_to_none=True)
 
     return run

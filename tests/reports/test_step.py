@@ -2,11 +2,13 @@
 
 import copy
 import csv
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 import brevact
 from brevact import LosslessBackward, StochBackward2bit
@@ -75,6 +77,19 @@ def test_spread_is_that_of_the_ratios_of_pairs(tmp_path):
     with open(tmp_path / "step.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["packed_seconds"]) for row in rows] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("policy", [None, brevact.DEFAULT], ids=["none", "DEFAULT"])
+def test_a_model_with_checkpoints_is_measured(policy):
+    """What a checkpoint computes again in the plain step's backward pass is plain, too."""
+    layers = net()
+    layers.forward = partial(checkpoint_sequential, layers, 2, use_reentrant=False)
+    model = nn.Sequential(layers)
+    if policy is not None:
+        brevact.quantize_backward(model, policy)
+    report = brevact.step_report(model, BATCH, loss, rounds=2)
+    assert 0 < report.packed_peak < report.plain_peak
+    assert brevact.memory_report(model, BATCH, loss).plain_peak == report.plain_peak
 
 
 @pytest.mark.parametrize("rounds", [1, 0, 2.0, True])
