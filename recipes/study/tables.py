@@ -17,6 +17,7 @@ HEADER = (
     *("", "compared with", "runs", "training loss", "difference", "test accuracy, %", "difference", "spikes"),
     "stored, MiB",
 )
+_COMPARED, _SPIKES = HEADER.index("compared with"), HEADER.index("spikes")
 _NAMED = 3
 """Missing runs that a sentence names."""
 
@@ -62,14 +63,37 @@ def summary(study: Study, rows: Mapping[Key, Row], size: Size, seeds: Sequence[i
         size: of the runs.
         seeds: of the runs.
     """
-    cells = [HEADER, ("---",) * len(HEADER)]
-    cells += [_cells(each) for each in comparisons(study, rows, size, seeds)]
-    lines = [f"| {' | '.join(row)} |" for row in cells]
+    found = comparisons(study, rows, size, seeds)
+    cells, words = _without_what_all_share([HEADER, *map(_cells, found)])
+    lines = [f"| {' | '.join(row)} |" for row in (cells[0], ["---"] * len(cells[0]), *cells[1:])]
+    if words:
+        lines += ["", words]
     if study.note:
         lines += ["", study.note]
     if missing := missing_words(study, rows, size, seeds):
         lines += ["", missing]
     return "\n".join(lines)
+
+
+def _without_what_all_share(cells: Sequence[Sequence[str]]) -> tuple[list[list[str]], str]:
+    """Drops the columns in which all rows say the same of what they are compared with, and of spikes.
+
+    Args:
+        cells: the header, and rows.
+
+    Returns:
+        The rest, and the sentence that stands for what was dropped.
+    """
+    dropped, words = [], []
+    others = {row[_COMPARED] for row in cells[1:]} - {""}
+    if len(others) == 1:
+        dropped.append(_COMPARED)
+        words.append(f"Differences are from {others.pop()}.")
+    if {row[_SPIKES] for row in cells[1:]} == {"0"}:
+        dropped.append(_SPIKES)
+        words.append("No run has a spike.")
+    kept = [index for index in range(len(cells[0])) if index not in dropped]
+    return [[row[index] for index in kept] for row in cells], " ".join(words)
 
 
 def missing_words(study: Study, rows: Mapping[Key, Row], size: Size, seeds: Sequence[int]) -> str:

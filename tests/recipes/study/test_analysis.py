@@ -68,9 +68,25 @@ def test_comparisons_take_pairs_of_one_seed_alone():
 
 def test_summary_says_which_runs_are_missing():
     text = summary(STUDY, rows_of({0: (1.0, 1.25)}), SIZE, [0, 1])
-    assert "| 2 bits | full precision | 1 | 1.250 | +0.250 (one pair) | 77.50 | -2.50 (one pair) |" in text
+    assert "| 2 bits | 1 | 1.250 | +0.250 (one pair) | 77.50 | -2.50 (one pair) |" in text
     assert "2 of 4 runs are missing: efficientnetv2, None, seed 1; efficientnetv2, StochBackward2bit, seed 1." in text
     assert "not run" in summary(STUDY, {}, SIZE, [0])
+
+
+def test_summary_says_once_what_all_rows_share():
+    rows = rows_of({0: (1.0, 1.25)})
+    quiet = {key: {**row, "spikes": "0"} for key, row in rows.items()}
+    spiky = summary(STUDY, rows, SIZE, [0])
+    assert "Differences are from full precision." in spiky and "| spikes |" in spiky and "No run" not in spiky
+    text = summary(STUDY, quiet, SIZE, [0])
+    assert "spikes" not in text and "compared with" not in text
+    assert "Differences are from full precision. No run has a spike." in text
+
+
+def test_summary_names_what_a_row_is_compared_with_where_that_differs():
+    cases = (*STUDY.cases, Case("4 bits", "StochBackward4bit"))
+    study = Study("two", "Which?", "nobody", cases, (("4 bits", "2 bits"),))
+    assert "| 4 bits | 2 bits | 0 |" in summary(study, {}, SIZE, [0])
 
 
 def test_runs_that_did_not_converge_are_told_of(tmp_path):
