@@ -147,7 +147,7 @@ class MemoryReport:
         for row in self.ops:
             key = {name: getattr(row, name) for name in names}
             if row.how == DERIVED and "layer" not in key:
-                key["why"] = "a function of what another layer stores"
+                key["why"] = "recomputed from a tensor that another layer saves"
             groups.setdefault(tuple(key.values()), []).append(row)
         cells = []
         for values, rows in groups.items():
