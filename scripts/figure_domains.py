@@ -14,7 +14,10 @@ _KINDS = ("model", "net", "architecture", "size", "method", "dataset", "bf16")
 
 
 def of_domains(results: Results) -> dict[str, str]:
-    """Of domains.csv: a table for each recipe, and for each of its kinds, such as `domains.finetune.method=lora`."""
+    """Of domains.csv: a table for each recipe, and for each of its kinds, such as `domains.finetune.method=lora`.
+
+    `domains.segmentation3d.DEFAULT.largest` and the like are the largest sizes.
+    """
     tables: dict[str, dict[str, Row]] = {}
     domains: dict[str, Domain] = {}
     for row in results.rows("domains"):
@@ -22,10 +25,15 @@ def of_domains(results: Results) -> dict[str, str]:
         if recipe not in domains:
             domains[recipe] = importlib.import_module(f"recipes.{recipe}").DOMAIN
         tables.setdefault(_name(row, domains[recipe]), {})[row["variant"]] = row
-    return {
-        f"domains.{name}": table(_cells(list(rows.values()), domains[name.partition(".")[0]]))
+    found = {
+        f"domains.{name}.{variant}.largest": row["largest"]
         for name, rows in tables.items()
+        for variant, row in rows.items()
+        if row["largest"]
     }
+    for name, rows in tables.items():
+        found[f"domains.{name}"] = table(_cells(list(rows.values()), domains[name.partition(".")[0]]))
+    return found
 
 
 def _name(row: Row, domain: Domain) -> str:
@@ -45,7 +53,7 @@ def _cells(rows: Sequence[Row], domain: Domain) -> list[list[str]]:
         "peak, MiB": lambda row: row["peak_mib"] and f"{float(row['peak_mib']):,.0f}",
         "time of a step": lambda row: row["cpu_ratio"] and f"{float(row['cpu_ratio']):.2f}",
         domain.metric.words: lambda row: _mean(row, "value", domain.metric.spec),
-        "less that of plain": lambda row: _mean(row, "difference", f"+{domain.metric.spec}"),
+        "difference from plain": lambda row: _mean(row, "difference", f"+{domain.metric.spec}"),
         _largest(rows): lambda row: row["largest"] and f"{int(row['largest']):,}",
     }
     lines = [[name, *(text(row) for row in rows)] for name, text in columns.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -35,6 +35,16 @@ def table(cells: Sequence[Sequence[str]]) -> str:
 
 def mib(value: str) -> str:
     return f"{float(value):,.1f}"
+
+
+def range_text(values: Iterable[float], places: int = 1) -> str:
+    """The least and the largest value.
+
+    >>> range_text([1.46, 1.32, 2.14])
+    '1.3 to 2.1'
+    """
+    found = [f"{value:.{places}f}" for value in sorted(values)]
+    return " to ".join(dict.fromkeys((found[0], found[-1])))
 
 
 def noise_text(value: str) -> str:

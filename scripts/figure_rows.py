@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from scripts.figure_results import Results, Row, mib, noise_text, table
+from scripts.figure_results import Results, Row, mib, noise_text, range_text, table
 
 
 def of_steps(results: Results) -> dict[str, str]:
@@ -125,9 +125,17 @@ def of_noise(results: Results) -> dict[str, str]:
     for (model, policy), row in results.last("noise", "model", "policy").items():
         name = f"noise.{model}.{policy}"
         found[name], found[f"{name}.bias2"] = noise_text(row["noise"]), noise_text(row["bias2"])
+        found[f"{name}.with-error"] = _with_error(row["noise"], row["noise_se"])
         found[f"{name}.kept"] = f"{int(row['saved_bytes']) / 2**20:.1f}"
         found[f"{name}.plain"] = f"{int(row['plain_bytes']) / 2**20:.1f}"
         found[f"{name}.less"] = f"{float(row['ratio']):.1f}"
+    last = results.last("noise", "model", "policy")
+    times = (
+        float(row["noise"]) / float(last[model, "DitherBackward2bit"]["noise"])
+        for (model, policy), row in last.items()
+        if policy == "StochBackward2bit" and (model, "DitherBackward2bit") in last
+    )
+    found["noise.stochastic-over-dithered"] = range_text(times)
     return found | _noise_tables(results) | {"noise.policies": _policies_table(found)}
 
 
@@ -241,11 +249,12 @@ _PEAK_MODELS = {"efficientnetv2-s": "EfficientNetV2-S", "mlp": "MLP", "gpt2": "G
 def of_alternatives(results: Results) -> dict[str, str]:
     """Of alternatives.csv: a table, with times relative to plain PyTorch's."""
     last = results.last("alternatives", "model", "way")
-    cells = [("model", "way", "kept", "states", "peak", "CPU")]
+    cells, found = [("model", "way", "kept", "states", "peak", "CPU")], {}
     for (model, way), row in last.items():
+        found[f"alternatives.{model}.{way}.kept"] = mib(row["kept_mib"])
         cpu = float(row["cpu_s"]) / float(last[model, "plain PyTorch"]["cpu_s"])
         cells.append((model, way, *(mib(row[f"{kind}_mib"]) for kind in ("kept", "states", "peak")), f"{cpu:.2f}"))
-    return {"alternatives": table(cells)}
+    return found | {"alternatives": table(cells)}
 
 
 #: From the rows of a folder to figures by name.

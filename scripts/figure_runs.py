@@ -70,4 +70,17 @@ def of_forces(results: Results) -> dict[str, str]:
     return {"forces": table(cells)}
 
 
-KINDS = (of_paired_training, of_studies, of_forces)
+def of_cifar10(results: Results) -> dict[str, str]:
+    """Of cifar10.csv: the accuracy of each seed, and bytes."""
+    last = results.last("cifar10", "stored", "seed")
+    seeds = list(dict.fromkeys(seed for _, seed in last))
+    cells = [("stored", *(f"seed {seed}" for seed in seeds), "kept")]
+    for stored in dict.fromkeys(stored for stored, _ in last):
+        rows = [last[stored, seed] for seed in seeds]
+        accuracies = (f"{float(row['test_accuracy']):.2%}".replace("%", " %") for row in rows)
+        words = f"`{stored}`" if stored.endswith("bit") else stored
+        cells.append((words, *accuracies, f"{int(rows[0]['saved_bytes']) / 2**20:.1f} MiB"))
+    return {"cifar10": table(cells)}
+
+
+KINDS = (of_paired_training, of_studies, of_forces, of_cifar10)

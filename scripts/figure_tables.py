@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from benchmarks import layer_noise
-from scripts.figure_results import Results, Row, mib, noise_text, table
+from scripts.figure_results import Results, Row, mib, noise_text, range_text, table
 
 
 def of_adaptive(results: Results) -> dict[str, str]:
@@ -22,7 +22,15 @@ def of_adaptive(results: Results) -> dict[str, str]:
             kept = statistics.median(int(row["saved_bytes"]) for row in rows if row) / 2**20
             cells.append((words, bits, f"{kept:.2f} MiB", *noises))
     found = {f"adaptive.{'.'.join(key)}": noise_text(row["noise"]) for key, row in last.items()}
-    return found | {"adaptive": table(cells)}
+    for kind in ("saved", "plain"):
+        mibs = {key: f"{int(row[f'{kind}_bytes']) / 2**20:.1f}" for key, row in last.items()}
+        found |= {f"adaptive.{'.'.join(key)}.{kind}": text for key, text in mibs.items()}
+    gains = (
+        100 - 100 * float(row["noise"]) / float(last[(*key[:2], "layers", key[3])]["noise"])
+        for key, row in last.items()
+        if key[2] == "layers and samples"
+    )
+    return found | {"adaptive": table(cells), "adaptive.gain-of-samples": range_text(gains, 0)}
 
 
 def of_small_tensors(results: Results) -> dict[str, str]:
@@ -92,8 +100,10 @@ def of_gpu_steps(results: Results) -> dict[str, str]:
         for (model, variant), row in last.items()
         if variant == "DEFAULT-graph"
     ]
-    captured = f"{min(speeds):.2f} to {max(speeds):.2f}"
-    return {"gpu-steps": table(cells), "gpu.device": place, "gpu.captured": captured}
+    found = {"gpu-steps": table(cells), "gpu.device": place, "gpu.captured": range_text(speeds, 2)}
+    plain, lossless = last["resnet18-w4a4", "plain"], last["resnet18-w4a4", "lossless"]
+    found["gpu.lossless.speed"] = _times(lossless, plain, "samples_s", 2)
+    return found | {"gpu.lossless.less": _times(plain, lossless, "activations_mib")}
 
 
 def _times(row: Row, other: Row, column: str, places: int = 1) -> str:
@@ -127,7 +137,17 @@ def of_quantizers(results: Results) -> dict[str, str]:
     cells = [("", *(f"{dtype}, {bits} bits" for dtype, bits in columns))]
     for words, name in operations.items():
         cells.append((words, *(last[(name, *column, "512")]["ratio_to_clone"] for column in columns)))
-    return {"quantizers": table(cells)}
+    more = {
+        "silu": ("dequantize with SiLU", "dequantize with SiLU of maps"),
+        "silu-rows": ("dequantize with SiLU of rows",),
+    }
+    found = {"quantizers": table(cells)}
+    for dtype in ("float32", "bfloat16"):
+        found[f"quantizers.clone.{dtype}"] = f"{float(last['clone', dtype, '2', '512']['median_ms']):.0f}"
+    for kind, names in more.items():
+        rows = [last[(name, *column, "512")] for name in names for column in columns]
+        found[f"quantizers.{kind}"] = range_text((float(row["ratio_to_dequantize"]) for row in rows), 2)
+    return found
 
 
 def of_gradient_exchange(results: Results) -> dict[str, str]:
@@ -200,20 +220,18 @@ def of_scaling(results: Results) -> dict[str, str]:
     return found
 
 
-#: Models of `benchmarks.model_zoo` that are convolutional; those of `benchmarks.image_models` have names in lower case.
-_CONVOLUTIONAL = ("ResNet", "ConvNeXt", "MobileNetV2", "RegNet", "EfficientNetV2 nano", "ResNet-20")
-
-
-def of_models(results: Results) -> dict[str, str]:
-    """Of models.csv: bytes and gradient errors of models of three kinds."""
-    columns = ("model", "parameters", "plain", "kept", "ratio", "error_8bit", "error_2bit", "along_gradient")
-    heads = ("model", "weights", "plain", "kept", "times less", "error, 8 bits", "error, 2 bits", "along g")
-    kinds: dict[str, list[Sequence[str]]] = {kind: [heads] for kind in ("transformers", "convolutional", "image")}
-    for (model,), row in results.last("models", "model").items():
-        kind = "image" if model[0].islower() else "convolutional" if model in _CONVOLUTIONAL else "transformers"
-        kinds[kind].append([row[column] for column in columns])
-    forward = ", ".join(dict.fromkeys(row["forward"] for row in results.last("models", "model").values()))
-    return {"models.forward": forward} | {f"models.{kind}": table(cells) for kind, cells in kinds.items()}
+def of_step_costs(results: Results) -> dict[str, str]:
+    """Of step_costs.csv: milliseconds of processor time of each phase."""
+    last = results.last("step_costs", "model", "phase")
+    names = {"efficientnetv2-s": "EfficientNetV2-S", "resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
+    models = dict.fromkeys(model for model, _ in last)
+    cells = [("", *(f"{names[model]}: {kind}" for model in models for kind in ("plain", "`DEFAULT`")))]
+    for phase in dict.fromkeys(phase for _, phase in last):
+        words = {"in kernels": "of it in kernels of brevact", "step": "step, of medians"}.get(phase, phase)
+        figures = (f"{float(last[model, phase][kind]):,.0f}" for model in models for kind in ("plain", "packed"))
+        cells.append((words, *figures))
+    ratios = (text for model in models for text in ("1", f"{float(last[model, 'step']['ratio']):.2f}"))
+    return {"step-costs": table([*cells, ("ratio of a step", *ratios)])}
 
 
 def of_dates(results: Results) -> dict[str, str]:
@@ -232,5 +250,5 @@ def of_dates(results: Results) -> dict[str, str]:
 KINDS = (
     *(of_gpu_steps, of_gpu_kernels),
     *(of_adaptive, of_small_tensors, of_recompute, of_quantizers, of_gradient_exchange, of_layer_noise),
-    *(of_scaling, of_models, of_dates),
+    *(of_scaling, of_step_costs, of_dates),
 )

@@ -9,11 +9,12 @@ run. Figures without marks are of measurements whose rows are not kept.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts import figure_domains, figure_rows, figure_runs, figure_tables
+from scripts import figure_domains, figure_models, figure_rows, figure_runs, figure_tables
 from scripts.figure_results import Results
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +59,8 @@ def with_figures(text: str, found: Mapping[str, str]) -> str:
     def filled(mark: re.Match[str]) -> str:
         name = mark["name"]
         if name not in found:
-            raise KeyError(f"figure {name!r} is not known; the figures are {', '.join(sorted(found))}")
+            near = difflib.get_close_matches(name, found, n=5, cutoff=0.4) or sorted(found)[:5]
+            raise KeyError(f"figure {name!r} is not known; near are {', '.join(near)}")
         return f"<!--figure:{name}-->{found[name]}<!--end-->"
 
     return _MARK.sub(filled, text)
@@ -67,7 +69,8 @@ def with_figures(text: str, found: Mapping[str, str]) -> str:
 def figures() -> dict[str, str]:
     """Return all figures by name, as they are written."""
     results = Results(RESULTS)
-    kinds = (*figure_rows.KINDS, *figure_tables.KINDS, *figure_runs.KINDS, figure_domains.of_domains)
+    kinds = (*figure_rows.KINDS, *figure_tables.KINDS, *figure_runs.KINDS, *figure_models.KINDS)
+    kinds = (*kinds, figure_domains.of_domains)
     return {name: text for kind in kinds for name, text in kind(results).items()}
 
 

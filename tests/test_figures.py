@@ -40,7 +40,7 @@ def test_with_figures_leaves_the_rest():
 
 
 def test_with_figures_refuses_names_that_are_not_known():
-    with pytest.raises(KeyError, match=r"figure 'nosie' is not known; the figures are noise"):
+    with pytest.raises(KeyError, match=r"figure 'nosie' is not known; near are noise"):
         figures.with_figures("<!--figure:nosie-->1<!--end-->", {"noise": "1"})
 
 
@@ -59,7 +59,8 @@ def test_tables_of_domains_are_those_of_a_recipe_and_its_kinds(tmp_path: Path):
     lines = [",".join(row.get(column, "") for column in COLUMNS) for row in (plain, packed, lora)]
     (tmp_path / "domains.csv").write_text("\n".join([",".join(COLUMNS), *lines, ""]))
     assert figure_domains.of_domains(Results(tmp_path)) == {
-        "domains.finetune": "\n\n|  | kept, MiB | time of a step | bits per character | less that of plain |\n"
+        "domains.finetune.method=lora.plain.largest": "4096",
+        "domains.finetune": "\n\n|  | kept, MiB | time of a step | bits per character | difference from plain |\n"
         "|---|---|---|---|---|\n"
         "| plain | 40.0 | 1.00 | 2.5000 ± 0.1000 |  |\n"
         "| `DEFAULT` | 4.0 (10.0 times less) | 1.00 | 2.5000 ± 0.1000 | +0.0100 |\n\n",
