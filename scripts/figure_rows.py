@@ -233,7 +233,7 @@ _WORKLOADS = {
 def _peaks_table(last: Mapping[tuple[str, ...], Row]) -> str:
     """Growth of each model with each allocator, and the shares of the bytes not kept by which peaks fall."""
     ways = {"plain": "plain", "checkpoint": "checkpoint", "`DEFAULT`": "DEFAULT", "both": "DEFAULT+checkpoint"}
-    cells = [("model", "allocator", *ways, "of it felt, growth", "of it felt, process")]
+    cells = [("model", "allocator", *ways, "fall of growth", "fall of process")]
     for model, words in _PEAK_MODELS.items():
         for allocator in ("glibc", "glibc-learning", "tcmalloc", "jemalloc", "mimalloc"):
             rows = [last[model, allocator, way] for way in ways.values()]

@@ -227,7 +227,7 @@ def of_step_costs(results: Results) -> dict[str, str]:
     models = dict.fromkeys(model for model, _ in last)
     cells = [("", *(f"{names[model]}: {kind}" for model in models for kind in ("plain", "`DEFAULT`")))]
     for phase in dict.fromkeys(phase for _, phase in last):
-        words = {"in kernels": "of it in kernels of brevact", "step": "step, of medians"}.get(phase, phase)
+        words = {"in kernels": "in kernels of brevact", "step": "step, of medians"}.get(phase, phase)
         figures = (f"{float(last[model, phase][kind]):,.0f}" for model in models for kind in ("plain", "packed"))
         cells.append((words, *figures))
     ratios = (text for model in models for text in ("1", f"{float(last[model, 'step']['ratio']):.2f}"))
