@@ -49,10 +49,12 @@ def of_recompute(results: Results) -> dict[str, str]:
     last = results.last("recompute", "model", "policy")
     words = {
         "checkpoint of each block": "checkpoint of each block",
+        "compiled, memory budget 0.2": "`torch.compile`, memory budget 0.2",
         "DEFAULT": "`DEFAULT`",
         "DitherBackward6bit:recompute=128": "6 bits, `recompute=128`",
         "RECOMPUTE": "`RECOMPUTE`",
         "DitherBackward8bit:recompute=1024": "8 bits, `recompute=1024`",
+        **{f"fit {ratio}x": f"`fit(..., ratio={ratio})`" for ratio in (15, 30, 60)},
     }
     cells = [("model", "", "kept", "peak of a step", "time of a step", "error of the gradient")]
     for model in dict.fromkeys(model for model, _ in last):
@@ -63,7 +65,7 @@ def of_recompute(results: Results) -> dict[str, str]:
             row = last.get((model, policy))
             if row is not None:
                 kept = f"{mib(str(int(row['saved_bytes']) / 2**20))} MiB ({row['ratio']}x less)"
-                error = "0" if row["error"] == "0" else f"{100 * float(row['error']):.1f} %"
+                error = "0" if float(row["error"]) < 5e-4 else f"{100 * float(row['error']):.1f} %"
                 peak = f"{mib(str(int(row['peak']) / 2**20))} MiB"
                 cells.append(("", text, kept, peak, f"{float(row['step']):.2f}", error))
     return {"recompute": table(cells)}

@@ -1,0 +1,162 @@
+"""Outputs that are computed again in backward, and held for the readers that follow one another.
+
+An output is held under a token, an empty tensor which each reader saves, and whose storage ends with the last one.
+Where hooks around the region hand out copies of what is saved, each reader computes the output.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.storages import WeakStorage
+from brevact.private_names.of_torch import count_holders, current_graph_task, queue_callback
+
+#: An output, and the tensors that it was computed from, with which it has a graph.
+Graph = tuple[Tensor, tuple[Tensor | None, ...]]
+
+
+class _Held:
+    """An output, as the storage of its token carries it.
+
+    Beside it are its version, the backward pass and the stream in which it was computed, and the graph that made it, if
+    it may be differentiated.
+    """
+
+    __slots__ = ("graph", "stream", "task", "values", "version")
+
+    def __init__(self, values: Tensor, task: int, graph: Graph | None = None) -> None:
+        self.values, self.version, self.stream, self.graph = values, values._version, _stream_of(values), graph
+        self.task = task
+
+    def find(self) -> Tensor | None:
+        """Return the output, if nobody has written to it, and who asks runs in the same backward pass, on its stream.
+
+        Outputs of a backward pass that has raised are still there.
+        """
+        is_same = self.task == current_graph_task() and self.values._version == self.version
+        return self.values if is_same and self.stream == _stream_of(self.values) else None
+
+
+def _stream_of(x: Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
+
+#: Attribute of the storage of a token under which it carries the output.
+_HELD = "_brevact_output"
+
+
+#: Attribute of the storage of a token under which it carries its place in the order of the forward pass.
+_PLACE = "_brevact_place"
+_places = itertools.count()
+
+
+class _Task(threading.local):
+    """The backward pass in which this thread has computed outputs, and tokens that hold some."""
+
+    number = -1
+    tokens: list[WeakStorage] | None = None
+    #: Whether outputs are computed that are needed long before the next reader comes.
+    passes_on = False
+
+
+_task = _Task()
+
+
+def _hold(token: Tensor, values: Tensor, graph: Graph | None = None) -> None:
+    """Hold an output until its readers have run; those of a graph that is kept, until the backward pass has ended."""
+    task = current_graph_task()
+    if task == -1 or _task.passes_on:
+        return
+    if _task.number != task or _task.tokens is None:
+        tokens: list[WeakStorage] = []
+        _task.number, _task.tokens = task, tokens
+        queue_callback(lambda: _let_go(tokens))
+    storage = token.untyped_storage()
+    storage.__dict__[_HELD] = _Held(values, task, graph)
+    _task.tokens.append(WeakStorage(storage))
+
+
+def make_token(device: torch.device) -> Tensor:
+    """Return what an output is held under; a token that is made later is that of a later output."""
+    token = torch.empty(0, device=device)
+    token.untyped_storage().__dict__[_PLACE] = next(_places)
+    return token
+
+
+def place_of(kept: Saved) -> int:
+    """Return the place, in the order of the forward pass, of the output of a layer, or of what a norm makes of it."""
+    return int(kept[0][0].untyped_storage().__dict__.get(_PLACE, -1))
+
+
+@contextmanager
+def not_held() -> Iterator[None]:
+    """Compute outputs for one reader, and do not hold them: other readers come much later in backward."""
+    before, _task.passes_on = _task.passes_on, True
+    try:
+        yield
+    finally:
+        _task.passes_on = before
+
+
+def _let_go(tokens: list[WeakStorage]) -> None:
+    for reference in tokens:
+        storage = reference()
+        if storage is not None:
+            storage.__dict__.pop(_HELD, None)
+    tokens.clear()
+    if _task.tokens is tokens:
+        _task.tokens = None
+
+
+class HeldOutput(Decoder):
+    """Decoder of an output that is held for its readers; the first of its tensors is the token."""
+
+    __slots__ = ()
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        held: _Held | None = tensors[0].untyped_storage().__dict__.get(_HELD)
+        found = None if held is None else held.find()
+        if found is None:
+            found, graph = self._computed(tensors)
+            _hold(tensors[0], found, graph)
+        return found
+
+    def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph | None]:
+        """Compute the output, and the graph to be differentiated by who asks for it (:func:`take_graph`)."""
+        raise NotImplementedError
+
+
+def take_graph(token: Tensor) -> Graph | None:
+    """Return the graph that has made the output of a token for an earlier reader; it is differentiated once."""
+    held: _Held | None = token.untyped_storage().__dict__.get(_HELD)
+    if held is None or held.find() is None:
+        return None
+    graph, held.graph = held.graph, None
+    return graph
+
+
+def is_held(token: Tensor) -> bool:
+    """Return whether an output has been computed, and is held."""
+    return _HELD in token.untyped_storage().__dict__
+
+
+def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
+    """Decode a tensor, and return whether the caller may overwrite it: an output that nobody else reads.
+
+    The output is not held any longer: a reader that comes later computes it again.
+    """
+    found = decoder.decode(tensors)
+    if not isinstance(decoder, HeldOutput):
+        return found, False
+    tensors[0].untyped_storage().__dict__.pop(_HELD, None)
+    references = sys.getrefcount(found)  # the local name, and the argument of this call
+    holders = count_holders(found.untyped_storage()._cdata)  # the tensor, and the object of Python
+    return found, references <= 2 and holders == 2
