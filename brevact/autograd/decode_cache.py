@@ -35,9 +35,10 @@ class _Held:
         self._decoder, self._weights = decoder, tensors[1:]
         self._values: Tensor | None = values
         self._versions = [x._version for x in (values, *tensors)]
-        self._codes = weakref.ref(tensors[0].untyped_storage(), self._drop)
+        self._codes = weakref.ref(tensors[0].untyped_storage(), self.drop)
 
-    def _drop(self, reference: weakref.ref[UntypedStorage]) -> None:
+    def drop(self, reference: weakref.ref[UntypedStorage] | None = None) -> None:
+        """Give the tensor back: the weak reference holds this object, which would live as long as the codes."""
         self._values, self._weights = None, ()
 
     def find(self, decoder: Any, tensors: tuple[Tensor, ...]) -> Tensor | None:
@@ -76,9 +77,14 @@ class _Weights(threading.local):
 _last, _weights = _Last(), _Weights()
 
 
-def is_held(numel: int, codes: Tensor) -> bool:
+def may_be_held(numel: int, codes: Tensor) -> bool:
     """Return whether a tensor of so many elements is decoded for several readers; those of a GPU would wait."""
     return numel <= MOST_HELD and type(codes) is Tensor and codes.is_cpu and not is_functorch_tensor(codes)
+
+
+def _drop_last() -> None:
+    if _last.held is not None:
+        _last.held.drop()
 
 
 def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
@@ -88,8 +94,9 @@ def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[T
     """
     found = None if _last.held is None else _last.held.find(decoder, tensors)
     if found is None:
-        _last.held = None  # its memory is free for the next one
+        _drop_last()  # its memory is free for the next one
         found = decode(tensors)
+        _drop_last()  # what this one was decoded from
         _last.held = _Held(decoder, tensors, found)
     return found
 

@@ -23,6 +23,8 @@ MOST_CALLS = 24
 MOST_DECODED = 4
 #: Packed tensors of which a sum or a product is derived; the sum of more is stored, and a new chain begins with it.
 MOST_COMBINED = 2
+#: Of which a sum is derived where layers are computed again: of residual blocks each fourth stores its sum.
+MOST_ADDED_AGAIN = 4
 
 
 class _Expressions:
@@ -216,7 +218,8 @@ def _derive_anew(
     picks: tuple[int, ...] | None = tuple(places[id(x)] for kept, _ in found.sources for x in kept)
     if picks == tuple(range(sum(len(kept) for kept, _ in operands))):
         picks = None
-    is_light = is_traced(like) or decoded_bytes <= MOST_DECODED * like.nbytes
+    most_decoded = max(MOST_DECODED, rule.most_packed)
+    is_light = is_traced(like) or decoded_bytes <= most_decoded * like.nbytes
     return Derivation(decoder, picks, is_light, tuple(small))
 
 

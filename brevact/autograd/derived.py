@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.decoders import AS_IT_IS
-from brevact.autograd.derivations import MOST_COMBINED, DerivationRule, derivation, function_of
+from brevact.autograd.derivations import (
+    MOST_ADDED_AGAIN,
+    MOST_COMBINED,
+    DerivationRule,
+    derivation,
+    function_of,
+)
 from brevact.autograd.expressions import ByMask, TensorFunction
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput, output_of
@@ -83,6 +89,8 @@ def derive(
         is_known = is_known or operand[1] is not AS_IT_IS
         kept.append(operand)
     if is_known:
+        if adds and region.recompute:
+            most_packed = MOST_ADDED_AGAIN
         rule = DerivationRule(function, is_curved, is_pointwise, most_packed, is_jointly_linear, adds)
         tensors, found = derivation(rule, kept, out)
         result = found.bind(tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.held_outputs import not_held, place_of
 from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
@@ -53,6 +55,11 @@ class Call(NamedTuple):
     def calls(self) -> int:
         """Number of calls in the expression."""
         return 1 + sum(operand.calls for operand in self.operands if isinstance(operand, Call))
+
+    @property
+    def reads(self) -> list[int]:
+        """Numbers of the sources, each as often as it is read."""
+        return [n for o in self.operands for n in (o.reads if isinstance(o, Call) else (o,))]
 
     def of(self, x: Tensor) -> Tensor:
         """Return the value of a pointwise expression of one source, x."""
@@ -106,6 +113,7 @@ class Derived(Decoder):
         lasts: whether the next training step derives the tensor by the same object.
         function: the expression as a function of its one source, if it is pointwise, and the source is decoded through
             functions.
+        repeated: sources that the expression reads more than once.
     """
 
     expression: Call
@@ -116,6 +124,7 @@ class Derived(Decoder):
     quality: Quality = field()  # without which the property of the base class would be its default
     lasts: bool = field()
     function: PointFunction | None
+    repeated: frozenset[int]
 
     @staticmethod
     def of(
@@ -131,7 +140,9 @@ class Derived(Decoder):
         numbered = tuple((decoder, len(tensors)) for tensors, decoder in sources)
         is_fused = expression.only >= 0 and numbered[0][0].decodes_through
         function = expression.as_function if is_fused else None
-        return Derived(expression, numbered, tuple(like.shape), stride, like.dtype, quality, lasts, function)
+        read = Counter(expression.reads)
+        repeated = frozenset(number for number, count in read.items() if count > 1)
+        return Derived(expression, numbered, tuple(like.shape), stride, like.dtype, quality, lasts, function, repeated)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._computed(tensors, None)
@@ -155,6 +166,12 @@ class Derived(Decoder):
             start += count
         return parts
 
+    def _reading(self, tensors: tuple[Tensor, ...]) -> _Reading:
+        """Return what is read for the tensor."""
+        parts, again = self.parts(tensors), [n for n, (decoder, _) in enumerate(self.sources) if decoder.depth]
+        latest = max(again, key=lambda number: place_of(parts[number]), default=-1) if len(again) > 1 else -1
+        return _Reading(parts, {}, self.repeated, frozenset(again) - {latest} if len(again) > 1 else frozenset())
+
     def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
             with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
@@ -163,7 +180,7 @@ class Derived(Decoder):
 
     def _computed_plainly(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
         if self.function is None:
-            values = _value(self.expression, self.parts(tensors), {}, is_whole=True)
+            values = _evaluated(self.expression, self._reading(tensors), is_whole=True)[0]
         else:
             values = self.sources[0][0].decode_through(tensors, self.function, grad)
             if grad is not None:
@@ -172,32 +189,71 @@ class Derived(Decoder):
         return values if grad is None else grad * values
 
 
-def _fused(expression: Call, parts: list[Saved]) -> Tensor | None:
-    """Value of a pointwise expression of one source, which its decoder computes on the way; None for others."""
-    if expression.only < 0:
-        return None
-    tensors, decoder = parts[expression.only]
-    return decoder.decode_through(tensors, expression.as_function) if decoder.decodes_through else None
+class _Reading(NamedTuple):
+    """Sources of an expression.
+
+    Args:
+        parts: what keeps each of them.
+        decoded: those that have been decoded, for others that read them.
+        repeated: those that are read more than once.
+        early: outputs that are computed again, of earlier blocks than the latest: no reader follows at once.
+    """
+
+    parts: list[Saved]
+    decoded: dict[int, Tensor]
+    repeated: frozenset[int]
+    early: frozenset[int]
+
+    def decode(self, number: int, function: PointFunction | None = None) -> Tensor:
+        """Decode a source, and apply a function on the way."""
+        if number in self.early:
+            with not_held():
+                return self._decode(number, function)
+        return self._decode(number, function)
+
+    def _decode(self, number: int, function: PointFunction | None) -> Tensor:
+        tensors, decoder = self.parts[number]
+        return decoder.decode(tensors) if function is None else decoder.decode_through(tensors, function)
 
 
-def _value(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor], *, is_whole: bool = False) -> Tensor:
-    """Value of an expression; ``is_whole`` says that it is no part of another one, which may read the same sources."""
+def _evaluated(expression: Call | int, reading: _Reading, *, is_whole: bool = False) -> tuple[Tensor, bool]:
+    """Value of an expression, and whether it is in memory that nobody else reads, for the caller to overwrite.
+
+    ``is_whole`` says that it is no part of another one.
+    """
+    parts, decoded = reading.parts, reading.decoded
     if is_whole and (found := _in_one_pass(expression, parts, decoded)) is not None:
-        return found
+        return found, False
     if isinstance(expression, int):
         if expression not in decoded:
-            tensors, decoder = parts[expression]
-            decoded[expression] = decoder.decode(tensors)
-        return decoded[expression]
+            decoded[expression] = reading.decode(expression)
+        values = decoded[expression]
+        if expression in reading.repeated or not _is_new(values, parts[expression]):
+            return values, False
+        del decoded[expression]
+        return values, True
     if isinstance(expression.function, ByMask):
         operand, mask = expression.operands
-        values = _value(operand, parts, decoded)
-        overwrites = is_whole and isinstance(operand, int) and _is_new(values, parts[operand])
-        return expression.function.product(values, parts[mask], overwrites=overwrites)  # type: ignore[index]
-    fused = _fused(expression, parts)
-    if fused is not None:
-        return fused
-    return expression.function(*(_value(operand, parts, decoded) for operand in expression.operands))
+        values, is_new = _evaluated(operand, reading)
+        return expression.function.product(values, parts[mask], overwrites=is_new), is_new  # type: ignore[index]
+    if expression.only >= 0 and parts[expression.only][1].decodes_through:
+        values = reading.decode(expression.only, expression.as_function)
+        return values, not is_traced(values)
+    if expression.function in _SUMS and len(expression.operands) == 2:
+        # Sums of earlier blocks come first: none of the terms then waits for the others.
+        terms = sorted(expression.operands, key=lambda operand: isinstance(operand, int))
+        return _sum(*(_evaluated(operand, reading) for operand in terms))
+    operands = [_evaluated(operand, reading)[0] for operand in expression.operands]
+    return expression.function(*operands), False
+
+
+def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tensor, bool]:
+    """Sum of two values, in the memory of one that may be overwritten."""
+    (a, a_is_new), (b, b_is_new) = first, second
+    is_alike = a.shape == b.shape and a.dtype is b.dtype and a.stride() == b.stride()
+    if is_alike and (a_is_new or b_is_new):
+        return (a.add_(b) if a_is_new else b.add_(a)), True
+    return torch.add(a, b), not is_traced(a)
 
 
 def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor | None:

@@ -10,15 +10,12 @@ has been computed of the output, whose errors are the same: a bias of the order 
 functions, so that the input must have as many bits (``derive_min_bits``).
 
 Several ops read one output: the norm behind the layer, the activation function, the next layer. It is computed for the
-first of them and held until the last one has run: under a token, an empty tensor which each of them saves, and whose
-storage ends with the last one. Where hooks around the region hand out copies of what is saved, each reader computes it.
+first of them and held until the last one has run (``held_outputs``).
 """
 
 from __future__ import annotations
 
 import math
-import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,25 +25,28 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
+from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import TensorFunction
+from brevact.autograd.held_outputs import HeldOutput, is_held, make_token, take
 from brevact.autograd.keeper import EagerKeeper, Keeper
 from brevact.autograd.known_values import View
 from brevact.autograd.normalizing import as_now
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
-from brevact.autograd.storages import WeakStorage
+from brevact.autograd.storages import is_tracked
 from brevact.autograd.transforms import may_free_weights
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
-    count_holders,
-    current_graph_task,
     is_any_autocast_enabled,
-    queue_callback,
 )
+from brevact.quantizers import PointFunction, multiply_by_function
 
 #: Layers that are computed again one after the other, before one is packed: all of them are held at once.
-MOST_NESTED = 3
+MOST_NESTED = 4
+
+#: Elements of the output of a convolution that are computed at once.
+_PIECE = 1 << 18
 
 #: A layer as a function of its input, its weight and its bias.
 Layer = TensorFunction
@@ -62,64 +62,8 @@ class WithOptions(NamedTuple):
         return self.function(x, weight, bias, *self.options)
 
 
-class _Held:
-    """What token storages carry: the output, its version, and the stream on which it was computed."""
-
-    __slots__ = ("stream", "values", "version")
-
-    def __init__(self, values: Tensor) -> None:
-        self.values, self.version, self.stream = values, values._version, _stream_of(values)
-
-    def find(self) -> Tensor | None:
-        """Return the output, if nobody has written to it, and who asks runs on its stream."""
-        is_same = self.values._version == self.version and self.stream == _stream_of(self.values)
-        return self.values if is_same else None
-
-
-def _stream_of(x: Tensor) -> int:
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-
-
-#: Attribute of the storage of a token under which it carries the output.
-_HELD = "_brevact_output"
-
-
-class _Task(threading.local):
-    """The backward pass in which this thread has computed outputs, and tokens that hold some."""
-
-    number = -1
-    tokens: list[WeakStorage] | None = None
-
-
-_task = _Task()
-
-
-def _hold(token: Tensor, values: Tensor) -> None:
-    """Hold an output until its readers have run; those of a graph that is kept, until the backward pass has ended."""
-    task = current_graph_task()
-    if task == -1:
-        return
-    if _task.number != task or _task.tokens is None:
-        tokens: list[WeakStorage] = []
-        _task.number, _task.tokens = task, tokens
-        queue_callback(lambda: _let_go(tokens))
-    storage = token.untyped_storage()
-    storage.__dict__[_HELD] = _Held(values)
-    _task.tokens.append(WeakStorage(storage))
-
-
-def _let_go(tokens: list[WeakStorage]) -> None:
-    for reference in tokens:
-        storage = reference()
-        if storage is not None:
-            storage.__dict__.pop(_HELD, None)
-    tokens.clear()
-    if _task.tokens is tokens:
-        _task.tokens = None
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class LayerOutput(Decoder):
+class LayerOutput(HeldOutput):
     """Decoder of the output of a layer; its tensors are a token, those of the input and the weight, and the bias.
 
     Args:
@@ -144,13 +88,17 @@ class LayerOutput(Decoder):
     depth: int = field()
     quality: Quality = field()
 
-    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        held: _Held | None = tensors[0].untyped_storage().__dict__.get(_HELD)
-        found = None if held is None else held.find()
-        if found is None:
-            found = self._computed(tensors)
-            _hold(tensors[0], found)
-        return found
+    @property
+    def decodes_through(self) -> bool:
+        return True
+
+    def decode_through(
+        self, tensors: tuple[Tensor, ...], function: PointFunction, grad: Tensor | None = None
+    ) -> Tensor:
+        if grad is None:
+            return function(self.decode(tensors))
+        values, is_owned = take(self, tensors)  # an activation function reads first in forward, so last in backward
+        return multiply_by_function(values, function, grad, overwrites=is_owned)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
@@ -177,11 +125,11 @@ class LayerOutput(Decoder):
 
         return compute
 
-    def _computed(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
             with torch.no_grad(), _without_autocast(tensors[0].device):
-                return self._run(tensors)
-        return self._run(tensors)
+                return self._run(tensors), None
+        return self._run(tensors), None
 
     def _operands(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
         (source, inputs), (of_weight, weights) = self.source, self.weight
@@ -192,11 +140,18 @@ class LayerOutput(Decoder):
         return x, weight, bias[0] if bias else None
 
     def _run(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        operands = self._operands(tensors)
+        x, weight, bias = self._operands(tensors)
+        samples, size = self.shape[0], math.prod(self.shape[1:])
+        step = max(_PIECE // max(size, 1), 1)
         with DisableTorchFunction():
-            out = self.layer(*operands)
-            if out.stride() == self.stride:
+            if isinstance(self.layer, WithOptions) and x.is_cpu and 2 * step <= samples == x.shape[0]:
+                out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+                for start in range(0, samples, step):  # of all samples at once ATen would make a second copy
+                    out[start : start + step] = self.layer(x[start : start + step], weight, bias)
                 return out
+            out = self.layer(x, weight, bias)
+            if out.stride() == self.stride:
+                return out.data if out._is_view() else out  # a view would hold another tensor of its memory
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=out.device).copy_(out)
 
 
@@ -219,24 +174,9 @@ def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def take(decoder: Decoder, tensors: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
-    """Decode a tensor, and return whether the caller may overwrite it: the output of a layer that nobody else reads.
-
-    The output is not held any longer: a reader that comes later computes it again.
-    """
-    found = decoder.decode(tensors)
-    if not isinstance(decoder, LayerOutput):
-        return found, False
-    held = tensors[0].untyped_storage().__dict__.pop(_HELD, None)
-    del held
-    storage = found.untyped_storage()
-    # The local name and the argument of the call; the tensor and the object of Python.
-    return found, sys.getrefcount(found) <= 2 and count_holders(storage._cdata) == 2
-
-
 def is_output(decoder: Decoder) -> bool:
     """Return whether a decoder gives back the output of a layer, or a view of it."""
-    return isinstance(decoder.decoder if isinstance(decoder, View) else decoder, LayerOutput)
+    return isinstance(decoder.decoder if isinstance(decoder, View) else decoder, HeldOutput)
 
 
 def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor] | None:
@@ -245,7 +185,7 @@ def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int
     None for other decoders, and where somebody has computed the output as a whole.
     """
     whole = decoder.decoder if isinstance(decoder, View) else decoder
-    if not isinstance(whole, LayerOutput) or not whole.has_rows or _HELD in tensors[0].untyped_storage().__dict__:
+    if not isinstance(whole, LayerOutput) or not whole.has_rows or is_held(tensors[0]):
         return None
     columns = whole.shape[-1]
     if isinstance(decoder, View) and (
@@ -277,10 +217,12 @@ def remember_output(
         out: its output.
         cost: multiplications and additions that an element of it takes.
     """
-    if not 0 < cost <= region.recompute or not _can_run_again(cast("EagerKeeper", region), input, weight, out):
+    if not 0 < cost <= region.recompute or not can_compute_again(cast("EagerKeeper", region), out):
+        return
+    if may_free_weights(weight):
         return
     known = region.find_kept(input)
-    if known is None or known[1].depth >= MOST_NESTED:
+    if known is None or known[1].depth >= _most_nested(input, out):
         return
     inputs, of_input = known
     weights, of_weight = region.keep_weight(weight)
@@ -299,12 +241,32 @@ def remember_output(
         quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, math.ceil(cost))),
     )
     biases = () if bias is None else (as_now(bias, False),)
-    region.register(out, ((torch.empty(0, device=out.device), *inputs, *weights, *biases), decoder))
+    region.register(out, ((make_token(out.device), *inputs, *weights, *biases), decoder))
 
 
-def _can_run_again(region: EagerKeeper, input: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """Return whether a layer is one to compute again; of input and output the smaller one is the one to store."""
+def _most_nested(input: Tensor, out: Tensor) -> int:
+    """Return how many layers may be computed one after the other for an output.
+
+    Those that are no larger than the input leave room for wider ones that follow: a chain is to end where it is narrow.
+    """
+    if out.numel() > input.numel():
+        return MOST_NESTED
+    return MOST_NESTED - 1 if out.numel() == input.numel() else 1
+
+
+def is_large_and_recomputed(region: Keeper, input: Tensor) -> bool:
+    """Return whether the input of a layer is large, and computed from outputs that are held meanwhile.
+
+    The layer then computes the gradient of its weight first, and gives the input back before that of the input takes
+    its place.
+    """
+    known = region.find_known(input) if input.numel() > MOST_HELD and is_tracked(input) else None
+    return known is not None and known[1].depth > 0
+
+
+def can_compute_again(region: EagerKeeper, out: Tensor) -> bool:
+    """Return whether a region computes an output again: one of floating-point numbers."""
     settings = region.settings
     if not settings.derives or settings.double_backward or region.hooks.scope is not None:
         return False
-    return out.numel() >= input.numel() and out.is_floating_point() and not may_free_weights(weight)
+    return out.is_floating_point()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decode_cache import decoded, is_held
+from brevact.autograd.decode_cache import decoded, may_be_held
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.quantizers import (
@@ -232,7 +232,7 @@ class OutputDecoder(Decoder):
 
     def is_read_again(self, tensors: tuple[Tensor, ...]) -> bool:
         """Return whether the decoded tensor is held for other readers."""
-        return is_held(self._numel, tensors[0])
+        return may_be_held(self._numel, tensors[0])
 
     @property
     def is_affine(self) -> bool:

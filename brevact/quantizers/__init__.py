@@ -23,7 +23,7 @@ from brevact.quantizers.normalizing import (
 )
 from brevact.quantizers.packed import ActivationQuantizer, Decoder, PackedActivation, PackedSpec, Part
 from brevact.quantizers.philox import draw_seed
-from brevact.quantizers.point_functions import PointFunction, decode_through
+from brevact.quantizers.point_functions import PointFunction, decode_through, multiply_by_function
 from brevact.quantizers.quantizer import quantize
 from brevact.quantizers.rounding import Rounding
 from brevact.quantizers.text_form import from_text, to_text
@@ -60,6 +60,7 @@ __all__ = [
     "is_traced",
     "mask_multiply",
     "masked_fill_",
+    "multiply_by_function",
     "normalize",
     "pack_codes",
     "pack_mask",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brevact.geometry import Geometry, Place, Segments
-from brevact.private_names.of_torch import is_functorch_tensor
+from brevact.private_names.of_torch import is_batched, is_functorch_tensor
 from brevact.quantizers import passes
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
@@ -106,22 +106,44 @@ def _looked_up(
     return values
 
 
-def _in_pieces(x: Tensor, function: PointFunction, other: Tensor | None) -> Tensor:
-    """function(x), times a tensor of its memory order; `x` is overwritten, and temporaries are of a piece each."""
+def multiply_by_function(x: Tensor, function: PointFunction, grad: Tensor, *, overwrites: bool) -> Tensor:
+    """Return grad * function(x), with temporaries of a piece each where both lie in one order of memory.
+
+    Args:
+        x: Tensor of any strides.
+        function: The function; see :func:`decode_through`.
+        grad: Tensor of the same shape.
+        overwrites: Whether the result may take the memory of `x`.
+
+    Returns:
+        Tensor of the shape of both.
+    """
+    layout = Layout.of(x)
+    if not layout.is_dense or layout.numel != x.numel() or x.dtype is not grad.dtype or not _has_memory(x):
+        return grad * function(x)
+    if not _is_readable(grad, layout) or layout.numel == 0:
+        return grad * function(x)
+    return _in_pieces(x, function, grad, overwrites=overwrites, piece=_CPU_PIECE // 2)
+
+
+def _in_pieces(
+    x: Tensor, function: PointFunction, other: Tensor | None, *, overwrites: bool = True, piece: int = _CPU_PIECE
+) -> Tensor:
+    """function(x), times a tensor of its memory order; `x` may be overwritten, and temporaries are of a piece each."""
     layout = Layout.of(x)
     flat, factor = layout.flatten(x), None if other is None else layout.flatten(other)
-    step = _GPU_PIECE if x.is_cuda else max(_CPU_PIECE, torch.get_num_threads() << 15)
+    step = _GPU_PIECE if x.is_cuda else max(piece, torch.get_num_threads() << 15)
     if layout.numel <= step:
         values = function(flat)
         return layout.restore((values if factor is None else factor * values).contiguous())
-    result = flat
+    result = flat if overwrites else layout.flatten(layout.empty(x.device, x.dtype))
     for start in range(0, layout.numel, step):
-        piece = function(flat[start : start + step])
+        values = function(flat[start : start + step])
         if factor is not None:
-            piece = factor[start : start + step] * piece
-        if start == 0 and piece.dtype is not x.dtype:
-            result = layout.flatten(layout.empty(x.device, piece.dtype))
-        result[start : start + step] = piece
+            values = factor[start : start + step] * values
+        if start == 0 and values.dtype is not x.dtype:
+            result = layout.flatten(layout.empty(x.device, values.dtype))
+        result[start : start + step] = values
     return layout.restore(result)
 
 
@@ -144,4 +166,5 @@ def _has_memory(buffer: Tensor, *statistics: Tensor | None) -> bool:
 def _is_readable(grad: Tensor, layout: Layout) -> bool:
     """Whether a gradient may be read as it lies, and is no part of a graph."""
     is_constant = not (grad.requires_grad and torch.is_grad_enabled())
-    return grad.dtype in FUSED and is_constant and not is_functorch_tensor(grad) and layout.matches(grad)
+    is_plain = not is_functorch_tensor(grad) and not is_batched(grad)
+    return grad.dtype in FUSED and is_constant and is_plain and layout.matches(grad)

@@ -162,3 +162,31 @@ def test_two_backward_passes_give_the_same_gradients() -> None:
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     second = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_decoded_tensor_ends_with_the_next_one() -> None:
+    """Without a run of the garbage collector: the codes of the first one live on."""
+    gc.disable()
+    try:
+        decoder, first, second = _Decoder(), _kept(), _kept()
+        reference = weakref.ref(decoded(decoder, first, decoder.decode))
+        decoded(decoder, second, decoder.decode)
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_a_tensor_that_another_is_decoded_from_ends_with_it() -> None:
+    gc.disable()
+    try:
+        decoder, inner, outer, references = _Decoder(), _kept(), _kept(), []
+
+        def decode(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            values = decoded(decoder, inner, decoder.decode)
+            references.append(weakref.ref(values))
+            return values + tensors[1]
+
+        decoded(_Decoder(), outer, decode)
+        assert references[0]() is None
+    finally:
+        gc.enable()

@@ -15,20 +15,28 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd.keeper import Keeper
+from brevact.autograd import storage_report
+from brevact.autograd.decoders import AS_IT_IS
+from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
+from brevact.autograd.keeper import EagerKeeper, Keeper
+from brevact.autograd.layers_again import MOST_NESTED, can_compute_again
 from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Stored
 from brevact.autograd.ops.operands import keep_operand, without_autocast_cache
 from brevact.autograd.ops.recompute import outside_regions
+from brevact.autograd.quality import Quality
+from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_mask
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
@@ -71,14 +79,21 @@ class _Attention(Saving):
         of_query, of_key = keep_operand(finer, query), keep_operand(finer, key)
         of_value = keep_operand(region, value) if needs[0] or needs[1] or needs[3] else None
         of_dropout = None if after_dropout is None else keep_mask(after_dropout != 0)
-        save(ctx, of_query, of_key, of_value, of_dropout, exact=(mask, state))
+        token = None
+        if region.recompute and options.dropout_p == 0.0 and not is_traced(query) and not needs[3]:
+            token = _remember(region, (of_query, of_key, of_value), out, key.shape[-2], mask, options, needs[:3])
+        save(ctx, token, of_query, of_key, of_value, of_dropout, exact=(mask, state))
         ctx.options, ctx.backend, ctx.dtype, ctx.value_shape = options, backend, out.dtype, value.shape
         ctx.dtypes = tuple(None if x is None else x.dtype for x in (query, key, value, mask))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, mask, state = load(ctx)
+        token, *kept, mask, state = load(ctx)
+        graph = None if token is None else take_graph(token.decode())
+        if graph is not None:
+            with outside_regions(grad.device):
+                return None, None, *_differentiated(ctx, *graph, grad), None, None
         query, key, value, passed = (None if item is None else item.decode() for item in kept)
         value = grad.new_zeros(ctx.value_shape) if value is None else value
         leaves = [
@@ -87,10 +102,97 @@ class _Attention(Saving):
         ]
         with outside_regions(grad.device), _replaying(state, grad.device):
             out = _attend_again(leaves, ctx.options, ctx.backend, passed)
-            wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if need]
-            found = iter(torch.autograd.grad(out, wanted, grad))
-        grads = (next(found).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True))
-        return None, None, *grads, None, None
+            return None, None, *_differentiated(ctx, out, tuple(leaves), grad), None, None
+
+
+def _differentiated(
+    ctx: Any, out: Tensor, leaves: tuple[Tensor | None, ...], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of those of query, key, value and mask that need one."""
+    wanted = [x for x, need in zip(leaves, ctx.needs, strict=True) if x is not None and need]
+    found = iter(torch.autograd.grad(out, wanted, grad))
+    return tuple(next(found).to(dtype) if need else None for need, dtype in zip(ctx.needs, ctx.dtypes, strict=True))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _OutputAgain(HeldOutput):
+    """Decoder of the output of attention; its tensors are a token, those of query, key and value, and the mask.
+
+    Args:
+        sources: decoders of query, key and value, and the number of tensors of each.
+        options: of the attention.
+        needs: whether query, key and value need a gradient.
+        shape: of the output.
+        stride: of the output.
+        dtype: of the output, in which the attention has run.
+        lasts: whether the next training step finds the same object.
+        depth: layers that are computed for the output, one after the other, this one included.
+        quality: of the output.
+    """
+
+    sources: tuple[tuple[Decoder, int], ...]
+    options: _Options
+    needs: tuple[bool, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    lasts: bool = field()
+    depth: int = field()
+    quality: Quality = field()
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
+
+    def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph]:
+        leaves: list[Tensor | None] = []
+        start = 1
+        for (decoder, count), need in zip(self.sources, self.needs, strict=True):
+            x = decoder.decode(tensors[start : start + count])
+            leaves.append(x.detach().to(self.dtype).requires_grad_(need))
+            start += count
+        mask = tensors[start] if start < len(tensors) else None
+        leaves.append(mask if mask is None or mask.dtype is torch.bool else mask.to(self.dtype))
+        with outside_regions(tensors[0].device):
+            out = _attend_again(leaves, self.options, None, None)
+        values = out.detach()
+        if values.stride() != self.stride:
+            values = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=out.device).copy_(values)
+        return values, (out, tuple(leaves))
+
+
+_output_again = one_object_each(_OutputAgain)
+
+
+def _remember(
+    region: Keeper,
+    kept: tuple[Saved | None, ...],
+    out: Tensor,
+    keys: int,
+    mask: Tensor | None,
+    options: _Options,
+    needs: tuple[bool, ...],
+) -> Saved | None:
+    """Remember that an output can be computed again, in two multiplications a key for each element of it.
+
+    Returns what keeps a token, by which the gradient finds the graph of that and attends no second time, or None.
+    """
+    sources = [source for source in kept if source is not None]
+    depth = max(decoder.depth for _, decoder in sources)
+    if not 2 * keys <= region.recompute or len(sources) < 3 or depth >= MOST_NESTED:
+        return None
+    if not can_compute_again(cast("EagerKeeper", region), out):
+        return None
+    quality = functools.reduce(Quality.with_other, (decoder.quality for _, decoder in sources))
+    lasts = all(decoder.lasts for _, decoder in sources)
+    decoder = (_output_again if lasts else _OutputAgain)(
+        tuple((decoder, len(tensors)) for tensors, decoder in sources),
+        *(options, needs, tuple(out.shape), out.stride(), out.dtype, lasts, depth + 1),
+        quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, 2 * keys)),
+    )
+    token = make_token(out.device)
+    masks = () if mask is None else (mask.detach(),)
+    region.register(out, ((token, *(x for tensors, _ in sources for x in tensors), *masks), decoder))
+    return (token,), AS_IT_IS
 
 
 def _named(options: _Options) -> dict[str, Any]:

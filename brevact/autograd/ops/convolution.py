@@ -11,6 +11,7 @@ weight, store a weight as it is where autocast casts it, and be a part of a grap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,15 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layers_again import WithOptions, remember_output
-from brevact.autograd.ops.base import Saving, as_tuple, load, requires_grad, save
+from brevact.autograd.layers_again import WithOptions, is_large_and_recomputed, remember_output
+from brevact.autograd.ops.base import SavedValue, Saving, as_tuple, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
-from brevact.private_names.of_torch import is_any_autocast_enabled
+from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, suggest_memory_format
+
+#: Elements of the input of which gradients are computed at once, behind layers that are computed again.
+_PIECE = 1 << 18
+#: Types in which the gradients of the pieces are summed; those of other types are summed in float32.
+_SUMMED = torch.float32, torch.float64
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
@@ -60,6 +66,7 @@ class _Convolution(Saving):
         kept = region.keep(input) if needs_weight else None
         save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
         ctx.geometry = geometry
+        ctx.is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
         ctx.input_like = (input.shape, input.stride(), w.dtype)
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         return convolve(x, w, b)
@@ -71,6 +78,8 @@ class _Convolution(Saving):
         mask = list(ctx.needs_input_grad[3:6])
         if weight is None:  # only the bias trains
             return (None,) * 5 + (grad.sum([0, *range(2, grad.dim())]),)
+        if ctx.is_after_recomputed and mask[0] and grad.is_cpu and not is_batched(grad):
+            return None, None, None, *_one_after_the_other(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
@@ -80,6 +89,42 @@ class _Convolution(Saving):
             grad, x, w = grad.to(dtype), x.to(dtype), w.to(dtype)
         grads = _convolution_backward(grad, x, w, ctx.bias_sizes, *ctx.geometry, mask)
         return None, None, None, *grads
+
+
+def _one_after_the_other(
+    ctx: Any, grad: Tensor, kept: SavedValue, weight: Tensor, mask: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a layer behind layers that are computed again: the input is there for that of the weight alone.
+
+    Both are computed for some samples at a time, since ATen copies what it reads to an order of memory of its own.
+    """
+    shape, _, dtype = ctx.input_like
+    step = max(_PIECE // max(math.prod(shape[1:]), 1), 1)
+    if weight.numel() > step * math.prod(shape[1:]):
+        step = shape[0]  # sums of weights would take long
+    totals: list[Tensor | None] = [None, None]
+    if mask[1] or mask[2]:
+        x = kept.decode().to(dtype)
+        for start in range(0, shape[0], step):
+            samples = slice(start, start + step)
+            arguments = grad[samples], x[samples], weight, ctx.bias_sizes, *ctx.geometry, [False, *mask[1:]]
+            for place, part in enumerate(_convolution_backward(*arguments)[1:]):
+                total = totals[place]
+                if total is None:  # sums of many pieces would stand still in 16 bits
+                    totals[place] = part if part is None or dtype in _SUMMED else part.float()
+                else:
+                    total.add_(part)
+        totals = [total if total is None else total.to(dtype) for total in totals]
+        order = suggest_memory_format(x)
+        del x, arguments  # which holds a part of it
+    else:
+        order = suggest_memory_format(grad)
+    grad_input = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=order)
+    for start in range(0, shape[0], step):
+        out = grad_input[start : start + step]  # whose values do not matter either, before they are those of the result
+        rest = weight, None, *ctx.geometry, [True, False, False]
+        out.copy_(_convolution_backward(grad[start : start + step], out, *rest)[0])
+    return grad_input, *totals
 
 
 def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
@@ -114,6 +159,8 @@ def _convolve(
     if input.dim() < weight.dim():  # one sample
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
+    if region.recompute and is_large_and_recomputed(region, input):
+        runner = None
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, *options)
     else:

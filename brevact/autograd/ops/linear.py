@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layers_again import remember_output
+from brevact.autograd.layers_again import is_large_and_recomputed, remember_output
 from brevact.autograd.ops.base import Saving, load, requires_grad, save
 from brevact.autograd.ops.convolution import STORED, to_autocast
 from brevact.autograd.ops.op import Op, Saves, everywhere
@@ -40,14 +40,15 @@ class _Linear(Saving):
         grad = grad.to(ctx.dtype)
         rows = grad.reshape(-1, grad.shape[-1]) if grad.dim() != 2 else grad
         grad_input = grad_weight = grad_bias = None
+        if kept is not None:  # first of all: the gradient of the input then takes the place of the input
+            x = kept.decode().to(ctx.dtype)
+            x = x.reshape(-1, x.shape[-1])
+            grad_weight = rows.t() @ x if ctx.has_rows else (x.t() @ rows).t()
+            del x
         if weight is not None:
             w = weight.decode().to(ctx.dtype)
             product = (w.t() @ rows.t()).t() if ctx.is_transposed else rows @ w
             grad_input = product.view(*grad.shape[:-1], w.shape[1])
-        if kept is not None:
-            x = kept.decode().to(ctx.dtype)
-            x = x.reshape(-1, x.shape[-1])
-            grad_weight = rows.t() @ x if ctx.has_rows else (x.t() @ rows).t()
         if ctx.needs_input_grad[4]:
             grad_bias = rows.sum(0) if ctx.is_flattened else grad.sum(tuple(range(grad.dim() - 1)))
         return None, None, grad_input, grad_weight, grad_bias
@@ -59,6 +60,8 @@ def _linear(region: Keeper, func: Callable, input: Tensor, weight: Tensor, bias:
     if weight.dim() != 2 or input.dim() == 0:
         return NotImplemented
     runner = region.torch_runner(input) if input is not weight else None
+    if region.recompute and is_large_and_recomputed(region, input):
+        runner = None
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, flattens=True)
     else:

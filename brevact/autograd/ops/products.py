@@ -119,10 +119,10 @@ class _Product(Saving):
         alpha, beta = ctx.factors
         grad_a = grad_b = grad_added = None
         scaled = grad if alpha == 1 else grad * alpha
+        if kept_a is not None:  # of the activation, where the other factor is a weight: it is given back first
+            grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype).conj()).to(ctx.dtypes[1])
         if kept_b is not None:
             grad_a = ctx.rule.of_first(scaled, kept_b.decode().to(ctx.dtype).conj()).to(ctx.dtypes[0])
-        if kept_a is not None:
-            grad_b = ctx.rule.of_second(scaled, kept_a.decode().to(ctx.dtype).conj()).to(ctx.dtypes[1])
         if ctx.needs_input_grad[3]:
             shape, dtype = ctx.added_like
             grad_added = (grad if beta == 1 else grad * beta).sum_to_size(shape).to(dtype)

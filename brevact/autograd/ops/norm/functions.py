@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.derived import derive_output
+from brevact.autograd.held_outputs import take
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layers_again import take
 from brevact.autograd.norm_decoders import Centred, Unpacked, normalized_early
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.base import SavedValue, Saving, load, requires_grad, save
