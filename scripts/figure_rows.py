@@ -247,13 +247,12 @@ _PEAK_MODELS = {"efficientnetv2-s": "EfficientNetV2-S", "mlp": "MLP", "gpt2": "G
 
 
 def of_alternatives(results: Results) -> dict[str, str]:
-    """Of alternatives.csv: a table, with times relative to plain PyTorch's."""
+    """Of alternatives.csv: a table of bytes."""
     last = results.last("alternatives", "model", "way")
-    cells, found = [("model", "way", "kept", "states", "peak", "CPU")], {}
+    cells, found = [("model", "way", "kept", "states", "peak")], {}
     for (model, way), row in last.items():
         found[f"alternatives.{model}.{way}.kept"] = mib(row["kept_mib"])
-        cpu = float(row["cpu_s"]) / float(last[model, "plain PyTorch"]["cpu_s"])
-        cells.append((model, way, *(mib(row[f"{kind}_mib"]) for kind in ("kept", "states", "peak")), f"{cpu:.2f}"))
+        cells.append((model, way, *(mib(row[f"{kind}_mib"]) for kind in ("kept", "states", "peak"))))
     return found | {"alternatives": table(cells)}
 
 
