@@ -39,7 +39,10 @@ from recipes.models.resnet import resnet50
 from recipes.models.vit import VIT_SIZES, ViT
 
 #: The order of rows; the names are what `brevact.parse_policy` reads.
-POLICIES = ("DEFAULT", "DitherBackward6bit:recompute=128", "RECOMPUTE", "DitherBackward8bit:recompute=1024")
+POLICIES = (
+    *("DEFAULT", "DitherBackward6bit:recompute=128", "RECOMPUTE", "DitherBackward8bit:recompute=1024"),
+    "LosslessBackward:recompute=1024",
+)
 CHECKPOINT = "checkpoint of each block"
 MEMORY_BUDGET = 0.2
 """Of what the compiler would keep for backward: the part that it may keep."""

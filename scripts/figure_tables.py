@@ -54,6 +54,7 @@ def of_recompute(results: Results) -> dict[str, str]:
         "DitherBackward6bit:recompute=128": "6 bits, `recompute=128`",
         "RECOMPUTE": "`RECOMPUTE`",
         "DitherBackward8bit:recompute=1024": "8 bits, `recompute=1024`",
+        "LosslessBackward:recompute=1024": "`LosslessBackward`, `recompute=1024`",
         **{f"fit {ratio}x": f"`fit(..., ratio={ratio})`" for ratio in (15, 30, 60)},
     }
     cells = [("model", "", "kept", "peak of a step", "time of a step", "error of the gradient")]

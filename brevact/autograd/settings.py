@@ -153,6 +153,9 @@ class BackwardSettings:
     is_lossless: bool = field(init=False, repr=False, compare=False)
     """Whether the quantizer gives back what it took, so that norms let it have their input, not what they normalize."""
 
+    keeps_elements: bool = field(init=False, repr=False, compare=False)
+    """Whether elements are stored in their own type, as sources that others are computed from."""
+
     leaves_ops_to_torch: bool = field(init=False, repr=False, compare=False)
     """Whether torch runs some ops that have a counterpart: for bit-equal gradients, or for second derivatives."""
 
@@ -196,6 +199,7 @@ class BackwardSettings:
             )
         object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
         object.__setattr__(self, "is_lossless", bool(getattr(self.quantizer, "is_lossless", False)))
+        object.__setattr__(self, "keeps_elements", bool(getattr(self.quantizer, "keeps_elements", False)))
         derives = self.derive_min_bits > 0 and not (self.is_exact or self.is_lossless)
         object.__setattr__(self, "derives", derives)
         object.__setattr__(self, "derives_curved", derives and bits_of(self.quantizer) >= self.derive_min_bits)

@@ -48,7 +48,7 @@ def is_unbiased(quantizer: ActivationQuantizer) -> bool:
     """
     if isinstance(quantizer, MixingQuantizer):
         return is_unbiased(quantizer.low) and is_unbiased(quantizer.high)
-    if getattr(quantizer, "is_exact", False) or getattr(quantizer, "is_lossless", False):
+    if any(getattr(quantizer, name, False) for name in ("is_exact", "is_lossless", "keeps_elements")):
         return True
     return isinstance(quantizer, _UNBIASED) and quantizer.is_stochastic
 

@@ -40,6 +40,8 @@ def note_on(module: nn.Module) -> str:
     settings = regions[-1].settings
     if settings is None or settings.quantizer is None:
         return "stores full precision"
+    if settings.keeps_elements:
+        return f"stores full precision, recompute={settings.recompute}"
     bits = bits_of(settings.quantizer)
     higher = getattr(settings.quantizer, "mix_bit_width", None)
     if higher is not None:

@@ -3,7 +3,7 @@
 from brevact.quantizers import ops as ops
 from brevact.quantizers.bits import mask_multiply, masked_fill_, pack_codes, pack_mask, unpack_codes, unpack_mask
 from brevact.quantizers.formats.dual_precision.quantizer import DualPrecisionQuantizer
-from brevact.quantizers.formats.lossless.quantizer import LosslessQuantizer
+from brevact.quantizers.formats.lossless.quantizer import ElementsQuantizer, LosslessQuantizer
 from brevact.quantizers.formats.mixed.mixing_quantizer import MixingQuantizer
 from brevact.quantizers.formats.mixed.quantizer import MixedQuantizer
 from brevact.quantizers.formats.normalized.quantizer import NormalizedFormat, NormalizedQuantizer
@@ -33,6 +33,7 @@ __all__ = [
     "ActivationQuantizer",
     "Decoder",
     "DualPrecisionQuantizer",
+    "ElementsQuantizer",
     "Granularity",
     "Layout",
     "LosslessQuantizer",

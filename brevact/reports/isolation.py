@@ -106,7 +106,7 @@ def fine(settings: BackwardSettings | None) -> BackwardSettings | None:
     if settings is None:
         return None
     quantizer = settings.quantizer
-    if quantizer is not None and not (settings.is_exact or settings.is_lossless):
+    if quantizer is not None and not (settings.is_exact or settings.is_lossless or settings.keeps_elements):
         quantizer = _finer(quantizer)
     return dataclasses.replace(
         settings,

@@ -1,8 +1,10 @@
 """Layers that are computed again in backward: nothing is stored of their outputs, and the gradients are right."""
 
 import copy
+import dataclasses
 import gc
 
+import brevitas.nn as qnn
 import pytest
 import torch
 from torch import nn
@@ -12,11 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import brevact
 from brevact.autograd import BackwardSettings, held_outputs, region
 from brevact.autograd.layers_again import MOST_NESTED
+from recipes.models.efficientnetv2 import efficientnetv2
+from recipes.models.resnet import ResNet20
 from tests.autograd.measuring import Mirrored, settings, watch_saved
 
 #: Stores doubles of what it is given, so that gradients are exact, and has the bits from which curved functions derive.
 EXACTLY = BackwardSettings(Mirrored(sign=0, bit_width=8), min_numel=0, recompute=10_000)
 WITHOUT = BackwardSettings(Mirrored(sign=0, bit_width=8), min_numel=0)
+#: The same by a quantizer of users: elements in their own type.
+LOSSLESS = brevact.LosslessBackward.let(min_numel=0, recompute=10_000).backward_settings
 
 
 def block(norm: nn.Module, act: nn.Module, *, bias: bool = False) -> nn.Sequential:
@@ -139,9 +145,10 @@ def saved_bytes(net: nn.Module, x: torch.Tensor, used: BackwardSettings) -> int:
     return sum(size for address, size in found.items() if address not in weights)
 
 
+@pytest.mark.parametrize("used", [EXACTLY, LOSSLESS], ids=["doubles", "elements"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", NETS)
-def test_gradients_are_those_of_plain_torch_where_nothing_is_lost(name, dtype):
+def test_gradients_are_those_of_plain_torch_where_nothing_is_lost(name, dtype, used):
     make, shape = NETS[name]
     torch.manual_seed(0)
     net = make().to(dtype)
@@ -149,8 +156,8 @@ def test_gradients_are_those_of_plain_torch_where_nothing_is_lost(name, dtype):
     if len(shape) == 4:
         x = x.to(memory_format=torch.channels_last)
     expected = gradients(copy.deepcopy(net), x, None)
-    found = gradients(copy.deepcopy(net), x, EXACTLY)
-    assert saved_bytes(net, x, EXACTLY) < saved_bytes(net, x, WITHOUT)
+    found = gradients(copy.deepcopy(net), x, used)
+    assert saved_bytes(net, x, used) < saved_bytes(net, x, dataclasses.replace(used, recompute=0))
     eps = 256 * torch.finfo(dtype).eps  # of some hundred sums of some hundred products
     for grad, reference in zip(found, expected, strict=True):
         top = max(reference.abs().max().item(), 1.0)  # those that cancel, of biases before norms, are noise of the sums
@@ -639,3 +646,37 @@ def test_a_backward_pass_that_raises_leaves_no_outputs_to_the_next_ones():
     assert count() == 0
     plain = second(first(x)).square().sum()
     torch.testing.assert_close(x.grad, torch.autograd.grad(plain, x)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ResNet20(classes=10), lambda: efficientnetv2("nano", image_size=32, classes=10)]
+)
+def test_exact_gradients_in_a_fourth_of_the_bytes(make):
+    torch.manual_seed(0)
+    model = make().train()
+    ours = brevact.quantize_backward(copy.deepcopy(model), brevact.LosslessBackward, recompute=1024)
+    batch = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+    found = []
+    for net, use in ((model, torch.enable_grad()), (ours, brevact.backward_quant(ours))):
+        torch.manual_seed(1)
+        with use:
+            loss = F.cross_entropy(net(batch[0]), batch[1])
+        loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    # as above: roundings of sums of some hundred products, relative to the gradient of all weights
+    assert (found[1] - found[0]).norm() <= 256 * torch.finfo(torch.float32).eps * found[0].norm()
+    assert brevact.memory_report(ours, batch, lambda net, batch: F.cross_entropy(net(batch[0]), batch[1])).ratio >= 4
+    assert "stores full precision, recompute=1024" in str(ours)
+
+
+def test_a_quantized_model_that_is_computed_again_has_exact_gradients():
+    torch.manual_seed(0)
+    layers = [qnn.QuantConv2d(3, 8, 3, padding=1, weight_bit_width=4), nn.BatchNorm2d(8), qnn.QuantReLU(bit_width=4)]
+    model = nn.Sequential(*layers, qnn.QuantConv2d(8, 8, 1, weight_bit_width=4), nn.BatchNorm2d(8), nn.SiLU())
+    x = torch.randn(8, 3, 16, 16)
+    ours = brevact.quantize_backward(copy.deepcopy(model), brevact.LosslessBackward, recompute=1024, min_numel=0)
+    for net in (model, ours):
+        net(x).square().mean().backward()
+    for a, b in zip(ours.parameters(), model.parameters(), strict=True):
+        top = max(b.grad.abs().max().item(), 1e-2)
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=256 * torch.finfo(torch.float32).eps * top)

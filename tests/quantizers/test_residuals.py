@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from brevact.quantizers import LosslessQuantizer, ResidualQuantizer
+from brevact.quantizers import ElementsQuantizer, LosslessQuantizer, ResidualQuantizer
 
 
 @pytest.mark.parametrize("bounds", [(-0.5, 0.5), (0.0, 1.0), (-1.0, 1.0)])
@@ -40,8 +40,12 @@ def test_fields_are_checked(fields):
         ResidualQuantizer(**fields)
 
 
-def test_exact_quantizer_is_the_identity():
-    x = torch.randn(3, 5).t()
-    packed = LosslessQuantizer().quantize(x)
+@pytest.mark.parametrize("quantizer", [LosslessQuantizer(), ElementsQuantizer()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_exact_quantizers_are_the_identity(quantizer, dtype):
+    x = torch.randn(3, 5, dtype=dtype).t()
+    packed = quantizer.quantize(x)
+    other = torch.randn(5, 3, dtype=dtype)
+    assert torch.equal(packed.dequantize_multiply(other), x * other)
     assert torch.equal(packed.dequantize(), x)
     assert packed.nbytes == x.nbytes

@@ -204,6 +204,8 @@ def _with_finer_scores(region: Keeper) -> Keeper:
     settings, quantizer = region.settings, region.settings.quantizer
     if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= settings.score_bit_width:
         return region
+    if settings.keeps_elements:
+        return region
     finer = copy.copy(region)
     finer.settings = _score_settings(
         _rounding_of(quantizer),
