@@ -34,11 +34,11 @@ ALIGNMENT = 16  # of allocations, in bytes, that Triton compiles for
 def collected() -> Iterator[list[Launch]]:
     """Collect the launches that would run, in order: there is no device."""
     launches: list[Launch] = []
-    run, Launch.run = Launch.run, lambda launch: launches.append(launch)
+    run, Launch.run_by_triton = Launch.run_by_triton, lambda launch: launches.append(launch)
     try:
         yield launches
     finally:
-        Launch.run = run
+        Launch.run_by_triton = run
 
 
 def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
@@ -52,7 +52,7 @@ def compile_launch(launch: Launch, target: GPUTarget) -> CompiledKernel:
         The compiled kernel.
     """
     signature, constants, attributes = {}, {}, {}
-    values = iter(launch.tensors_and_numbers)
+    values = iter(launch.arguments)
     for index, parameter in enumerate(launch.kernel.params):
         name = parameter.name
         value = launch.constants[name] if parameter.is_constexpr else next(values)

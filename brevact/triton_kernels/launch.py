@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from brevact.geometry import Geometry
-from brevact.private_names.of_triton import CompiledKernel, driver
+from brevact.geometry import Geometry, UniformPlan
+from brevact.private_names.of_triton import CompiledKernel, driver, hooks
 
 THREADS = 128
 """Threads of a program, unless its tile asks for another number."""
@@ -21,20 +21,33 @@ WIDEST_ACCESS = 16
 _LEAST_TILES = 8  # of a part of a group, so that what the parts find stays small beside the tensor
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _PROGRAMS = 1024  # that keep a large GPU busy
-_MOST_COMPILED = 1 << 16  # launches of different sizes that are remembered
+_MOST_PROGRAMS = 1 << 16  # launches of different sizes that are remembered
 
 
 class Part(NamedTuple):
     """Some elements of a buffer, as an argument of a kernel: a tensor is made of them only where one is needed."""
 
-    buffer: Tensor
     start: int
     dtype: torch.dtype
     numel: int
 
-    def tensor(self) -> Tensor:
+    def of(self, buffer: Tensor) -> Tensor:
         """The elements, a 1-D view."""
-        return self.buffer[self.start : self.start + self.numel * self.dtype.itemsize].view(self.dtype)
+        return buffer[self.start : self.start + self.numel * self.dtype.itemsize].view(self.dtype)
+
+
+TENSOR = Part(0, torch.uint8, -1)
+"""An argument that is a tensor, of any type, from its first element on."""
+
+
+def parts_of(plan: UniformPlan) -> tuple[Part, Part, Part]:
+    """Codes, minima and scales of a buffer."""
+    geometry = plan.geometry
+    return (
+        Part(0, torch.uint8, geometry.code_bytes),
+        Part(plan.minimum_at, plan.minimum_dtype, geometry.groups),
+        Part(plan.scale_at, plan.scale_dtype, geometry.groups),
+    )
 
 
 class Launch(NamedTuple):
@@ -42,66 +55,107 @@ class Launch(NamedTuple):
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: tuple[Tensor | Part | int | float | None, ...]
+    arguments: tuple[Tensor | int | float | None, ...]
     constants: Mapping[str, int | bool]
     threads: int = THREADS
 
     def run(self) -> None:
-        """Launch the kernel on its tensors' device, in the current stream. An empty grid is none.
+        """Launch the kernel on its tensors' device, in the current stream. An empty grid is none."""
+        tensors = [x for x in self.arguments if isinstance(x, Tensor)]
+        arguments = tuple([TENSOR if isinstance(x, Tensor) else x for x in self.arguments])
+        key = (self.kernel.fn, self.grid, self.threads, arguments, *self.constants, *self.constants.values())
+        program = _programs.get(key)
+        if program is None:
+            if len(_programs) >= _MOST_PROGRAMS:
+                _programs.clear()
+            program = _programs[key] = Program(self.kernel, self.grid, arguments, self.constants, self.threads)
+        program.run(*tensors)
 
-        Triton finds the compiled kernel by looking at each argument, in Python, and asks the driver about each pointer:
-        five times the work of the launch. Launches that are equal but for the addresses therefore find it here.
-        """
-        kernel, grid, arguments, constants, threads = self
-        if 0 in grid:
-            return
-        values: list[int | float | None] = []  # pointers are their addresses
-        key: list[Any] = [kernel.fn, threads, *constants, *constants.values()]
-        device = None
-        for argument in arguments:
-            kind = type(argument)
-            if kind is int or kind is float or argument is None:
-                values.append(argument)  # type: ignore[arg-type]
-                key.append(argument)
-            elif kind is Part:
-                buffer, start, dtype, _ = argument  # type: ignore[misc]
-                values.append(address := buffer.data_ptr() + start)
-                key += (dtype, address % WIDEST_ACCESS)
-            else:
-                device = argument.device  # type: ignore[union-attr]
-                values.append(address := argument.data_ptr())  # type: ignore[union-attr]
-                key += (argument.dtype, address % WIDEST_ACCESS)  # type: ignore[union-attr]
-        assert device is not None, "a kernel writes or reads a tensor"
-        index = device.index
-        found = _compiled.get((*key, index))
-        if found is None or torch.cuda.current_device() != index:
-            self._run_by_triton(device, (*key, index))
-            return
-        compiled, tail = found
-        compiled[(*grid, 1, 1)](*values, *tail, stream=driver.active.get_current_stream(index))
-
-    def _run_by_triton(self, device: torch.device, key: tuple[Any, ...]) -> None:
-        """Compile the kernel if need be, run it, and remember it for equal launches."""
+    def run_by_triton(self) -> Any:
+        """Launch the kernel by Triton, which compiles it if need be; return what Triton returns."""
+        device = next(x.device for x in self.arguments if isinstance(x, Tensor))
         constants = {**self.constants, "num_warps": self.threads // _warp_size(device), "enable_fp_fusion": False}
+        arguments = [x.detach() if isinstance(x, Tensor) else x for x in self.arguments]
         with torch.cuda.device(device if device.type == "cuda" else -1):
-            compiled = self.kernel[self.grid](*self.tensors_and_numbers, **constants)
-        if device.type != "cuda" or not isinstance(compiled, CompiledKernel):  # interpreted, or somebody's hook
+            return self.kernel[self.grid](*arguments, **constants)
+
+
+class Program:
+    """A kernel with its grid, numbers and constants: what launches for tensors of the same sizes share.
+
+    Triton finds the compiled kernel by looking at each argument, in Python, and asks the driver about each pointer:
+    many times the work of the launch. A program finds it by the types of its tensors and by their alignment.
+
+    Args:
+        kernel: Made by `triton.jit`.
+        grid: Programs of the GPU.
+        arguments: In the order of the kernel: numbers, and `TENSOR` or a `Part` of a buffer where a tensor stands.
+        constants: By name.
+        threads: Of a program of the GPU.
+    """
+
+    __slots__ = ("_compiled", "_numbers", "_tail", "_tensors", "arguments", "constants", "grid", "kernel", "threads")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[Part | int | float | None, ...],
+        constants: Mapping[str, int | bool],
+        threads: int = THREADS,
+    ) -> None:
+        self.kernel, self.grid, self.arguments = kernel, grid, arguments
+        self.constants, self.threads = constants, threads
+        self._tensors = [(place, x.start) for place, x in enumerate(arguments) if type(x) is Part]
+        self._numbers: list[Any] = [None if type(x) is Part else x for x in arguments]
+        self._tail = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def run(self, *tensors: Tensor | None) -> None:
+        """Launch the kernel with these tensors on their device, in the current stream. An empty grid is none."""
+        values, index = self._numbers.copy(), -1  # pointers are addresses
+        key: list[Any] = []
+        for (place, start), x in zip(self._tensors, tensors, strict=True):
+            if x is None:
+                key.append(None)
+            else:
+                values[place] = address = x.data_ptr() + start
+                key += (x.dtype, address % WIDEST_ACCESS)
+                index = x.get_device()
+        found = self._compiled.get((index, *key))
+        if found is None or (_has_several_devices() and torch.cuda.current_device() != index):
+            self._run_by_triton(tensors, (index, *key))
             return
-        names = self.kernel.arg_names[len(self.arguments) :]
-        if len(_compiled) >= _MOST_COMPILED:
-            _compiled.clear()
-        _compiled[key] = compiled, tuple(self.constants[name] for name in names)
+        compiled, launch, function, metadata, stream_of = found
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        grid, stream = (*self.grid, 1, 1)[:3], stream_of(index)
+        if enter.calls or leave.calls:  # somebody measures
+            compiled[grid](*values, *self._tail, stream=stream)
+        else:  # the same, without the calls of Triton that prepare it
+            launch(*grid, stream, function, metadata, None, None, None, *values, *self._tail)
 
-    @property
-    def tensors_and_numbers(self) -> tuple[Tensor | int | float | None, ...]:
-        """The arguments as Triton takes them."""
-        return tuple(
-            x.tensor() if isinstance(x, Part) else x.detach() if isinstance(x, Tensor) else x for x in self.arguments
-        )
+    def _run_by_triton(self, tensors: tuple[Tensor | None, ...], key: tuple[Any, ...]) -> None:
+        """Run the kernel, compiled if need be, and remember what was compiled for tensors of this key."""
+        if 0 in self.grid:
+            return
+        given = iter(tensors)
+        arguments: list[Any] = [next(given) if type(x) is Part else x for x in self.arguments]
+        for place, part in enumerate(self.arguments):
+            if type(part) is Part and part is not TENSOR:
+                arguments[place] = part.of(arguments[place])
+        compiled = Launch(self.kernel, self.grid, tuple(arguments), self.constants, self.threads).run_by_triton()
+        if key[0] >= 0 and isinstance(compiled, CompiledKernel):  # not interpreted, and no hook of somebody's
+            stream_of = driver.active.get_current_stream
+            self._compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, stream_of
 
 
-#: Compiled kernels and the constants behind their arguments, by all that Triton compiles for, and by sizes.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[int | bool, ...]]] = {}
+#: Programs of launches without one of their own, by all but their tensors.
+_programs: dict[tuple[Any, ...], Program] = {}
+
+
+@functools.cache
+def _has_several_devices() -> bool:
+    return torch.cuda.device_count() > 1
 
 
 def takes(arrays: tuple[Tensor | None, ...]) -> bool:

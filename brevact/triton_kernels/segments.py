@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -10,7 +12,7 @@ from torch import Tensor
 from brevact.geometry import Place, Segments, UniformPlan
 from brevact.triton_kernels.dequantize import load_grid
 from brevact.triton_kernels.floats import cast, float_of_code, maximum, minimum, widen
-from brevact.triton_kernels.launch import Launch, Part, tiling
+from brevact.triton_kernels.launch import TENSOR, Program, parts_of, tiling
 from brevact.triton_kernels.normalize import LARGEST_RUN, NO_STATISTICS
 from brevact.triton_kernels.tiles import element_mask, load_bytes, single_block, unpack_code, whole_blocks
 
@@ -125,26 +127,39 @@ def map_levels(
     table: Tensor,
 ) -> None:
     """See the law."""
-    geometry, entries = plan.geometry, table.numel()
-    minimum = Part(buffer, plan.minimum_at, plan.minimum_dtype, geometry.groups)
-    scale = Part(buffer, plan.scale_at, plan.scale_dtype, geometry.groups)
-    last = max(geometry.numel - 1, 0) // segments.run
+    _mapping(plan, dtype, place, segments).run(buffer, buffer, table, mean, factor)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mapping(plan: UniformPlan, dtype: torch.dtype, place: Place | None, segments: Segments) -> Program:
+    """The program of tables. Its tensors are the buffer for scales and minima, the table, means and factors."""
+    geometry = plan.geometry
+    entries, last = segments.rows << geometry.bit_width, max(geometry.numel - 1, 0) // segments.run
     sizes = (entries, segments.inner, segments.run, segments.slots, last, geometry.groups, torch.finfo(dtype).max)
-    statistics = NO_STATISTICS if place is None else (mean, factor, *place)
     constants = {"BIT_WIDTH": geometry.bit_width, "ROUNDING": _ROUNDINGS[dtype], "TILE": LEVELS_TILE}
-    arguments = (scale, minimum, table, *sizes, *statistics)
-    Launch(map_levels_kernel, (-(-entries // LEVELS_TILE),), arguments, constants).run()
+    _, minimum, scale = parts_of(plan)
+    arguments = (scale, minimum, TENSOR, *sizes, TENSOR, TENSOR, *(NO_STATISTICS[2:] if place is None else place))
+    return Program(map_levels_kernel, (-(-entries // LEVELS_TILE),), arguments, constants)
 
 
 def look_up(
     buffer: Tensor, plan: UniformPlan, segments: Segments, table: Tensor, other: Tensor | None, target: Tensor
 ) -> None:
     """Where the kernel's integers reach."""
+    program = _looking_up(plan, segments, target.itemsize)
+    if program is None:
+        return NotImplemented
+    program.run(buffer, table, other, target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _looking_up(plan: UniformPlan, segments: Segments, itemsize: int) -> Program | None:
+    """The program that looks up. Its tensors are the buffer for codes, the table, the factor and the target."""
     geometry = plan.geometry
     run = segments.run if segments.slots > 1 else segments.inner
     if max(segments.inner, run) > LARGEST_RUN:
-        return NotImplemented
-    tiles = tiling(geometry.numel, geometry.block_size, target.itemsize)
+        return None
+    tiles = tiling(geometry.numel, geometry.block_size, itemsize)
     columns = geometry.block_size // 8
     constants = {
         "BIT_WIDTH": geometry.bit_width,
@@ -154,6 +169,6 @@ def look_up(
         "SLOTS": segments.slots > 1,
         "ALIGNED": segments.inner % columns == 0 and run % columns == 0,
     }
-    codes = Part(buffer, 0, torch.uint8, geometry.code_bytes)
-    arguments = (codes, table, other, target, geometry.numel, segments.inner, run, segments.slots)
-    Launch(look_up_kernel, (tiles.programs,), arguments, constants, tiles.threads).run()
+    codes, _, _ = parts_of(plan)
+    arguments = (codes, TENSOR, TENSOR, TENSOR, geometry.numel, segments.inner, run, segments.slots)
+    return Program(look_up_kernel, (tiles.programs,), arguments, constants, tiles.threads)

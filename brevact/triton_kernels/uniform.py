@@ -10,7 +10,7 @@ from triton import next_power_of_2
 
 from brevact.geometry import Geometry, Place, UniformPlan
 from brevact.triton_kernels.dequantize import dequantize_kernel
-from brevact.triton_kernels.launch import Launch, Part, group_tiling, seed_on, tiling
+from brevact.triton_kernels.launch import TENSOR, Launch, Program, group_tiling, parts_of, seed_on, tiling
 from brevact.triton_kernels.normalize import NO_STATISTICS, fits, place_flags
 from brevact.triton_kernels.packing import mask_multiply
 from brevact.triton_kernels.quantize import quantize_calibrated_kernel, quantize_kernel
@@ -46,11 +46,13 @@ def rows_in_groups(geometry: Geometry) -> bool:
 
 def quantize_uniform(x: Tensor, plan: UniformPlan, seed: int | Tensor | None, buffer: Tensor) -> None:
     """One read of the elements where a program holds whole groups, else two."""
-    geometry, key = plan.geometry, seed_on(x.device, seed)
-    if one_pass(geometry):
-        _quantize_at_once(x, plan, buffer, key)
+    key = None if seed is None else seed_on(x.device, seed)
+    program = _quantizing(plan, x.itemsize, key is not None, None)
+    if program is not None:
+        program.run(x, buffer, buffer, buffer, key)
         return
-    codes, minimum, scale = _parts(plan, buffer)
+    geometry = plan.geometry
+    codes, minimum, scale = (part.of(buffer) for part in parts_of(plan))
     inverse = x.new_empty(geometry.groups, dtype=torch.float32)
     _calibrate(x, scale, minimum, inverse, geometry)
     aligned = rows_in_groups(geometry)
@@ -71,35 +73,25 @@ def quantize_normalized(
     buffer: Tensor,
 ) -> None:
     """Where programs hold whole groups, and the kernels' integers reach."""
-    geometry = plan.geometry
-    if not one_pass(geometry) or not fits(place, geometry.numel):
+    program = _quantizing(plan, x.itemsize, seed is not None, place)
+    if program is None:
         return NotImplemented
-    flags = place_flags(place, geometry.numel, geometry.block_size // 8)
-    _quantize_at_once(x, plan, buffer, seed_on(x.device, seed), (mean, factor, *place), flags)
-
-
-def _quantize_at_once(
-    x: Tensor,
-    plan: UniformPlan,
-    buffer: Tensor,
-    key: Tensor | None,
-    statistics: tuple[Tensor | int | None, ...] = NO_STATISTICS,
-    flags: int = 0,
-) -> None:
-    """One read of the elements, normalized on the way if there are flags."""
-    grid, constants, threads = _at_once(plan, x.itemsize, key is not None, flags)
-    codes, minimum, scale = _parts(plan, buffer)
-    arguments = (x, codes, scale, minimum, key, plan.geometry.numel, *statistics)
-    Launch(quantize_kernel, grid, arguments, constants, threads).run()
+    key = None if seed is None else seed_on(x.device, seed)
+    program.run(x, buffer, buffer, buffer, key, mean, factor)
 
 
 @functools.lru_cache(maxsize=4096)
-def _at_once(
-    plan: UniformPlan, itemsize: int, stochastic: bool, flags: int
-) -> tuple[tuple[int], dict[str, int | bool], int]:
-    """Grid, constants and threads of `quantize_kernel`."""
+def _quantizing(plan: UniformPlan, itemsize: int, stochastic: bool, place: Place | None) -> Program | None:
+    """The program that reads elements once, normalized on the way if they have a place; None where there is none.
+
+    Its tensors are the elements, the buffer for codes, scales and minima, the seed, and with a place the means and the
+    factors.
+    """
     geometry = plan.geometry
+    if not one_pass(geometry) or (place is not None and not fits(place, geometry.numel)):
+        return None
     tiles = tiling(geometry.numel, geometry.block_size, itemsize, geometry.inner)
+    flags = 0 if place is None else place_flags(place, geometry.numel, geometry.block_size // 8)
     constants = {
         "INNER": geometry.inner,
         "BLOCK": geometry.block_size,
@@ -112,24 +104,17 @@ def _at_once(
         "BIT_WIDTH": geometry.bit_width,
         "STOCHASTIC": stochastic,
     }
-    return (tiles.programs,), constants, tiles.threads
-
-
-def _parts(plan: UniformPlan, buffer: Tensor) -> tuple[Part, Part, Part]:
-    """Codes, minima and scales."""
-    geometry = plan.geometry
-    return (
-        Part(buffer, 0, torch.uint8, geometry.code_bytes),
-        Part(buffer, plan.minimum_at, plan.minimum_dtype, geometry.groups),
-        Part(buffer, plan.scale_at, plan.scale_dtype, geometry.groups),
-    )
+    codes, minimum, scale = parts_of(plan)
+    statistics = NO_STATISTICS if place is None else (TENSOR, TENSOR, *place)
+    arguments = (TENSOR, codes, scale, minimum, TENSOR, geometry.numel, *statistics)
+    return Program(quantize_kernel, (tiles.programs,), arguments, constants, tiles.threads)
 
 
 def _rounding(geometry: Geometry, key: Tensor | None) -> dict[str, int | bool]:
     return {"BIT_WIDTH": geometry.bit_width, "STOCHASTIC": key is not None}
 
 
-def _calibrate(x: Tensor, scale: Part, minimum: Part, inverse: Tensor, geometry: Geometry) -> None:
+def _calibrate(x: Tensor, scale: Tensor, minimum: Tensor, inverse: Tensor, geometry: Geometry) -> None:
     """Metadata of all groups, each by one program, or by several and a second launch that joins their ranges."""
     tiles, groups = group_tiling(geometry, RANGES_TILE), geometry.groups
     metadata, sizes = (scale, minimum, inverse), (geometry.numel, geometry.inner, groups, tiles.repeats)
@@ -150,7 +135,9 @@ def _calibrate(x: Tensor, scale: Part, minimum: Part, inverse: Tensor, geometry:
 
 def dequantize_uniform(buffer: Tensor, plan: UniformPlan, other: Tensor | None, target: Tensor) -> None:
     """See the law."""
-    _dequantize(buffer, plan, other, target, torch.finfo(target.dtype).max)
+    program = _decoding(plan, target.dtype, None)
+    assert program is not None, "places alone may be out of reach"
+    program.run(buffer, buffer, buffer, other, target)
 
 
 def denormalize(
@@ -164,38 +151,25 @@ def denormalize(
     target: Tensor,
 ) -> None:
     """Where the kernels' integers reach; a mask is applied in a pass of its own."""
-    geometry = plan.geometry
-    if not fits(place, geometry.numel):
+    program = _decoding(plan, target.dtype, place)
+    if program is None:
         return NotImplemented
-    flags = place_flags(place, geometry.numel, geometry.block_size // 8)
-    _dequantize(buffer, plan, addend, target, torch.finfo(torch.float32).max, (mean, factor, *place), flags)
+    program.run(buffer, buffer, buffer, addend, target, mean, factor)
     if mask is not None:
-        mask_multiply(mask, geometry.numel, target, 0.0, target)
-
-
-def _dequantize(
-    buffer: Tensor,
-    plan: UniformPlan,
-    other: Tensor | None,
-    target: Tensor,
-    largest: float,
-    statistics: tuple[Tensor | int | None, ...] = NO_STATISTICS,
-    flags: int = 0,
-) -> None:
-    """Decode, and multiply; or undo a normalization, if there are flags, and add."""
-    grid, constants, threads, sizes = _decoding(plan, target.itemsize, flags)
-    codes, minimum, scale = _parts(plan, buffer)
-    arguments = (codes, scale, minimum, other, target, *sizes, largest, *statistics)
-    Launch(dequantize_kernel, grid, arguments, constants, threads).run()
+        mask_multiply(mask, plan.geometry.numel, target, 0.0, target)
 
 
 @functools.lru_cache(maxsize=4096)
-def _decoding(
-    plan: UniformPlan, itemsize: int, flags: int
-) -> tuple[tuple[int], dict[str, int | bool], int, tuple[int, int, int]]:
-    """Grid, constants, threads and sizes of `dequantize_kernel`."""
+def _decoding(plan: UniformPlan, dtype: torch.dtype, place: Place | None) -> Program | None:
+    """The program that decodes and multiplies, or undoes a normalization and adds if elements have a place.
+
+    Its tensors are the buffer for codes, scales and minima, the factor or the addend, the target, and with a place the
+    means and the factors. None where the places are out of reach.
+    """
     geometry = plan.geometry
-    tiles = tiling(geometry.numel, geometry.block_size, itemsize)
+    if place is not None and not fits(place, geometry.numel):
+        return None
+    tiles = tiling(geometry.numel, geometry.block_size, dtype.itemsize)
     constants = {
         "BIT_WIDTH": geometry.bit_width,
         "BLOCK": geometry.block_size,
@@ -203,6 +177,12 @@ def _decoding(
         "COLUMNS_2": tiles.columns,
         "INNER": geometry.inner if one_pass(geometry) else 0,
         "ALIGNED": rows_in_groups(geometry),
-        "PLACE": flags,
+        "PLACE": 0 if place is None else place_flags(place, geometry.numel, geometry.block_size // 8),
     }
-    return (tiles.programs,), constants, tiles.threads, (geometry.numel, run_of(geometry), geometry.groups)
+    codes, minimum, scale = parts_of(plan)
+    largest = torch.finfo(dtype if place is None else torch.float32).max
+    sizes, statistics = (geometry.numel, run_of(geometry), geometry.groups, largest), NO_STATISTICS
+    if place is not None:
+        statistics = (TENSOR, TENSOR, *place)
+    arguments = (codes, scale, minimum, TENSOR, TENSOR, *sizes, *statistics)
+    return Program(dequantize_kernel, (tiles.programs,), arguments, constants, tiles.threads)
