@@ -166,11 +166,9 @@ def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dic
     """Return a call as a function of the tensors among its arguments."""
     if not kwargs:
         flat = tuple([Tensor if isinstance(arg, Tensor) else arg for arg in args])
-        for arg in flat:
-            if arg is not Tensor and type(arg) not in _FLAT:
-                break
-        else:
-            return func if all(arg is Tensor for arg in flat) else _PositionalCall(func, flat)
+        constants = [type(arg) for arg in flat if arg is not Tensor]
+        if _FLAT.issuperset(constants):
+            return _PositionalCall(func, flat) if constants else func
     leaves, spec = tree_flatten((args, kwargs))
     return _BoundCall(func, tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
 
@@ -191,7 +189,7 @@ def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor,
     """
     if not tensors or not region.settings.derives:
         return None
-    largest = max(x.numel() for x in tensors)
+    largest = max([x.numel() for x in tensors])
     operands = []
     for x in tensors:
         kept = region.find_kept(x)
@@ -228,7 +226,7 @@ def track_derived(
         kwargs = {**kwargs, "memory_format": torch.preserve_format}  # the strides of the result are known apart
     derive(
         *(region, out, _as_function(func, args, kwargs), operands),
-        is_pointwise=is_elementwise and all(x.shape == out.shape for x, _ in operands),
+        is_pointwise=is_elementwise and {out.shape}.issuperset([x.shape for x, _ in operands]),
         most_packed=MOST_MOVED if kind is Kind.MOVE else MOST_COMBINED,
         is_jointly_linear=kind is not Kind.BILINEAR,
         adds=kind is Kind.SUM and len(operands) > 1,

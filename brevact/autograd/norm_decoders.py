@@ -26,6 +26,7 @@ from brevact.quantizers import (
     quantize_normalized,
 )
 from brevact.quantizers.normalizing_plans import NormalizedPlan
+from brevact.quantizers.point_functions import decode_through_plan
 
 #: Input of a norm, or the input less its means, and the means and statistics that belong to it.
 WithStatistics = tuple[Tensor, Tensor | None, Tensor]
@@ -261,6 +262,9 @@ class OutputDecoder(Decoder):
         if self.is_read_again(tensors):
             values = function(decoded(self, tensors, self._decode))
             return values if grad is None else grad * values
+        if self.plan is not None:
+            shift = tensors[2] if self.has[1] else None
+            return decode_through_plan(self.plan, tensors[0], function, tensors[1], shift, grad)
         packed, scale, shift = self._read(tensors)
         return decode_through(packed, function, scale, shift, self.dtype, grad)
 

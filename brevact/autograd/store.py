@@ -126,7 +126,9 @@ class Store(EagerKeeper):
         if share and is_tracked(x):
             known = known_values.find(x, settings if settings.recompute or not normalizes else None, self.hooks.scope)
             if known is not None and (not normalizes or serves_norms(known[1])):
-                return _beside(reported(known), norm)
+                if storage_report.recorders:
+                    storage_report.report_saved(known, "")
+                return known if norm is None else _beside(known, norm)
         if settings.is_exact:
             return _beside(keep_as_it_is(x, storage_report.EXACT_POLICY), norm)
         # In a checkpoint, which wants tensors of the same sizes again, random sizes follow from the number of elements.
@@ -143,7 +145,7 @@ class Store(EagerKeeper):
             on_backward = settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD
             storage_report.report_saved(found, storage_report.ON_BACKWARD if on_backward else "")
             _report_statistics(found)
-        return found if normalizes else _beside(found, norm)
+        return found if norm is None or normalizes else _beside(found, norm)
 
     def _pack(self, x: Tensor, settings: BackwardSettings, repeats: bool, place: int, norm: NormInput | None) -> Saved:
         """Pack ``x``, or its normalized values, of which nobody keeps codes."""
@@ -245,9 +247,8 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
 
 
 def _plan_of(settings: BackwardSettings, x: Tensor) -> tuple[PackedSpec[Any], Decoder] | None:
-    """Return how tensors of these sizes on the CPU are packed, found again in each step; None for others, and those
-    with gaps."""
-    if type(x) is not Tensor or not x.is_cpu or x.layout is not torch.strided or x.is_neg():
+    """Return how tensors of these sizes are packed, found again in each step; None for those with gaps."""
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_neg():
         return None
     key = settings.key, x.shape, x.stride(), x.dtype
     try:

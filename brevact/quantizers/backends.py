@@ -52,17 +52,21 @@ def run_by_kernels(law: Callable[P, R]) -> Pass[P, R]:
     name = law.__name__
     kinds = [parameter.annotation for parameter in inspect.signature(law).parameters.values()]
     places = [place for place, kind in enumerate(kinds) if kind in ("Tensor", "Tensor | None")]
-    arrays_of: Any = operator.itemgetter(*places) if len(places) > 1 else lambda args: (args[places[0]],)
+    if len(places) == 1:
+        places *= 2  # a tuple, then, too
+    arrays_of: Any = operator.itemgetter(*places)
 
     @functools.wraps(law)
     def run(*args: Any) -> Any:
         arrays = arrays_of(args)
-        kernels = kernels_for(arrays)
-        launch = getattr(kernels, name, None)
-        if launch is not None and (result := launch(*args)) is not NotImplemented:
-            last = arrays[-1]
-            note_passed(arrays[0].numel() if last is None else max(arrays[0].numel(), last.numel()))
-            return result
+        first, last = arrays[0], arrays[-1]
+        kernels = None if _without_kernels else _launchers(first.is_cuda)
+        if kernels is not None and kernels.takes(arrays):
+            launch = getattr(kernels, name, None)
+            if launch is not None and (result := launch(*args)) is not NotImplemented:
+                if first.is_cpu:
+                    note_passed(first.numel() if last is None else max(first.numel(), last.numel()))
+                return result
         _log.debug("%s runs in plain torch: no kernel takes its arguments", name)
         with torch.no_grad():
             return cast(Any, law)(*args)

@@ -13,13 +13,13 @@ from brevact.quantizers import passes
 from brevact.quantizers.backends import cpu_kernels
 from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing import place_of, reciprocal_of
+from brevact.quantizers.normalizing import FUSED, place_of, reciprocal_of
 from brevact.quantizers.packed import PackedSpec
 from brevact.quantizers.passes import UniformPlan
 
 
 class NormalizedPlan(NamedTuple):
-    """How float32 tensors of one layout are normalized by one mean and one deviation a channel, and packed.
+    """How tensors of one layout are normalized by one mean and one deviation a channel, packed, and decoded.
 
     >>> x, mean, invstd = torch.randn(8, 4, 16), torch.zeros(4), torch.ones(4)
     >>> plan = plan_of_channels(UniformQuantizer(bit_width=8), Layout.of(x))
@@ -29,18 +29,20 @@ class NormalizedPlan(NamedTuple):
     True
 
     Args:
-        spec: Of the packed normalized values.
+        spec: Of the packed normalized values, in float32.
         plan: The same for the passes.
         place: Which statistics are whose.
+        layout: Of the tensors.
     """
 
     spec: PackedSpec[UniformQuantizer]
     plan: UniformPlan
     place: Place
+    layout: Layout
 
     def matches(self, x: Tensor) -> bool:
-        """Whether a tensor is one of float32 whose elements lie densely in the memory order of the layout."""
-        return x.dtype is torch.float32 and self.spec.layout.matches(x)
+        """Whether a kernel may add a tensor to decoded ones: both are of float32 and dense in the same memory order."""
+        return x.dtype is self.layout.dtype is torch.float32 and self.layout.matches(x)
 
     def dequantize_centred(self, buffer: Tensor, invstd: Tensor) -> Tensor:
         """Decode x less its means; the values are those of :func:`denormalize`.
@@ -50,7 +52,7 @@ class NormalizedPlan(NamedTuple):
             invstd: (C,) contiguous float32 inverse deviations.
 
         Returns:
-            float32 tensor of the layout.
+            Tensor of the layout.
         """
         return self.decode_affine(buffer, reciprocal_of(invstd), None)
 
@@ -75,9 +77,9 @@ class NormalizedPlan(NamedTuple):
             overwrites: Whether the result may take the memory of `addend`.
 
         Returns:
-            float32 tensor of the layout's memory order.
+            Tensor of the layout's type and memory order.
         """
-        target = addend if addend is not None and overwrites else self.spec.layout.empty(buffer.device)
+        target = addend if addend is not None and overwrites else self.layout.empty(buffer.device)
         shift, scale = None if shift is None else shift.contiguous(), scale.contiguous()
         is_plain = type(buffer) is type(scale) is type(target) is Tensor and (shift is None or type(shift) is Tensor)
         kernels = cpu_kernels() if is_plain and addend is None and buffer.is_cpu else None
@@ -95,15 +97,15 @@ def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
         layout: Layout of the tensors.
 
     Returns:
-        The plan; None for other formats than the uniform one, for other types than float32, for tensors with gaps or
-        without elements, and where channels lie in an order that kernels do not know.
+        The plan; None for other formats than the uniform one, for float64, for tensors with gaps or without elements,
+        and where channels lie in an order that kernels do not know.
     """
-    if not getattr(quantizer, "has_uniform_codes", False) or layout.dtype is not torch.float32:
+    if not getattr(quantizer, "has_uniform_codes", False) or layout.dtype not in FUSED:
         return None
     if not layout.is_dense or layout.numel == 0 or len(layout.shape) < 2:
         return None
     found = place_of(layout, (1, layout.shape[1], *[1] * (len(layout.shape) - 2)))
     if found is None or found[1] is not None:
         return None
-    spec = PackedSpec.of(quantizer, layout)
-    return NormalizedPlan(spec, plan_of(spec), found[0])
+    spec = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
+    return NormalizedPlan(spec, plan_of(spec), found[0], layout)

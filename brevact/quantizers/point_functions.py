@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from brevact.geometry import Geometry, Place, Segments
+from brevact.geometry import Place, Segments, UniformPlan
 from brevact.private_names.of_torch import is_batched, is_functorch_tensor
 from brevact.quantizers import passes
 from brevact.quantizers.formats.uniform.quantizer import plan_of
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing import FUSED, decode_affine, groups_of, is_uniform
-from brevact.quantizers.packed import PackedActivation
+from brevact.quantizers.normalizing import FUSED, Groups, decode_affine, groups_of, is_uniform
+from brevact.quantizers.normalizing_plans import NormalizedPlan
+from brevact.quantizers.packed import PackedActivation, PackedSpec
 
 #: Elements of a segment from which on a table pays; at 4 bits it has a quarter of the tensor's size then.
 _LEAST_OF_SEGMENTS = 64
@@ -61,45 +62,70 @@ def decode_through(
         gives. With a gradient it is of the type of `grad * values`, and of the strides of one that lies in the same
         memory order, otherwise of those that torch gives the product.
     """
-    layout, buffer = packed.layout, packed.buffer
+    layout, buffer, groups = packed.layout, packed.buffer, None
     if layout.numel == 0 or not layout.is_dense or not _has_memory(buffer, scale, shift):
         values = function(decode_affine(packed, scale, shift, dtype))
         return values if grad is None else grad * values
     other = grad if grad is not None and _is_readable(grad, layout) else None
-    found = _looked_up(packed, function, scale, shift, dtype, other) if is_uniform(packed, dtype) else None
+    found = None
+    if is_uniform(packed, dtype):
+        if scale is not None or shift is not None:
+            groups = groups_of(layout, shift, torch.ones_like(shift) if scale is None else scale)  # type: ignore[arg-type]
+        if groups is not None or (scale is None and shift is None):
+            found = _looked_up(buffer, packed.spec, function, groups, dtype, other)
     values = _in_pieces(decode_affine(packed, scale, shift, dtype), function, other) if found is None else found
     return values if grad is None or other is not None else grad * values
 
 
-def _looked_up(
-    packed: PackedActivation,
+def decode_through_plan(
+    plan: NormalizedPlan,
+    buffer: Tensor,
     function: PointFunction,
-    scale: Tensor | None,
+    scale: Tensor,
     shift: Tensor | None,
+    grad: Tensor | None,
+) -> Tensor:
+    """What :func:`decode_through` gives of normalized values that a plan has packed.
+
+    Args:
+        plan: Of the values, which has their memory order and the type of what the function is applied to.
+        buffer: The stored bytes.
+        function: See :func:`decode_through`.
+        scale: (C,) float32 factors.
+        shift: (C,) float32 numbers; None for 0.
+        grad: See :func:`decode_through`.
+    """
+    if not _has_memory(buffer, scale, shift):
+        values = function(plan.decode_affine(buffer, scale, shift))
+        return values if grad is None else grad * values
+    other = grad if grad is not None and _is_readable(grad, plan.spec.layout) else None
+    groups = Groups(None if shift is None else shift.contiguous(), scale.contiguous(), plan.place)
+    found = _looked_up(buffer, plan.spec, function, groups, plan.layout.dtype, other)
+    values = _in_pieces(plan.decode_affine(buffer, scale, shift), function, other) if found is None else found
+    return values if grad is None or other is not None else grad * values
+
+
+def _looked_up(
+    buffer: Tensor,
+    spec: PackedSpec[Any],
+    function: PointFunction,
+    groups: Groups | None,
     dtype: torch.dtype,
     other: Tensor | None,
 ) -> Tensor | None:
     """What `decode_through` returns, by a table of all codes of all segments; None where segments are short."""
-    layout, buffer = packed.layout, packed.buffer
-    mean, factor, place = None, None, None
-    if shift is not None and scale is None:
-        scale = torch.ones_like(shift)
-    if scale is not None:
-        norm = groups_of(layout, shift, scale)
-        if norm is None:
-            return None
-        mean, factor, place = norm
-    plan = plan_of(packed.spec)
-    segments = _long_segments(plan.geometry, place)
+    mean, factor, place = (None, None, None) if groups is None else groups
+    plan: UniformPlan = spec.plan or plan_of(spec)
+    segments = _long_segments(plan, place)
     if segments is None:
         return None
     levels = torch.empty(segments.rows, 1 << plan.geometry.bit_width, dtype=dtype, device=buffer.device)
-    passes.map_levels(buffer, plan, layout.dtype, mean, factor, place, segments, levels)
+    passes.map_levels(buffer, plan, spec.layout.dtype, mean, factor, place, segments, levels)
     table = function(levels)
     del levels
     if table.dtype not in FUSED:
         return None
-    target = layout if other is None else Layout.of(other)
+    target = spec.layout if other is None else Layout.of(other)
     wanted = table.dtype if other is None else torch.promote_types(table.dtype, other.dtype)
     values = target.empty(buffer.device, wanted)
     passes.look_up(buffer, plan, segments, table.float().contiguous(), other, values)
@@ -148,8 +174,9 @@ def _in_pieces(
 
 
 @functools.lru_cache(maxsize=4096)
-def _long_segments(geometry: Geometry, place: Place | None) -> Segments | None:
+def _long_segments(plan: UniformPlan, place: Place | None) -> Segments | None:
     """Segments of a tensor, if codes are few, and elements of a segment are many in the mean."""
+    geometry = plan.geometry
     if geometry.bit_width > 4:
         return None
     segments = Segments.of(geometry, place)
@@ -160,7 +187,10 @@ def _has_memory(buffer: Tensor, *statistics: Tensor | None) -> bool:
     """Whether bytes and statistics are plain tensors, and none of a traced graph or of a transform of torch.func."""
     if type(buffer) is not Tensor or is_functorch_tensor(buffer):
         return False
-    return all(x is None or not is_functorch_tensor(x) for x in statistics)
+    for x in statistics:
+        if x is not None and is_functorch_tensor(x):
+            return False
+    return True
 
 
 def _is_readable(grad: Tensor, layout: Layout) -> bool:

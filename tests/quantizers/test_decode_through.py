@@ -55,7 +55,7 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 def is_looked_up(packed, scale: Tensor | None) -> bool:
     place = None if scale is None else normalizing.groups_of(packed.layout, None, scale).place
-    return point_functions._long_segments(plan_of(packed.spec).geometry, place) is not None
+    return point_functions._long_segments(plan_of(packed.spec), place) is not None
 
 
 @pytest.mark.parametrize("name", ORDERS)

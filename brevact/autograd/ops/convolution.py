@@ -39,11 +39,13 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """
     if not is_any_autocast_enabled():
         return tensors
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    first = tensors[0]
+    assert first is not None
+    device = first.device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x is not None and x.dtype is not torch.float64 else x for x in tensors)
+    return tuple([x.to(dtype) if x is not None and x.dtype is not torch.float64 else x for x in tensors])
 
 
 #: What ``aten.convolution_backward`` asks: stride, padding, dilation, whether it is transposed, output padding, groups.

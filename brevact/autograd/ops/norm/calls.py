@@ -59,11 +59,11 @@ def _torch_batch_norm(
         return NotImplemented
     if not (training or (running_mean is not None and running_var is not None)):
         return NotImplemented  # torch explains what is missing
-    are_constants = all(
-        x is None or (isinstance(x, Tensor) and not x.requires_grad) for x in (running_mean, running_var)
-    )
-    if not (are_constants and isinstance(training, bool)):
-        return NotImplemented  # and what it does not take
+    for statistic in (running_mean, running_var):
+        if statistic is not None and not (isinstance(statistic, Tensor) and not statistic.requires_grad):
+            return NotImplemented  # and what it does not take
+    if not isinstance(training, bool):
+        return NotImplemented
     if not reacts(region, input, weight, bias):
         return NotImplemented
     running = running_mean, running_var

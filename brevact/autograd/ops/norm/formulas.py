@@ -6,6 +6,7 @@ N(x) = (x - mean) * invstd, with one mean and one invstd for each group of eleme
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from brevact.private_names.of_torch import (
     batch_norm_impl_index,
     fused_rms_norm,
     fused_rms_norm_backward,
+    has_kernel_for_key,
+    is_any_autocast_enabled,
     suggest_memory_format,
 )
 from brevact.quantizers import passes
@@ -43,22 +46,24 @@ def packed_batch_norm(
     running_var: Tensor | None,
     momentum: float,
     eps: float,
+    cudnn_enabled: bool,
     plan: UniformPlan,
     seed: int | Tensor | None,
     place: Place,
     buffer: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`batch_norm` of a CPU tensor, whose normalized values are quantized as `passes.quantize_normalized` does.
+    """:func:`batch_norm`, and its normalized values quantized as `passes.quantize_normalized` does.
 
     No tensor is of a subclass, but for parameters, or of a ``torch.func`` transform.
     """
-    kernels = cpu_kernels()
+    run, kernels = batch_norm.law, cpu_kernels() if x.is_cpu else None
     if kernels is not None:
         arguments = x, weight, bias, running_mean, running_var, momentum, eps, plan, seed, place, buffer
         found: tuple[Tensor, Tensor, Tensor] = kernels.packed_batch_norm(*arguments)
         if found is not NotImplemented:
             return found
-    found = batch_norm(x, weight, bias, running_mean, running_var, momentum, eps, False)
+        run = batch_norm
+    found = run(x, weight, bias, running_mean, running_var, momentum, eps, cudnn_enabled)
     passes.quantize_normalized(x, plan, seed, found[1], found[2], place, buffer)
     return found
 
@@ -76,9 +81,11 @@ def packed_batch_norm_backward(
 
     The kernel adds the terms of sums in another order than ATen.
     """
-    kernels, place = cpu_kernels(), packing.place
-    if kernels is not None and place.row > 1 and place.run > 1:  # maps of several channels: no memory for others
-        target = packing.spec.layout.empty(buffer.device)
+    place = packing.place
+    is_taken = buffer.is_cpu and packing.layout.dtype is torch.float32 and place.row > 1 and place.run > 1
+    kernels = cpu_kernels() if is_taken else None  # maps of several channels: no memory for others
+    if kernels is not None:
+        target = packing.layout.empty(buffer.device)
         found: Gradients = kernels.packed_batch_norm_backward(buffer, packing.plan, target, grad, weight, invstd, mask)
         if found is not NotImplemented:
             return found
@@ -160,6 +167,19 @@ class Norm:
     def bias_gradient(self, grad: Tensor) -> Tensor:
         """Return the sum of g for each entry of the bias."""
         return sum_of_channels(grad)
+
+
+def runs_in_float32(name: str, x: Tensor) -> bool:
+    """Return whether autocast, if it is enabled, runs a norm of this name in float32 on the device of a tensor."""
+    if not is_any_autocast_enabled():
+        return False
+    device = x.device.type
+    return torch.is_autocast_enabled(device) and _has_autocast_kernel(name, device)
+
+
+@functools.cache
+def _has_autocast_kernel(name: str, device: str) -> bool:
+    return has_kernel_for_key(f"aten::{name}", f"Autocast{device.upper()}")
 
 
 def sum_of_channels(x: Tensor) -> Tensor:

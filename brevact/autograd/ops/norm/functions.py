@@ -33,10 +33,10 @@ from brevact.autograd.ops.norm.formulas import (
     Norm,
     batch_norm_backward,
     packed_batch_norm_backward,
+    runs_in_float32,
     sum_of_channels,
 )
 from brevact.autograd.saved import Saved
-from brevact.private_names.of_torch import has_kernel_for_key, is_any_autocast_enabled
 
 
 def reacts(region: Keeper, input: Any, weight: Tensor | None, bias: Tensor | None, *, has_mean: bool = True) -> bool:
@@ -90,7 +90,8 @@ class _Norm(Saving):
             return None, None, *packed_batch_norm_backward(packing, buffer, grad, weight, invstd, norm.eps, mask)
         if kept is not None:
             dtype, weight_dtype = ctx.dtypes
-            if packing is not None and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
+            of_kernels = packing is not None and dtype is torch.float32
+            if of_kernels and isinstance(kept.decoder, Unpacked) and kept.decoder.quality.cost:
                 return None, None, *_backward_of_recomputed(norm, kept, grad, weight, mask)
             x, mean, invstd = kept.with_statistics()
             x = x if x.dtype is dtype else x.to(dtype)
@@ -200,13 +201,8 @@ def _write_affine(
     out.copy_(levels)
 
 
-def _to_autocast(norm: Norm, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Cast to float32 where autocast runs this norm in it."""
-    if not is_any_autocast_enabled():
-        return tensors
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not (
-        torch.is_autocast_enabled(device) and has_kernel_for_key(f"aten::{norm.name}", f"Autocast{device.upper()}")
-    ):
+def _to_autocast(norm: Norm, *tensors: Any) -> tuple[Any, ...]:
+    """Cast input, weight and bias to float32 where autocast runs this norm in it."""
+    if not runs_in_float32(norm.name, tensors[0]):
         return tensors
     return tuple(x.float() if x is not None and x.dtype is not torch.float64 else x for x in tensors)

@@ -18,7 +18,12 @@ from brevact.autograd.keeper import EagerKeeper
 from brevact.autograd.norm_decoders import OutputDecoder, PackedDecoder, output_decoder, packed_decoder
 from brevact.autograd.ops.base import Saving
 from brevact.autograd.ops.norm.alignments import OverChannels
-from brevact.autograd.ops.norm.formulas import BatchNorm, packed_batch_norm, packed_batch_norm_backward
+from brevact.autograd.ops.norm.formulas import (
+    BatchNorm,
+    packed_batch_norm,
+    packed_batch_norm_backward,
+    runs_in_float32,
+)
 from brevact.autograd.saved import NO_DOUBLE_BACKWARD
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.storages import is_tracked
@@ -85,16 +90,17 @@ class _PlannedBatchNorm(Saving):
         ctx: Any,
         region: EagerKeeper,
         plan: _Plan,
-        settings: tuple[Tensor | None, Tensor | None, float, float],
+        settings: tuple[Tensor | None, Tensor | None, float, float, bool],
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        spec, uniform, place = plan.packing
+        spec, uniform, place, _ = plan.packing
+        eps = settings[3]
         seed = region.seeds.next(input.device) if spec.quantizer.is_stochastic else None
         buffer = spec.empty(input)
         out, _, invstd = packed_batch_norm(input, weight, bias, *settings, uniform, seed, place, buffer)
-        norm = (BatchNorm.name, settings[-1]), input.dtype
+        norm = (BatchNorm.name, eps), input.dtype
         region.share_normalized(input, norm, (buffer, invstd), plan.source)
         if region.settings.derives and out.stride() == spec.layout.result_stride:
             kept: tuple[Tensor, ...] = (buffer,)
@@ -104,7 +110,7 @@ class _PlannedBatchNorm(Saving):
                 kept += (bias.clone(),)
             known_values.register(out, kept, plan.output, scope=region.hooks.scope, is_new=True)
         ctx.save_for_backward(buffer, invstd, weight)
-        ctx.packing, ctx.eps = plan.packing, settings[-1]
+        ctx.packing, ctx.eps = plan.packing, eps
         return out
 
     @staticmethod
@@ -130,18 +136,21 @@ def find_plan(
 
     None where an argument is of another kind than in most nets.
     """
-    if type(eps) is not float or eps <= 0.0 or not input.is_cpu or input._is_view():
+    if type(eps) is not float or eps <= 0.0 or type(input) is not Tensor or input._is_view():
         return None
+    device = input.device
     for statistic in (running_mean, running_var):  # tensors without gradient, as layers have them
-        if statistic is not None and not (type(statistic) is Tensor and statistic.is_cpu):
+        if statistic is not None and not (type(statistic) is Tensor and statistic.device == device):
             return None
         if statistic is not None and statistic.requires_grad:
             return None
     for y in (weight, bias):
-        if y is not None and not (type(y) is nn.Parameter and y.dtype is torch.float32 and y.is_cpu):
+        if y is not None and not (type(y) is nn.Parameter and y.dtype is torch.float32 and y.device == device):
             return None
     if input.is_neg() or input.layout is not torch.strided:
         return None
+    if input.dtype is not torch.float32 and (weight is None or runs_in_float32(BatchNorm.name, input)):
+        return None  # its statistics may be of its type, or autocast casts it
     return _plan_of(settings, input, weight, bias)
 
 
@@ -161,7 +170,7 @@ def run(
     bias: Tensor | None,
 ) -> Tensor:
     """Run a batch norm by the statistics of the batch, and pack its input anew (:func:`packs_anew`)."""
-    settings = norm.running_mean, norm.running_var, norm.momentum, norm.eps
+    settings = norm.running_mean, norm.running_var, norm.momentum, norm.eps, norm.cudnn_enabled
     out: Tensor = region.apply(_PlannedBatchNorm, plan, settings, input, weight, bias)
     ModelState.mark_activation(out)
     return out

@@ -165,7 +165,7 @@ class UniformQuantizer(Quantizer):
 
     def encode(self, dense: Tensor, spec: PackedSpec[Any], seed: int | Tensor | None, buffer: Tensor) -> None:
         """Write codes and metadata; at 32 bits the elements."""
-        if self.is_lossless:
+        if self.bit_width == 32:
             buffer.view(dense.dtype).copy_(passes.flat_memory(dense.detach(), spec.layout.numel))
         else:
             passes.quantize_uniform(dense, spec.plan or plan_of(spec), seed, buffer)
@@ -179,7 +179,7 @@ class UniformQuantizer(Quantizer):
 
     def decode(self, buffer: Tensor, spec: PackedSpec[Any], target: Tensor, other: Tensor | None = None) -> None:
         """Decode, multiply by `other` unless it is None, and write to `target`."""
-        if not self.is_lossless:
+        if self.bit_width != 32:
             passes.dequantize_uniform(buffer, spec.plan or plan_of(spec), other, target)
             return
         values, flat = buffer.view(spec.layout.dtype), passes.flat_memory(target, spec.layout.numel)
