@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +51,38 @@ def test_softmax_bias_is_that_of_one_copy():
     allowed = 5 * grads.std(0) / draws**0.5 + 1e-3 * p.max()  # and the rounding of scale and minimum to 16 bits
     assert ((grads.mean(0) - p * (g - (g * p).sum()) - bias).abs() <= allowed).all()
     assert (bias.abs() > allowed).any()  # it is there to be seen
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("function", [torch.softmax, F.softmin])
+def test_softmax_over_few_classes_is_unbiased_in_no_more_bytes(classes, function):
+    draws, row, g = 60000, torch.randn(classes, 8), torch.randn(classes, 8)
+    x = row.repeat(draws, 1, 1).requires_grad_()
+    with watch_saved() as saved, region(settings(bit_width=1, bucket_size=8)):
+        out = function(x * 1, 1)
+    (grads,) = torch.autograd.grad(out, x, g.expand_as(x))
+    leaf = row.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(leaf, 0), leaf, g)
+    assert grads.std(0).max() > 0
+    allowed = 5 * grads.std(0) / draws**0.5 + 1e-2 * expected.abs().max()  # and the rounding of metadata to 16 bits
+    assert ((grads.mean(0) - expected).abs() <= allowed).all()
+    assert saved.nbytes <= x.numel() * (1 / 8 + 6 / 8)  # of a bit an element, and metadata of 6 bytes a bucket
+
+
+@pytest.mark.parametrize("shape, dim", [((4, 2, 30, 40), 1), ((4, 3, 30, 40), -3), ((40, 3), -1), ((2, 50), 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_over_few_classes_at_8_bits_is_close_with_the_strides_of_torch(shape, dim, dtype):
+    x, weights = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+    found = []
+    for chosen in (settings(bit_width=8), None):
+        leaf = x.clone().requires_grad_()
+        with nullcontext() if chosen is None else region(chosen):
+            out = torch.softmax(leaf * 1.0, dim)
+            (grad,) = torch.autograd.grad(out, leaf, weights)
+        found.append((out, grad))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1].stride() == found[1][1].stride()
+    assert (found[0][1] - found[1][1]).norm() <= 0.05 * found[1][1].norm()
 
 
 def test_log_softmax_gradient_is_the_formula_on_the_decoded_probabilities():

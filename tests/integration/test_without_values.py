@@ -40,7 +40,14 @@ def net() -> nn.Module:
         ),
         *(nn.GroupNorm(4, 16), nn.SiLU(inplace=True), nn.Dropout(0.5), nn.InstanceNorm2d(16), nn.Flatten(2)),
         *(nn.Linear(100, 32), nn.LayerNorm(32), nn.GELU(), nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)),
-        *(nn.Softmax(-1), nn.utils.parametrizations.weight_norm(nn.Linear(32, 4))),
+        *(
+            nn.Softmax(-1),
+            nn.PReLU(),
+            nn.Unflatten(1, (8, 2)),
+            nn.Softmax(2),
+            nn.Flatten(1, 2),
+            nn.utils.parametrizations.weight_norm(nn.Linear(32, 4)),
+        ),
     )
 
 
@@ -65,6 +72,17 @@ def test_shapes_are_those_of_the_model(policy, fake):
     else:
         found = shapes(model.to("meta"), torch.randn(4, 3, 16, 16, device="meta"))
     assert found == expected and len(expected) > 20
+
+
+@pytest.mark.parametrize("policy", [StochBackward2bit, brevact.DEFAULT, LosslessBackward])
+def test_autocast_of_another_device_leaves_the_meta_device_alone(policy):
+    layers = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.PReLU(), nn.GroupNorm(4, 16), nn.Flatten(), nn.Linear(64, 4))
+    for model in (nn.Sequential(*layers), brevact.quantize_backward(nn.Sequential(*layers), policy)):
+        x = torch.randn(512, 3, 4, 4, device="meta", requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model.to("meta")(x)
+        (out * 2.0).sum().backward()
+        assert out.dtype is torch.float32 and x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("name", ["BERT", "ConvNeXt", "ResNet-20"])

@@ -42,7 +42,7 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     first = tensors[0]
     assert first is not None
     device = first.device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple([x.to(dtype) if x is not None and x.dtype is not torch.float64 else x for x in tensors])

@@ -51,8 +51,8 @@ def _signed(x: Tensor, above: Tensor, below: Tensor) -> Tensor:
 class _PReLU(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Tensor:
-        x, w = input, weight
-        if has_kernel_for_key("aten::prelu", f"Autocast{input.device.type.upper()}"):
+        x, w, device = input, weight, input.device.type
+        if torch.amp.is_autocast_available(device) and has_kernel_for_key("aten::prelu", f"Autocast{device.upper()}"):
             x, w = to_autocast(input, weight)
         needs_input, needs_weight = ctx.needs_input_grad[2:]
         mask, source, out = keep_mask(x > 0), region.find_known(input), func(x, w)
