@@ -130,6 +130,7 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str, tuple[str, ...]]] = {
         ("None", "large"),
     ),
     "fit noise": (lambda x: brevact.fit(model(), TWO, mean_loss, noise=x), "noise", ("None", "float", "large")),
+    "fit quick": (lambda x: brevact.fit(model(), TWO, mean_loss, ratio=2, quick=x), "quick", ("bool",)),
     "set_heap_tuning enabled": (brevact.set_heap_tuning, "enabled", ("bool",)),
     "distributed quantizer": (brevact.distributed.quantized_hook, "quantizer", ("quantizer",)),
     "distributed error_feedback": (

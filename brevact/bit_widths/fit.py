@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from brevact.arguments import check_model
-from brevact.bit_widths.budgets import Budget, budget_of
+from brevact.bit_widths.budgets import Budget, BudgetRefusal, budget_of
 from brevact.bit_widths.fit_groups import (
     BIT_WIDTHS,
     FULL_PRECISION,
@@ -19,8 +21,9 @@ from brevact.bit_widths.fit_groups import (
     with_quantizers,
     without_policy,
 )
-from brevact.bit_widths.fit_levels import Levels
+from brevact.bit_widths.fit_levels import QUIET, Levels, is_met
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
+from brevact.bit_widths.fit_parts import noise_on_part
 from brevact.bit_widths.fit_peaks import SLACK, TRIES, ByteLimit, peak_of_step
 from brevact.policy.attach import attach_policy
 from brevact.policy.fit_report import FitReport, FittedGroup
@@ -40,6 +43,8 @@ _log = logging.getLogger(__name__)
 _ALONE, _TOGETHER, _DRAWS = 2, 4, 2
 #: How often a policy is measured, and another one is made of what that tells.
 _ROUNDS = 3
+#: Of a quick fit: batches whose gradients differ by the unit, those on which a policy is measured, and rounds.
+_QUICK_BATCHES, _QUICK_TOGETHER, _QUICK_ROUNDS = 3, 2, 2
 #: Most by which measured and predicted noise may differ, as a factor.
 _AGREE = 1.5
 
@@ -55,6 +60,7 @@ def fit(
     noise: float | None = None,
     time: float | None = None,
     double_backward: bool = False,
+    quick: bool = False,
     progress: bool = True,
 ) -> Policy:
     """Return the policy of least gradient noise within a budget: bit widths of 1 to 8, or full precision, a layer.
@@ -74,7 +80,13 @@ def fit(
 
     Cost, of B batches and G layers that pack tensors (in EfficientNetV2 nano 24): B + 1 + 2 (G + 1) passes, two more
     for each layer that is to have 1 or 2 bits, 10 for each of at most 3 policies that are measured, 4 for the peaks at
-    full precision and at 1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more.
+    full precision and at 1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more. All this
+    once for each level at which layers are computed again.
+
+    ``quick`` measures the noise of layers on an eighth of the first batch (more, where that would pack fewer tensors;
+    all of a batch whose tensors differ in their first size), in G + 2 passes of it, and of at most 2 policies on two
+    batches; layers are computed again where the budget cannot be met otherwise. Bytes and peaks are measured on whole
+    batches, as always: the budget is kept as exactly.
 
     Source: ActNN, arXiv:2104.14129, section 4.3. Differs: noise is measured, not bounded, for any op; chains of derived
     tensors count as one; the budget is one of bytes.
@@ -101,14 +113,15 @@ def fit(
         time: seconds of a step over those at full precision, at most; beside another budget.
         double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
             allows.
+        quick: whether the noise of layers is measured on a part of a batch, and of the policy on two batches.
         progress: whether a bar appears where it takes longer than some seconds, if tqdm is installed.
 
     Returns:
         A policy for this model, to be saved with ``policy.save``; its ``report`` says what was reached.
 
     Raises:
-        TypeError: ``model`` is no module, ``batches`` no list, a budget no number, ``double_backward`` no bool, or the
-            loss no tensor.
+        TypeError: ``model`` is no module, ``batches`` no list, a budget no number, ``double_backward`` or ``quick`` no
+            bool, or the loss no tensor.
         ValueError: there is no budget, or one of time alone, or it is impossible; the nearest possible one is named. Or
             there are fewer than two batches, the loss is no scalar or not the same twice, no parameter trains, or the
             model has a policy.
@@ -126,7 +139,13 @@ def fit(
             f"double_backward={brief(double_backward)} must be True, for a loss that differentiates gradients again "
             "(create_graph=True), or False, the default"
         )
+    if not isinstance(quick, bool):
+        raise TypeError(
+            f"quick={brief(quick)} must be True, to measure the noise of layers on a part of a batch, or False, the "
+            "default"
+        )
     refuse_policy(model)
+    batches = batches[:_QUICK_BATCHES] if quick else batches
     with progress_bar("fit", None, progress) as on_pass:
         with in_place(model):
             exact = exact_gradients(model, batches, loss, on_pass)
@@ -134,11 +153,16 @@ def fit(
 
             def fit_at(recompute: int) -> Policy:
                 options = {"double_backward": double_backward, "recompute": recompute}
-                return _Fit(model, batches, loss, budget, exact, plain_peak, on_pass, options).policy()
+                return _Fit(model, batches, loss, budget, exact, plain_peak, on_pass, options, quick).policy()
 
             if double_backward and time is None:  # the graph of a gradient needs what would be computed again
                 return fit_at(0)
-            return Levels(model, batches[0], loss, on_pass).policy(fit_at, budget)
+            if quick and time is None:
+                with suppress(BudgetRefusal):
+                    policy = fit_at(0)
+                    if is_met(policy, budget):
+                        return policy
+            return Levels(model, batches[0], loss, on_pass, quiet=math.inf if quick else QUIET).policy(fit_at, budget)
 
 
 def _agree(report: FitReport) -> bool:
@@ -159,13 +183,18 @@ class _Fit:
         plain_peak: int,
         on_pass: Callable[[], object],
         options: Mapping[str, Any],
+        is_quick: bool = False,
     ) -> None:
+        self._together, self._rounds = (_QUICK_TOGETHER, _QUICK_ROUNDS) if is_quick else (_TOGETHER, _ROUNDS)
         self._model, self._batches, self._loss, self._budget = model, batches, loss, budget
         self._exact, self._passes, self._told = exact, len(batches) + 1, on_pass
         at = {width: quantizer_of(width, attends=True, **options) for width in BIT_WIDTHS}
         reports = {width: self._memory_with(quantizer) for width, quantizer in at.items()}
         self._groups = groups_of(model, reports, **options)
-        self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, self._exact, self._count)
+        if is_quick:
+            self._known = noise_on_part(model, self._groups, batches[0], loss, exact, self._count)
+        else:
+            self._known = ChainNoise(model, self._groups, batches[:_ALONE], loss, exact, self._count)
         #: Measured bytes beyond those that add up, and measured noise for what adds up.
         self._more_bytes, self._factor = 0, 1.0
         self._plain_peak = plain_peak
@@ -188,7 +217,7 @@ class _Fit:
         for source in groups.costs:
             self._known.measure(source, FIRST_WIDTH)
         found: list[FitReport] = []
-        for _ in range(_ROUNDS):
+        for _ in range(self._rounds):
             widths = self._within_peak()
             found.append(self._measured(widths))
             if self._is_right(found[-1], widths):
@@ -248,7 +277,7 @@ class _Fit:
         with without_policy(self._model):
             attach_policy(self._model, self._groups.policy(widths))
             memory = self._memory()
-            batches = self._batches[:_TOGETHER]
+            batches = self._batches[: self._together]
             noise, bias = gradient_noise(self._model, batches, self._loss, self._exact, _DRAWS, self._count)
         of_layers = {row.layer: row.saved_bytes for row in memory.rows}
         groups = tuple(

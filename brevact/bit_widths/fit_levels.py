@@ -22,7 +22,7 @@ _LEVELS = (0, 64, 256, 1024, 4096, 16384)
 #: The last one that is tried where nobody says what a step may take.
 _MOST_WITHOUT_TIME = 1024
 #: Noise and squared bias, in units of minibatch noise, below which nothing is computed again to lower them.
-_QUIET = 0.01
+QUIET = 0.01
 #: Bits at which levels are measured: time hardly depends on them.
 _BIT_WIDTH = 6
 #: Part of the bytes that a level must save to be one.
@@ -39,10 +39,13 @@ class Levels:
         batch: what the loss takes.
         loss: takes the model and a batch, and returns a scalar.
         on_pass: is told of each pass whose time is measured.
+        quiet: noise and squared bias below which nothing is computed again to lower them.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss, on_pass: Callable[[], object]) -> None:
-        self._model, self._batch, self._loss, self._on_pass = model, batch, loss, on_pass
+    def __init__(
+        self, model: nn.Module, batch: Any, loss: Loss, on_pass: Callable[[], object], quiet: float = QUIET
+    ) -> None:
+        self._model, self._batch, self._loss, self._on_pass, self._quiet = model, batch, loss, on_pass, quiet
 
     def policy(self, fit_at: Callable[[int], Policy], budget: Budget) -> Policy:
         """Return the policy that is fitted at one of the levels: the first that meets the budget, without much noise.
@@ -60,11 +63,11 @@ class Levels:
             if recompute or budget.time is not None:
                 policy = self._timed(policy, recompute, predicted)
             found.append(policy)
-            if _is_met(policy, budget) and (budget.noise is not None or _report(policy).harm <= _QUIET):
+            if is_met(policy, budget) and (budget.noise is not None or _report(policy).harm <= self._quiet):
                 return policy
         if not found:
             raise min(refusals, key=lambda each: each.least)
-        met = [each for each in found if _is_met(each, budget)]
+        met = [each for each in found if is_met(each, budget)]
         return min(met or found, key=lambda each: _report(each).harm)
 
     def _in_order(self, budget: Budget) -> list[tuple[int, float]]:
@@ -103,7 +106,8 @@ def _report(policy: Policy) -> Any:
     return policy.report
 
 
-def _is_met(policy: Policy, budget: Budget) -> bool:
+def is_met(policy: Policy, budget: Budget) -> bool:
+    """Return whether what was measured of a fitted policy is within a budget."""
     report = _report(policy)
     is_quick = budget.time is None or report.time <= budget.time
     return is_quick and budget.is_met(report.saved_bytes, report.plain_bytes, report.harm, report.peak)

@@ -43,7 +43,13 @@ class PolicySpec(PolicyText):
         return bool(self.budget)
 
     def policy_for(
-        self, model: nn.Module, batches: Sequence[Any] = (), loss: Loss | None = None, *, progress: bool = False
+        self,
+        model: nn.Module,
+        batches: Sequence[Any] = (),
+        loss: Loss | None = None,
+        *,
+        quick: bool = False,
+        progress: bool = False,
     ) -> Any:
         """Return what ``brevact.quantize_backward`` takes for a model; a budget is fitted, as ``brevact.fit`` does.
 
@@ -51,10 +57,11 @@ class PolicySpec(PolicyText):
             model: module without a policy; it stays as it is.
             batches: at least 2, for a budget.
             loss: takes the model and a batch, and returns a scalar; for a budget.
+            quick: as of ``brevact.fit``.
             progress: whether a bar appears where it takes long.
 
         Raises:
-            TypeError: batches or loss are of another type.
+            TypeError: batches, loss or ``quick`` are of another type.
             ValueError: there are no batches or no loss, and a budget needs them; or the budget is impossible.
         """
         if not self.needs_fit:
@@ -64,7 +71,7 @@ class PolicySpec(PolicyText):
                 f"loss={brief(loss)}, batches={brief(batches)}: policy {self.text!r} is a budget, which is fitted on "
                 "batches; accepted are at least 2 of them, and a loss: policy_for(model, batches, loss)"
             )
-        return fit(model, batches, loss, **self.budget, progress=progress)  # type: ignore[arg-type]
+        return fit(model, batches, loss, **self.budget, quick=quick, progress=progress)  # type: ignore[arg-type]
 
     def attach(self, model: M, batches: Sequence[Any] = (), loss: Loss | None = None) -> M:
         """Give a model the policy, in place, and return it; arguments and errors are those of :meth:`policy_for`."""

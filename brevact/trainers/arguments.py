@@ -26,6 +26,13 @@ def check_steps(**intervals: Any) -> None:
             check_count(name, steps, more=", or None")
 
 
+def check_flags(**flags: Any) -> None:
+    """Raise a TypeError for values that are neither True nor False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={brief(value)} of type {type(value).__name__}; accepted are True and False")
+
+
 def check_run(batches: Any, loss: Any) -> None:
     """Raise a TypeError for what a run cannot be measured on."""
     if not isinstance(batches, Iterable):

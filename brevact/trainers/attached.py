@@ -28,8 +28,8 @@ _OWNERS: weakref.WeakKeyDictionary[nn.Module, AttachedPolicy] = weakref.WeakKeyD
 class AttachedPolicy:
     """A policy that one run at a time gives a model; without a spec it is the one that the model has."""
 
-    def __init__(self, spec: PolicySpec | None) -> None:
-        self.spec = spec
+    def __init__(self, spec: PolicySpec | None, *, quick_fit: bool = True) -> None:
+        self.spec, self._quick_fit = spec, quick_fit
         #: The policy that was fitted to a budget; None for others.
         self.fitted: Policy | None = None
         self._model: weakref.ref[nn.Module] | None = None  # an owner keeps no model alive
@@ -71,7 +71,7 @@ class AttachedPolicy:
             if rules is None:
                 make = self.spec.policy_for
                 _log.info("the policy %s is fitted to batches of the run, layer by layer", self.spec.text)
-                fitted = functools.partial(make, model, batches, loss, progress=True)
+                fitted = functools.partial(make, model, batches, loss, quick=self._quick_fit, progress=True)
                 rules = in_one_process(lambda: fitted().to_json(), device_of(model))
             policy = self.fitted = Policy.from_json(rules)
         quantize_backward(model, policy)

@@ -35,11 +35,12 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
     {'ratio': 24.0}
 
     Args:
-        policy: as in :class:`TrainingPolicy`, and so are the next four.
+        policy: as in :class:`TrainingPolicy`, and so are the next five.
         adapt_every: optimizer steps.
         mix_schedule: text.
         noise_every: optimizer steps.
         memory: whether stored bytes are measured.
+        quick_fit: whether a budget is fitted on parts of batches.
         loss: takes the model and a batch, and returns a scalar, for what is measured; left out, it is the loss that the
             model returns for a batch with labels.
         batches: what is measured on; left out, those that the training data begins with.
@@ -58,6 +59,7 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
         mix_schedule: str | None = None,
         noise_every: int | None = None,
         memory: bool = True,
+        quick_fit: bool = True,
         loss: Loss | None = None,
         batches: Iterable[Any] | None = None,
     ) -> None:
@@ -70,9 +72,15 @@ class HuggingFaceCallback(TrainerCallback, ExportableState):
             "mix_schedule": mix_schedule,
             "noise_every": noise_every,
             "memory": memory,
+            "quick_fit": quick_fit,
         } | ({} if loss is None else {"loss": "(a function, which JSON cannot hold)"})
         self.policy = TrainingPolicy(
-            policy, adapt_every=adapt_every, mix_schedule=mix_schedule, noise_every=noise_every, memory=memory
+            policy,
+            adapt_every=adapt_every,
+            mix_schedule=mix_schedule,
+            noise_every=noise_every,
+            memory=memory,
+            quick_fit=quick_fit,
         )
         self._loss, self._batches = loss, batches
         self._trainer: weakref.ref[Any] | None = None

@@ -41,11 +41,12 @@ class LightningCallback(Callback):
     'default'
 
     Args:
-        policy: as in :class:`TrainingPolicy`, and so are the next four.
+        policy: as in :class:`TrainingPolicy`, and so are the next five.
         adapt_every: optimizer steps.
         mix_schedule: text.
         noise_every: optimizer steps.
         memory: whether stored bytes are measured.
+        quick_fit: whether a budget is fitted on parts of batches.
         loss: takes the module and a batch, and returns a scalar, for what is measured; left out, it is what
             ``training_step(batch, 0)`` of the module returns, without a trainer, at the trainer's precision.
         batches: what is measured on; left out, those that the training data begins with.
@@ -64,13 +65,19 @@ class LightningCallback(Callback):
         mix_schedule: str | None = None,
         noise_every: int | None = None,
         memory: bool = True,
+        quick_fit: bool = True,
         loss: Loss | None = None,
         batches: Iterable[Any] | None = None,
     ) -> None:
         if loss is not None:
             check_loss(loss)
         self.policy = TrainingPolicy(
-            policy, adapt_every=adapt_every, mix_schedule=mix_schedule, noise_every=noise_every, memory=memory
+            policy,
+            adapt_every=adapt_every,
+            mix_schedule=mix_schedule,
+            noise_every=noise_every,
+            memory=memory,
+            quick_fit=quick_fit,
         )
         self._loss, self._batches, self._steps = loss, batches, 0
         self._training_step: Callable[..., Any] | None = None

@@ -12,11 +12,10 @@ from brevact.arguments import check_model
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.bit_widths.spec import PolicySpec
 from brevact.policy.presets import Policy
-from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss
 from brevact.reports.memory_table import MemoryReport
 from brevact.tables import MIB
-from brevact.trainers.arguments import check_run, check_steps, check_values, mix_of, spec_of
+from brevact.trainers.arguments import check_flags, check_run, check_steps, check_values, mix_of, spec_of
 from brevact.trainers.attached import AttachedPolicy
 from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
 from brevact.trainers.run import BATCHES, FIRST_STATE, Run
@@ -51,6 +50,8 @@ class TrainingPolicy:
             "cosine:start=0.9,end=0.1"; its ``steps`` are those of the run, if it does not say. None for none.
         noise_every: steps from one measurement of the gradients' noise to the next; None for none.
         memory: whether stored bytes are measured when the run begins, by two forward passes of the model.
+        quick_fit: whether a budget is fitted by ``brevact.fit(..., quick=True)``, on parts of batches; False for all of
+            ``fit``, which takes two passes and more for each layer before the first step.
 
     Raises:
         OSError: ``policy`` is the path of a file that cannot be read.
@@ -66,11 +67,11 @@ class TrainingPolicy:
         mix_schedule: str | None = None,
         noise_every: int | None = None,
         memory: bool = True,
+        quick_fit: bool = True,
     ) -> None:
-        self._policy = AttachedPolicy(spec_of(policy))
+        check_flags(memory=memory, quick_fit=quick_fit)
+        self._policy = AttachedPolicy(spec_of(policy), quick_fit=quick_fit)
         check_steps(adapt_every=adapt_every, noise_every=noise_every)
-        if not isinstance(memory, bool):
-            raise TypeError(f"memory={brief(memory)} of type {type(memory).__name__}; accepted are True and False")
         self._adapt_every, self._noise_every, self._measures_memory = adapt_every, noise_every, memory
         self._mix = None if mix_schedule is None else mix_of(mix_schedule)
         #: Bytes that a training step stores, measured when the run begins; None before.

@@ -20,9 +20,11 @@ from brevact.bit_widths.allocation import Option
 from brevact.bit_widths.budgets import budget_of
 from brevact.bit_widths.fit_groups import BIT_WIDTHS, FULL_PRECISION, groups_of, quantizer_of, with_quantizers
 from brevact.bit_widths.fit_noise import ChainNoise
+from brevact.bit_widths.fit_parts import noise_on_part, part_of, samples_of
 from brevact.bit_widths.fit_peaks import ByteLimit
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
+from brevact.reports.memory_table import MemoryReport
 
 
 class Block(nn.Module):
@@ -74,6 +76,11 @@ def stored(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
     return memory_of(model, lambda copied: loss(copied, batch), batch).saved_bytes
 
 
+def report_with(model: nn.Module, batch: tuple[Tensor, Tensor], bit_width: int) -> MemoryReport:
+    with with_quantizers(model, {"": quantizer_of(bit_width, attends=True)}):
+        return memory_of(model, lambda measured: loss(measured, batch), batch)
+
+
 def state_of(model: nn.Module) -> list[object]:
     values = {name: x.tolist() for name, x in model.state_dict().items()}
     grads = [p.grad for p in model.parameters()]
@@ -100,6 +107,58 @@ def test_fit_keeps_its_budget_and_says_what_is_measured(model, batches, budget):
         assert 0.8 * limit <= report.saved_bytes <= limit
     assert {group.bit_width for group in report.groups} <= {*BIT_WIDTHS, FULL_PRECISION}
     assert sum(group.noise for group in report.groups) == pytest.approx(report.predicted)
+
+
+@pytest.mark.parametrize(
+    "budget", [{"ratio": 9}, {"saved_bytes": 220_000}, {"noise": 0.02}], ids=lambda budget: next(iter(budget))
+)
+def test_a_quick_fit_keeps_its_budget_in_fewer_passes(model, batches, budget):
+    before = state_of(model)
+    policy = brevact.fit(model, batches, loss, **budget, quick=True)
+    assert state_of(model) == before
+    report, thorough = policy.report, brevact.fit(model, batches, loss, **budget).report
+    assert report.passes < thorough.passes
+    brevact.quantize_backward(model, policy)
+    assert stored(model, batches[0]) == report.saved_bytes
+    if "noise" in budget:
+        assert report.saved_bytes <= 1.3 * thorough.saved_bytes
+    else:
+        limit = report.plain_bytes / 9 if "ratio" in budget else 220_000
+        assert 0.8 * limit <= report.saved_bytes <= limit
+
+
+def test_a_quick_fit_measures_layers_on_a_part_that_packs_the_same(model, batches):
+    groups = groups_of(model, {w: report_with(model, batches[0], w) for w in BIT_WIDTHS})
+    exact = exact_gradients(model, batches[:3], loss)
+    sizes: list[int] = []
+
+    def watched(measured: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        sizes.append(len(batch[0]))
+        return loss(measured, batch)
+
+    known = noise_on_part(model, groups, batches[0], watched, exact, lambda: None)
+    whole = ChainNoise(model, groups, batches[:1], loss, exact, lambda: None)
+    sizes.clear()
+    for source in groups.costs:
+        known.measure(source, 2)
+        whole.measure(source, 2)
+        assert 0.2 <= known.noise(source, 2) / whole.noise(source, 2) <= 5  # a factor of 4 is worth one bit
+    assert set(sizes) < {4, 8, 16, 32} and len(set(sizes)) == 1
+
+
+def test_a_quick_fit_of_a_loss_that_takes_whole_batches_takes_these(model, batches):
+    def picky(measured: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss(measured, (batch[0].view(32, 3, 14, 14), batch[1]))
+
+    assert brevact.fit(model, batches, picky, ratio=9, quick=True).report.ratio >= 9
+
+
+def test_samples_are_those_along_which_all_tensors_can_be_cut():
+    x, edges = torch.randn(8, 3), torch.randn(2, 30)
+    assert samples_of({"x": x, "y": [x[:, 0], torch.tensor(3.0)], "name": "a"}) == 8
+    assert samples_of((x, edges)) == samples_of("a") == samples_of(torch.tensor(1.0)) == 1
+    part = part_of({"x": x, "y": [x[:, 0], torch.tensor(3.0)], "name": "a"}, 2)
+    assert part["x"].shape == (2, 3) and part["y"][0].shape == (2,) and part["y"][1] == 3 and part["name"] == "a"
 
 
 def test_the_measured_peak_of_a_fitted_policy_is_within_its_budget(model, batches):

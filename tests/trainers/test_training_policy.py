@@ -187,6 +187,22 @@ def test_training_policy_leaves_the_model_alone_where_it_cannot_begin():
     TrainingPolicy("default").begin(model)
 
 
+@pytest.mark.parametrize("quick_fit", [True, False])
+def test_budgets_are_fitted_on_parts_of_batches_unless_told_otherwise(quick_fit):
+    torch.manual_seed(0)
+    model, batches, sizes = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), list(torch.randn(3, 1024, 64)), set()
+
+    def loss(measured: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        sizes.add(len(batch))
+        return measured(batch).square().mean()
+
+    policy = TrainingPolicy("2x", quick_fit=quick_fit)
+    policy.begin(model, batches, loss)
+    assert policy.fitted.report.ratio >= 2
+    policy.end()
+    assert sizes == {128, 1024} if quick_fit else {1024}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -209,6 +225,7 @@ def test_training_policy_leaves_the_model_alone_where_it_cannot_begin():
             "'step:start=2': start=2; accepted is a number from 0",
         ),
         ({"memory": "yes"}, TypeError, "memory='yes' of type str; accepted are True and False"),
+        ({"quick_fit": 1}, TypeError, "quick_fit=1 of type int; accepted are True and False"),
     ],
 )
 def test_training_policy_refuses(options, error, message):

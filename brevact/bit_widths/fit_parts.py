@@ -1,0 +1,95 @@
+"""Noise of layers on a part of a batch: what `fit(quick=True)` allocates bits by.
+
+Which layer adds how much noise hardly depends on the size of a batch: gradients of a mean over n samples have 1 / n of
+the variance, that of minibatches and that of quantization alike. The noise of each chain is measured as always, on the
+first samples of one batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from brevact.autograd import regions_disabled
+from brevact.bit_widths.fit_groups import Groups, with_quantizers
+from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
+from brevact.reports.chains import chains_of
+from brevact.reports.gradient_noise import Estimate, ExactGradients
+from brevact.reports.gradient_passes import Loss, as_it_was, gradients
+from brevact.reports.memory import memory_of
+
+#: Parts of a batch that are tried, the smallest first.
+_PARTS = (8, 4, 2)
+#: Samples of a part, at least: statistics of batch norms need some.
+_LEAST_SAMPLES = 2
+
+
+def samples_of(batch: Any) -> int:
+    """Return the number of samples of a batch, along which all of its tensors can be cut; 1 where there is none.
+
+    >>> import torch
+    >>> samples_of((torch.randn(8, 3), torch.randint(5, (8,))))
+    8
+    >>> samples_of({"x": torch.randn(8, 3), "edges": torch.randn(2, 30)})
+    1
+
+    Args:
+        batch: tensors in containers.
+    """
+    sizes = Counter(x.shape[0] for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim())
+    return next(iter(sizes)) if len(sizes) == 1 else 1
+
+
+def part_of(batch: Any, count: int) -> Any:
+    """Return the first samples of a batch, in containers like its own.
+
+    Args:
+        batch: tensors in containers.
+        count: of the samples.
+    """
+    leaves, spec = tree_flatten(batch)
+    return tree_unflatten([x[:count] if isinstance(x, Tensor) and x.dim() else x for x in leaves], spec)
+
+
+def noise_on_part(
+    model: nn.Module, groups: Groups, batch: Any, loss: Loss, exact: ExactGradients, on_pass: Callable[[], object]
+) -> ChainNoise:
+    """Return what measures noise of chains alone on the smallest part of a batch that packs the same tensors.
+
+    Args:
+        model: module without a policy; it stays as it was.
+        groups: what it stores for the whole batch.
+        batch: the first of those of the exact gradients.
+        loss: takes the model and a batch, and returns a scalar.
+        exact: gradients of whole batches, whose unit is that of the noise.
+        on_pass: is told of each pass.
+    """
+    samples = samples_of(batch)
+    for parts in _PARTS:
+        count = samples // parts
+        if count < _LEAST_SAMPLES:
+            continue
+        part = part_of(batch, count)
+        try:
+            if _packed(model, groups, part, loss) < groups.costs.keys():
+                continue
+            with as_it_was(model), regions_disabled():
+                found = gradients(model, part, loss, exact.seed)
+        except Exception:  # a loss, or a model, that takes whole batches
+            break
+        on_pass()
+        unit = Estimate(exact.unit.value * samples / count, math.nan)
+        return ChainNoise(model, groups, [part], loss, ExactGradients([found], unit, exact.seed), on_pass)
+    return ChainNoise(model, groups, [batch], loss, exact, on_pass)
+
+
+def _packed(model: nn.Module, groups: Groups, batch: Any, loss: Loss) -> set[str]:
+    """Return the layers that pack tensors of a batch: small ones are kept as they are."""
+    with with_quantizers(model, groups.quantizers(dict.fromkeys(groups.costs, FIRST_WIDTH))):
+        report = memory_of(model, lambda measured: loss(measured, batch), batch)
+    return {chain.source for chain in chains_of(report)}
