@@ -1,11 +1,10 @@
-"""Models of other fields at `DEFAULT`: bytes that a step with its loss keeps, and its time as a multiple of the plain one.
+"""Models of other fields at `DEFAULT`: the time of a step with its loss over that of a plain step.
 
-    python -m benchmarks.domain_steps --csv benchmarks/results/domain_models.csv
+    python -m benchmarks.domain_steps --csv benchmarks/results/domain_steps.csv
     python -m benchmarks.domain_steps --models "PyG GCN" "CLIP"
 
-Bytes are those of distinct storages that autograd keeps, without weights, buffers and the batch. Plain and packed steps
-take turns in one process, with one thread, whose processor time is counted; the ratio is that of medians. A model whose
-libraries are missing is left out.
+Plain and packed steps take turns in one process, with one thread, whose processor time is counted; the ratio is that of
+medians. A model whose libraries are missing is left out.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import brevact
 from benchmarks.domain_models import DOMAINS, Step, build, missing
@@ -32,28 +29,6 @@ Row = dict[str, Any]
 def region_of(step: Step) -> AbstractContextManager[Any]:
     """Return the region of the model, where it has a policy."""
     return brevact.backward_quant(step.model) if has_policy(step.model) else nullcontext()
-
-
-def kept_bytes(step: Step) -> int:
-    """Return the bytes of distinct storages that autograd keeps for a step, without weights, buffers and the batch.
-
-    Args:
-        step: a model, with or without a policy, its batch and its loss.
-    """
-    held = [*step.model.parameters(), *step.model.buffers(), *tree_leaves(step.batch)]
-    known = {x.untyped_storage().data_ptr() for x in held if isinstance(x, Tensor)}
-    storages: dict[int, tuple[Tensor, int]] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        storages.setdefault(storage.data_ptr(), (x.detach(), storage.nbytes()))
-        return x.detach()
-
-    torch.manual_seed(0)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), region_of(step):
-        loss = step.loss(step.model, step.batch)
-    del loss
-    return sum(nbytes for address, (_, nbytes) in storages.items() if address not in known)
 
 
 def seconds_of(step: Step) -> float:
@@ -75,7 +50,6 @@ def measure(name: str, rounds: int) -> Row:
     """
     plain, packed = build(DOMAINS[name]), build(DOMAINS[name])
     brevact.quantize_backward(packed.model)
-    full, kept = kept_bytes(plain), kept_bytes(packed)
     seconds: dict[str, list[float]] = {"plain": [], "packed": []}
     for index in range(rounds + 2):
         for kind, step in (("plain", plain), ("packed", packed)):
@@ -85,9 +59,6 @@ def measure(name: str, rounds: int) -> Row:
     of_plain, of_packed = (statistics.median(each) for each in seconds.values())
     return {
         "model": name,
-        "plain_bytes": full,
-        "kept_bytes": kept,
-        "times_less": f"{full / kept:.1f}",
         "plain_ms": f"{1e3 * of_plain:.1f}",
         "step": f"{of_packed / of_plain:.2f}",
     }
@@ -109,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--csv", help="append the rows to this file")
     args = parser.parse_args(arguments)
-    columns = ("model", "plain_bytes", "kept_bytes", "times_less", "plain_ms", "step")
+    columns = ("model", "plain_ms", "step")
     if args.csv is not None:
-        check_columns([dict.fromkeys(columns)], args.csv)
+        check_columns(args.csv, columns)
     torch.set_num_threads(1)
     rows = []
     for row in rows_of(args.models, args.rounds):

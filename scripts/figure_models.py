@@ -33,12 +33,14 @@ _KEPT_BECAUSE = {
 
 
 def of_domain_bytes(results: Results) -> dict[str, str]:
-    """Of domain_bytes.csv: bytes of models of other fields."""
-    cells = [("model", "plain", "kept", "times less", "below 8 times, because")]
+    """Of domain_bytes.csv and domain_steps.csv: bytes and steps of models of other fields."""
+    cells = [("model", "plain", "kept", "times less", "step", "below 8 times, because")]
+    steps = results.last("domain_steps", "model")
     for (model,), row in results.last("domain_bytes", "model").items():
         plain, saved = int(row["plain_bytes"]), int(row["saved_bytes"])
         mibs = (f"{value / 2**20:.2f} MiB" for value in (plain, saved))
-        cells.append((model, *mibs, f"{plain / saved:.1f}", _KEPT_BECAUSE.get(model, "")))
+        step = steps[model,]["step"] if (model,) in steps else ""
+        cells.append((model, *mibs, f"{plain / saved:.1f}", step, _KEPT_BECAUSE.get(model, "")))
     return {"models.domains": table(cells)}
 
 
