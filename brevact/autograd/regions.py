@@ -11,6 +11,7 @@ Regions nest: the innermost one decides. ``region(None)`` keeps full precision i
 from __future__ import annotations
 
 import itertools
+import sys
 from types import FrameType
 from typing import Any
 
@@ -93,6 +94,8 @@ class Region(Store):
         if first_region.waiting and self.packs:
             first_region.prepare()
         self.parent = active.regions[-1] if active.regions else None
+        if self.packs and not sys.modules.keys().isdisjoint(first_region.waiting_for):
+            first_region.prepare_libraries()
         self.hooks: SavedTensorHooks = SavedTensorHooks(self, None if self.parent is None else self.parent.hooks)
         self.hooks.__enter__()  # raises under torch.func transforms: nothing else has changed yet
         if self.parent is None:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from brevact.autograd import regions_disabled
 from brevact.bit_widths.fit_groups import Groups, with_quantizers
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
+from brevact.private_names.of_torch import tree_flatten, tree_unflatten
 from brevact.reports.chains import chains_of
 from brevact.reports.gradient_noise import Estimate, ExactGradients
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients

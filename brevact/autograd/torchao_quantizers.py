@@ -1,0 +1,129 @@
+"""Integer fake quantizers of torchao inside a region: layers behind them keep the integers, weights are computed again.
+
+y = (clip(round(x (1 / s)) + z, q_min, q_max) - z) s runs by torchao's own ops. Of an activation, whoever keeps y keeps
+the integers, in as many bits as their range needs (``known_values``). Of a weight, nothing is kept but the weight, the
+scale and the zero point: backward runs torchao's function on them again, so that gradients of all three are its own
+to the last bit. Source: torchao.quantization.quant_primitives.
+
+The function is replaced where torchao is imported when a region that packs is entered; outside of regions that pack,
+in traced graphs and for what is not known here (scales of groups of an activation, zero points in floating point)
+torchao's own runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brevact.autograd import known_values, storage_report
+from brevact.autograd.first_region import when_imported
+from brevact.autograd.mode import packing_region
+from brevact.autograd.ops.base import is_plain
+from brevact.autograd.ops.recompute import compute_from_weight
+from brevact.private_names.of_torchao import FAKE_QUANTIZATION
+from brevact.quantizers import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes(known_values.IntegerCodes):
+    """Decoder of (q - z) s in the type of the activation, which the product with a wider scale may not have."""
+
+    def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        return known_values.IntegerCodes.decode(self, tensors).to(self.layout.dtype)
+
+
+def _known_axes(x: Tensor, block_size: Sequence[int]) -> list[int] | None:
+    """Return the sizes of scales that broadcast to a tensor; None where some dimension has several blocks."""
+    if len(block_size) != x.dim():
+        return None
+    sizes = [1 if block == size else size for block, size in zip(block_size, x.shape, strict=True)]
+    is_known = all(block in (1, size) for block, size in zip(block_size, x.shape, strict=True))
+    return sizes if is_known else None
+
+
+def fake_quantize_affine(
+    stock: Callable[..., Any],
+    x: Any,
+    block_size: Any,
+    scale: Any,
+    zero_point: Any,
+    quant_dtype: Any,
+    quant_min: Any,
+    quant_max: Any,
+    zero_point_domain: Any,
+) -> Any:
+    """Integers and values, by torchao's function."""
+    region = packing_region()
+    rest = quant_dtype, quant_min, quant_max, zero_point_domain
+
+    def call(x: Tensor, scale: Tensor, zero_point: Tensor) -> Any:
+        return stock(x, block_size, scale, zero_point, *rest)
+
+    if region is None or not all(map(is_plain, (x, scale, zero_point))) or x.numel() < region.settings.min_numel:
+        return call(x, scale, zero_point)
+    if region.is_weight(x):
+        return _of_weight(region, call, x, scale, zero_point)
+    q, out = call(x, scale, zero_point)
+    sizes = _known_axes(x, block_size)
+    is_small = isinstance(quant_min, int) and isinstance(quant_max, int) and 0 < quant_max - quant_min < 256
+    if sizes is None or not is_small or getattr(zero_point_domain, "name", "") != "INT" or not out.requires_grad:
+        return q, out
+    with torch.no_grad(), region.hooks.suspended:
+        s, z = scale.detach().view(sizes), zero_point.detach().view(sizes).to(out.dtype)
+        codes = q.detach().to(out.dtype)
+        bits = (quant_max - quant_min).bit_length()
+        decoder = _Codes(Layout.of(codes), bits, quant_min, 1, out.nbytes)
+        known_values.register(out, decoder.encode(codes, z, s), decoder)
+    return q, out
+
+
+def _of_weight(region: Any, call: Callable[..., Any], *given: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers, without a gradient, and values of a weight, which backward computes again."""
+    integers: list[Tensor] = []
+
+    def values(*given: Tensor) -> Tensor:
+        q, out = call(*given)
+        if not integers:  # in forward; they are not to live as long as the graph
+            integers.append(q.detach())
+        return out
+
+    storage_report.report_op(fake_quantize_affine)
+    out = compute_from_weight(region, values, *given)
+    q, integers[0] = integers[0], given[0].detach()
+    return q, out
+
+
+def _replace() -> None:
+    module = sys.modules[FAKE_QUANTIZATION[0]]
+    stock = getattr(module, FAKE_QUANTIZATION[1])
+
+    @functools.wraps(stock)
+    def fake_quantize(
+        input: Any,
+        block_size: Any,
+        scale: Any,
+        zero_point: Any,
+        quant_dtype: Any,
+        quant_min: Any = None,
+        quant_max: Any = None,
+        *domain: Any,
+        **named_domain: Any,
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling() or len(domain) + len(named_domain) != 1:
+            given = input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max
+            return stock(*given, *domain, **named_domain)
+        (domain_of,) = domain or named_domain.values()
+        return fake_quantize_affine(
+            stock, input, block_size, scale, zero_point, quant_dtype, quant_min, quant_max, domain_of
+        )
+
+    setattr(module, FAKE_QUANTIZATION[1], fake_quantize)
+
+
+when_imported(*FAKE_QUANTIZATION, _replace)  # of another release, torchao's own ops run, and are packed as any others
