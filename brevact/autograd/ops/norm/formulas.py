@@ -174,7 +174,8 @@ def runs_in_float32(name: str, x: Tensor) -> bool:
     if not is_any_autocast_enabled():
         return False
     device = x.device.type
-    return torch.is_autocast_enabled(device) and _has_autocast_kernel(name, device)
+    is_known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return is_known and _has_autocast_kernel(name, device)
 
 
 @functools.cache
