@@ -1,0 +1,13 @@
+"""Exact gradients in fewer bytes: layers that are cheap are computed again in backward, the rest is stored as it is."""
+
+import torch
+
+import brevact
+
+layers = [torch.nn.Conv2d(8, 32, 1), torch.nn.BatchNorm2d(32), torch.nn.SiLU()]
+layers += [torch.nn.Conv2d(32, 32, 3, padding=1, groups=32), torch.nn.BatchNorm2d(32), torch.nn.SiLU()]
+model = torch.nn.Sequential(*layers, torch.nn.Conv2d(32, 8, 1))
+batch = torch.randn(16, 8, 32, 32)
+brevact.quantize_backward(model, brevact.LosslessBackward, recompute=1024)
+model(batch).square().mean().backward()
+print(brevact.memory_report(model, batch))
