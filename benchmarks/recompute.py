@@ -262,7 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model.train()
         for way in tqdm(options.policies, desc=name, leave=False):
             row = measure(name, model, batch, way, options.rounds, options.draws)
-            write_rows([] if row is None else [row], options.csv)
+            if row is not None:
+                write_rows([row], options.csv)
 
 
 if __name__ == "__main__":

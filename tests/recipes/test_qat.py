@@ -10,7 +10,7 @@ from recipes.images import make_batches
 from recipes.models import EfficientNetV2
 from recipes.qat import RECIPE, QatSettings, calibrate, main
 from recipes.runs import build_objective
-from tests.recipes.running import PNG, interrupted_at_forward, results_without_time, same_weights
+from tests.recipes.running import PNG, interrupted_without_hooks, results_without_time, same_weights
 
 #: Command line of the smallest run: two steps an epoch.
 TINY = "--train-size 16 --test-size 8 --batch-size 8 --epochs 2 --warmup-epochs 0.5 --calibration-batches 1".split()
@@ -48,7 +48,7 @@ def test_lossless_runs_end_in_the_weights_of_stock_brevitas(comparison):
 @pytest.mark.exhaustive
 # Calibration takes forward pass 1, the memory report 2 and 3, an epoch two for training and one for testing.
 def test_main_resumes_an_interrupted_run_to_the_same_result(comparison, tmp_path):
-    with interrupted_at_forward(EfficientNetV2, 8):
+    with interrupted_without_hooks(EfficientNetV2, 8):
         assert main([*TINY, "--act-quant", "StochBackward2bit", "--out-dir", str(tmp_path)]) == 130
     assert len(results_without_time(tmp_path)) == 1
     assert main(["--resume", str(tmp_path)]) == 0
