@@ -125,7 +125,7 @@ def _tiles(
     """Constants of tiles and of groups, programs and threads, for elements of so many bytes."""
     several, aligned = (scale.numel() > 1, zero_point.numel() > 1), plan.inner % (_BLOCK // 8) == 0
     if any(several) and not aligned:
-        itemsize = 8  # the groups of more elements a thread could spill: one 16-bit kernel does on sm_80
+        itemsize = 4 if x.dtype is torch.float32 else 8  # the groups of more elements a thread could spill
     tiles = tiling(plan.numel, _BLOCK, itemsize)
     constants = {
         "SCALES": several[0],

@@ -18,7 +18,7 @@ MODULES = (
     "interpreted_grids.py",
     "interpreted_normalize.py",
     "interpreted_passes.py",
-    "interpreted_fake_quantization.py",
+    "interpreted_fake_quantization.py",  # which has no further crosses
 )
 
 
@@ -42,6 +42,6 @@ def test_interpreted_kernels_pass(modules: tuple[str, ...]):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("module", [name for name in MODULES if "exhaustive" in (HERE / name).read_text("utf-8")])
+@pytest.mark.parametrize("module", MODULES[:-1])
 def test_interpreted_kernels_pass_in_the_full_crosses(module: str):
     run(str(HERE / module), "-m", "exhaustive")
