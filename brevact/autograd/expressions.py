@@ -168,9 +168,10 @@ class Derived(Decoder):
 
     def _reading(self, tensors: tuple[Tensor, ...]) -> _Reading:
         """Return what is read for the tensor."""
-        parts, again = self.parts(tensors), [n for n, (decoder, _) in enumerate(self.sources) if decoder.depth]
-        latest = max(again, key=lambda number: place_of(parts[number]), default=-1) if len(again) > 1 else -1
-        return _Reading(parts, {}, self.repeated, frozenset(again) - {latest} if len(again) > 1 else frozenset())
+        parts, early = self.parts(tensors), {n for n, (decoder, _) in enumerate(self.sources) if decoder.depth}
+        if early:
+            early.remove(max(early, key=lambda number: place_of(parts[number])))
+        return _Reading(parts, {}, self.repeated, frozenset(early))
 
     def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():

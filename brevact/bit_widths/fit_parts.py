@@ -8,7 +8,6 @@ first samples of one batch.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +40,8 @@ def samples_of(batch: Any) -> int:
     Args:
         batch: tensors in containers.
     """
-    sizes = Counter(x.shape[0] for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim())
-    return next(iter(sizes)) if len(sizes) == 1 else 1
+    sizes = {x.shape[0] for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim()}
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
 def part_of(batch: Any, count: int) -> Any:
