@@ -6,7 +6,6 @@ import math
 import platform
 import time
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ class Training:
             "seconds": f"{self.seconds + time.perf_counter() - start:.0f}",
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine(),
             "torch": torch.__version__,
-            "brevact": version("brevact"),
+            "brevact": brevact.__version__,
             "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
         }
 
