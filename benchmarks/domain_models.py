@@ -98,6 +98,16 @@ def monai_unet() -> Step:
     return _dice_cross_entropy(UNet(3, 1, 2, channels=(16, 32, 64), strides=(2, 2), num_res_units=2))
 
 
+def monai_unet_of_five() -> Step:
+    from monai.losses import DiceCELoss, TverskyLoss
+    from monai.networks.nets import UNet
+
+    dice, tversky = (loss(to_onehot_y=True, softmax=True) for loss in (DiceCELoss, TverskyLoss))
+    model = UNet(3, 1, 5, channels=(16, 32, 64), strides=(2, 2), num_res_units=2)
+    batch = torch.randn(2, 1, 32, 32, 32), torch.randint(0, 5, (2, 1, 32, 32, 32))
+    return Step(model, batch, _supervised(lambda logits, y: dice(logits, y) + tversky(logits, y)))
+
+
 def monai_segresnet() -> Step:
     from monai.losses import TverskyLoss
     from monai.networks.nets import SegResNet
@@ -555,6 +565,7 @@ _YOLO, _PYG, _TRANSFORMERS = ("ultralytics", "torchvision"), ("torch_geometric",
 #: The models by name.
 DOMAINS: dict[str, Domain] = {
     "MONAI UNet": Domain(_MONAI, monai_unet),
+    "MONAI UNet, 5 classes": Domain(_MONAI, monai_unet_of_five),
     "MONAI SegResNet": Domain(_MONAI, monai_segresnet),
     "MONAI DynUNet": Domain(_MONAI, monai_dynunet),
     "MONAI UNETR": Domain((*_MONAI, "einops"), monai_unetr),

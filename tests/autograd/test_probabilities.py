@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd import region
+from brevact.autograd import SaveMode, region
 from brevact.quantizers import Rounding
 from tests.autograd.measuring import assert_loss_as_torch, run_loss, settings, watch_saved
 
@@ -39,11 +39,11 @@ def test_gumbel_softmax_draws_torchs_numbers(hard):
 
 def test_softmax_bias_is_that_of_one_copy():
     # E[p^ (g - sum(g p^))] - p (g - sum(g p)) = -Var(p^) g, for independent errors: each row is a bucket, and a draw.
-    draws, row, g = 60000, torch.randn(16), torch.randn(16)
-    x = row.repeat(draws, 1).requires_grad_()
-    with region(settings(bit_width=1, bucket_size=16)):
-        out = torch.softmax(x * 1, 1)
-    (grads,) = torch.autograd.grad(out, x, g.expand_as(x))
+    draws, row, g = 60000, torch.randn(64), torch.randn(64)
+    x = row.repeat(1, draws, 1).requires_grad_()  # as scores of an attention
+    with region(settings(bit_width=1, bucket_size=64)):
+        out = torch.softmax(x * 1, -1)
+    grads = torch.autograd.grad(out, x, g.expand_as(x))[0][0]
     p = row.softmax(0)
     step = p.max() - p.min()
     place = (p - p.min()) / step
@@ -69,9 +69,76 @@ def test_softmax_over_few_classes_is_unbiased_in_no_more_bytes(classes, function
     assert saved.nbytes <= x.numel() * (1 / 8 + 6 / 8)  # of a bit an element, and metadata of 6 bytes a bucket
 
 
-@pytest.mark.parametrize("shape, dim", [((4, 2, 30, 40), 1), ((4, 3, 30, 40), -3), ((40, 3), -1), ((2, 50), 0)])
+def _logits(classes, bit_width):
+    """Logits (C, 2) whose probabilities have a range of which 16-bit metadata store minimum and scale exactly."""
+    levels, least = 2**bit_width - 1, 2.0**-10
+    most = least + levels * 2.0 ** -(bit_width + (bit_width > 1))
+    rest, flat = 1 + 0.3 * torch.rand(classes - 2), 1 + 0.5 * torch.rand(classes)
+    first = torch.cat([torch.tensor([most, least]), rest * (1 - most - least) / rest.sum()])
+    return torch.stack([first, flat / flat.sum()], 1).log(), (most - least) / levels
+
+
+def _assert_unbiased(function, bit_width, rounding, classes, g=None):
+    """The mean gradient of copies of a row (C, 2) along dim 1 is that of torch, for each copy is a draw.
+
+    g is the gradient of the output; None for that of the sum of squares, which reads the output in the region.
+    """
+    draws, (row, step) = 40000, _logits(classes, bit_width)
+    row = -row if function is F.softmin else row
+    x, leaf = row.repeat(draws, 1, 1).requires_grad_(), row.clone().requires_grad_()
+    with region(settings(bit_width=bit_width, rounding=rounding, bucket_size=row.numel())):
+        out = function(x * 1, 1)
+        out, of_out = (out.square().sum(), None) if g is None else (out, g.expand_as(out))
+    (grads,) = torch.autograd.grad(out, x, of_out)
+    p = function(leaf[None], 1)
+    g = 2 * p.detach() if g is None else g
+    (expected,) = torch.autograd.grad(p, leaf, g.view_as(p))
+    of_squares = 2.0**-9 * step**2 * g.abs().max()  # 16 bits of minimum and scale of the squares of errors
+    allowed = 5 * grads.std(0) / draws**0.5 + of_squares + 1e-5
+    assert grads.std(0).max() > 0
+    assert ((grads.mean(0) - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("classes", [4, 10, 100])
+@pytest.mark.parametrize("rounding", [Rounding.STOCHASTIC, Rounding.DITHERED])
+@pytest.mark.parametrize("bit_width", [1, 4])
+@pytest.mark.parametrize("function", [torch.softmax, F.softmin])
+def test_softmax_over_more_classes_is_unbiased(function, classes, rounding, bit_width):
+    _assert_unbiased(function, bit_width, rounding, classes, torch.randn(classes, 2))
+
+
+@pytest.mark.parametrize("classes", [4, 10])
+def test_softmax_is_unbiased_before_a_loss_that_reads_it(classes):
+    # The loss is quadratic in p: its gradient has the noise of its own copy, independent of that of the softmax.
+    _assert_unbiased(torch.softmax, 2, Rounding.DITHERED, classes)
+
+
+def test_softmax_over_more_classes_stores_a_bit_more_an_element():
+    x = torch.randn(4, 10, 32, 32, requires_grad=True)
+    for bits in (2, 4):
+        with watch_saved() as saved, region(settings(bit_width=bits, bucket_size=512)):
+            torch.softmax(x * 1, 1)
+        assert saved.nbytes <= x.numel() * (bits + 1 + 2 * 48 / 512) / 8
+
+
+@pytest.mark.parametrize("rounding", [Rounding.STOCHASTIC, Rounding.DITHERED])
+def test_softmax_over_more_classes_rounds_alike_at_once_and_on_backward(rounding):
+    x, weights, found = torch.randn(3, 6, 20, 20), torch.randn(3, 6, 20, 20), []
+    for mode in SaveMode:
+        torch.manual_seed(0)
+        leaf = x.clone().requires_grad_()
+        with region(settings(bit_width=2, rounding=rounding, save_mode=mode)):
+            (torch.softmax(leaf * 1, 1) * weights).sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "shape, dim",
+    [((4, 2, 30, 40), 1), ((4, 3, 30, 40), -3), ((40, 3), -1), ((2, 50), 0), ((4, 5, 30, 40), 1), ((60, 20), -1)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_softmax_over_few_classes_at_8_bits_is_close_with_the_strides_of_torch(shape, dim, dtype):
+def test_softmax_over_classes_at_8_bits_is_close_with_the_strides_of_torch(shape, dim, dtype):
     x, weights = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
     found = []
@@ -95,8 +162,8 @@ def test_log_softmax_gradient_is_the_formula_on_the_decoded_probabilities():
 
 
 def test_softmax_shares_its_copy_with_the_next_op():
-    x, linear = torch.randn(32, 64, requires_grad=True), torch.nn.Linear(64, 3)
+    x, linear = torch.randn(4, 8, 64, requires_grad=True), torch.nn.Linear(64, 3)
     with watch_saved() as saved, region(settings()):
-        linear(torch.softmax(x * 1, 1))
+        linear(torch.softmax(x * 1, -1))
     codes = [t for t in saved.tensors if t.dtype is torch.uint8]
     assert len({t.untyped_storage().data_ptr() for t in codes}) == 1 and len(codes) == 2

@@ -3,18 +3,29 @@
 Log-softmax: dL/dx = g - p sum(g), with p = exp(out) stored; linear in p, hence unbiased. Packing the output itself
 would not be: the gradient is exponential in it.
 
-Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), with the output p stored, one packed copy for this op
-and for those that read the output next (the product of an attention, say). The gradient is quadratic in p, so that the
-one copy leaves a bias: with independent errors E[p^ * (g - sum(g p^))] - dL/dx = -Var(p^_i) g_i.
+Softmax, and softmin with its sign: dL/dx = p * (g - sum(g p)), quadratic in the output p. One packed copy p^ of it
+leaves a bias, with independent errors e = p^ - p of mean 0:
 
-Of two or three classes, as in segmentation, the products of two probabilities are stored in place of the output, in no
-more memory: dL/dx_i = sum_j p_i p_j (g_i - g_j), linear in what is stored, hence unbiased. The bias of probabilities
-has one sign at all voxels, and the gradient of the last layer's bias adds it up.
+    E[p^_i (g_i - sum(g p^))] - dL/dx_i = -E[e_i^2] g_i.
+
+The bias has one sign at all voxels of a segmentation, and the gradient of the last layer's bias adds it up. So softmax
+over classes stores what is unbiased, for itself alone, since g may depend on what the reader of p decodes:
+
+- of two or three classes the products of two probabilities, in no more memory: dL/dx_i = sum_j p_i p_j (g_i - g_j) is
+  linear in them;
+- of more classes p^, rounded stochastically, so that errors are independent, and e^2 beside it at 1 bit an element,
+  whose product with g is added.
+
+Attention, along the last of three or more dimensions, over more than 32 keys, shares one packed copy of p with the
+product that reads p next, and has the bias above.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +33,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.ops.base import Saving, load, save
+from brevact.autograd.ops.base import SavedValue, Saving, load, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
+from brevact.autograd.settings import BackwardSettings
 from brevact.private_names.of_torch import softmax_backward
+from brevact.quantizers import Rounding, UniformQuantizer
 
 
 class _Softmax(Saving):
@@ -72,6 +85,63 @@ class _SoftmaxOfFew(Saving):
         return None, None, None, None, -grad_input if ctx.negates else grad_input
 
 
+#: Keys of an attention, along the last of three or more dimensions: more than these.
+_MOST_CLASSES_OF_SCORES = 32
+
+
+class _SoftmaxOfClasses(Saving):
+    """Softmax over four or more classes: the output and the squares of its errors, both packed for this op alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, negates: bool, input: Tensor
+    ) -> Tensor:
+        out = call(input)
+        p = out.detach()
+        of_p, of_squares = _settings_of(region.settings)
+        kept = _with(region, of_p).keep(p, share=False)
+        errors = SavedValue(*kept).decode().float() - p
+        save(ctx, kept, _with(region, of_squares).keep(errors.square(), share=False))
+        ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept, squares = load(ctx)
+        grad_input = softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype)
+        grad_input = grad_input.addcmul_(squares.decode().to(grad.dtype), grad).to(ctx.dtype)
+        return None, None, None, None, -grad_input if ctx.negates else grad_input
+
+
+def _with(region: Keeper, settings: BackwardSettings) -> Keeper:
+    """Return the region with other settings."""
+    other = copy.copy(region)
+    other.settings = settings
+    return other
+
+
+@functools.lru_cache(maxsize=64)
+def _settings_of(settings: BackwardSettings) -> tuple[BackwardSettings, BackwardSettings]:
+    """Return how probabilities are packed with independent errors, and the squares of the errors."""
+    quantizer = settings.quantizer
+    if getattr(quantizer, "rounding", None) is Rounding.DITHERED:  # all elements of a bucket by one shift
+        quantizer = replace(quantizer, rounding=Rounding.STOCHASTIC)
+    of_squares = UniformQuantizer(bit_width=1, rounding=Rounding.STOCHASTIC)
+    return replace(settings, quantizer=quantizer), replace(settings, quantizer=of_squares)
+
+
+def _softmax_for(settings: BackwardSettings, shape: torch.Size, dim: int) -> type[Saving]:
+    """Return the Function of softmax along a dimension of a tensor, by the number of classes."""
+    if not -len(shape) <= dim < len(shape):
+        return _Softmax
+    classes, is_last = shape[dim], dim in (-1, len(shape) - 1)
+    if classes in _FEW:
+        return _SoftmaxOfFew
+    attends = is_last and len(shape) > 2 and classes > _MOST_CLASSES_OF_SCORES
+    packs_at_random = settings.quantizer.is_stochastic and not (settings.is_lossless or settings.observes)
+    return _Softmax if classes < 2 or attends or not packs_at_random else _SoftmaxOfClasses
+
+
 class _LogSoftmax(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, call: Callable[[Tensor], Tensor], dim: int, input: Tensor) -> Tensor:
@@ -96,8 +166,7 @@ def _handler(function: type[Saving], *options: Any) -> Callable:
             return NotImplemented  # torch chooses the dimension, or explains what is wrong
         if input.numel() < max(1, region.settings.min_numel):
             return NotImplemented  # there is nothing to pack
-        is_of_few = function is _Softmax and -input.dim() <= dim < input.dim() and input.shape[dim] in _FEW
-        of_size = _SoftmaxOfFew if is_of_few else function
+        of_size = _softmax_for(region.settings, input.shape, dim) if function is _Softmax else function
         return region.apply(of_size, lambda x: func(x, dim, *args, **kwargs), dim, *options, input)
 
     return handle
@@ -105,8 +174,9 @@ def _handler(function: type[Saving], *options: Any) -> Callable:
 
 _STORED = Stored(
     "softmax",
-    "the output, packed, shared with what reads it; of two or three classes products of two probabilities, packed",
-    "bias Var of one packed copy; of two or three classes unbiased",
+    "of two or three classes products of two probabilities, packed; of more the output, packed, and squares of its "
+    "errors at 1 bit; of attention, over more than 32 keys, the output, packed, shared with what reads it",
+    "of classes unbiased; of attention bias Var of one packed copy",
 )
 _OF_LOGARITHMS = Stored("log-softmax", "the probabilities, packed", UNBIASED)
 OPS = (
