@@ -16,7 +16,7 @@ from torch import Tensor
 
 from brevact.autograd import storage_report
 from brevact.autograd.quality import Quality
-from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, Saved, one_object_each
+from brevact.autograd.saved import NO_DOUBLE_BACKWARD, Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.storages import versions_of
 from brevact.private_names.of_torch import current_graph_task
 from brevact.quantizers import (
@@ -157,25 +157,13 @@ def without_gaps(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pairs(Decoder):
+class _Pairs(PassesOn):
     """Decodes the real and imaginary parts of a complex tensor, which lie side by side."""
 
-    decoder: Decoder
     is_conjugate: bool
-
-    @property
-    def quality(self) -> Quality:
-        return self.decoder.quality
-
-    @property
-    def lasts(self) -> bool:
-        return self.decoder.lasts
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return complex_of(self.decoder.decode(tensors), self.is_conjugate)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return self.decoder.described(tensors)
 
 
 def pairs_of(x: Tensor) -> Tensor:
@@ -191,21 +179,13 @@ def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flattened(Decoder):
+class _Flattened(PassesOn):
     """Decodes a tensor, of which its reader has flattened dimensions."""
 
-    decoder: Decoder
     shape: tuple[int, ...]
-
-    @property
-    def allows_double_backward(self) -> bool:
-        return self.decoder.allows_double_backward
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).reshape(self.shape)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return self.decoder.described(tensors)
 
 
 _flattened = one_object_each(_Flattened)

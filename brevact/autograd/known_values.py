@@ -25,7 +25,7 @@ from torch import Tensor
 from brevact.autograd import storage_report
 from brevact.autograd.decode_cache import decoded_for_many
 from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.storages import storage_address, versions_of
 from brevact.integers import IntegerPlan, IntegerRounding
@@ -183,35 +183,15 @@ class Recomputed(Decoder):
 
 
 @dataclass(frozen=True, slots=True)
-class View(Decoder):
+class View(PassesOn):
     """Decoder of a view of a tensor that another one decodes."""
 
-    decoder: Decoder
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int | torch.SymInt
 
-    @property
-    def quality(self) -> Quality:
-        return self.decoder.quality
-
-    @property
-    def depth(self) -> int:
-        return self.decoder.depth
-
-    @property
-    def lasts(self) -> bool:
-        return self.decoder.lasts
-
-    @property
-    def allows_double_backward(self) -> bool:
-        return self.decoder.allows_double_backward
-
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).as_strided(self.shape, self.stride, self.offset)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return self.decoder.described(tensors)
 
 
 _view = one_object_each(View)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -101,6 +102,36 @@ class Decoder:
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
         """Return how the activation is saved, for a report, and the bytes it has when decoded."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class PassesOn(Decoder):
+    """Base of decoders that read a tensor of another decoder in another shape, without computing anything.
+
+    Args:
+        decoder: of that tensor.
+    """
+
+    decoder: Decoder
+
+    @property
+    def quality(self) -> Quality:
+        return self.decoder.quality
+
+    @property
+    def lasts(self) -> bool:
+        return self.decoder.lasts
+
+    @property
+    def depth(self) -> int:
+        return self.decoder.depth
+
+    @property
+    def allows_double_backward(self) -> bool:
+        return self.decoder.allows_double_backward
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return self.decoder.described(tensors)
 
 
 #: Tensors for autograd to save, and the decoder that reads them.

@@ -10,37 +10,20 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.quality import Quality
-from brevact.autograd.saved import Decoder, Saved
+from brevact.autograd.saved import PassesOn, Saved
 from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import is_traced
 
 
 @dataclass(frozen=True, slots=True)
-class _Viewed(Decoder):
+class _Viewed(PassesOn):
     """Decodes a tensor, then makes the view of it that was used."""
 
-    decoder: Decoder
     order: tuple[int, ...]
     shape: torch.Size
 
-    @property
-    def quality(self) -> Quality:
-        return self.decoder.quality
-
-    @property
-    def lasts(self) -> bool:
-        return self.decoder.lasts
-
-    @property
-    def depth(self) -> int:
-        return self.decoder.depth
-
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self.decoder.decode(tensors).permute(self.order).expand(self.shape)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return self.decoder.described(tensors)
 
 
 def keep_operand(region: Keeper, x: Tensor) -> Saved:
