@@ -37,6 +37,7 @@ from brevact.reports.in_place import in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
+from brevact.reports.step import in_step
 
 _log = logging.getLogger(__name__)
 #: Batches on which each group's noise is measured, and those on which the result is, with draws of each.
@@ -64,6 +65,9 @@ def fit(
     progress: bool = True,
 ) -> Policy:
     """Return the policy of least gradient noise within a budget: bit widths of 1 to 8, or full precision, a layer.
+
+    The unit is the step, as ``with brevact.backward_quant(model):`` runs it: the loss is packed, too, at a width of its
+    own, and its bytes and noise count.
 
     Layers that pack tensors get widths, and all that can derive from these derives. The noise of each of them is
     measured alone; bytes go where they lower it most (:func:`brevact.bit_widths.allocation.allocate`). The result is
@@ -104,11 +108,10 @@ def fit(
         model: module without a policy; layers with ``act_quant=`` keep theirs. It runs, and is afterwards as it was.
         batches: at least 2, of the size that it trains with: the more, the better is the unit known. Noise is measured
             on the first 4.
-        loss: takes the model and a batch, and returns a scalar. What it stores outside of the model counts, too.
+        loss: takes the model and a batch, and returns a scalar. It runs in the region of the model.
         ratio: how many times less is to be stored.
         saved_bytes: bytes to be stored for a batch like the first, at most.
-        peak_bytes: peak of a step with a batch like the first, at most; also beside one of the others. The loss runs in
-            the region of the model then, as in ``with brevact.backward_quant(model):``.
+        peak_bytes: peak of a step with a batch like the first, at most; also beside one of the others.
         noise: noise and squared bias, together, in units of minibatch noise, at most; also beside a budget of bytes.
         time: seconds of a step over those at full precision, at most; beside another budget.
         double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
@@ -145,6 +148,7 @@ def fit(
             "default"
         )
     refuse_policy(model)
+    loss = in_step(loss)
     batches = batches[:_QUICK_BATCHES] if quick else batches
     with progress_bar("fit", None, progress) as on_pass:
         with in_place(model):

@@ -19,10 +19,11 @@ from torch import nn
 
 from brevact import injectors
 from brevact.autograd import attach_region, detach_region
-from brevact.autograd.hooks import takes_hooks
+from brevact.autograd.hooks import Attachment, takes_hooks
 from brevact.autograd.storage_report import DERIVED, PACKED, SMALL
 from brevact.injectors import backward_settings_from
 from brevact.injectors.proxies import modules_without_own_region, names_of
+from brevact.policy.inherit import hook_of_policy
 from brevact.policy.presets import Policy
 from brevact.policy.rules import POLICY
 from brevact.reports.chains import Chain, chains_of
@@ -166,11 +167,13 @@ def quantizer_of(bit_width: int, *, attends: bool, double_backward: bool = False
 @contextmanager
 def with_quantizers(model: nn.Module, quantizers: Mapping[str, Any]) -> Iterator[None]:
     """Give modules of a model without a policy backward quantizers, None for full precision, for a block of code."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules, attachment = dict(model.named_modules(remove_duplicate=False)), Attachment()
     with without_policy(model):
         for name, source in quantizers.items():
             if takes_hooks(modules[name]):
-                attach_region(modules[name], None if source is None else backward_settings_from(source), POLICY)
+                settings = None if source is None else backward_settings_from(source)
+                attach_region(modules[name], settings, POLICY, attachment=attachment)
+        attachment.root = hook_of_policy(model)
         yield
 
 

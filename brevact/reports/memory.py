@@ -20,12 +20,12 @@ from brevact.autograd.hooks import regions_of
 from brevact.autograd.storage_report import DERIVED, FULL_PRECISION, NO_QUANTIZER, ON_BACKWARD, PACKED, recording
 from brevact.autograd.storages import storage_address
 from brevact.injectors.proxies import names_of
-from brevact.policy.attach import attach_policy, region_of_step
+from brevact.policy.attach import attach_policy
 from brevact.reports.batches import arguments_of, explained, tensors_of, without_surroundings
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
-from brevact.reports.step import device_of, peak_of, step_of
+from brevact.reports.step import device_of, in_step, peak_of, step_of
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
@@ -94,7 +94,7 @@ def memory_report(
     if loss is not None:
         check_loss(loss)
         batch = without_surroundings(batch)
-        found = memory_of(model, lambda measured: _run_step(measured, batch, loss), batch)
+        found = memory_of(model, lambda measured: in_step(loss)(measured, batch), batch)
         return _with_peaks(found, model, batch, loss)
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
     with explained(batch, arguments):
@@ -109,7 +109,7 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
             attach_policy(model)
         if not model.training:
             model.train()
-        if not _begins_backward(_run_step(model, batch, loss)):
+        if not _begins_backward(in_step(loss)(model, batch)):
             return report
         plain, packed = (
             peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch)) for packs in (False, True)
@@ -119,12 +119,6 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
 
 def _begins_backward(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
-
-
-def _run_step(model: nn.Module, batch: Any, loss: Loss) -> Any:
-    """Run a loss as a training step does: in the region of the model, if that has a policy."""
-    with region_of_step(model):
-        return loss(model, batch)
 
 
 def memory_of(model: nn.Module, run: Callable[[nn.Module], Any], arguments: Any) -> MemoryReport:

@@ -158,14 +158,22 @@ def step_report(
     return StepReport(tuple(seconds[False]), tuple(seconds[True]), peaks[False], peaks[True], note)
 
 
+def in_step(loss: Loss) -> Loss:
+    """Return a loss as a training step runs it: in the region of a model that has a policy."""
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        with region_of_step(model):
+            return loss(model, batch)
+
+    return run
+
+
 def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
     """Return a function that runs forward and backward pass of a loss, with the backward quantizers or without them."""
 
     def run() -> None:
         with nullcontext() if packs else regions_disabled():  # in backward, too, where checkpoints run again
-            with region_of_step(model):
-                value = loss(model, batch)
-            value.backward()
+            in_step(loss)(model, batch).backward()
         model.zero_grad(set_to_none=True)
 
     return run

@@ -25,6 +25,7 @@ from brevact.bit_widths.fit_peaks import ByteLimit
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
+from tests.autograd.measuring import watch_saved
 
 
 class Block(nn.Module):
@@ -74,6 +75,22 @@ def model() -> Net:
 
 def stored(model: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
     return memory_of(model, lambda copied: loss(copied, batch), batch).saved_bytes
+
+
+def test_bytes_are_those_of_a_step_with_its_loss():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 500))
+    batches = [(torch.randn(128, 32), torch.randint(500, (128,))) for _ in range(3)]
+    policy = brevact.fit(model, batches, loss, ratio=8)
+    step = brevact.memory_report(brevact.quantize_backward(model, policy), batches[0], loss)
+    assert policy.report.saved_bytes == step.saved_bytes and policy.report.plain_bytes == step.plain_bytes
+    assert step.ratio >= 8  # of the probabilities of the loss, too, which are most of what is stored
+    assert any(group.source == "" for group in policy.report.groups)
+    with watch_saved() as saved, brevact.backward_quant(model):
+        value = loss(model, batches[0])
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved.tensors = [x for x in saved.tensors if x.untyped_storage().data_ptr() not in weights]
+    assert saved.nbytes == step.saved_bytes and value.requires_grad
 
 
 def report_with(model: nn.Module, batch: tuple[Tensor, Tensor], bit_width: int) -> MemoryReport:
