@@ -29,7 +29,10 @@ class IntegerPlan(NamedTuple):
         clips: Whether what is clipped has no gradient; what a ReLU sets to zero never has.
         has_spare: Whether the last code stands for NaN.
         inner: Consecutive elements of one scale and zero point.
-        groups: Number of scales: element e has that of `e // inner % groups`.
+        groups: Number of scales, in rows of `groups // rows`.
+        repeats: Consecutive runs of as many elements as a row has numbers, times `inner`, that share the row.
+        rows: Number of rows. With `f = e // inner` and `n = groups // rows`, element e has scale
+            `f // (n * repeats) % rows * n + f % n`, which is `f % groups` where there is one row.
     """
 
     numel: int
@@ -42,3 +45,5 @@ class IntegerPlan(NamedTuple):
     has_spare: bool
     inner: int
     groups: int
+    repeats: int = 1
+    rows: int = 1

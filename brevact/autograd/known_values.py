@@ -14,10 +14,11 @@ Edits that the counter does not see go by ``x.data`` or NumPy: a region that han
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,13 +93,15 @@ class IntegerCodes(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, zero_point, scale, *mask = tensors
-        plan = None
+        found = None
         if not mask and self.step == 1 and not is_traced(packed):
-            plan = _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
-        if plan is None:
+            found = _plan_of(self, scale.shape, zero_point.shape, scale.dtype, zero_point.dtype)
+        if found is None:
             return self.integers(tensors) * scale
+        plan, order = found
         out = self.layout.empty(packed.device)
-        decode_integers(packed, plan, scale.reshape(-1), zero_point.reshape(-1), out)
+        dims = len(self.layout.shape)
+        decode_integers(packed, plan, flat_numbers(scale, order, dims), flat_numbers(zero_point, order, dims), out)
         return out
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
@@ -112,8 +115,8 @@ def _plan_of(
     of_zero_point: torch.Size,
     scale_dtype: torch.dtype,
     zero_point_dtype: torch.dtype,
-) -> IntegerPlan | None:
-    """Return how a kernel decodes integers in one pass; None for several scales in other ways than along a dimension.
+) -> tuple[IntegerPlan, tuple[int, ...] | None] | None:
+    """Return how a kernel decodes integers in one pass, and the order of scales; None for those in other ways.
 
     Numbers of another type than the integers are such that torch computes in the type of the integers.
     """
@@ -130,30 +133,67 @@ def _plan_of(
     places = groups_of(layout, of_scale, of_zero_point) if layout.numel and layout.is_result_dense else None
     if places is None:
         return None
-    inner, groups = places
+    inner, groups, repeats, rows, order = places
     highest = codes.minimum + 2**codes.bit_width - 1 - codes.has_spare
     ends = codes.bit_width, codes.minimum, highest
-    return IntegerPlan(layout.numel, *ends, IntegerRounding.NEAREST, False, False, codes.has_spare, inner, groups)
+    kind = IntegerRounding.NEAREST, False, False, codes.has_spare
+    return IntegerPlan(layout.numel, *ends, *kind, inner, groups, repeats, rows), order
 
 
-def groups_of(layout: Layout, *numbers: torch.Size) -> tuple[int, int] | None:
-    """Return how numbers of these sizes, which broadcast to a tensor, divide its memory order: inner and groups.
+class NumberPlaces(NamedTuple):
+    """Which number each element of a tensor has, in memory order, by the fields of ``IntegerPlan``.
 
-    Element e has number e // inner % groups, of those that are not one. None where there is no such order.
+    The order is that of the tensor's dimensions along which numbers differ, in memory; None where it is theirs anyway.
+    """
+
+    inner: int
+    groups: int
+    repeats: int = 1
+    rows: int = 1
+    order: tuple[int, ...] | None = None
+
+
+def groups_of(layout: Layout, *numbers: torch.Size) -> NumberPlaces | None:
+    """Return how numbers of these sizes, which broadcast to a tensor, divide its memory order.
+
+    None where those that are not one differ along other dimensions each, or along such as lie in memory in more than
+    two runs.
     """
     dims = {tuple(_dims_of(sizes, len(layout.shape))) for sizes in numbers} - {()}
     if not dims:
-        return layout.numel, 1
+        return NumberPlaces(layout.numel, 1)
     if len(dims) > 1:
         return None
     (found,) = dims
-    if len(found) == 1:
-        return layout.groups_along(found[0])
-    first = layout.dims.index(found[0]) if found[0] in layout.dims else -1
-    if first < 0 or layout.dims[first : first + len(found)] != found:  # neighbours in memory, in this order
+    if not set(found) <= set(layout.dims):
+        return None if len(found) > 1 else NumberPlaces(*layout.groups_along(found[0]))
+    order = tuple(dim for dim in layout.dims if dim in found)
+    runs = [
+        (differ, math.prod(layout.shape[dim] for dim in dims))
+        for differ, dims in itertools.groupby(
+            layout.dims, lambda dim: dim in found
+        )  # together in memory, slowest first
+    ]
+    inner = 1 if runs[-1][0] else runs.pop()[1]
+    sizes = [size for _, size in runs if runs[0][0]] or [size for _, size in runs[1:]]
+    if len(sizes) == 1:
+        places = NumberPlaces(inner, sizes[0])
+    elif len(sizes) == 3:
+        rows, repeats, columns = sizes
+        places = NumberPlaces(inner, rows * columns, repeats, rows)
+    else:
         return None
-    last = first + len(found)
-    return max(math.prod(layout.sizes[last:]), 1), math.prod(layout.sizes[first:last])
+    return places if order == found else places._replace(order=order)
+
+
+def flat_numbers(numbers: Tensor, order: tuple[int, ...] | None, dims: int) -> Tensor:
+    """Return the numbers, (groups,), of a tensor of so many dimensions in its memory order; one stays as it is."""
+    if numbers.numel() == 1:
+        return numbers.detach()
+    if order is not None:
+        own = [dim - dims + numbers.dim() for dim in order]
+        numbers = numbers.permute(own + [dim for dim in range(numbers.dim()) if dim not in own])
+    return numbers.detach().reshape(-1)
 
 
 def _dims_of(sizes: torch.Size, dims: int) -> list[int]:

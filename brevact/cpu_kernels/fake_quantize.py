@@ -46,16 +46,16 @@ from brevact.integers import IntegerPlan
 
 BLOCK = 512
 
-NUMEL, BIT_WIDTH, LOWEST, HIGHEST, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, INNER, GROUPS = range(10)
+NUMEL, BIT_WIDTH, LOWEST, HIGHEST, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, INNER, GROUPS, REPEATS, ROWS = range(12)
 """Fields of the words of a call: those of `IntegerPlan`."""
 
-SCALE, SCALES, ZERO_POINT, ZERO_POINTS = range(10, 14)
+SCALE, SCALES, ZERO_POINT, ZERO_POINTS = range(12, 16)
 """Addresses of float32 scales and zero points, and how many there are: one, or one a group."""
 
-X, OUT, VALUES, CODES, MASK, RESIDUAL, MISSING, LEVELS, STEPS, WIDTH, SEED = range(14, 25)
+X, OUT, VALUES, CODES, MASK, RESIDUAL, MISSING, LEVELS, STEPS, WIDTH, SEED = range(16, 27)
 """Addresses of arrays, 0 for none; bits of a residual; the key of random bits."""
 
-KIND = 25
+KIND = 27
 """Code of the type of elements; each op rounds to it."""
 
 _FLOOR, _CEIL, _TO_ZERO, _DPU = range(1, 5)
@@ -64,17 +64,21 @@ _FLOOR, _CEIL, _TO_ZERO, _DPU = range(1, 5)
 @inlined
 def fill_groups(words, source, count_of, first, count, out):
     """The number of each element's group, for elements first to first + count."""
-    numbers, inner, groups = f32_at(load(words, source)), load(words, INNER), load(words, GROUPS)
+    numbers, inner, rows = f32_at(load(words, source)), load(words, INNER), load(words, ROWS)
     if load(words, count_of) == 1:
         number = load(numbers, 0)
         for e in range(count):
             store(out, e, number)
         return
+    columns = load(words, GROUPS) // rows
+    of_row = columns * load(words, REPEATS)
     e = 0
     while e < count:
-        group = (first + e) // inner % groups
+        place = (first + e) // inner
+        column = place % columns
+        group = place // of_row % rows * columns + column
         if inner == 1:
-            run = min(groups - group, count - e)
+            run = min(columns - column, count - e)
             for g in range(run):
                 store(out, e + g, load(numbers, group + g))
         else:
@@ -318,7 +322,7 @@ def fake_quantize(
     if residual is not None and seed is not None:
         rows = residual_of.rows(x.device)
         of_residual = (rows[0].data_ptr(), rows[1].data_ptr(), residual_of.bit_width, int(seed))
-    words = (ctypes.c_int64 * 26)(
+    words = (ctypes.c_int64 * 28)(
         *plan,
         *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
         *(x.data_ptr(), out.data_ptr(), address(values), address(codes), address(mask), address(residual)),

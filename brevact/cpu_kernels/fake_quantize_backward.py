@@ -61,10 +61,10 @@ from brevact.cpu_kernels.planes import bytes_to_codes
 from brevact.cpu_kernels.teams import share
 from brevact.integers import IntegerPlan
 
-TERMS, SUMS, REST, PARTS = 26, 27, 28, 29
-"""Addresses of (2, n) terms, of the sums of the lanes of full blocks, (2, B * 32), of (2, 512) terms of the last block
-where it is not full, and of (2, B * 64) sums of columns; 0 for none. X is the gradient, OUT the gradient of what was
-quantized."""
+TERMS, SUMS, REST, PARTS, KINDS_OF_TERMS = range(28, 33)
+"""Addresses of (k, n) terms, of the sums of the lanes of full blocks, (k, B * 32), of (k, 512) terms of the last block
+where it is not full, and of (k, B * 64) sums of columns; 0 for none; and k: 4 where the zero point learns, else 2. X is
+the gradient, OUT the gradient of what was quantized."""
 COLUMNS = BLOCK // 8
 
 
@@ -103,6 +103,39 @@ def _add_columns(terms, count, out):
     for i in range(1, 8):
         for c in range(min(columns, count - i * columns)):
             store(out, c, load(out, c) + load(terms, i * columns + c))
+
+
+@inlined
+def _terms_of_zero_point(g, scales, bits, count, kind, third, fourth):
+    """-g s, and g s where nothing was clipped."""
+    for e in range(count):
+        store(third, e, -(load(g, e) * load(scales, e)))
+    settle(third, kind, count)
+    for e in range(count):
+        store(fourth, e, -load(third, e) if load(bits, e) else np.float32(0.0))
+
+
+@inlined
+def _place_terms(words, index, count, row, one, other, kind, own):
+    """Write the terms of two sums, rows `row` and the next, or add them as is asked for."""
+    numel = load(words, NUMEL)
+    blocks, first = (numel + BLOCK - 1) // BLOCK, index * BLOCK
+    if load(words, PARTS):
+        sums = advance(f32_at(load(words, PARTS)), (row * blocks + index) * COLUMNS)
+        _add_columns(one, count, sums)
+        _add_columns(other, count, advance(sums, blocks * COLUMNS))
+    if load(words, TERMS):
+        emit(one, load(words, TERMS), kind, row * numel + first, count)
+        emit(other, load(words, TERMS), kind, (row + 1) * numel + first, count)
+    elif load(words, SUMS) and count == BLOCK:
+        lanes = advance(f32_at(load(words, SUMS)), (row * blocks + index) * LANES)
+        add_block(one, own, lanes)
+        add_block(other, own, advance(lanes, blocks * LANES))
+    elif load(words, SUMS):
+        rest = advance(f32_at(load(words, REST)), row * BLOCK)
+        for e in range(count):
+            store(rest, e, load(one, e))
+            store(rest, BLOCK + e, load(other, e))
 
 
 @kernel
@@ -162,6 +195,10 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             emit(spent, load(words, OUT), kind, first, count)
         if not wants_terms:
             continue
+        if load(words, CODES) == 0 and not again:
+            _terms_of_zero_point(g, scales, bits, count, kind, first_terms, second_terms)
+            _place_terms(words, index, count, 2, first_terms, second_terms, kind, own)
+            continue
         if again:
             for e in range(count):
                 r = load(rounded, e)
@@ -181,6 +218,11 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             for e in range(count):
                 store(steps, e, load(x, e) / load(scales, e))
             settle(steps, kind, count)
+        if load(words, KINDS_OF_TERMS) == 4:
+            if again and rectifies:
+                pass_mask(x, rounded, count, lowest, highest, 0, clips, bits)
+            _terms_of_zero_point(g, scales, bits, count, kind, first_terms, second_terms)
+            _place_terms(words, index, count, 2, first_terms, second_terms, kind, own)
         if load(words, PARTS):
             _terms(g, clipped, q, steps, scales, count, kind, first_terms, second_terms)
             settle(first_terms, kind, count)
@@ -239,7 +281,7 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
     if plan.bit_width > 8 or not reads(target, plan, scale, zero_point):
         return NotImplemented
     scale, zero_point = numbers_of(scale), numbers_of(zero_point)
-    words = (ctypes.c_int64 * 26)(
+    words = (ctypes.c_int64 * 28)(
         *plan,
         *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
         *(0, target.data_ptr(), 0, codes.data_ptr(), *[0] * 7, KINDS[target.dtype]),
@@ -273,23 +315,24 @@ def fake_quantize_backward(
     if runs is not None and (grad.dtype is not torch.float32 or not adds_as_torch(threads)):
         runs = None
     if sums is not None and runs is None and terms is None:
-        terms = grad.new_empty(2, plan.numel)
+        terms = grad.new_empty(len(sums), plan.numel)
     lanes = rest = None
-    blocks = -(-plan.numel // BLOCK)
+    blocks, first = -(-plan.numel // BLOCK), 0 if codes is not None or values is not None else 2
     if runs is not None:
-        lanes, rest = grad.new_empty(2, blocks * LANES), grad.new_empty(2, BLOCK)
+        lanes, rest = grad.new_empty(len(sums), blocks * LANES), grad.new_empty(len(sums), BLOCK)
     levels = None if residual is None else residual_of.rows(grad.device)[0]
     width = 0 if residual is None else residual_of.bit_width
-    words = (ctypes.c_int64 * 30)(
+    words = (ctypes.c_int64 * 33)(
         *plan,
         *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
         *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
         *(address(levels), 0, width, 0, KINDS[grad.dtype]),
         *(address(terms), address(lanes), address(rest), address(parts)),
+        next((len(each) for each in (terms, sums, parts) if each is not None), 0),
     )
     share(fake_quantize_backward_blocks, (ctypes.addressof(words),), blocks, BLOCK, threads)
     if sums is not None and runs is not None and lanes is not None and rest is not None:
-        finish_into(sums, lanes, rest, plan.numel, runs, threads)
+        finish_into(sums[first:], lanes[first:], rest[first:], plan.numel, runs, threads)
     elif sums is not None and terms is not None:
-        for place in range(2):
+        for place in range(first, len(sums)):
             sums[place] = terms[place].sum()

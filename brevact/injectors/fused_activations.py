@@ -14,6 +14,7 @@ from brevact.autograd.ops.forward_statistics import absolute_percentile, magnitu
 from brevact.injectors.known_quantizers import (
     STATISTICS_OF_WEIGHTS,
     Tree,
+    is_own,
     known_quantizer,
     statistics_of_weight,
     takes_statistics,
@@ -78,7 +79,7 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
     if region is None:
         return NotImplemented
     known = known_quantizer(fused)
-    if known is not None and not takes_statistics(known.quant.scaling_impl):
+    if known is not None and not takes_statistics(known.quant.scaling_impl) and is_own(known.quant.zero_point_impl):
         found = known.quantize(region, x, reads_elements=False)
         if found is not NotImplemented:
             return found

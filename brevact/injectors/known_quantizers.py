@@ -1,9 +1,9 @@
 """Quantizers of Brevitas whose modules are known: inside a region one call stands for some thirty of them.
 
-Known are integers of a constant width, with the zero point 0; behind a ReLU also a scale that does not depend on the
-activation: constant, learned, or collected already. Bit width and scale are asked of Brevitas' own
-modules, whose state and gradients so stay theirs; the ops that quantize are those of ``fake_quantization``. Before each
-call the modules must be those that were read, with nobody's hooks on them.
+Known are integers of a constant width, with the zero point 0 or one of Brevitas'; behind a ReLU also a scale and a zero
+point that do not depend on the activation: constant, learned, or collected already. Bit width, scale and zero point are
+asked of Brevitas' own modules, whose state and gradients so stay theirs; the ops that quantize are those of
+``fake_quantization``. Before each call the modules must be those that were read, with nobody's hooks on them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ from brevact.private_names.of_brevitas import (
     NegativeMinOrZero,
     NegativePercentileOrZero,
     ParameterFromRuntimeStatsScaling,
+    ParameterFromRuntimeZeroPoint,
+    ParameterFromStatsFromParameterZeroPoint,
     ParameterScaling,
+    ParameterZeroPoint,
     PercentileInterval,
     PowerOfTwoIntScaling,
     RescalingIntQuant,
     ScalarSignedClampMinSte,
     SignedAbsMax,
     StatsFromParameterScaling,
+    StatsFromParameterZeroPoint,
     TensorClamp,
     ZeroZeroPoint,
 )
@@ -71,6 +75,13 @@ STATISTICS_OF_WEIGHTS = (
     NegativePercentileOrZero,
     PercentileInterval,
     SignedAbsMax,
+)
+_ZERO_POINTS = (
+    ZeroZeroPoint,
+    ParameterZeroPoint,
+    ParameterFromRuntimeZeroPoint,
+    ParameterFromStatsFromParameterZeroPoint,
+    StatsFromParameterZeroPoint,
 )
 _EVERYWHERE = global_forward_pre_hooks, global_forward_hooks, global_backward_pre_hooks, global_backward_hooks
 
@@ -200,12 +211,15 @@ class KnownQuantizer:
             threshold, integers = self._of_width(bit_width)
             if integers is None:
                 return NotImplemented
-            zero_point = quant.zero_point_impl.zero_point.value.detach()
+            is_zero = type(quant.zero_point_impl) is ZeroZeroPoint
+            zero_point = quant.zero_point_impl.zero_point.value.detach() if is_zero else None
             scale = None if self.learned is None else self.learned.scale(threshold)
             if scale is None and (not reads_elements or is_independent(quant.scaling_impl)):
                 scale = quant.scaling_impl(x, threshold)
         if scale is None:
             scale = self._scale_of(region, x, threshold)
+        if zero_point is None:
+            zero_point = self._zero_point_of(region, x, scale, bit_width)
         rectifier = Rectifier(None) if self.rectifies else None
         out = fake_quantize(region, integers, x, scale, zero_point, scale, zero_point, rectifier)
         if out is NotImplemented and x.numel() < region.settings.min_numel:  # autograd keeps small tensors as they are
@@ -231,6 +245,16 @@ class KnownQuantizer:
             stats = statistics_of_weight(region, parts.stats.stats_impl, values)
         with region.hooks.suspended, DisableTorchFunction():
             found = scaling.stats_scaling_impl(stats.view(parts.stats.stats_output_shape), threshold)
+        return found
+
+    def _zero_point_of(self, region: Any, x: Tensor, scale: Tensor, bit_width: Tensor) -> Tensor:
+        """Return a zero point that learns, or one of statistics, which are those of ``x`` in the region."""
+        module: Any = self.quant.zero_point_impl
+        if not is_own(module):
+            found: Tensor = module(x, scale, bit_width)
+            return found
+        with region.hooks.suspended, DisableTorchFunction():
+            found = module(x, scale, bit_width)
         return found
 
     def _of_width(self, bit_width: Tensor) -> tuple[Tensor, Integers | None]:
@@ -269,6 +293,13 @@ def is_independent(scaling: Any) -> bool:
     )
 
 
+def is_own(zero_point: Any) -> bool:
+    """Return whether a zero point depends on no activation or weight: 0, learned, or collected already."""
+    if type(zero_point) is ParameterFromRuntimeZeroPoint:
+        return not (zero_point.training and zero_point.counter < zero_point.collect_stats_steps)
+    return type(zero_point) in (ZeroZeroPoint, ParameterZeroPoint)
+
+
 def _is_known_before(relu: nn.Module, quant: RescalingIntQuant) -> bool:
     """Whether an activation in front of a known quantizer, whose scale does not read elements, is known."""
     if type(quant.scaling_impl) not in (ConstScaling, ParameterScaling, ParameterFromRuntimeStatsScaling):
@@ -291,7 +322,7 @@ def _is_known(quant: Any) -> bool:
         return False
     return (
         type(quant.int_quant.input_view_impl) is Identity
-        and type(quant.zero_point_impl) is ZeroZeroPoint
+        and type(quant.zero_point_impl) in _ZERO_POINTS
         and type(quant.int_scaling_impl) in (IntScaling, PowerOfTwoIntScaling)
         and type(quant.msb_clamp_bit_width_impl) in (BitWidthConst, BitWidthStatefulConst)
     )

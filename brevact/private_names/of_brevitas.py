@@ -72,7 +72,13 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "brevitas.core.stats.stats_wrapper": {FORWARD: ("_Stats",)},
-    "brevitas.core.zero_point": {BACKWARD: ("ZeroZeroPoint",), FORWARD: ("ZeroZeroPoint",)},
+    "brevitas.core.zero_point": {
+        BACKWARD: ("ZeroZeroPoint",),
+        FORWARD: (
+            *("ParameterFromRuntimeZeroPoint", "ParameterFromStatsFromParameterZeroPoint", "ParameterZeroPoint"),
+            *("StatsFromParameterZeroPoint", "ZeroZeroPoint"),
+        ),
+    },
     "brevitas.function.ops_ste": {
         BACKWARD: ("binary_sign_ste", "ternary_sign_ste"),
         FORWARD: ("binary_sign_ste", "ternary_sign_ste"),

@@ -102,8 +102,9 @@ def fake_quantize_backward(
     """Gradients of what is quantized and of its scale, in the order of Brevitas' ops.
 
     With q = y - z, g' = g s where an element was not clipped, else 0: the gradient of x is g' / s; that of the scale is
-    the sum of g q and of -g' ((x / s) / s), with x as it is or x / s = q + r by residuals r. What was clipped, and q,
-    are computed again from x where there are no codes.
+    the sum of g q and of -g' ((x / s) / s), with x as it is or x / s = q + r by residuals r; that of a zero point that
+    learns is the sum of -g s and of g', for which a ReLU in front sets nothing to 0. What was clipped, and q, are
+    computed again from x where there are no codes; a ReLU in front of a zero point that learns demands that.
 
     Args:
         grad: Dense gradient of the result, in the memory order of the codes.
@@ -114,20 +115,22 @@ def fake_quantize_backward(
         codes: Packed integers, or None.
         mask: Packed mask of the elements that have a gradient; None for all of them, and where there are residuals, or
             x without codes.
-        values: Dense tensor x, behind the ReLU; None where there are residuals, or no sums, terms or parts.
+        values: Dense tensor x, behind the ReLU; None where there are residuals, or no sums of the scale.
         residual: Packed residuals, or None.
         target: Dense gradient of x, written.
-        terms: (2, n) terms of both sums, written, or None.
-        sums: (2,) sums as `torch.sum` adds them, written, or None.
-        parts: (2, 64 * ceil(n / 512)) float32 sums of the eight terms of each column of each packing block, first to
+        terms: (k, n) terms of the sums, written, or None; k is 2, or 4 where the zero point learns. The first two rows,
+            here and below, are left as they are where there are neither codes nor x.
+        sums: (k,) sums as `torch.sum` adds them, written, or None.
+        parts: (k, 64 * ceil(n / 512)) float32 sums of the eight terms of each column of each packing block, first to
             last, 0 for columns that the last block lacks, written, or None.
     """
     n = plan.numel
     g, s = flat_memory(grad, n), _each(scale, plan)
     through = g * s
-    left = passes = q = None
+    left = passes = inside = q = None
     if codes is None and values is not None:
-        *_, q, passes = _quantized(flat_memory(values, n), plan, scale, zero_point)
+        _, rounded, q, passes = _quantized(flat_memory(values, n), plan, scale, zero_point)
+        inside = _inside(rounded, plan)
     elif residual is not None and residual_of is not None:
         left = g.new_empty(n)
         residual_of.decode(residual, PackedSpec.of(residual_of, Layout.of(left)), left)
@@ -136,17 +139,22 @@ def fake_quantize_backward(
         passes = reference.unpack(mask, 1, n, DEFAULT_BLOCK).bool()
     clipped = through if passes is None else torch.where(passes, through, 0.0)
     flat_memory(target, n).copy_(clipped / s)
-    if terms is None and sums is None and parts is None:
+    wanted = [each for each in (terms, sums, parts) if each is not None]
+    if not wanted:
         return
-    q = (_integers(codes, plan, g.dtype) if q is None else q) - _each(zero_point, plan)  # type: ignore[arg-type]
-    steps = flat_memory(values, n) / s if left is None and values is not None else left + q  # type: ignore[operator]
-    both = g * q, -clipped * (steps / s)
+    found = []
+    if codes is not None or values is not None:
+        q = (_integers(codes, plan, g.dtype) if q is None else q) - _each(zero_point, plan)  # type: ignore[arg-type]
+        steps = flat_memory(values, n) / s if left is None and values is not None else left + q  # type: ignore[operator]
+        found += [g * q, -clipped * (steps / s)]
+    if len(wanted[0]) == 4:
+        found += [-through, clipped if inside is None else torch.where(inside, through, 0.0)]
     if terms is not None:
-        torch.stack(both, out=terms)
+        terms[-len(found) :] = torch.stack(found)
     if sums is not None:
-        torch.stack([each.sum() for each in both], out=sums)
+        sums[-len(found) :] = torch.stack([each.sum() for each in found])
     if parts is not None:
-        torch.stack([_columns(each) for each in both], out=parts)
+        parts[-len(found) :] = torch.stack([_columns(each) for each in found])
 
 
 @run_by_kernels
@@ -172,12 +180,17 @@ def _quantized(
     rounded = ROUNDINGS[plan.rounding](shifted)
     q = torch.where(rounded > plan.highest, float(plan.highest), rounded)
     q = torch.where(q < plan.lowest, float(plan.lowest), q)
-    passes = torch.ones_like(v, dtype=torch.bool)
-    if plan.clips:
-        passes = ((rounded > plan.highest) | (rounded < plan.lowest)).logical_not_()
+    passes = _inside(rounded, plan)
     if plan.rectifies:
         passes &= ~(v <= 0.0)
     return shifted, rounded, q, passes
+
+
+def _inside(rounded: Tensor, plan: IntegerPlan) -> Tensor:
+    """Where clipping lets gradients through."""
+    if not plan.clips:
+        return torch.ones_like(rounded, dtype=torch.bool)
+    return ((rounded > plan.highest) | (rounded < plan.lowest)).logical_not_()
 
 
 def _columns(terms: Tensor) -> Tensor:
@@ -204,5 +217,6 @@ def _each(of_groups: Tensor, plan: IntegerPlan) -> Tensor:
     """A number for each element, or one for all, which leaves the type of elements as it is."""
     if of_groups.numel() == 1:
         return of_groups.reshape(())
-    index = torch.arange(plan.numel, device=of_groups.device) // plan.inner % plan.groups
-    return of_groups[index]
+    place, columns = torch.arange(plan.numel, device=of_groups.device) // plan.inner, plan.groups // plan.rows
+    row = place // (columns * plan.repeats) % plan.rows
+    return of_groups[row * columns + place % columns]

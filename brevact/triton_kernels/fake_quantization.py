@@ -26,7 +26,23 @@ BLOCK = tl.constexpr(512)
 _COLUMNS = tl.constexpr(64)
 _FLOOR, _CEIL, _TO_ZERO, _DPU = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 _UNALIGNED = ["scale_ptr", "zero_ptr", "levels_ptr", "steps_ptr", "seed_ptr", "missing_ptr"]
-_SIZES = ["numel", "inner", "groups"]
+_SIZES = ["numel", "inner", "groups", "repeats", "rows"]
+
+
+@triton.jit
+def _group(
+    i: tl.constexpr, first, row, column, stride, inner, groups, repeats, rows,
+    NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Groups of plane i of a tile; NESTED: in several rows, see `integers.IntegerPlan`, of fewer than 2^31 elements."""
+    if NESTED:
+        columns = groups // rows
+        start = first % (inner * columns * repeats * rows)
+        place = (start.to(tl.int32) + (row * BLOCK + i * stride + column)) // inner
+        group = place // (columns * repeats) % rows * columns + place % columns
+    else:
+        group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED)
+    return group
 
 
 @triton.jit
@@ -89,10 +105,10 @@ def _passes(x, r, lowest, highest, RECTIFIES: tl.constexpr, CLIPS: tl.constexpr)
 def fake_quantize_tile(
     x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
     out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-    lowest, highest, first, row, column, stride, limit, inner, groups,
+    lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
     BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Quantize and pack a tile."""
     TOP: tl.constexpr = (1 << WIDTH) - 1
@@ -105,7 +121,7 @@ def fake_quantize_tile(
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         group = 0
         if SCALES or ZEROS:
-            group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED)
+            group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
         scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
         zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
         pointers = first + (row * BLOCK + i * stride + column)
@@ -155,16 +171,18 @@ def fake_quantize_tile(
 @triton.jit
 def fake_quantize_backward_tile(
     g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
-    target_ptr, terms_ptr, more_terms_ptr, parts_ptr, more_parts_ptr,
-    lowest, highest, first, row, column, stride, limit, inner, groups,
+    target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+    parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+    lowest, highest, first, row, column, stride, limit, inner, groups, repeats, rows,
     BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile."""
     dtype: tl.constexpr = g_ptr.dtype.element_ty
     AGAIN: tl.constexpr = codes_ptr is None and values_ptr is not None
-    LEARNS: tl.constexpr = terms_ptr is not None or parts_ptr is not None
+    LEARNS: tl.constexpr = (terms_ptr is not None or parts_ptr is not None) and (AGAIN or codes_ptr is not None)
+    ZERO_LEARNS: tl.constexpr = zero_terms_ptr is not None or zero_parts_ptr is not None
     grads = load_planes(g_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
     if values_ptr is not None:
         values = load_planes(values_ptr + first, row, column, stride, limit, BLOCK, RAGGED)
@@ -178,24 +196,25 @@ def fake_quantize_backward_tile(
         residuals = load_bytes(place, row, column, stride, limit, BLOCK, WIDTH, RAGGED)
     if parts_ptr is not None:
         sums = tl.zeros((row.shape[0], column.shape[1]), tl.float32)
-        more_sums = sums
+        more_sums, zero_sums, more_zero_sums = sums, sums, sums
     for i in tl.static_range(8):
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         group = 0
         if SCALES or ZEROS:
-            group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED)
+            group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
         scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
         zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
         pointers = first + (row * BLOCK + i * stride + column)
         g = widen(grads[i])
-        clipped = settle(g * scale, dtype)
+        through = settle(g * scale, dtype)
+        clipped = through
         if AGAIN:
             x = widen(values[i])
             v = x
             if RECTIFIES:
                 v = tl.where(x < 0.0, 0.0, x)
             r = _rounded(_shifted(v, scale, zero, dtype), ROUNDING)
-            clipped = tl.where(_passes(x, r, lowest, highest, RECTIFIES, CLIPS), clipped, 0.0)
+            clipped = tl.where(_passes(x, r, lowest, highest, RECTIFIES, CLIPS), through, 0.0)
         elif residual_ptr is not None:
             code = unpack_code(residuals, i, WIDTH).to(tl.int32)
             left = settle(tl.load(levels_ptr + code), dtype)
@@ -225,18 +244,30 @@ def fake_quantize_backward_tile(
             if parts_ptr is not None:
                 sums += tl.where(valid, widen(term), 0.0)
                 more_sums += tl.where(valid, widen(more), 0.0)
+        if ZERO_LEARNS:
+            if AGAIN and RECTIFIES:
+                clipped = tl.where(_passes(x, r, lowest, highest, False, CLIPS), through, 0.0)
+            if zero_terms_ptr is not None:
+                tl.store(zero_terms_ptr + pointers, cast(through * -1.0, dtype), mask=valid)
+                tl.store(more_zero_terms_ptr + pointers, cast(clipped, dtype), mask=valid)
+            if zero_parts_ptr is not None:
+                zero_sums += tl.where(valid, through * -1.0, 0.0)
+                more_zero_sums += tl.where(valid, clipped, 0.0)
     if parts_ptr is not None:
         pointers = first // 8 + (row * _COLUMNS + column)
         exists = row < (1 if RAGGED else limit)
         tl.store(parts_ptr + pointers, sums, mask=exists)
         tl.store(more_parts_ptr + pointers, more_sums, mask=exists)
+        if zero_parts_ptr is not None:
+            tl.store(zero_parts_ptr + pointers, zero_sums, mask=exists)
+            tl.store(more_zero_parts_ptr + pointers, more_zero_sums, mask=exists)
 
 
 @triton.jit
 def decode_integers_tile(
-    codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, first, row, column, stride, limit, inner, groups,
+    codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, first, row, column, stride, limit, inner, groups, repeats, rows,
     BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Decode (q - z) s of a tile."""
     dtype: tl.constexpr = target_ptr.dtype.element_ty
@@ -246,7 +277,7 @@ def decode_integers_tile(
         valid = element_mask(i, row, column, stride, limit, RAGGED)
         group = 0
         if SCALES or ZEROS:
-            group = group_of_plane(i, first, row, column, stride, inner, groups, BLOCK, 0, ALIGNED and not RAGGED)
+            group = _group(i, first, row, column, stride, inner, groups, repeats, rows, NESTED, ALIGNED, RAGGED)
         scale = _number(scale_ptr, group, valid, dtype, NUMBERS_ROUND, SCALES)
         zero = _number(zero_ptr, group, valid, dtype, NUMBERS_ROUND, ZEROS)
         code = unpack_code(codes, i, BIT_WIDTH)
@@ -261,26 +292,27 @@ def decode_integers_tile(
 def fake_quantize_kernel(
     x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
     out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-    lowest, highest, numel, inner, groups,
+    lowest, highest, numel, inner, groups, repeats, rows,
     BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Quantize: tiles of ROWS whole blocks and a last ragged one."""
-    first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
+    first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
     fake_quantize_tile(
         x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
         out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-        lowest, highest, first, row, column, stride, rows, inner, groups,
-        BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, ALIGNED, RAGGED=False,
+        lowest, highest, first, row, column, stride, whole, inner, groups, repeats, rows,
+        BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+        RAGGED=False,
     )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS)
     if count > 0:
         fake_quantize_tile(
             x_ptr, scale_ptr, zero_ptr, levels_ptr, steps_ptr, seed_ptr,
             out_ptr, values_ptr, codes_ptr, mask_ptr, residual_ptr, missing_ptr,
-            lowest, highest, first, row, column, stride, count, inner, groups,
-            BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, ALIGNED,
+            lowest, highest, first, row, column, stride, count, inner, groups, repeats, rows,
+            BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
             RAGGED=True,
         )  # fmt: skip
 
@@ -288,45 +320,54 @@ def fake_quantize_kernel(
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
 def fake_quantize_backward_kernel(
     g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
-    target_ptr, terms_ptr, more_terms_ptr, parts_ptr, more_parts_ptr, lowest, highest, numel, inner, groups,
+    target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+    parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+    lowest, highest, numel, inner, groups, repeats, rows,
     BIT_WIDTH: tl.constexpr, WIDTH: tl.constexpr, ROUNDING: tl.constexpr, RECTIFIES: tl.constexpr,
     CLIPS: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients, in the same tiles."""
-    first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
+    first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
     fake_quantize_backward_tile(
         g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
-        target_ptr, terms_ptr, more_terms_ptr, parts_ptr, more_parts_ptr,
-        lowest, highest, first, row, column, stride, rows, inner, groups,
-        BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, ALIGNED, RAGGED=False,
+        target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+        parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+        lowest, highest, first, row, column, stride, whole, inner, groups, repeats, rows,
+        BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+        RAGGED=False,
     )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS)
     if count > 0:
         fake_quantize_backward_tile(
             g_ptr, scale_ptr, zero_ptr, levels_ptr, codes_ptr, mask_ptr, values_ptr, residual_ptr,
-            target_ptr, terms_ptr, more_terms_ptr, parts_ptr, more_parts_ptr,
-            lowest, highest, first, row, column, stride, count, inner, groups,
-            BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, ALIGNED,
+            target_ptr, terms_ptr, more_terms_ptr, zero_terms_ptr, more_zero_terms_ptr,
+            parts_ptr, more_parts_ptr, zero_parts_ptr, more_zero_parts_ptr,
+            lowest, highest, first, row, column, stride, count, inner, groups, repeats, rows,
+            BIT_WIDTH, WIDTH, ROUNDING, RECTIFIES, CLIPS, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
             RAGGED=True,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNALIGNED)
 def decode_integers_kernel(
-    codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, numel, inner, groups,
+    codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, numel, inner, groups, repeats, rows,
     BIT_WIDTH: tl.constexpr, HAS_SPARE: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    NUMBERS_ROUND: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    NUMBERS_ROUND: tl.constexpr, NESTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Decode, in the same tiles."""
-    first, row, column, stride, rows = whole_blocks(numel, BLOCK, ROWS)
+    first, row, column, stride, whole = whole_blocks(numel, BLOCK, ROWS)
     decode_integers_tile(
-        codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, first, row, column, stride, rows, inner, groups,
-        BIT_WIDTH, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, ALIGNED, RAGGED=False,
+        codes_ptr, scale_ptr, zero_ptr, target_ptr,
+        lowest, first, row, column, stride, whole, inner, groups, repeats, rows,
+        BIT_WIDTH, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+        RAGGED=False,
     )  # fmt: skip
     first, row, column, stride, count = single_block(numel, BLOCK, ROWS, _COLUMNS)
     if count > 0:
         decode_integers_tile(
-            codes_ptr, scale_ptr, zero_ptr, target_ptr, lowest, first, row, column, stride, count, inner, groups,
-            BIT_WIDTH, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, ALIGNED, RAGGED=True,
+            codes_ptr, scale_ptr, zero_ptr, target_ptr,
+            lowest, first, row, column, stride, count, inner, groups, repeats, rows,
+            BIT_WIDTH, HAS_SPARE, SCALES, ZEROS, NUMBERS_ROUND, NESTED, ALIGNED,
+            RAGGED=True,
         )  # fmt: skip

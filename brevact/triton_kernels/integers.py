@@ -20,6 +20,8 @@ _BLOCK = fake_quantization.BLOCK.value
 _SIXTEEN = (torch.bfloat16, torch.float16)
 _LARGEST_CODE = 8
 """Bits."""
+_MOST_NESTED = 2**31 - 2**15
+"""Elements in which the kernels count the places of scales in several rows."""
 
 
 def fake_quantize(
@@ -47,7 +49,7 @@ def fake_quantize(
     arguments = (
         *(x.detach(), scale, zero_point, levels, steps, seed_on(x.device, seed) if packs else None),
         *(out, values, codes, mask, residual, missing, float(plan.lowest), float(plan.highest)),
-        *(plan.numel, plan.inner, plan.groups),
+        *(plan.numel, plan.inner, plan.groups, plan.repeats, plan.rows),
     )
     Launch(fake_quantize_kernel, programs, arguments, constants, threads).run()
 
@@ -73,17 +75,18 @@ def fake_quantize_backward(
     if codes is not None and plan.bit_width > _LARGEST_CODE:
         return NotImplemented
     if sums is not None and terms is None:
-        terms = grad.new_empty(2, -(-plan.numel // _BLOCK) * _BLOCK)[:, : plan.numel]  # each row starts aligned
+        padded = -(-plan.numel // _BLOCK) * _BLOCK  # each row starts aligned
+        terms = grad.new_empty(len(sums), padded)[:, : plan.numel]
     constants, programs, threads = _tiles(grad, plan, scale, zero_point, grad.itemsize)
     constants |= _integers(plan, 1 if residual is None else residual_of.bit_width)
     arguments = (
         *(grad.detach(), scale, zero_point, None if residual is None else residual_of.rows(grad.device)[0]),
-        *(codes, mask, values, residual, target, *_both(terms), *_both(parts)),
-        *(float(plan.lowest), float(plan.highest), plan.numel, plan.inner, plan.groups),
+        *(codes, mask, values, residual, target, *_four(terms), *_four(parts)),
+        *(float(plan.lowest), float(plan.highest), plan.numel, plan.inner, plan.groups, plan.repeats, plan.rows),
     )
     Launch(fake_quantize_backward_kernel, programs, arguments, constants, threads).run()
     if sums is not None and terms is not None:
-        for place in range(2):
+        for place in range(0 if codes is not None or values is not None else 2, len(sums)):
             sums[place] = terms[place].sum()
 
 
@@ -93,7 +96,7 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
         return NotImplemented
     constants, programs, threads = _tiles(target, plan, scale, zero_point, target.itemsize)
     constants |= {"BIT_WIDTH": plan.bit_width, "HAS_SPARE": plan.has_spare}
-    sizes = (float(plan.lowest), plan.numel, plan.inner, plan.groups)
+    sizes = (float(plan.lowest), plan.numel, plan.inner, plan.groups, plan.repeats, plan.rows)
     arguments = (codes, scale, zero_point, target, *sizes)
     Launch(decode_integers_kernel, programs, arguments, constants, threads).run()
 
@@ -101,6 +104,8 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
 def _reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels read and write these tensors, as on the CPU: of 16 bits several scales are of that type."""
     if any(each is not None and each.dtype is not x.dtype for each in others):
+        return False
+    if plan.rows > 1 and plan.inner * plan.groups * plan.repeats >= _MOST_NESTED:
         return False
     if x.dtype is torch.float32:
         return scale.dtype is zero_point.dtype is torch.float32
@@ -123,7 +128,10 @@ def _tiles(
     x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, itemsize: int
 ) -> tuple[dict[str, int | bool], tuple[int], int]:
     """Constants of tiles and of groups, programs and threads, for elements of so many bytes."""
-    several, aligned = (scale.numel() > 1, zero_point.numel() > 1), plan.inner % (_BLOCK // 8) == 0
+    several, aligned = (
+        (scale.numel() > 1, zero_point.numel() > 1),
+        plan.rows == 1 and plan.inner % (_BLOCK // 8) == 0,
+    )
     if any(several) and not aligned:
         itemsize = 4 if x.dtype is torch.float32 else 8  # the groups of more elements a thread could spill
     tiles = tiling(plan.numel, _BLOCK, itemsize)
@@ -131,11 +139,13 @@ def _tiles(
         "SCALES": several[0],
         "ZEROS": several[1],
         "NUMBERS_ROUND": x.is_cuda and x.dtype is not torch.float32,
+        "NESTED": plan.rows > 1,
         "ALIGNED": aligned,
         "ROWS": tiles.rows,
     }
     return constants, (tiles.programs,), tiles.threads
 
 
-def _both(pair: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if pair is None else (pair[0], pair[1])
+def _four(rows: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Rows, None for those that there are not: those of a zero point that does not learn."""
+    return tuple(rows[place] if rows is not None and place < len(rows) else None for place in range(4))

@@ -180,10 +180,9 @@ def test_one_pass_for_is_none_where_kernels_do_not_know_the_arithmetic():
     assert one_pass_for(kind, True, x, scale, zero, scale.detach(), zero.detach()) is not None  # the same memory
     refused = (
         (x, scale, zero, scale.clone(), zero),
-        (x, scale, zero.clone().requires_grad_(), scale, zero),
         (x.double(), scale, zero, scale, zero),
-        (x, torch.rand(4, 1, 6, 1), zero, None, zero),
+        (x, torch.rand(4, 1, 6, 1), torch.zeros(4, 8, 1, 1), None, None),
     )
     for given in refused:
-        given = tuple(given[1] if each is None else each for each in given)
+        given = tuple(given[place - 2] if each is None else each for place, each in enumerate(given))
         assert one_pass_for(kind, True, *given) is None

@@ -4,14 +4,16 @@ import brevitas.nn as qnn
 import pytest
 import torch
 from brevitas.quant import Int8WeightPerChannelFloat
-from brevitas.quant.mx_quant_ocp import MXInt8Act, MXInt8Weight
+from brevitas.quant.mx_quant_ocp import MXInt8Act, MXInt8Weight, ShiftedMXUInt8Weight
+from brevitas.quant_tensor import QuantTensor
 from torch import nn
 
 import brevact
 from brevact import LosslessBackward
-from brevact.autograd.known_values import groups_of
+from brevact.autograd.known_values import NumberPlaces, flat_numbers, groups_of
 from brevact.autograd.ops import fake_quantization
-from brevact.quantizers import Layout
+from brevact.integers import IntegerPlan, IntegerRounding
+from brevact.quantizers import Layout, integer_passes
 
 ROWS, FEATURES, GROUP = 24, 64, 16
 
@@ -24,7 +26,7 @@ def plans(monkeypatch):
     return found
 
 
-def compare(make, shape, dtype=torch.float32):
+def compare(make, shape, dtype=torch.float32, memory_format=torch.contiguous_format):
     results = []
     for policy in (None, LosslessBackward):
         torch.manual_seed(0)
@@ -32,13 +34,14 @@ def compare(make, shape, dtype=torch.float32):
         if policy is not None:
             brevact.quantize_backward(model, policy, min_numel=0)
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        x = torch.randn(shape, generator=generator).to(dtype, memory_format=memory_format).requires_grad_()
         out = model(x)
+        out = out.value if isinstance(out, QuantTensor) else out
         grad = torch.randn(out.shape, generator=generator).to(out.dtype)
         results.append([out.detach(), *torch.autograd.grad(out, (x, *model.parameters()), grad)])
     for one, other in zip(*results, strict=True):
         assert one.dtype is other.dtype and one.stride() == other.stride()
-        assert torch.equal(one, other)
+        torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)  # NaN of groups of zeros in float16
 
 
 def test_groups_of_a_linear_layer(plans):
@@ -59,10 +62,39 @@ def test_groups_of_a_linear_layer(plans):
     assert {plan and plan.plan.inner for plan in plans} == {GROUP}
 
 
-def test_groups_of_channels_that_do_not_lie_together_are_of_the_ops_of_torch(plans):
+@pytest.mark.parametrize("channels", [32, 24])  # the second is padded
+@pytest.mark.parametrize("shifted", [False, True])
+def test_groups_of_channels_of_a_convolution(channels, shifted, plans):
+    """Elements of a group are as far from each other as a kernel, or an image, is large."""
+
+    def make():
+        return qnn.QuantConv2d(
+            *(channels, 8, 3),
+            bias=False,
+            weight_quant=ShiftedMXUInt8Weight if shifted else MXInt8Weight,
+            weight_group_size=GROUP,
+            input_quant=MXInt8Act,
+            input_group_size=GROUP,
+            input_group_dim=1,
+        )
+
+    compare(make, (2, channels, 8, 8))
+    assert {(plan and plan.plan.rows, plan.plan.repeats) for plan in plans} == {(4, GROUP), (16, GROUP)}
+
+
+def test_groups_of_channels_that_lie_last(plans):
+    def make():
+        return qnn.QuantIdentity(act_quant=MXInt8Act, group_size=GROUP, group_dim=1)
+
+    compare(make, (2, 32, 8, 8), memory_format=torch.channels_last)
+    assert {plan and plan.plan[-4:] for plan in plans} == {(GROUP, 2 * 2 * 64, 1, 1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_groups_of_channels_of_16_bits(dtype, plans):
     options = {"weight_quant": MXInt8Weight, "weight_group_size": GROUP}
-    compare(lambda: qnn.QuantConv2d(32, 8, 3, bias=False, **options), (2, 32, 8, 8))
-    assert plans and not any(plans)
+    compare(lambda: qnn.QuantConv2d(32, 8, 3, bias=False, **options), (2, 32, 8, 8), dtype)
+    assert plans and all(plan and plan.plan.rows == 16 for plan in plans)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -86,12 +118,31 @@ def test_groups_of_says_how_numbers_lie_in_memory():
         (3, 4, 1, 1): (30, 12),
         (4, 5, 1): (6, 20),
         (3, 4, 5, 6): (1, 360),
-        (3, 1, 5, 1): None,  # no neighbours
+        (3, 1, 5, 1): (6, 15, 4, 3),
+        (3, 1, 5, 6): (1, 90, 4, 3),
+        (4, 1, 6): (1, 24, 5, 4),
     }
     for sizes, expected in of.items():
-        assert groups_of(layout, torch.Size(sizes), torch.Size(())) == expected
-        assert groups_of(layout, torch.Size(()), torch.Size(sizes)) == expected
+        wanted = NumberPlaces(*expected)
+        assert groups_of(layout, torch.Size(sizes), torch.Size(())) == wanted
+        assert groups_of(layout, torch.Size(()), torch.Size(sizes)) == wanted
     assert groups_of(layout, torch.Size((4, 1, 1)), torch.Size((3, 1, 1, 1))) is None  # of other dimensions each
     last = Layout.of(torch.empty(3, 4, 5, 6).to(memory_format=torch.channels_last))
-    assert groups_of(last, torch.Size((4, 1, 1))) == (1, 4)
-    assert groups_of(last, torch.Size((3, 4, 1, 1))) is None and groups_of(last, torch.Size((5, 6))) == (4, 30)
+    assert groups_of(last, torch.Size((4, 1, 1))) == NumberPlaces(1, 4)
+    assert groups_of(last, torch.Size((5, 6))) == NumberPlaces(4, 30)
+    assert groups_of(last, torch.Size((3, 4, 1, 1))) == NumberPlaces(1, 12, 30, 3)
+    assert groups_of(last, torch.Size((4, 5, 1))) == NumberPlaces(1, 20, 6, 5, (2, 1))
+    many = Layout.of(torch.empty(2, 3, 2, 3, 2, 3))
+    assert groups_of(many, torch.Size((2, 1, 2, 1, 2, 1))) is None  # three runs
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (3, 1, 5, 1), (4, 1, 6), (3, 4, 1, 1), (4, 5, 1)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_numbers_in_the_order_of_memory_are_those_of_their_elements(sizes, memory_format):
+    x = torch.empty(3, 4, 5, 6).to(memory_format=memory_format)
+    numbers = torch.rand(sizes)
+    places = groups_of(Layout.of(x), numbers.shape)
+    plan = IntegerPlan(360, 4, 0, 15, IntegerRounding.NEAREST, False, True, False, *places[:4])
+    flat = integer_passes._each(flat_numbers(numbers, places.order, 4), plan)
+    x.as_strided((360,), (1,)).copy_(flat)
+    assert torch.equal(x, numbers.expand(x.shape))

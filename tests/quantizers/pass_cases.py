@@ -107,17 +107,26 @@ def _of_integers(name: str) -> list[tuple[Any, ...]]:
 def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tuple[Any, ...]]:
     ends = ((4, 0, 15, False), (4, -7, 7, True), (8, -128, 127, False), (2, -2, 1, False), (3, -3, 3, True))
     calls: list[tuple[Any, ...]] = []
-    of_float32 = (_N, _N, 1), (_N, 73, 15), (2048, 1, 8), (_N, 73, 5), (1600, 64, 5)
-    divisions = *of_float32, (_N, _N, 1), (_N, 73, 5), (1600, 1, 8)
-    types = *[torch.float32] * 5, torch.bfloat16, torch.float16, torch.bfloat16
-    for place, ((numel, inner, groups), dtype) in enumerate(zip(divisions, types, strict=True)):
+    of_float32 = (
+        (_N, _N, 1),
+        (_N, 73, 15),
+        (2048, 1, 8),
+        (_N, 73, 5),
+        (1600, 64, 5),
+        (2304, 1, 144, 8, 16),
+        (1800, 3, 60, 5, 4),
+    )
+    divisions = *of_float32, (_N, _N, 1), (_N, 73, 5), (1600, 1, 8), (2304, 1, 144, 8, 16)
+    types = *[torch.float32] * len(of_float32), torch.bfloat16, torch.float16, torch.bfloat16, torch.float16
+    for place, ((numel, inner, groups, *nested), dtype) in enumerate(zip(divisions, types, strict=True)):
         bit_width, lowest, highest, spare = ends[(number + place) % len(ends)]
         rectifies, clips = bool(place % 2), bool((number + place) % 3)
-        plan = IntegerPlan(numel, bit_width, lowest, highest, rounding, rectifies, clips, spare, inner, groups)
+        plan = IntegerPlan(numel, bit_width, lowest, highest, rounding, rectifies, clips, spare, inner, groups, *nested)
         x, scale = (torch.randn(numel) * highest).to(dtype), torch.rand(groups) + 0.3
         scale = scale.to(dtype) if groups > 1 else scale
         x[:6] = torch.tensor((0.0, -0.0, 0.5, -0.5, -1.5, float("nan") if spare or name == "fake_quantize" else 1.0))
-        zero_point = torch.zeros(1) if place != 1 else torch.randint(0, highest + 1, (groups,)).float()
+        has_zero_points = place == 1 or nested
+        zero_point = torch.randint(0, highest + 1, (groups,)).to(dtype) if has_zero_points else torch.zeros(1)
         residual_of = ResidualQuantizer(bit_width=2 + (number + place) % 7)
         sizes = [packed_bytes(numel, width, 512) for width in (bit_width, 1, residual_of.bit_width)]
         floats, one = Unwritten(numel, dtype), Unwritten(1, pattern=0)
@@ -145,6 +154,16 @@ def _of_rounding(name: str, rounding: IntegerRounding, number: int) -> list[tupl
             (grad, *given, None, None, None, x, None, floats, None, sums, None),
             (grad, *given, None, None, None, x, None, floats, terms, None, parts),
             (grad, *given, None, None, packed[1], None, None, floats, None, None, None),
+        ]
+        terms, sums = Unwritten(4 * numel, dtype, shape=(4, -1)), Unwritten(4, dtype)  # of zero points that learn, too
+        parts = Unwritten(256 * -(-numel // 512), torch.float32, shape=(4, -1))
+        calls += [
+            (grad, *given, None, None, None, x, None, floats, terms, sums, None),
+            (grad, *given, None, None, None, x, None, floats, None, sums, None),
+            (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, sums, None),
+            (grad, *given, residual_of, packed[0], None, None, packed[2], floats, None, None, parts),
+            (grad, *given, None, None, packed[1], None, None, floats, None, sums, None),
+            (grad, *given, None, None, packed[1], None, None, floats, terms, None, None),
         ]
     return calls
 

@@ -32,8 +32,7 @@ def test_outputs_and_gradients_are_those_of_brevitas(name, shape, ran):
     x, relu = activation(SHAPES[shape]), len(name) % 2 == 0
     check(name, x, activation(x.shape, 5), relu=relu, min_numel=0)
     check(name, x, activation(x.shape, 5), relu=not relu, policy=StochBackward2bit, min_numel=0)
-    known = 0 if name == "shifted" else 2  # its zero point learns
-    assert ran.count("fake_quantize_kernel") == ran.count("fake_quantize_backward_kernel") == known
+    assert ran.count("fake_quantize_kernel") == ran.count("fake_quantize_backward_kernel") == 2
 
 
 def test_channels_last_activations(ran):

@@ -47,14 +47,13 @@ def compare(make, x, grad, policy=LosslessBackward, ran=None):
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_and_gradients_are_those_of_stock_ops(name, relu, dtype, ran):
-    kernels = ran if name != "shifted" else None  # whose zero point learns
     for shape in SHAPES.values():
         for of_x in FORMATS:
             for of_grad in FORMATS:
                 x = activation(shape).to("cuda", dtype).contiguous(memory_format=of_x)
                 grad = activation(shape, 5).to("cuda", dtype).contiguous(memory_format=of_grad)
                 for policy in (LosslessBackward, StochBackward2bit):
-                    compare(lambda: layer(name, relu=relu).to("cuda", dtype), x, grad, policy, kernels)
+                    compare(lambda: layer(name, relu=relu).to("cuda", dtype), x, grad, policy, ran)
 
 
 @pytest.mark.parametrize("dtype", TYPES[1:], ids=str)

@@ -139,6 +139,8 @@ class _FakeQuantization(Saving):
         one_pass = None if integers.kind is None else one_pass_for(integers.kind, rectifier is not None, x, *given)
         found = None
         if one_pass is not None:
+            if values is None and keeps_values and one_pass.layout.dtype is not x.dtype:
+                values = x.relu()  # the kernels would write another type
             unwritten = one_pass.layout.empty(x.device) if values is None and keeps_values else None
             found = one_pass.quantize(
                 *(x if values is None else values, scale, zero_point),
@@ -168,6 +170,7 @@ class _FakeQuantization(Saving):
         ctx.integers = integers if again else None
         ctx.shapes = tuple(each.shape for each in given)
         ctx.dtype = found.codes[1].layout.dtype
+        ctx.of_quotient = ctx.dtype if one_pass is not None else torch.result_type(x, pre_scale)
         return found.out
 
     @staticmethod
@@ -177,12 +180,15 @@ class _FakeQuantization(Saving):
         if ctx.one_pass is not None and ctx.one_pass.takes(grad):
             found = _in_one_pass(ctx, grad, codes, residual, mask, values, scale, zero_point)
             return None, None, None, *found
-        shifted = blocked = None
+        shifted = blocked = cut = None
         q = None if codes is None else codes.decoder.integers(codes.tensors)
         if ctx.integers is not None:
             before = zero_point if pre_zero_point is None else pre_zero_point
-            q, blocked = ctx.integers.again(values.decode(), pre_scale, before, rectifies=ctx.rectifies)
-            q, shifted = q - zero_point, values.decode() / pre_scale
+            x = values.decode()
+            q, blocked = ctx.integers.again(x, pre_scale, before, rectifies=ctx.rectifies)
+            if ctx.rectifies and needs[4]:
+                cut = ctx.integers.again(x, pre_scale, before, rectifies=False)[1]
+            q, shifted = q - zero_point, x / pre_scale
         elif residual is not None:
             shifted = residual.decode()
             blocked = shifted == ctx.residual_of.clipped
@@ -196,7 +202,11 @@ class _FakeQuantization(Saving):
             clipped = torch.where(blocked, 0.0, through)  # in the memory order of the mask, as of stock ops
         else:
             clipped = through if mask is None else mask.multiply(through)
-        return None, None, None, *_gradients(needs, ctx.shapes, grad, q, through, clipped, shifted, pre_scale)
+        found = _gradients(needs, ctx.shapes, grad, q, through, clipped, shifted, pre_scale, ctx.of_quotient)
+        if ctx.rectifies and needs[4]:
+            before = through if cut is None else torch.where(cut, 0.0, through)
+            found = *found[:4], before.sum_to_size(ctx.shapes[3])
+        return None, None, None, *found
 
 
 def _in_one_pass(
@@ -210,21 +220,22 @@ def _in_one_pass(
     zero_point: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, scale, zero_point, pre_scale and pre_zero_point by kernels."""
-    needs_x, needs_scale, _, needs_pre_scale, _ = ctx.needs_input_grad[3:]
+    needs = ctx.needs_input_grad[3:]
     x = None if values is None else values.decode()
     learns = x is not None or residual is not None
     if zero_point is None:
-        zero_point = scale.new_zeros(()) if codes is None else codes.tensors[1]
-    of_x, of_scale, of_pre_scale = ctx.one_pass.gradients(
+        zero_point = grad.new_zeros(ctx.shapes[1]) if codes is None else codes.tensors[1]
+    of_x, of_scale, of_pre_scale, of_zero_point, of_pre_zero_point = ctx.one_pass.gradients(
         *(grad, scale, zero_point),
         codes=codes.tensors[0] if learns and codes is not None else None,
         mask=None if mask is None else mask.tensors[0],
         values=x,
         residual_of=ctx.residual_of,
         residual=None if residual is None else residual.tensors[0],
+        zero_learns=needs[2] or needs[4],
     )
-    of_x, of_scale = of_x if needs_x else None, of_scale if needs_scale else None
-    return of_x, of_scale, None, of_pre_scale if needs_pre_scale else None, None
+    found = of_x, of_scale, of_zero_point, of_pre_scale, of_pre_zero_point
+    return tuple(each if needed else None for each, needed in zip(found, needs, strict=True))
 
 
 def _quantized(
@@ -264,19 +275,22 @@ def _gradients(
     clipped: Tensor,
     shifted: Any,
     pre_scale: Tensor,
+    of_quotient: torch.dtype,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, scale, zero_point, pre_scale and pre_zero_point, each by the formula and order of stock ops.
 
     ``q`` are the integers less the zero point, ``through`` and ``clipped`` the gradients before the clipping and behind
-    it, ``shifted`` is x / pre_scale: tensors, or None where no gradient reads them. Shapes are those of the last four.
+    it, ``shifted`` is x / pre_scale, of a type of its own: tensors, or None where no gradient reads them. Shapes are
+    those of the last four.
     """
+    of_shifted = clipped.to(of_quotient)
     needs_x, needs_scale, needs_zero_point, needs_pre_scale, needs_pre_zero_point = needs
     of_scale, of_zero_point, of_pre_scale, of_pre_zero_point = shapes
     return (
-        clipped / pre_scale if needs_x else None,
+        of_shifted / pre_scale if needs_x else None,
         (grad * q).sum_to_size(of_scale) if needs_scale else None,
         (-through).sum_to_size(of_zero_point) if needs_zero_point else None,
-        (-clipped * (shifted / pre_scale)).sum_to_size(of_pre_scale) if needs_pre_scale else None,
+        (-of_shifted * (shifted / pre_scale)).sum_to_size(of_pre_scale) if needs_pre_scale else None,
         clipped.sum_to_size(of_pre_zero_point) if needs_pre_zero_point else None,
     )
 
@@ -303,8 +317,9 @@ class _WeightFakeQuantization(Saving):
         kind = ctx.integers.kind
         one_pass = None if kind is None else one_pass_for(kind, False, x, *constants)
         if one_pass is not None and one_pass.takes(grad):
-            of_x, *of_scale = one_pass.gradients(grad, scale, zero_point, values=x.detach())
-            found = of_x, of_scale[0], None, of_scale[1], None
+            zero_learns = needs[2] or needs[4]
+            found = one_pass.gradients(grad, scale, zero_point, values=x.detach(), zero_learns=zero_learns)
+            found = found[0], found[1], found[3], found[2], found[4]
             return None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
         integers = ctx.integers
         _, rounded, q = integers.of(x, pre_scale, pre_zero_point)
@@ -312,7 +327,9 @@ class _WeightFakeQuantization(Saving):
         through = (grad * scale).to(q.dtype)
         clipped = through if blocked is None else masked_fill_(through.clone(), blocked, 0.0)
         shapes = tuple(each.shape for each in constants)
-        return None, *_gradients(needs, shapes, grad, q - zero_point, through, clipped, x / pre_scale, pre_scale)
+        shifted = x / pre_scale
+        found = _gradients(needs, shapes, grad, q - zero_point, through, clipped, shifted, pre_scale, shifted.dtype)
+        return None, *found
 
 
 def fake_quantize(
@@ -329,8 +346,8 @@ def fake_quantize(
 
     Scales and zero points broadcast to the activation or weight ``x``; those before rounding are often the ones behind
     it. With a ``rectifier``, ``x`` is the input of a ReLU, whose output is quantized: the gradient goes to ``x``, and
-    one mask stands for both; no zero point must have a gradient then, which elements at zero would add to. Returns
-    ``NotImplemented`` where stock ops must run.
+    one mask stands for both. A zero point, to whose gradient elements at zero add, may learn then only where that
+    output is kept. Returns ``NotImplemented`` where stock ops must run.
     """
     given = (scale, zero_point, pre_scale, pre_zero_point)
     with DisableTorchFunction():  # under a mode each attribute of a tensor would be a call of its function
@@ -340,12 +357,22 @@ def fake_quantize(
             not is_quantizable(region, x, given[:2] if shares else given)
             or (weight and (rectifier is not None or not integers.repeats))
             or (not weight and integers.bit_width > 8)
+            or (
+                rectifier is not None
+                and pre_zero_point.requires_grad
+                and not _keeps_output(region, integers, pre_scale)
+            )
         ):
             return NotImplemented
         storage_report.report_op(fake_quantize)
         if weight:
             return region.apply_to_weight(_WeightFakeQuantization, integers, x, *given)
         return region.apply(_FakeQuantization, integers, rectifier, x, *given)
+
+
+def _keeps_output(region: EagerKeeper, integers: Integers, scale: Tensor) -> bool:
+    """Whether the output of a ReLU in front is all that is kept, from which the rest is computed again."""
+    return scale.requires_grad and integers.repeats and region.settings.residual_bit_width > 8
 
 
 def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:

@@ -1,14 +1,14 @@
 """Fake quantization in one pass over the elements forward and one backward, where kernels know its arithmetic.
 
 That is for tensors on the CPU and on GPUs, copied where they lie in memory with gaps, by one scale, or by several of
-the tensor's own type, one for each index of a dimension or of some that lie together in memory, which rounding and what
-follows it share, with zero points that learn nothing. What is stored, and every gradient, is that of the ops of
+the tensor's own type or of float32, one for each index of a dimension or of some, also of all but those of the elements
+of a group, which rounding and what follows it share. What is stored, and every gradient, is that of the ops of
 ``fake_quantization``, bit for bit.
 
-The gradient of a scale is a sum. On the CPU kernels add as torch does. On a GPU they write the terms, and torch adds
-them in its own order there, whatever it is: so the sum is that of stock ops on that GPU. Where residuals of a few bits
-stand for x, no bits are promised: kernels then write the sums of eight terms each, first to last
-(``integer_passes.fake_quantize_backward``), which torch adds, in an order that depends on sizes alone.
+The gradient of a scale, and of a zero point that learns, is a sum. On the CPU kernels add as torch does. On a GPU they
+write the terms, and torch adds them in its own order there, whatever it is: so the sum is that of stock ops on that
+GPU. Where residuals of a few bits stand for x, no bits are promised: kernels then write the sums of eight terms each,
+first to last (``integer_passes.fake_quantize_backward``), which torch adds, in an order that depends on sizes alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.decoders import decoder_of_mask, decoder_of_packed
-from brevact.autograd.known_values import IntegerCodes, groups_of
+from brevact.autograd.known_values import IntegerCodes, flat_numbers, groups_of
 from brevact.autograd.saved import Saved
 from brevact.geometry import DEFAULT_BLOCK, packed_bytes
 from brevact.integers import IntegerPlan, IntegerRounding
@@ -46,7 +46,8 @@ class Kind(NamedTuple):
 class OnePass(NamedTuple):
     """How tensors of certain sizes are quantized by the kernels.
 
-    The layout is that of the result; ``by_group`` says whether there are several scales, whose gradients torch adds.
+    The layout is that of the result; ``by_group`` says whether there are several scales, whose gradients torch adds;
+    the order is that of their dimensions in memory, None where it is theirs anyway.
     """
 
     plan: IntegerPlan
@@ -54,6 +55,7 @@ class OnePass(NamedTuple):
     code_decoder: IntegerCodes
     mask_decoder: Any
     by_group: bool
+    order: tuple[int, ...] | None
 
     def quantize(
         self,
@@ -85,7 +87,7 @@ class OnePass(NamedTuple):
         residual = None if spec is None else spec.empty(x)
         missing = None if plan.has_spare else x.new_zeros(1, dtype=torch.bool)
         fake_quantize(
-            *(x, plan, _flat(scale), _flat(zero_point), residual_of, seed, out, values, codes, mask, residual),
+            *(x, plan, *self._flat(scale, zero_point), residual_of, seed, out, values, codes, mask, residual),
             None if missing is None else missing.view(torch.uint8),
         )
         offset = zero_point.detach().clone()
@@ -102,7 +104,7 @@ class OnePass(NamedTuple):
     def values(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Return the fake-quantized tensor alone."""
         out, x = self.layout.empty(x.device), self._dense(x)
-        fake_quantize(x, self.plan, _flat(scale), _flat(zero_point), None, None, out, *[None] * 5)
+        fake_quantize(x, self.plan, *self._flat(scale, zero_point), None, None, out, *[None] * 5)
         return out
 
     def gradients(
@@ -116,44 +118,66 @@ class OnePass(NamedTuple):
         values: Tensor | None = None,
         residual_of: ResidualQuantizer | None = None,
         residual: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        zero_learns: bool = False,
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradient of what was quantized, and both parts of the scale's, None if there is but a mask.
 
-        Without codes all is computed again from the values, those behind a ReLU.
+        Both parts of a zero point's follow, None if it does not learn. Without codes all is computed again from the
+        values, those behind a ReLU.
         """
-        plan, layout = self.plan, self.layout
+        plan, layout, given = self.plan, self.layout, grad
+        if not layout.matches(grad):
+            grad = self._dense(grad)
         values = None if values is None else self._dense(values)
-        target = torch.empty_like(grad)
+        target, rows = torch.empty_like(grad), 4 if zero_learns else 2
         terms = sums = parts = None
-        if codes is not None or values is not None:
+        if codes is not None or values is not None or zero_learns:
             if not grad.is_cpu and residual is not None and not self.by_group:
-                parts = grad.new_empty(2, -(-plan.numel // DEFAULT_BLOCK) * (DEFAULT_BLOCK // 8), dtype=torch.float32)
-            elif self.by_group or grad.dtype is not torch.float32 or not grad.is_cpu:
-                terms = _terms(grad, plan.numel)  # torch adds them in an order of its own
+                parts = grad.new_empty(
+                    rows, -(-plan.numel // DEFAULT_BLOCK) * (DEFAULT_BLOCK // 8), dtype=torch.float32
+                )
+            elif self.by_group or grad is not given or grad.dtype is not torch.float32 or not grad.is_cpu:
+                terms = _terms(grad, rows, plan.numel)  # torch adds them in an order of its own
             else:
-                sums = grad.new_empty(2)
+                sums = grad.new_empty(rows)
         fake_quantize_backward(
-            *(grad, plan, _flat(scale), _flat(zero_point), residual_of, codes, mask, values, residual),
+            *(grad, plan, *self._flat(scale, zero_point), residual_of, codes, mask, values, residual),
             *(target, terms, sums, parts),
         )
+        shapes = (scale.shape, scale.shape, zero_point.shape, zero_point.shape)
+        places = range(0 if codes is not None or values is not None else 2, rows)
+        found: list[Tensor | None] = [None] * 4
         if terms is not None:
-            first, second = (layout.restore(each).sum_to_size(scale.shape) for each in terms)
-            return target, first, second
-        sums = sums if parts is None else parts.sum(1)
-        if sums is not None:
-            first, second = sums.unbind() if not scale.dim() else sums.view(2, *scale.shape).unbind()
-            return target, first, second
-        return target, None, None
+            for place in places:
+                each = layout.restore(terms[place])
+                if grad is not given and (place in (0, 2) or not plan.clips):  # as stock ops make them, and add them
+                    each = torch.empty_like(given).copy_(each)
+                found[place] = each.sum_to_size(shapes[place])
+        elif sums is not None or parts is not None:
+            totals = (parts.sum(1) if sums is None else sums).unbind()  # type: ignore[union-attr]
+            for place in places:
+                found[place] = totals[place].view(shapes[place])
+        if grad is not given and not plan.clips:  # without a mask of x's order, stock ops go on in the gradient's
+            target = torch.empty_like(given).copy_(target)
+        return target, *found
+
+    def _flat(self, *numbers: Tensor) -> tuple[Tensor, ...]:
+        return tuple(flat_numbers(each, self.order, len(self.layout.shape)) for each in numbers)
 
     def _dense(self, x: Tensor) -> Tensor:
-        """Return a tensor, or a copy, that lies in memory as the result does."""
-        if self.layout.matches(x):
+        """Return a tensor, or a copy, that lies in memory as the result does, and has its type."""
+        if x.dtype is self.layout.dtype and self.layout.matches(x):
             return x
         return self.layout.empty(x.device).copy_(x.detach())
 
     def takes(self, grad: Tensor) -> bool:
-        """Return whether a gradient lies in memory as the codes do."""
-        return grad.dtype is self.layout.dtype and self.layout.matches(grad)
+        """Return whether a gradient lies in memory as the codes do, or without gaps in an order of its own."""
+        if grad.dtype is not self.layout.dtype:
+            return False
+        if self.layout.matches(grad):
+            return True
+        own, is_known = Layout.of(grad), self.plan.clips or not self.plan.rectifies
+        return is_known and own.is_dense and own.numel == self.layout.numel and not grad.is_neg()
 
 
 class Quantized(NamedTuple):
@@ -169,20 +193,23 @@ def one_pass_for(
     kind: Kind, rectifies: bool, x: Tensor, scale: Tensor, zero_point: Tensor, pre_scale: Tensor, pre_zero_point: Tensor
 ) -> OnePass | None:
     """Return how kernels quantize a tensor, None where they do not know how."""
-    if not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)) or zero_point.requires_grad:
+    if not (_is_same(pre_scale, scale) and _is_same(pre_zero_point, zero_point)):
         return None
     if not x.is_cpu and kernels_for((x, scale, zero_point)) is None:
         return None
     if x.dtype not in _TYPES or scale.dtype not in _TYPES or zero_point.dtype not in _TYPES:
         return None
-    if x.dtype is torch.float32:
+    dtype = x.dtype
+    if scale.dim() and scale.dtype is zero_point.dtype is torch.float32:
+        dtype = torch.float32  # in which torch computes, and what it returns
+    elif dtype is torch.float32:
         if not scale.dtype is zero_point.dtype is torch.float32:
             return None
     elif kind.bit_width > 8 or not all(each.dim() == 0 or each.dtype is x.dtype for each in (scale, zero_point)):
         return None  # torch computes in another type, or its ends are no numbers of 16 bits
     if is_traced(x) or x.is_neg() or scale.is_neg() or zero_point.is_neg():
         return None
-    return _one_pass(kind, rectifies, x.shape, x.stride(), x.dtype, scale.shape, zero_point.shape)
+    return _one_pass(kind, rectifies, x.shape, x.stride(), dtype, scale.shape, zero_point.shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -205,14 +232,14 @@ def _one_pass(
     places = groups_of(result, of_scale, of_zero_point)
     if places is None:
         return None
-    inner, groups = places
+    inner, groups, repeats, rows, order = places
     plan = IntegerPlan(
         result.numel, kind.bit_width, kind.lowest, kind.highest, kind.rounding, rectifies, kind.clips, kind.has_spare,
-        inner, groups,
+        inner, groups, repeats, rows,
     )  # fmt: skip
     decoder = IntegerCodes(result, kind.bit_width, kind.lowest, 1, dtype.itemsize * result.numel, kind.has_spare)
     mask_layout = Layout.of_sizes(result.shape, result.stride, torch.bool)
-    return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), groups > 1)
+    return OnePass(plan, result, decoder, decoder_of_mask(mask_layout, 0.0), groups > 1, order)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -223,10 +250,6 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return is_alike and one.device == other.device and one.data_ptr() == other.data_ptr()
 
 
-def _terms(grad: Tensor, numel: int) -> Tensor:
-    """Return memory for the terms of two sums: on a GPU, torch's order of a sum depends on where it begins."""
-    return grad.new_empty(2, numel if grad.is_cpu else -(-numel // 64) * 64)[:, :numel]
-
-
-def _flat(numbers: Tensor) -> Tensor:
-    return numbers.detach() if numbers.numel() == 1 else numbers.detach().reshape(-1)
+def _terms(grad: Tensor, rows: int, numel: int) -> Tensor:
+    """Return memory for the terms of some sums: on a GPU, torch's order of a sum depends on where it begins."""
+    return grad.new_empty(rows, numel if grad.is_cpu else -(-numel // 64) * 64)[:, :numel]
