@@ -136,8 +136,10 @@ def _plan_of(
     inner, groups, repeats, rows, order = places
     highest = codes.minimum + 2**codes.bit_width - 1 - codes.has_spare
     ends = codes.bit_width, codes.minimum, highest
-    kind = IntegerRounding.NEAREST, False, False, codes.has_spare
-    return IntegerPlan(layout.numel, *ends, *kind, inner, groups, repeats, rows), order
+    plan = IntegerPlan(
+        layout.numel, *ends, IntegerRounding.NEAREST, False, False, codes.has_spare, inner, groups, repeats, rows
+    )
+    return plan, order
 
 
 class NumberPlaces(NamedTuple):

@@ -19,7 +19,7 @@ from brevact.cpu_kernels.teams import share
 
 BLOCK = 512
 LANES = 32
-_LEVELS, _STEP = 4, 16
+LEVELS_OF_SUM, _STEP = 4, 16
 _VECTOR = 8
 _GRAIN = 32768
 """Elements of a thread below which ATen takes fewer threads."""
@@ -39,6 +39,47 @@ def add_block(terms, sums, lanes):
         store(lanes, k, load(sums, k))
 
 
+@inlined
+def add_run(lanes, rest, run, numel, sums, index, levels):
+    """Add the elements of a run; `levels` is scratch. See `add_runs`."""
+    first = index * run
+    count = min(run, numel - first)
+    blocks, left = count // BLOCK, count % BLOCK
+    for k in range(LEVELS_OF_SUM * LANES):
+        store(levels, k, np.float32(0.0))
+    source = advance(f32_at(lanes), first // BLOCK * LANES)
+    for block in range(blocks):
+        for k in range(LANES):
+            store(levels, LANES + k, load(levels, LANES + k) + load(source, block * LANES + k))
+        number, level = block + 1, 1
+        while level < LEVELS_OF_SUM - 1 and number % _STEP == 0:
+            below, above = advance(levels, level * LANES), advance(levels, (level + 1) * LANES)
+            for k in range(LANES):
+                store(above, k, load(above, k) + load(below, k))
+                store(below, k, np.float32(0.0))
+            number, level = number // _STEP, level + 1
+    tail, rows = f32_at(rest), left // LANES
+    for row in range(rows):
+        for k in range(LANES):
+            store(levels, k, load(levels, k) + load(tail, row * LANES + k))
+    for level in range(1, LEVELS_OF_SUM):
+        for k in range(LANES):
+            store(levels, k, load(levels, k) + load(levels, level * LANES + k))
+    vectors = left // _VECTOR
+    for vector in range(rows * (LANES // _VECTOR), vectors):
+        for k in range(_VECTOR):
+            store(levels, k, load(levels, k) + load(tail, vector * _VECTOR + k))
+    for vector in range(1, LANES // _VECTOR):
+        for k in range(_VECTOR):
+            store(levels, k, load(levels, k) + load(levels, vector * _VECTOR + k))
+    total = np.float32(0.0)
+    for e in range(vectors * _VECTOR, left):
+        total = np.float32(total + load(tail, e))
+    for k in range(_VECTOR):
+        total = np.float32(total + load(levels, k))
+    store(f32_at(sums), index, np.float32(0.0) + total)
+
+
 @kernel
 def add_runs(lanes, rest, run, numel, sums, start, stop):
     """Add the elements of runs start to stop, each from its first block.
@@ -52,44 +93,9 @@ def add_runs(lanes, rest, run, numel, sums, start, stop):
         start: First run.
         stop: One past the last run.
     """
-    levels = f32_scratch(_LEVELS * LANES)
+    levels = f32_scratch(LEVELS_OF_SUM * LANES)
     for index in range(start, stop):
-        first = index * run
-        count = min(run, numel - first)
-        blocks, left = count // BLOCK, count % BLOCK
-        for k in range(_LEVELS * LANES):
-            store(levels, k, np.float32(0.0))
-        source = advance(f32_at(lanes), first // BLOCK * LANES)
-        for block in range(blocks):
-            for k in range(LANES):
-                store(levels, LANES + k, load(levels, LANES + k) + load(source, block * LANES + k))
-            number, level = block + 1, 1
-            while level < _LEVELS - 1 and number % _STEP == 0:
-                below, above = advance(levels, level * LANES), advance(levels, (level + 1) * LANES)
-                for k in range(LANES):
-                    store(above, k, load(above, k) + load(below, k))
-                    store(below, k, np.float32(0.0))
-                number, level = number // _STEP, level + 1
-        tail, rows = f32_at(rest), left // LANES
-        for row in range(rows):
-            for k in range(LANES):
-                store(levels, k, load(levels, k) + load(tail, row * LANES + k))
-        for level in range(1, _LEVELS):
-            for k in range(LANES):
-                store(levels, k, load(levels, k) + load(levels, level * LANES + k))
-        vectors = left // _VECTOR
-        for vector in range(rows * (LANES // _VECTOR), vectors):
-            for k in range(_VECTOR):
-                store(levels, k, load(levels, k) + load(tail, vector * _VECTOR + k))
-        for vector in range(1, LANES // _VECTOR):
-            for k in range(_VECTOR):
-                store(levels, k, load(levels, k) + load(levels, vector * _VECTOR + k))
-        total = np.float32(0.0)
-        for e in range(vectors * _VECTOR, left):
-            total = np.float32(total + load(tail, e))
-        for k in range(_VECTOR):
-            total = np.float32(total + load(levels, k))
-        store(f32_at(sums), index, np.float32(0.0) + total)
+        add_run(lanes, rest, run, numel, sums, index, levels)
 
 
 @kernel

@@ -282,12 +282,14 @@ def reads(x: Tensor, plan: IntegerPlan, scale: Tensor, zero_point: Tensor, *othe
 
     Of 16 bits one scale, or zero point, may be of another type: torch computes with several in another type.
     """
-    if any(each is not None and each.dtype is not x.dtype for each in others):
-        return False
-    if x.dtype is torch.float32:
+    dtype = x.dtype
+    for each in others:
+        if each is not None and each.dtype is not dtype:
+            return False
+    if dtype is torch.float32:
         return scale.dtype is zero_point.dtype is torch.float32
-    is_known = all(each.numel() == 1 or each.dtype is x.dtype for each in (scale, zero_point))
-    return is_known and x.dtype in (torch.bfloat16, torch.float16)
+    is_known = all(each.numel() == 1 or each.dtype is dtype for each in (scale, zero_point))
+    return is_known and dtype in (torch.bfloat16, torch.float16)
 
 
 def numbers_of(x: Tensor) -> Tensor:

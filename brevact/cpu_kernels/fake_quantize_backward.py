@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brevact.cpu_kernels.cascade import LANES, add_block, adds_as_torch, finish_into, runs_of
+from brevact.cpu_kernels.cascade import LANES, LEVELS_OF_SUM, add_block, add_run, adds_as_torch, finish_into, runs_of
 from brevact.cpu_kernels.fake_quantize import (
     BIT_WIDTH,
     BLOCK,
@@ -58,13 +58,13 @@ from brevact.cpu_kernels.memory import (
     u32_scratch,
 )
 from brevact.cpu_kernels.planes import bytes_to_codes
-from brevact.cpu_kernels.teams import share
+from brevact.cpu_kernels.teams import share, takes_one_thread
 from brevact.integers import IntegerPlan
 
-TERMS, SUMS, REST, PARTS, KINDS_OF_TERMS = range(28, 33)
+TERMS, SUMS, REST, PARTS, KINDS_OF_TERMS, TOTALS = range(28, 34)
 """Addresses of (k, n) terms, of the sums of the lanes of full blocks, (k, B * 32), of (k, 512) terms of the last block
-where it is not full, and of (k, B * 64) sums of columns; 0 for none; and k: 4 where the zero point learns, else 2. X is
-the gradient, OUT the gradient of what was quantized."""
+where it is not full, and of (k, B * 64) sums of columns; 0 for none; and k: 4 where the zero point learns, else 2; and
+of the sums, (k,), where a call has all blocks and adds them. X is the gradient, OUT that of what was quantized."""
 COLUMNS = BLOCK // 8
 
 
@@ -154,6 +154,9 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     kind = load(words, KIND)
     bits, codes, own = u8_scratch(BLOCK), u32_scratch(BLOCK), f32_scratch(LANES)
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
+    has_zero = load(words, ZERO_POINTS) == 1 and load(f32_at(load(words, ZERO_POINT)), 0) == np.float32(
+        0.0
+    )  # x / s + 0
     fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
     fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
     for e in range(BLOCK):
@@ -214,7 +217,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
             for e in range(count):
                 store(steps, e, load(steps, e) + load(q, e))
             settle(steps, kind, count)
-        else:
+        elif not (again and has_zero):
             for e in range(count):
                 store(steps, e, load(x, e) / load(scales, e))
             settle(steps, kind, count)
@@ -247,6 +250,11 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         else:
             rest = f32_at(load(words, REST))
             _terms(g, clipped, q, steps, scales, count, kind, rest, advance(rest, BLOCK))
+    if load(words, TOTALS):
+        levels = f32_scratch(LEVELS_OF_SUM * LANES)
+        for row in range(0 if load(words, CODES) != 0 or again else 2, load(words, KINDS_OF_TERMS)):
+            lanes_at, rest_at = load(words, SUMS) + 4 * row * blocks * LANES, load(words, REST) + 4 * row * BLOCK
+            add_run(lanes_at, rest_at, numel, numel, load(words, TOTALS) + 4 * row, 0, levels)
 
 
 @kernel
@@ -311,28 +319,34 @@ def fake_quantize_backward(
     ):
         return NotImplemented
     scale, zero_point, threads = numbers_of(scale), numbers_of(zero_point), torch.get_num_threads()
+    blocks, first = -(-plan.numel // BLOCK), 0 if codes is not None or values is not None else 2
+    rows = next((each.shape[0] for each in (sums, terms, parts) if each is not None), 0)
     runs = None if sums is None or terms is not None else runs_of(plan.numel, threads)
     if runs is not None and (grad.dtype is not torch.float32 or not adds_as_torch(threads)):
         runs = None
     if sums is not None and runs is None and terms is None:
-        terms = grad.new_empty(len(sums), plan.numel)
-    lanes = rest = None
-    blocks, first = -(-plan.numel // BLOCK), 0 if codes is not None or values is not None else 2
+        terms = grad.new_empty(rows, plan.numel)
+    lanes = rest = totals = None
     if runs is not None:
-        lanes, rest = grad.new_empty(len(sums), blocks * LANES), grad.new_empty(len(sums), BLOCK)
+        lanes, rest = grad.new_empty(rows, blocks * LANES), grad.new_empty(rows, BLOCK)
+        totals = sums if runs[1] == 1 and takes_one_thread(blocks * BLOCK, threads) else None
     levels = None if residual is None else residual_of.rows(grad.device)[0]
     width = 0 if residual is None else residual_of.bit_width
-    words = (ctypes.c_int64 * 33)(
+    words = _Words(
         *plan,
         *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
         *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
         *(address(levels), 0, width, 0, KINDS[grad.dtype]),
-        *(address(terms), address(lanes), address(rest), address(parts)),
-        next((len(each) for each in (terms, sums, parts) if each is not None), 0),
+        *(address(terms), address(lanes), address(rest), address(parts), rows, address(totals)),
     )
     share(fake_quantize_backward_blocks, (ctypes.addressof(words),), blocks, BLOCK, threads)
+    if totals is not None:
+        return
     if sums is not None and runs is not None and lanes is not None and rest is not None:
         finish_into(sums[first:], lanes[first:], rest[first:], plan.numel, runs, threads)
     elif sums is not None and terms is not None:
-        for place in range(first, len(sums)):
+        for place in range(first, rows):
             sums[place] = terms[place].sum()
+
+
+_Words = ctypes.c_int64 * 34

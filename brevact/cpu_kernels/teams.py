@@ -47,12 +47,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_lose_team)
 
 
+def takes_one_thread(elements: int, most_threads: int) -> bool:
+    """Return whether the caller of `share` does all of the work, in one call of the kernel."""
+    return most_threads == 1 or elements < 2 * SMALLEST_SHARE
+
+
 def share(kernel: Kernel, arguments: tuple[int, ...], blocks: int, block_size: int, most_threads: int) -> None:
     """Call `kernel(*arguments, start, stop)` over pieces that cover all blocks, on several threads where that pays.
 
     A block has `block_size` elements; the caller is one of the threads.
     """
-    if most_threads == 1 or blocks * block_size < 2 * SMALLEST_SHARE:
+    if takes_one_thread(blocks * block_size, most_threads):
         if blocks:
             kernel.function(kernel.words(*arguments, blocks, blocks, 0))
     elif _parallel is None:

@@ -377,11 +377,13 @@ def _keeps_output(region: EagerKeeper, integers: Integers, scale: Tensor) -> boo
 
 def is_quantizable(region: EagerKeeper, x: Any, given: tuple[Any, ...]) -> bool:
     """Return whether a Function quantizes a tensor: large enough, and by tensors that broadcast to its shape."""
-    if not (region.is_activation(x) and all(region.is_activation(each) for each in given)):
+    if not region.is_activation(x) or x.numel() < max(region.settings.min_numel, 1):
         return False
-    if x.numel() < max(region.settings.min_numel, 1) or any(each.device != x.device for each in given):
-        return False
-    return _broadcast(x.shape, *(each.shape for each in given))
+    device = x.device
+    for each in given:  # a loop, as this is asked in every call
+        if not region.is_activation(each) or each.device != device:
+            return False
+    return _broadcast(x.shape, *[each.shape for each in given])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -144,25 +144,28 @@ class OnePass(NamedTuple):
             *(grad, plan, *self._flat(scale, zero_point), residual_of, codes, mask, values, residual),
             *(target, terms, sums, parts),
         )
-        shapes = (scale.shape, scale.shape, zero_point.shape, zero_point.shape)
-        places = range(0 if codes is not None or values is not None else 2, rows)
+        first = 0 if codes is not None or values is not None else 2
         found: list[Tensor | None] = [None] * 4
         if terms is not None:
-            for place in places:
+            for place in range(first, rows):
                 each = layout.restore(terms[place])
                 if grad is not given and (place in (0, 2) or not plan.clips):  # as stock ops make them, and add them
                     each = torch.empty_like(given).copy_(each)
-                found[place] = each.sum_to_size(shapes[place])
+                found[place] = each.sum_to_size(scale.shape if place < 2 else zero_point.shape)
         elif sums is not None or parts is not None:
             totals = (parts.sum(1) if sums is None else sums).unbind()  # type: ignore[union-attr]
-            for place in places:
-                found[place] = totals[place].view(shapes[place])
+            for place in range(first, rows):
+                number = scale if place < 2 else zero_point
+                found[place] = totals[place].view(number.shape) if number.dim() else totals[place]
         if grad is not given and not plan.clips:  # without a mask of x's order, stock ops go on in the gradient's
             target = torch.empty_like(given).copy_(target)
         return target, *found
 
-    def _flat(self, *numbers: Tensor) -> tuple[Tensor, ...]:
-        return tuple(flat_numbers(each, self.order, len(self.layout.shape)) for each in numbers)
+    def _flat(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.by_group:
+            return scale, zero_point
+        dims = len(self.layout.shape)
+        return flat_numbers(scale, self.order, dims), flat_numbers(zero_point, self.order, dims)
 
     def _dense(self, x: Tensor) -> Tensor:
         """Return a tensor, or a copy, that lies in memory as the result does, and has its type."""
