@@ -3,8 +3,9 @@
     python -m benchmarks.small_tensors --csv FILE
 
 A GRU over a packed sequence, an LSTM cell in a loop of Python, and Brevitas' QuantLSTM, whose tensors have some
-thousand elements. Steps of all settings take turns in one process, with one thread, whose processor time is counted;
-each ratio is that of medians.
+thousand elements; an MLP, of which a step takes a millisecond; and two models with few small tensors, where packing
+them is to cost nothing: a transformer encoder and EfficientNetV2 nano. Steps of all settings take turns in one
+process, with one thread, whose processor time is counted; each ratio is that of medians.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import brevact
 from benchmarks.records import write_rows
+from recipes.models import FloatLayers, efficientnetv2
 
 VALUES = (4096, 2048, 1024, 512, 256)
 
@@ -63,11 +65,28 @@ def _quant_lstm() -> nn.Module:
     return qnn.QuantLSTM(32, 64, batch_first=True, **quantizers)
 
 
+def _mlp() -> nn.Module:
+    layers = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(6)]
+    return nn.Sequential(*(layer for block in layers for layer in block))
+
+
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, activation="gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 3)
+
+
+def _nano() -> nn.Module:
+    return efficientnetv2("nano", image_size=32, classes=10, layers=FloatLayers())
+
+
 #: Each with the sizes of its input.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "GRU, packed sequence": (PackedSequence, (16, 64, 64)),
     "LSTM cell in a loop": (Loop, (32, 64, 64)),
     "QuantLSTM": (_quant_lstm, (32, 20, 32)),
+    "MLP of width 64, batch 32": (_mlp, (32, 64)),
+    "transformer encoder, 8 x 64 tokens": (_transformer, (8, 64, 128)),
+    "EfficientNetV2 nano, batch 16": (_nano, (16, 3, 32, 32)),
 }
 
 
