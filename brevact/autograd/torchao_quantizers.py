@@ -1,13 +1,16 @@
-"""Integer fake quantizers of torchao inside a region: layers behind them keep the integers, weights are computed again.
+"""Fake quantizers of torchao inside a region: layers behind them keep the integers, weights are computed again.
 
 y = (clip(round(x (1 / s)) + z, q_min, q_max) - z) s runs by torchao's own ops. Of an activation, whoever keeps y keeps
 the integers, in as many bits as their range needs (``known_values``). Of a weight, nothing is kept but the weight, the
 scale and the zero point: backward runs torchao's function on them again, so that gradients of all three are its own
 to the last bit. Source: torchao.quantization.quant_primitives.
 
-The function is replaced where torchao is imported when a region that packs is entered; outside of regions that pack,
+Of float8 fake quantizers those of weights are recognised: backward runs them again. Those of activations run op by op:
+their values have an exponent each, and their scale, the largest absolute value, has a gradient.
+
+The functions are replaced where torchao is imported when a region that packs is entered; outside of regions that pack,
 in traced graphs and for what is not known here (scales of groups of an activation, zero points in floating point)
-torchao's own runs.
+torchao's own run.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from brevact.autograd.first_region import when_imported
 from brevact.autograd.mode import packing_region
 from brevact.autograd.ops.base import is_plain
 from brevact.autograd.ops.recompute import compute_from_weight
-from brevact.private_names.of_torchao import FAKE_QUANTIZATION
+from brevact.private_names.of_torchao import FAKE_QUANTIZATION, FLOAT8_FAKE_QUANTIZER
 from brevact.quantizers import Layout
 
 
@@ -126,4 +129,27 @@ def _replace() -> None:
     setattr(module, FAKE_QUANTIZATION[1], fake_quantize)
 
 
+def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -> Tensor:
+    """Values of a float8 fake quantizer, a module, by torchao's forward."""
+    region = packing_region()
+    if region is None or torch.compiler.is_dynamo_compiling() or not (quantizer.enabled and is_plain(x)):
+        return stock(quantizer, x)
+    if x.numel() < region.settings.min_numel or not region.is_weight(x):
+        return stock(quantizer, x)
+    storage_report.report_op(fake_quantize_float8)
+    return compute_from_weight(region, functools.partial(stock, quantizer), x)
+
+
+def _replace_float8() -> None:
+    kind = getattr(sys.modules[FLOAT8_FAKE_QUANTIZER[0]], FLOAT8_FAKE_QUANTIZER[1])
+    stock = kind.forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return fake_quantize_float8(stock, self, x)
+
+    kind.forward = forward
+
+
+when_imported(*FLOAT8_FAKE_QUANTIZER, _replace_float8)
 when_imported(*FAKE_QUANTIZATION, _replace)  # of another release, torchao's own ops run, and are packed as any others
