@@ -10,6 +10,7 @@ import weakref
 import numpy
 import pytest
 import torch
+import tqdm
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -201,6 +202,26 @@ def test_budgets_are_fitted_on_parts_of_batches_unless_told_otherwise(quick_fit)
     assert policy.fitted.report.ratio >= 2
     policy.end()
     assert sizes == {128, 1024} if quick_fit else {1024}
+
+
+def test_a_bar_moves_while_a_budget_is_fitted(monkeypatch):
+    bars = []
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, **options):
+            bars.append(self)
+            self.moves, self.options = 0, options
+            super().__init__(**{**options, "disable": True})
+
+        def update(self, passes=1):
+            self.moves += passes
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    policy = TrainingPolicy("4x")
+    policy.begin(net(), BATCHES, loss)
+    policy.end()
+    of_fit = [bar for bar in bars if bar.options["desc"] == "fit"]
+    assert len(of_fit) == 1 and of_fit[0].moves > 1 and not of_fit[0].options["disable"]
 
 
 @pytest.mark.parametrize(
