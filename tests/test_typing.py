@@ -92,7 +92,7 @@ def test_the_users_file_runs(tmp_path):
     net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(64, 64)
     assert user_code.regions(net, x).requires_grad
     assert user_code.tensors(x).shape == x.shape
-    assert user_code.settings() == (1024, torch.bfloat16)
+    assert user_code.settings() == (4096, torch.bfloat16)
     brevact.quantize_backward(net, brevact.StochBackward2bit4bitMix)
     assert user_code.memory(net, x, tmp_path) > 0
     assert user_code.schedule(net, 4) == 0.1

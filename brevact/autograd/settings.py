@@ -48,9 +48,8 @@ DEFAULT_DERIVE_MIN_BITS = 4
 DEFAULT_SCORE_BIT_WIDTH = 8
 #: Multiplications and additions that an element of a layer's output may cost to be computed again; 0: none is.
 DEFAULT_RECOMPUTE = 0
-#: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth
-#: (``benchmarks.small_tensors``).
-DEFAULT_MIN_NUMEL = 1024
+#: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
+DEFAULT_MIN_NUMEL = 4096
 
 
 def nominal_quantizer(quantizer: Any) -> Any:

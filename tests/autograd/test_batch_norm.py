@@ -64,7 +64,7 @@ def test_synchronized_batch_norm_of_one_process_is_batch_norm():
 
 
 def test_functions_that_save_statistics_keep_them_and_pack_their_input():
-    # With the default, beyond the channels of most models, statistics are stored as they are.
+    # With the default of 4096 elements, beyond the channels of any model, statistics are stored as they are.
     quantizer = UniformQuantizer(bit_width=4, rounding=Rounding.NEAREST, bucket_size=64)
     x, weight = torch.randn(8, 16, 8, 8, requires_grad=True), torch.ones(16, requires_grad=True)
     with watch_saved() as saved, region(BackwardSettings(quantizer)):

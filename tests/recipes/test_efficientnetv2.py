@@ -51,15 +51,15 @@ def check_fitted(summary, folder):
 
 def test_main_fits_a_policy_to_a_budget_and_goes_on_with_it(tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main([*ONE_EPOCH, "--budget", "30x", "--out-dir", str(whole)]) == 0
+    assert main([*ONE_EPOCH, "--budget", "20x", "--out-dir", str(whole)]) == 0
     summary = json.loads((whole / "summary.json").read_text())
     report = check_fitted(summary, whole)
-    assert 0.9 * report["plain_bytes"] / 30 <= report["saved_bytes"] <= report["plain_bytes"] / 30
+    assert 0.9 * report["plain_bytes"] / 20 <= report["saved_bytes"] <= report["plain_bytes"] / 20
     parts.mkdir()
     write_checkpoint(parts / "checkpoint.pt", read_checkpoint(whole / "checkpoint.pt"))
     capsys.readouterr()
     assert main(["--resume", str(parts)]) == 2
-    assert "fit 30x: " in capsys.readouterr().err  # there is no policy.json
+    assert "fit 20x: " in capsys.readouterr().err  # there is no policy.json
     shutil.copy(whole / "policy.json", parts)
     assert main(["--resume", str(parts)]) == 0
     assert json.loads((parts / "summary.json").read_text())["policy"] == summary["policy"]
