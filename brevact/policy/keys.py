@@ -11,14 +11,14 @@ from torch import nn
 from brevact.autograd import other_code
 from brevact.autograd.op_names import OP_NAMES
 from brevact.nn.layer_types import LAYER_TYPES
-from brevact.policy.predicates import computes_attention, is_activation_function, is_norm, is_rectified
+from brevact.policy.predicates import OF_MODELS, computes_attention, is_activation_function, is_norm, is_rectified
 from brevact.policy.rules import are_module_types, ops_of
 from brevact.quantizers.brief import brief
 
 #: Functions of a name and a module, by the path under which users know them.
 PREDICATES: dict[str, Callable[[str, nn.Module], bool]] = {
     f"brevact.policy.predicates.{each.__name__}": each
-    for each in (computes_attention, is_activation_function, is_norm, is_rectified)
+    for each in (computes_attention, is_activation_function, is_norm, is_rectified, *OF_MODELS)
 }
 #: What a rule may be for, by the name of its field.
 FIELDS = ("name", "types", "functions", "predicate")

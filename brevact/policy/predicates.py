@@ -6,10 +6,16 @@ module is torch's, another library's or the user's, and not by names of classes 
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.policy.called_functions import called_by, called_in
+
+#: Multiplications that an element of the output of a layer may take where only the cheapest layers are computed again.
+FEW = 128
 
 #: Activation functions that are piecewise linear.
 _RECTIFIERS = frozenset(
@@ -86,6 +92,32 @@ def is_rectified(name: str, module: nn.Module) -> bool:
     """
     called = called_in(module)
     return bool(called & _RECTIFIERS) and not called & (_SMOOTH | _SOFTMAXES | _ATTENTIONS | _RECURRENT)
+
+
+def is_separable(name: str, module: nn.Module) -> bool:
+    """Rule for a model as a whole: a batch-normalized network of depthwise convolutions (MobileNets, EfficientNets).
+
+    At least a quarter of its layers cost at most 128 multiplications an element, and some are depthwise.
+
+    Args:
+        name: qualified name of the module, not looked at.
+        module: any module.
+    """
+    layers = [each for each in module.modules() if isinstance(each, _ConvNd | nn.Linear)]
+    is_depthwise = any(isinstance(each, _ConvNd) and 1 < each.groups == each.in_channels for each in layers)
+    cheap = sum(_cost(each) <= FEW for each in layers)
+    return is_depthwise and 4 * cheap >= len(layers) and "batch_norm" in called_in(module)
+
+
+#: Rules for a model as a whole: they are asked of the model alone, and where one holds, no later rule counts.
+OF_MODELS = (is_separable,)
+
+
+def _cost(layer: _ConvNd | nn.Linear) -> int:
+    """Return the multiplications that an element of the output of a layer takes, by its sizes: its weight may wait."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    return layer.in_channels // layer.groups * math.prod(layer.kernel_size)
 
 
 def _has_parameters(module: nn.Module) -> bool:

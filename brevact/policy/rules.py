@@ -17,6 +17,7 @@ from brevact.autograd.settings import with_functions, with_overrides
 from brevact.injectors import backward_settings_from
 from brevact.injectors.injector_type import BackwardInjectorType
 from brevact.injectors.proxies import modules_without_own_region
+from brevact.policy.predicates import OF_MODELS
 from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
@@ -116,10 +117,12 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
     names: dict[nn.Module, list[str]] = {}
     for name, module in modules_without_own_region(model):
         names.setdefault(module, []).append(name)
-    matching = {
-        key: [module for module, own in names.items() if any([matches(key, name, module) for name in own])]
-        for key in of_rules
-    }
+    matching = {}
+    for key in of_rules:
+        asked = names if key not in OF_MODELS else {model: names[model]} if model in names else {}
+        matching[key] = [module for module, own in asked.items() if any([matches(key, name, module) for name in own])]
+        if key in OF_MODELS and matching[key]:
+            break
     assigned: dict[nn.Module, Assignment] = {}
     for key, modules in matching.items():
         count = len(assigned)

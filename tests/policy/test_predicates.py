@@ -14,7 +14,13 @@ from torch.nn.functional import relu as rectify
 import brevact
 from brevact import StochBackward2bit
 from brevact.policy.inherit import hook_of_policy
-from brevact.policy.predicates import computes_attention, is_activation_function, is_norm, is_rectified
+from brevact.policy.predicates import (
+    computes_attention,
+    is_activation_function,
+    is_norm,
+    is_rectified,
+    is_separable,
+)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -257,3 +263,54 @@ def test_parts_called_alone_have_the_settings_that_the_default_gives_them_inside
     }
     modules = dict(model.named_modules())
     assert bits == {name: hook_of_policy(modules[name]).settings.quantizer.bit_width for name in bits}
+
+
+def inverted(channels: int, width: int, act: type[nn.Module] = nn.SiLU, norm: type[nn.Module] = nn.BatchNorm2d):
+    """Layers of an inverted residual."""
+    return nn.Sequential(
+        *(nn.Conv2d(channels, width, 1), norm(width), act()),
+        *(nn.Conv2d(width, width, 3, padding=1, groups=width), norm(width), act()),
+        *(nn.Conv2d(width, channels, 1), norm(channels)),
+    )
+
+
+def normalized(channels: int) -> nn.Module:
+    return nn.GroupNorm(1, channels)
+
+
+@pytest.mark.parametrize(
+    "make, expected",
+    [
+        (lambda: inverted(16, 64), True),
+        (lambda: inverted(16, 64, nn.ReLU6), True),
+        (lambda: inverted(16, 64, norm=normalized), False),
+        (lambda: nn.Sequential(inverted(16, 64), *(nn.Conv2d(64, 64, 3) for _ in range(12))), False),
+        (lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU()), False),
+        (lambda: nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1)), False),
+        (lambda: nn.Sequential(nn.LazyLinear(16), nn.ReLU()), False),
+        (nn.ReLU, False),
+    ],
+)
+def test_separable_networks_have_depthwise_convolutions_batch_norms_and_cheap_layers(make, expected):
+    with torch.device("meta"):
+        assert is_separable("", make()) is expected
+
+
+def test_a_rule_for_models_holds_for_all_of_one_where_it_holds():
+    model = brevact.quantize_backward(inverted(16, 64, nn.ReLU6))  # whose functions are rectified as well
+    rows = brevact.backward_policy(model).rows
+    assert {row.source for row in rows} == {"DitherBackward6bit"} and rows[0].rule == "is_separable"
+
+
+def test_a_rule_for_models_is_not_asked_of_parts():
+    model = nn.Sequential(inverted(16, 64, norm=normalized), inverted(16, 64), nn.Sequential(nn.ReLU()))
+    model.extend(nn.Conv2d(16, 64, 3) for _ in range(20))
+    rows = {row.module: row for row in brevact.backward_policy(brevact.quantize_backward(model)).rows}
+    assert rows["1"].source == "DitherBackward4bit" and rows["2"].rule == "is_rectified"
+
+
+def test_rules_before_one_for_models_go_first():
+    rules = {"0": None, is_separable: brevact.DitherBackward6bit, "1": brevact.DitherBackward2bit}
+    model = brevact.quantize_backward(inverted(16, 64), brevact.Policy(rules))
+    rows = {row.module: row for row in brevact.backward_policy(model).rows}
+    assert rows["0"].settings is None and rows["1"].source == "DitherBackward6bit"

@@ -137,7 +137,7 @@ def test_real_models_train_by_the_default(name):
     assert report.ratio >= 8.0, str(report).splitlines()[-40:]
 
 
-@pytest.mark.parametrize("name, bits", [("mobilenet_v2", 3), ("efficientnet_b0", 4), ("googlenet", 3)])
+@pytest.mark.parametrize("name, bits", [("mobilenet_v2", 6), ("efficientnet_b0", 6), ("resnet50", 3), ("googlenet", 3)])
 def test_the_default_fits_models_of_torchvision(name, bits):
     models = pytest.importorskip("torchvision").models
     settings = {"init_weights": False} if name == "googlenet" else {}
