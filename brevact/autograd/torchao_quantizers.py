@@ -15,6 +15,7 @@ torchao's own run.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -137,7 +138,9 @@ def fake_quantize_float8(stock: Callable[..., Tensor], quantizer: Any, x: Any) -
     if x.numel() < region.settings.min_numel or not region.is_weight(x):
         return stock(quantizer, x)
     storage_report.report_op(fake_quantize_float8)
-    return compute_from_weight(region, functools.partial(stock, quantizer), x)
+    as_now = copy.copy(quantizer)  # backward computes again as forward did, whatever is set in between
+    as_now.config = copy.copy(quantizer.config)
+    return compute_from_weight(region, functools.partial(stock, as_now), x)
 
 
 def _replace_float8() -> None:

@@ -114,10 +114,13 @@ OF_MODELS = (is_separable,)
 
 
 def _cost(layer: _ConvNd | nn.Linear) -> int:
-    """Return the multiplications that an element of the output of a layer takes, by its sizes: its weight may wait."""
+    """Return the multiplications that an element of the output of a layer takes, by its sizes: its weight may wait.
+
+    Lazy layers do not know their inputs yet, and are taken for costly.
+    """
     if isinstance(layer, nn.Linear):
-        return layer.in_features
-    return layer.in_channels // layer.groups * math.prod(layer.kernel_size)
+        return layer.in_features or FEW + 1
+    return layer.in_channels // layer.groups * math.prod(layer.kernel_size) or FEW + 1
 
 
 def _has_parameters(module: nn.Module) -> bool:

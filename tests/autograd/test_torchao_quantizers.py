@@ -129,6 +129,23 @@ def test_float8_is_torchao_to_the_last_bit_and_keeps_no_weight(of_activations, d
     assert not any(row.saved_bytes for row in report.rows if row.layer.endswith("weight_fake_quantizer"))
 
 
+def test_float8_weights_are_run_again_by_the_settings_of_their_forward():
+    def gradient(packs):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 128))
+        config = qat.Float8FakeQuantizeConfig(hp_value_ub=0.05)
+        quantize_(model, qat.QATConfig(weight_config=config, step="prepare"))
+        if packs:
+            brevact.quantize_backward(model, LosslessBackward)
+        loss = model(torch.ones(4, 128)).sum()
+        model[0].weight_fake_quantizer.enabled = False
+        model[0].weight_fake_quantizer.config.hp_value_ub = 1.0
+        loss.backward()
+        return model[0].weight.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
 @pytest.mark.parametrize("place", [FAKE_QUANTIZATION, FLOAT8_FAKE_QUANTIZER])
 def test_what_is_replaced_is_there(place):
     import importlib

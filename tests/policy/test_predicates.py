@@ -288,6 +288,7 @@ def normalized(channels: int) -> nn.Module:
         (lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU()), False),
         (lambda: nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1)), False),
         (lambda: nn.Sequential(nn.LazyLinear(16), nn.ReLU()), False),
+        (lambda: nn.Sequential(inverted(16, 64), *(nn.LazyConv2d(64, 3) for _ in range(12))), False),
         (nn.ReLU, False),
     ],
 )

@@ -186,3 +186,23 @@ def test_one_pass_for_is_none_where_kernels_do_not_know_the_arithmetic():
     for given in refused:
         given = tuple(given[place - 2] if each is None else each for place, each in enumerate(given))
         assert one_pass_for(kind, True, *given) is None
+
+
+@pytest.mark.parametrize("make", [qnn.QuantIdentity, qnn.QuantReLU])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_zero_points_between_numbers_of_16_bits_are_rounded_where_torch_rounds_them(make, dtype):
+    def shifted():
+        options = {"bit_width": 4, "quantize_zero_point": False, "collect_stats_steps": 2}
+        made = make(act_quant=quant.ShiftedUint8ActPerTensorFloat, **options).train()
+        with torch.no_grad():
+            for seed in range(4):
+                made(activation((512,), seed) - 0.3)
+        return made
+
+    x = activation((4096,)).to(dtype)
+    found = []
+    for model in (shifted(), brevact.quantize_backward(shifted(), LosslessBackward, min_numel=0)):
+        with torch.autocast("cpu", dtype):
+            found.append(gradients(model, x, torch.ones_like(x)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -212,7 +212,14 @@ def one_pass_for(
         return None  # torch computes in another type, or its ends are no numbers of 16 bits
     if is_traced(x) or x.is_neg() or scale.is_neg() or zero_point.is_neg():
         return None
+    if x.is_cpu and dtype is not torch.float32 and not _is_number_of(zero_point, dtype):
+        return None  # torch rounds what it adds, but not what it multiplies with
     return _one_pass(kind, rectifies, x.shape, x.stride(), dtype, scale.shape, zero_point.shape)
+
+
+def _is_number_of(zero_point: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a zero point on the CPU is the same number in a type of 16 bits."""
+    return zero_point.dtype is dtype or torch.equal(zero_point.detach().to(dtype).to(zero_point.dtype), zero_point)
 
 
 @functools.lru_cache(maxsize=4096)
