@@ -7,12 +7,14 @@ module is torch's, another library's or the user's, and not by names of classes 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from brevact.injectors.proxies import is_quant_proxy
 from brevact.policy.called_functions import called_by, called_in
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 #: Multiplications that an element of the output of a layer may take where only the cheapest layers are computed again.
 FEW = 128
@@ -103,8 +105,8 @@ def is_separable(name: str, module: nn.Module) -> bool:
         name: qualified name of the module, not looked at.
         module: any module.
     """
-    layers = [each for each in module.modules() if isinstance(each, _ConvNd | nn.Linear)]
-    is_depthwise = any(isinstance(each, _ConvNd) and 1 < each.groups == each.in_channels for each in layers)
+    layers = [each for each in module.modules() if isinstance(each, (*CONVOLUTIONS, nn.Linear))]
+    is_depthwise = any(isinstance(each, CONVOLUTIONS) and 1 < each.groups == each.in_channels for each in layers)
     cheap = sum(_cost(each) <= FEW for each in layers)
     return is_depthwise and 4 * cheap >= len(layers) and "batch_norm" in called_in(module)
 
@@ -113,7 +115,7 @@ def is_separable(name: str, module: nn.Module) -> bool:
 OF_MODELS = (is_separable,)
 
 
-def _cost(layer: _ConvNd | nn.Linear) -> int:
+def _cost(layer: Any) -> int:
     """Return the multiplications that an element of the output of a layer takes, by its sizes: its weight may wait.
 
     Lazy layers do not know their inputs yet, and are taken for costly.

@@ -21,13 +21,11 @@ from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.description import quantizer_text
 from brevact.policy.fit_report import FitReport
-from brevact.policy.predicates import FEW, is_norm, is_rectified, is_separable
+from brevact.policy.predicates import CONVOLUTIONS, FEW, is_norm, is_rectified, is_separable
 from brevact.policy.rules import assignment_of, check_rules, ops_of
 from brevact.quantizers.brief import brief
 from brevact.tables import text_table
 from brevact.version import __version__
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
