@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -13,6 +14,7 @@ from torch import Tensor
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.saved import Saved
 from brevact.autograd.seeds import SeedStream
+from brevact.autograd.settings import BackwardSettings
 
 
 class TorchRunner(Protocol):
@@ -169,3 +171,10 @@ class EagerKeeper(Keeper, Protocol):
     def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:
         """Apply one of our Functions that returns a weight, and note that it does."""
         ...
+
+
+def with_settings(region: Keeper, settings: BackwardSettings) -> Keeper:
+    """Return a region as it is, but for its settings, for one op."""
+    other = copy.copy(region)
+    other.settings = settings
+    return other

@@ -14,7 +14,8 @@ from torch import nn
 from brevact.bit_widths.adaptive import Adaptive
 from brevact.injectors import StochBackward2bitPerSample, StochBackward4bit
 from brevact.policy.attach import quantize_backward
-from brevact.policy.presets import CONVOLUTIONS, Policy
+from brevact.policy.predicates import CONVOLUTIONS
+from brevact.policy.presets import Policy
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss
 

@@ -13,7 +13,6 @@ the noise, and L^2 codes.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
-from brevact.autograd.keeper import EagerKeeper, Keeper
+from brevact.autograd.keeper import EagerKeeper, Keeper, with_settings
 from brevact.autograd.layers_again import MOST_NESTED, can_compute_again
 from brevact.autograd.ops.base import Saving, is_plain, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Stored
@@ -206,13 +205,12 @@ def _with_finer_scores(region: Keeper) -> Keeper:
         return region
     if settings.keeps_elements:
         return region
-    finer = copy.copy(region)
-    finer.settings = _score_settings(
+    finer = _score_settings(
         _rounding_of(quantizer),
         *(settings.save_mode, settings.min_numel, settings.derive_min_bits, settings.score_bit_width),
         settings.recompute,
     )
-    return finer
+    return with_settings(region, finer)
 
 
 def _rounding_of(quantizer: Any) -> Rounding:

@@ -225,7 +225,7 @@ def _in_one_pass(
     learns = x is not None or residual is not None
     if zero_point is None:
         zero_point = grad.new_zeros(ctx.shapes[1]) if codes is None else codes.tensors[1]
-    of_x, of_scale, of_pre_scale, of_zero_point, of_pre_zero_point = ctx.one_pass.gradients(
+    found = ctx.one_pass.gradients(
         *(grad, scale, zero_point),
         codes=codes.tensors[0] if learns and codes is not None else None,
         mask=None if mask is None else mask.tensors[0],
@@ -234,7 +234,6 @@ def _in_one_pass(
         residual=None if residual is None else residual.tensors[0],
         zero_learns=needs[2] or needs[4],
     )
-    found = of_x, of_scale, of_zero_point, of_pre_scale, of_pre_zero_point
     return tuple(each if needed else None for each, needed in zip(found, needs, strict=True))
 
 
@@ -319,7 +318,6 @@ class _WeightFakeQuantization(Saving):
         if one_pass is not None and one_pass.takes(grad):
             zero_learns = needs[2] or needs[4]
             found = one_pass.gradients(grad, scale, zero_point, values=x.detach(), zero_learns=zero_learns)
-            found = found[0], found[1], found[3], found[2], found[4]
             return None, *(each if needed else None for each, needed in zip(found, needs, strict=True))
         integers = ctx.integers
         _, rounded, q = integers.of(x, pre_scale, pre_zero_point)

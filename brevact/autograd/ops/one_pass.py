@@ -120,10 +120,10 @@ class OnePass(NamedTuple):
         residual: Tensor | None = None,
         zero_learns: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradient of what was quantized, and both parts of the scale's, None if there is but a mask.
+        """Return gradients of x, scale, zero point, scale and zero point before rounding, as ``_gradients`` does.
 
-        Both parts of a zero point's follow, None if it does not learn. Without codes all is computed again from the
-        values, those behind a ReLU.
+        Those of scales are None if there is but a mask, those of zero points if these do not learn. Without codes all
+        is computed again from the values, those behind a ReLU.
         """
         plan, layout, given = self.plan, self.layout, grad
         if not layout.matches(grad):
@@ -159,7 +159,8 @@ class OnePass(NamedTuple):
                 found[place] = totals[place].view(number.shape) if number.dim() else totals[place]
         if grad is not given and not plan.clips:  # without a mask of x's order, stock ops go on in the gradient's
             target = torch.empty_like(given).copy_(target)
-        return target, *found
+        of_scale, of_pre_scale, of_zero_point, of_pre_zero_point = found
+        return target, of_scale, of_zero_point, of_pre_scale, of_pre_zero_point
 
     def _flat(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         if not self.by_group:

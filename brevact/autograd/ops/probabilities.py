@@ -22,7 +22,6 @@ product that reads p next, and has the bias above.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from brevact.autograd.keeper import Keeper
+from brevact.autograd.keeper import Keeper, with_settings
 from brevact.autograd.ops.base import SavedValue, Saving, load, save
 from brevact.autograd.ops.op import UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.settings import BackwardSettings
@@ -99,9 +98,9 @@ class _SoftmaxOfClasses(Saving):
         out = call(input)
         p = out.detach()
         of_p, of_squares = _settings_of(region.settings)
-        kept = _with(region, of_p).keep(p, share=False)
+        kept = with_settings(region, of_p).keep(p, share=False)
         errors = SavedValue(*kept).decode().float() - p
-        save(ctx, kept, _with(region, of_squares).keep(errors.square(), share=False))
+        save(ctx, kept, with_settings(region, of_squares).keep(errors.square(), share=False))
         ctx.dim, ctx.negates, ctx.dtype = dim, negates, input.dtype
         return out
 
@@ -111,13 +110,6 @@ class _SoftmaxOfClasses(Saving):
         grad_input = softmax_backward(grad, kept.decode(), ctx.dim, grad.dtype)
         grad_input = grad_input.addcmul_(squares.decode().to(grad.dtype), grad).to(ctx.dtype)
         return None, None, None, None, -grad_input if ctx.negates else grad_input
-
-
-def _with(region: Keeper, settings: BackwardSettings) -> Keeper:
-    """Return the region with other settings."""
-    other = copy.copy(region)
-    other.settings = settings
-    return other
 
 
 @functools.lru_cache(maxsize=64)
