@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -62,19 +63,20 @@ def decode_through(
         gives. With a gradient it is of the type of `grad * values`, and of the strides of one that lies in the same
         memory order, otherwise of those that torch gives the product.
     """
-    layout, buffer, groups = packed.layout, packed.buffer, None
+    layout, buffer = packed.layout, packed.buffer
+    decode = functools.partial(decode_affine, packed, scale, shift, dtype)
     if layout.numel == 0 or not layout.is_dense or not _has_memory(buffer, scale, shift):
-        values = function(decode_affine(packed, scale, shift, dtype))
-        return values if grad is None else grad * values
-    other = grad if grad is not None and _is_readable(grad, layout) else None
-    found = None
-    if is_uniform(packed, dtype):
-        if scale is not None or shift is not None:
-            groups = groups_of(layout, shift, torch.ones_like(shift) if scale is None else scale)  # type: ignore[arg-type]
-        if groups is not None or (scale is None and shift is None):
-            found = _looked_up(buffer, packed.spec, function, groups, dtype, other)
-    values = _in_pieces(decode_affine(packed, scale, shift, dtype), function, other) if found is None else found
-    return values if grad is None or other is not None else grad * values
+        return _multiplied(function(decode()), grad)
+
+    def look_up(other: Tensor | None) -> Tensor | None:
+        if not is_uniform(packed, dtype):
+            return None
+        if scale is None and shift is None:
+            return _looked_up(buffer, packed.spec, function, None, dtype, other)
+        groups = groups_of(layout, shift, torch.ones_like(shift) if scale is None else scale)  # type: ignore[arg-type]
+        return None if groups is None else _looked_up(buffer, packed.spec, function, groups, dtype, other)
+
+    return _apply(function, look_up, decode, layout, grad)
 
 
 def decode_through_plan(
@@ -85,24 +87,54 @@ def decode_through_plan(
     shift: Tensor | None,
     grad: Tensor | None,
 ) -> Tensor:
-    """What :func:`decode_through` gives of normalized values that a plan has packed.
+    """Return what :func:`decode_through` does, for normalized values that a plan has packed.
 
     Args:
-        plan: Of the values, which has their memory order and the type of what the function is applied to.
+        plan: The plan; it has the memory order of the values, and the type of the function's argument.
         buffer: The stored bytes.
         function: See :func:`decode_through`.
         scale: (C,) float32 factors.
         shift: (C,) float32 numbers; None for 0.
         grad: See :func:`decode_through`.
     """
+    decode = functools.partial(plan.decode_affine, buffer, scale, shift)
     if not _has_memory(buffer, scale, shift):
-        values = function(plan.decode_affine(buffer, scale, shift))
-        return values if grad is None else grad * values
-    other = grad if grad is not None and _is_readable(grad, plan.spec.layout) else None
-    groups = Groups(None if shift is None else shift.contiguous(), scale.contiguous(), plan.place)
-    found = _looked_up(buffer, plan.spec, function, groups, plan.layout.dtype, other)
-    values = _in_pieces(plan.decode_affine(buffer, scale, shift), function, other) if found is None else found
-    return values if grad is None or other is not None else grad * values
+        return _multiplied(function(decode()), grad)
+
+    def look_up(other: Tensor | None) -> Tensor | None:
+        groups = Groups(None if shift is None else shift.contiguous(), scale.contiguous(), plan.place)
+        return _looked_up(buffer, plan.spec, function, groups, plan.layout.dtype, other)
+
+    return _apply(function, look_up, decode, plan.spec.layout, grad)
+
+
+def _apply(
+    function: PointFunction,
+    look_up: Callable[[Tensor | None], Tensor | None],
+    decode: Callable[[], Tensor],
+    layout: Layout,
+    grad: Tensor | None,
+) -> Tensor:
+    """Return f of the decoded values, times `grad` if there is one: from a table, or in pieces of the decoded tensor.
+
+    A gradient that lies in the same memory order is multiplied on the way.
+
+    Args:
+        function: The function f.
+        look_up: Returns f of the values by a table, times its argument if there is one; None where no table pays.
+        decode: Returns the values as a tensor of their own.
+        layout: Of the values.
+        grad: The gradient; None for f alone.
+    """
+    other = grad if grad is not None and _is_readable(grad, layout) else None
+    values = look_up(other)
+    if values is None:
+        values = _in_pieces(decode(), function, other)
+    return values if other is not None else _multiplied(values, grad)
+
+
+def _multiplied(values: Tensor, grad: Tensor | None) -> Tensor:
+    return values if grad is None else grad * values
 
 
 def _looked_up(
@@ -113,7 +145,7 @@ def _looked_up(
     dtype: torch.dtype,
     other: Tensor | None,
 ) -> Tensor | None:
-    """What `decode_through` returns, by a table of all codes of all segments; None where segments are short."""
+    """Return the result of `decode_through` from a table of all codes of all segments; None if segments are short."""
     mean, factor, place = (None, None, None) if groups is None else groups
     plan: UniformPlan = spec.plan or plan_of(spec)
     segments = _long_segments(plan, place)
