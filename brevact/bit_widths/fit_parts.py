@@ -8,6 +8,7 @@ first samples of one batch.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,13 @@ def noise_on_part(
                 continue
             with as_it_was(model), regions_disabled():
                 found = gradients(model, part, loss, exact.seed)
-        except Exception:  # a loss, or a model, that takes whole batches
+        except Exception as error:  # of any type: the code that takes whole batches alone is the caller's
+            warnings.warn(
+                f"fit(quick=True): on {count} of the {samples} samples of a batch the loss raised "
+                f"{type(error).__name__}: {error}\nThe noise of layers is measured on the whole batch, which takes "
+                "longer. Pass a loss that takes a part of a batch, or quick=False",
+                stacklevel=2,
+            )
             break
         on_pass()
         unit = Estimate(exact.unit.value * samples / count, math.nan)
