@@ -33,20 +33,20 @@ class TorchRunner(Protocol):
         """Run a layer that saves its input, whose leading dimensions it ``flattens``, and its weight, and keep both."""
         ...
 
-    def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved | None) -> Tensor:
-        """Run a function that saves one tensor, its input or its output, which is kept already; None: it saves none."""
-        ...
-
-    def run_torch_keeping(
-        self, function: Callable[[Tensor], Tensor], input: Tensor, keep: Callable[[Tensor], Saved]
+    def run_torch_function(
+        self,
+        function: Callable[[Tensor], Tensor],
+        input: Tensor,
+        *,
+        kept: Saved | None = None,
+        keep: Callable[[Tensor], Saved] | None = None,
+        mask_of: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Run a function that saves one tensor, which ``keep`` keeps."""
-        ...
+        """Run a function that saves its input or its output, and save ``kept`` in place of that tensor.
 
-    def run_torch_rectifier(
-        self, function: Callable[[Tensor], Tensor], input: Tensor, mask_of: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Run a rectifier that saves its output; a mask stands for it until another op keeps it, too."""
+        In place of ``kept``, ``keep`` packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor
+        until another op packs that. Without any of them the hooks decide, as for a function that saves nothing.
+        """
         ...
 
     def may_give_up_masks(self) -> bool:

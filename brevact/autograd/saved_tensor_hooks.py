@@ -85,13 +85,25 @@ class SavedTensorHooks(HookStack):
         ModelState.mark_activation(out)
         return out
 
-    def run_torch_function(self, function: Callable[[Tensor], Tensor], input: Tensor, kept: Saved | None) -> Tensor:
-        """Run a function of torch's that saves one tensor, in the place of which is kept what keeps it."""
+    def run_torch_function(
+        self,
+        function: Callable[[Tensor], Tensor],
+        input: Tensor,
+        *,
+        kept: Saved | None = None,
+        keep: Callable[[Tensor], Saved] | None = None,
+        mask_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Run a function of torch that saves its input or its output, and save ``kept`` in place of that tensor.
+
+        In place of ``kept``, ``keep`` packs the tensor, or ``mask_of`` makes a mask of it, which stands for the tensor
+        until another op packs that.
+        """
         try:
-            self.layer, self.kept = (input, None), kept
+            self.layer, self.kept, self.keep_by, self.mask_of = (input, None), kept, keep, mask_of
             out = function(input)
         finally:
-            self.layer = self.kept = None
+            self.layer = self.kept = self.keep_by = self.mask_of = None
         ModelState.mark_activation(out)
         return out
 
@@ -102,30 +114,6 @@ class SavedTensorHooks(HookStack):
             return func(*args, **kwargs)
         finally:
             self.is_in_backward = False
-
-    def run_torch_keeping(
-        self, function: Callable[[Tensor], Tensor], input: Tensor, keep: Callable[[Tensor], Saved]
-    ) -> Tensor:
-        """Run a function of torch's that saves one tensor, which ``keep`` keeps."""
-        try:
-            self.layer, self.keep_by = (input, None), keep
-            out = function(input)
-        finally:
-            self.layer = self.keep_by = None
-        ModelState.mark_activation(out)
-        return out
-
-    def run_torch_rectifier(
-        self, function: Callable[[Tensor], Tensor], input: Tensor, mask_of: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """Run a rectifier of torch's that saves its output; a mask stands for it until another op keeps it, too."""
-        try:
-            self.layer, self.mask_of = (input, None), mask_of
-            out = function(input)
-        finally:
-            self.layer = self.mask_of = None
-        ModelState.mark_activation(out)
-        return out
 
     def may_give_up_masks(self) -> bool:
         """Return whether hooks around the region, if there are some, are a report's, which can be told."""

@@ -90,7 +90,7 @@ def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], 
         factor = 1.0 if noise.dtype is torch.bool else _noise_of_kept(p, noise.dtype)
         return stand_in(masks[0], noise.dtype, factor)
 
-    out = runner.run_torch_keeping(dropout, input, keep)
+    out = runner.run_torch_function(dropout, input, keep=keep)
     if len(masks) == 1:
         factor = _noise_of_kept(p, input.dtype) if input.device.type == "cpu" else 1.0 / (1.0 - p)
         derive(region, out, ByMask(factor), ((input, source), (input, masks[0])))

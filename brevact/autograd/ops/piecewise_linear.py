@@ -213,7 +213,7 @@ def _twice(rule: Callable[..., _Pieces]) -> Callable:
             return NotImplemented
         mask, source = keep_mask(pieces.mask(input.detach()), pieces.outside / pieces.inside), region.find_known(input)
         kept = stand_in(mask, input.dtype, *pieces.stands)
-        out = runner.run_torch_function(lambda x: func(x, *rest, **kwargs), input, kept)
+        out = runner.run_torch_function(lambda x: func(x, *rest, **kwargs), input, kept=kept)
         if source is not None and pieces.value is not None and not isinstance(pieces.value, _Bounded):
             derive(region, out, pieces.value, ((input, source), (input, mask)))
         return out
@@ -238,7 +238,7 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
         if region.settings.is_exact and (pieces.reads == "output" or (pieces.inplace and pieces.outside)):
             runner = region.torch_runner(input)
             if runner is not None and runner.may_give_up_masks() and region.find_known(input) is None:
-                return runner.run_torch_rectifier(call, input, pieces.mask)
+                return runner.run_torch_function(call, input, mask_of=pieces.mask)
         return region.apply(_PiecewiseLinear, call, pieces, input)
 
     return handle

@@ -272,7 +272,7 @@ def _adaptive_avg_pool(region: Keeper, func: Callable, input: Tensor, output_siz
     if is_one:  # torch's own takes the mean, for which nothing is saved
         runner = region.torch_runner(input)
         if runner is not None:
-            return runner.run_torch_function(lambda x: func(x, output_size), input, None)
+            return runner.run_torch_function(lambda x: func(x, output_size), input)
     return region.apply(OfSizes, lambda x: func(x, output_size), _adaptive_avg_pool_backward(dims), input)
 
 

@@ -189,11 +189,11 @@ def run_torch(region: EagerKeeper, function: PointFunction, input: Tensor) -> Te
     Autocast is off, and the input no inference tensor. None where a Function must run.
     """
     if input.numel() < region.settings.min_numel:
-        return region.hooks.run_torch_function(function, input, keep_small(input, region.settings))
+        return region.hooks.run_torch_function(function, input, kept=keep_small(input, region.settings))
     source = keep_source(region, input)
     if source is None:
         return None
-    out = region.hooks.run_torch_function(function, input, reported(source))
+    out = region.hooks.run_torch_function(function, input, kept=reported(source))
     derive(region, out, function, ((input, source),), is_curved=True, is_new=True)
     return out
 
@@ -204,12 +204,12 @@ def run_torch_by_output(region: EagerKeeper, function: PointFunction, input: Ten
     Autocast is off, and the input no inference tensor. None where a Function must run.
     """
     if input.numel() < region.settings.min_numel and region.find_known(input) is None:
-        return region.hooks.run_torch_function(function, input, None)  # hooks keep the small output
+        return region.hooks.run_torch_function(function, input)  # hooks keep the small output
     source = keep_source(region, input)
     kept = None if source is None else function_of(function, (source,), input, is_curved=True)
     if kept is None:
         return None
-    out = region.hooks.run_torch_function(function, input, reported(kept))
+    out = region.hooks.run_torch_function(function, input, kept=reported(kept))
     region.register(out, kept)
     return out
 

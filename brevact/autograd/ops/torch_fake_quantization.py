@@ -27,16 +27,28 @@ def _along(axis: int | None, statistic: Any, out: Tensor) -> Tensor:
     return found.view([-1 if dim == axis % out.dim() else 1 for dim in range(out.dim())])
 
 
-def _remember(out: Tensor, scale: Any, zero_point: Any, axis: int | None, low: int, high: int) -> None:
-    """Let whoever keeps the result keep its integers."""
+def _register_integers(out: Tensor, scale: Any, zero_point: Any, axis: int | None, low: int, high: int) -> None:
+    """Register the integers of a result: whoever saves the result saves these."""
     s, z = _along(axis, scale, out), _along(axis, zero_point, out)
     q = (out.detach() / s.masked_fill(s == 0, 1.0)).round_().add_(z)
     decoder = known_values.IntegerCodes(Layout.of(q), (high - low).bit_length(), low, 1, out.nbytes)
     known_values.register(out, decoder.encode(q, z, s), decoder)
 
 
-def _run(region: EagerKeeper, call: Callable[[Tensor], Tensor], input: Any, low: Any, high: Any) -> Any:
-    """Run torch's op, whose mask hooks keep in bits; NotImplemented where nothing is to be known of its result."""
+def _run(
+    region: EagerKeeper,
+    call: Callable[[Tensor], Tensor],
+    input: Any,
+    scale: Any,
+    zero_point: Any,
+    axis: int | None,
+    low: Any,
+    high: Any,
+) -> Any:
+    """Run torch's op, whose mask the hooks save in bits, and register the integers of its result.
+
+    NotImplemented where the result's integers are not registered.
+    """
     if not (region.packs_input(input) and input.requires_grad and input.dtype is torch.float32):
         return NotImplemented
     if is_traced(input) or input.numel() < max(region.settings.min_numel, 1) or region.is_weight(input):
@@ -44,16 +56,18 @@ def _run(region: EagerKeeper, call: Callable[[Tensor], Tensor], input: Any, low:
     if not (isinstance(low, int) and isinstance(high, int) and 0 < high - low < 256):
         return NotImplemented
     runner = region.torch_runner(input)
-    return NotImplemented if runner is None else runner.run_torch_function(call, input, None)
+    if runner is None:
+        return NotImplemented
+    out = runner.run_torch_function(call, input)
+    _register_integers(out, scale, zero_point, axis, low, high)
+    return out
 
 
 def _per_tensor(
     region: EagerKeeper, func: Callable, input: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int
 ) -> Any:
-    out = _run(region, lambda x: func(x, scale, zero_point, quant_min, quant_max), input, quant_min, quant_max)
-    if out is not NotImplemented:
-        _remember(out, scale, zero_point, None, quant_min, quant_max)
-    return out
+    bounds = quant_min, quant_max
+    return _run(region, lambda x: func(x, scale, zero_point, *bounds), input, scale, zero_point, None, *bounds)
 
 
 def _per_channel(
@@ -68,10 +82,8 @@ def _per_channel(
 ) -> Any:
     if isinstance(zero_point, Tensor) and zero_point.is_floating_point():
         return NotImplemented  # torch computes (q - z) s by more digits there
-    out = _run(region, lambda x: func(x, scale, zero_point, axis, quant_min, quant_max), input, quant_min, quant_max)
-    if out is not NotImplemented:
-        _remember(out, scale, zero_point, axis, quant_min, quant_max)
-    return out
+    bounds = quant_min, quant_max
+    return _run(region, lambda x: func(x, scale, zero_point, axis, *bounds), input, scale, zero_point, axis, *bounds)
 
 
 def _fused(
@@ -94,11 +106,10 @@ def _fused(
     """Observe, and quantize by the scale of now, which the op itself writes."""
     others: tuple[Any, ...] = (observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const)
     others += (quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant)
-    is_on = isinstance(fake_quant_on, Tensor) and fake_quant_on.is_cpu and bool(fake_quant_on)
-    out = _run(region, lambda x: func(x, *others), x, quant_min, quant_max) if is_on else NotImplemented
-    if out is not NotImplemented:
-        _remember(out, scale, zero_point, ch_axis if per_row_fake_quant else None, quant_min, quant_max)
-    return out
+    if not (isinstance(fake_quant_on, Tensor) and fake_quant_on.is_cpu and bool(fake_quant_on)):
+        return NotImplemented
+    axis = ch_axis if per_row_fake_quant else None
+    return _run(region, lambda x: func(x, *others), x, scale, zero_point, axis, quant_min, quant_max)
 
 
 _STORED = Stored("fake quantization of torch.ao", "the integers that it returns, exactly, and a mask", EXACT)
