@@ -377,7 +377,7 @@ FAULTS = (
     Fault(
         "a small tensor that was decoded last is taken for that of another weight",
         "autograd/decode_cache.py",
-        "_Held.find",
+        "_Decoded.find",
         "x is not weight",
         "False",
         ("autograd/test_decode_cache.py",),

@@ -26,7 +26,7 @@ MOST_HELD = 1 << 18
 MOST_OF_WEIGHTS = 1 << 21
 
 
-class _Held:
+class _Decoded:
     """A decoded tensor, and what it was decoded from: codes, and weights, which are held as well."""
 
     __slots__ = ("_codes", "_decoder", "_values", "_versions", "_weights")
@@ -57,7 +57,7 @@ class _Held:
 class _Last(threading.local):
     """What this thread has decoded last."""
 
-    held: _Held | None = None
+    held: _Decoded | None = None
 
 
 class _Weights(threading.local):
@@ -97,7 +97,7 @@ def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[T
         _drop_last()  # its memory is free for the next one
         found = decode(tensors)
         _drop_last()  # what this one was decoded from
-        _last.held = _Held(decoder, tensors, found)
+        _last.held = _Decoded(decoder, tensors, found)
     return found
 
 

@@ -17,6 +17,7 @@ from brevact.autograd.norm_decoders import OutputDecoder
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import storage_address
+from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import is_any_autocast_enabled
 from brevact.quantizers import Layout, PointFunction, is_traced
 
@@ -186,7 +187,7 @@ class Derived(Decoder):
             values = self.sources[0][0].decode_through(tensors, self.function, grad)
             if grad is not None:
                 return values
-        values = _with_strides(values if values.dtype is self.dtype else values.to(self.dtype), self.stride)
+        values = with_strides(values if values.dtype is self.dtype else values.to(self.dtype), self.stride)
         return values if grad is None else grad * values
 
 
@@ -325,11 +326,4 @@ class Restrided(NamedTuple):
     offset: int | torch.SymInt
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _with_strides(x, self.whole).as_strided(self.shape, self.stride, self.offset)
-
-
-def _with_strides(x: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """Return ``x`` densely in memory with these strides; None leaves it as it is."""
-    if stride is None or is_traced(x) or x.stride() == stride:
-        return x
-    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+        return with_strides(x, self.whole).as_strided(self.shape, self.stride, self.offset)

@@ -7,6 +7,7 @@ Where hooks around the region hand out copies of what is saved, each reader comp
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from brevact.autograd import storage_report
 from brevact.autograd.saved import Decoder, Saved
 from brevact.autograd.storages import WeakStorage
 from brevact.private_names.of_torch import count_holders, current_graph_task, queue_callback
@@ -23,7 +25,7 @@ from brevact.private_names.of_torch import count_holders, current_graph_task, qu
 Graph = tuple[Tensor, tuple[Tensor | None, ...]]
 
 
-class _Held:
+class _Output:
     """An output, as the storage of its token carries it.
 
     Beside it are its version, the backward pass and the stream in which it was computed, and the graph that made it, if
@@ -80,7 +82,7 @@ def _hold(token: Tensor, values: Tensor, graph: Graph | None = None) -> None:
         _task.number, _task.tokens = task, tokens
         queue_callback(lambda: _let_go(tokens))
     storage = token.untyped_storage()
-    storage.__dict__[_HELD] = _Held(values, task, graph)
+    storage.__dict__[_HELD] = _Output(values, task, graph)
     _task.tokens.append(WeakStorage(storage))
 
 
@@ -120,9 +122,14 @@ class HeldOutput(Decoder):
     """Decoder of an output that is held for its readers; the first of its tensors is the token."""
 
     __slots__ = ()
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
+        return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        held: _Held | None = tensors[0].untyped_storage().__dict__.get(_HELD)
+        held: _Output | None = tensors[0].untyped_storage().__dict__.get(_HELD)
         found = None if held is None else held.find()
         if found is None:
             found, graph = self._computed(tensors)
@@ -136,7 +143,7 @@ class HeldOutput(Decoder):
 
 def take_graph(token: Tensor) -> Graph | None:
     """Return the graph that has made the output of a token for an earlier reader; it is differentiated once."""
-    held: _Held | None = token.untyped_storage().__dict__.get(_HELD)
+    held: _Output | None = token.untyped_storage().__dict__.get(_HELD)
     if held is None or held.find() is None:
         return None
     graph, held.graph = held.graph, None

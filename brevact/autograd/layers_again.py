@@ -16,7 +16,7 @@ first of them and held until the last one has run (``held_outputs``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from brevact.autograd import storage_report
 from brevact.autograd.decode_cache import MOST_HELD
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.expressions import TensorFunction
@@ -35,6 +34,7 @@ from brevact.autograd.normalizing import as_now
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.storages import is_tracked
+from brevact.autograd.strides import with_strides
 from brevact.autograd.transforms import may_free_weights
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
@@ -45,8 +45,8 @@ from brevact.quantizers import PointFunction, multiply_by_function
 #: Layers that are computed again one after the other, before one is packed: all of them are held at once.
 MOST_NESTED = 4
 
-#: Elements of the output of a convolution that are computed at once.
-_PIECE = 1 << 18
+#: Elements that a convolution over some samples at a time reads or writes in one call of ATen.
+_NUMEL_OF_CALL = 1 << 18
 
 #: A layer as a function of its input, its weight and its bias.
 Layer = TensorFunction
@@ -100,9 +100,6 @@ class LayerOutput(HeldOutput):
         values, is_owned = take(self, tensors)  # an activation function reads first in forward, so last in backward
         return multiply_by_function(values, function, grad, overwrites=is_owned)
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
-
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
         """Return what keeps the input."""
         decoder, count = self.source
@@ -141,8 +138,7 @@ class LayerOutput(HeldOutput):
 
     def _run(self, tensors: tuple[Tensor, ...]) -> Tensor:
         x, weight, bias = self._operands(tensors)
-        samples, size = self.shape[0], math.prod(self.shape[1:])
-        step = max(_PIECE // max(size, 1), 1)
+        samples, step = self.shape[0], samples_of_call(self.shape)
         with DisableTorchFunction():
             if isinstance(self.layer, WithOptions) and x.is_cpu and 2 * step <= samples == x.shape[0]:
                 out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
@@ -150,9 +146,13 @@ class LayerOutput(HeldOutput):
                     out[start : start + step] = self.layer(x[start : start + step], weight, bias)
                 return out
             out = self.layer(x, weight, bias)
-            if out.stride() == self.stride:
-                return out.data if out._is_view() else out  # a view would hold another tensor of its memory
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=out.device).copy_(out)
+            out = with_strides(out, self.stride)
+            return out.data if out._is_view() else out  # a view would hold another tensor of its memory
+
+
+def samples_of_call(shape: Sequence[int]) -> int:
+    """Return the number of samples of a tensor that a convolution over some samples at a time takes in one call."""
+    return max(_NUMEL_OF_CALL // max(math.prod(shape[1:]), 1), 1)
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -22,14 +22,15 @@ from brevact.autograd.norm_decoders import Alignment, Unpacked, aligned
 from brevact.autograd.normalizing import NormInput, as_now
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
+from brevact.autograd.strides import with_strides
 from brevact.quantizers import PointFunction
 
-#: Elements to which a function is applied at once: they stay in a cache of the CPU. A GPU takes all of them.
-_PIECE = 1 << 16
+#: Elements to which a norm is applied at once: they stay in a cache of the CPU. A GPU takes all of them.
+_NUMEL_IN_CACHE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _OutputAgain(Decoder):
+class _NormOutput(Decoder):
     """Decoder of the output of a norm; the first of its tensors are those of the input.
 
     Args:
@@ -70,13 +71,10 @@ class _OutputAgain(Decoder):
 
     def _finished(self, out: Tensor) -> Tensor:
         """Return the output in its type and strides."""
-        out = out.to(self.dtype)
-        if out.stride() == self.stride:
-            return out
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=out.device).copy_(out)
+        return with_strides(out.to(self.dtype), self.stride)
 
 
-class NormOutputAgain(_OutputAgain):
+class NormOutputAgain(_NormOutput):
     """Its other tensors are the inverse deviations, and the means, the weight and the bias where there are some."""
 
     __slots__ = ()
@@ -104,7 +102,7 @@ class NormOutputAgain(_OutputAgain):
         return False
 
 
-class ChannelsAgain(_OutputAgain):
+class ChannelsAgain(_NormOutput):
     """Of a norm of one mean and one deviation a channel: (N, C, ...) times (C,) factors, plus (C,) numbers.
 
     Its other tensors are the inverse deviations, these numbers, and the weight if there is one.
@@ -124,7 +122,7 @@ class ChannelsAgain(_OutputAgain):
         is_owned = isinstance(self.source[0], HeldOutput) and not is_held(tensors[0])
         is_owned = is_owned and sys.getrefcount(x) <= 2  # no other thread has taken the output since
         if is_owned and x.is_cpu and x.dtype is self.dtype is scale.dtype and x.stride() == self.stride:
-            for rows in x.split(max(_PIECE // math.prod(self.shape[1:]), 1)):
+            for rows in x.split(max(_NUMEL_IN_CACHE // math.prod(self.shape[1:]), 1)):
                 rows.copy_(_affine(rows, scale, shift))
             return x
         return self._finished(_affine(x, scale, shift))
@@ -148,7 +146,7 @@ class ChannelsAgain(_OutputAgain):
             return values if grad is None else grad * values
         x, scale, shift = self._read(tensors)
         samples, size = self.shape[0], math.prod(self.shape[1:])
-        step = samples if x.is_cuda else max(_PIECE // size, 1)
+        step = samples if x.is_cuda else max(_NUMEL_IN_CACHE // size, 1)
         if step >= samples or x.stride() != self.stride or x.dtype is not self.dtype:
             values = function(self._finished(_affine(x, scale, shift)))
             return values if grad is None else grad * values

@@ -51,7 +51,17 @@ def lay_out(x: Tensor, grad: Tensor, stride: Strides, order: Order = Order.GRAD_
     else:
         first = strides_of_result(grad.shape, stride) if order is Order.DERIVATIVE_FIRST else stride
         wanted = strides_of_result(grad.shape, first, other)
-    return x if x.stride() == wanted else torch.empty_strided(x.shape, wanted, dtype=x.dtype, device=x.device).copy_(x)
+    return with_strides(x, wanted)
+
+
+def with_strides(x: Tensor, stride: Strides | None) -> Tensor:
+    """Return ``x`` with these strides: itself if it has them, else a dense copy; None leaves it as it is.
+
+    In a traced graph it is left as it is: the compiler chooses strides.
+    """
+    if stride is None or x.stride() == stride or is_traced(x):
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,6 @@ the noise, and L^2 codes.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from brevact.autograd import storage_report
 from brevact.autograd.decoders import AS_IT_IS
 from brevact.autograd.held_outputs import Graph, HeldOutput, make_token, take_graph
 from brevact.autograd.keeper import EagerKeeper, Keeper, with_settings
@@ -38,6 +36,7 @@ from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.store import keep_mask
+from brevact.autograd.strides import with_strides
 from brevact.private_names.of_torch import attention_by_math, choose_attention, is_any_autocast_enabled
 from brevact.quantizers import Rounding, UniformQuantizer, is_traced
 
@@ -114,7 +113,7 @@ def _differentiated(
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _OutputAgain(HeldOutput):
+class _AttentionOutput(HeldOutput):
     """Decoder of the output of attention; its tensors are a token, those of query, key and value, and the mask.
 
     Args:
@@ -139,9 +138,6 @@ class _OutputAgain(HeldOutput):
     depth: int = field()
     quality: Quality = field()
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[str, int]:
-        return storage_report.RECOMPUTED, math.prod(self.shape) * self.dtype.itemsize
-
     def _computed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Graph]:
         leaves: list[Tensor | None] = []
         start = 1
@@ -153,13 +149,10 @@ class _OutputAgain(HeldOutput):
         leaves.append(mask if mask is None or mask.dtype is torch.bool else mask.to(self.dtype))
         with outside_regions(tensors[0].device):
             out = _attend_again(leaves, self.options, None, None)
-        values = out.detach()
-        if values.stride() != self.stride:
-            values = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=out.device).copy_(values)
-        return values, (out, tuple(leaves))
+        return with_strides(out.detach(), self.stride), (out, tuple(leaves))
 
 
-_output_again = one_object_each(_OutputAgain)
+_attention_output = one_object_each(_AttentionOutput)
 
 
 def _remember(
@@ -183,7 +176,7 @@ def _remember(
         return None
     quality = functools.reduce(Quality.with_other, (decoder.quality for _, decoder in sources))
     lasts = all(decoder.lasts for _, decoder in sources)
-    decoder = (_output_again if lasts else _OutputAgain)(
+    decoder = (_attention_output if lasts else _AttentionOutput)(
         tuple((decoder, len(tensors)) for tensors, decoder in sources),
         *(options, needs, tuple(out.shape), out.stride(), out.dtype, lasts, depth + 1),
         quality._replace(is_curved=not quality.is_exact, cost=max(quality.cost, 2 * keys)),

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
-from brevact.autograd.layers_again import WithOptions, is_large_and_recomputed, remember_output
+from brevact.autograd.layers_again import WithOptions, is_large_and_recomputed, remember_output, samples_of_call
 from brevact.autograd.ops.base import SavedValue, Saving, as_tuple, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, suggest_memory_format
 
-#: Elements of the input of which gradients are computed at once, behind layers that are computed again.
-_PIECE = 1 << 18
 #: Types in which the gradients of the pieces are summed; those of other types are summed in float32.
 _SUMMED = torch.float32, torch.float64
 
@@ -101,7 +99,7 @@ def _one_after_the_other(
     Both are computed for some samples at a time, since ATen copies what it reads to an order of memory of its own.
     """
     shape, _, dtype = ctx.input_like
-    step = max(_PIECE // max(math.prod(shape[1:]), 1), 1)
+    step = samples_of_call(shape)
     if weight.numel() > step * math.prod(shape[1:]):
         step = shape[0]  # sums of weights would take long
     totals: list[Tensor | None] = [None, None]
