@@ -37,7 +37,7 @@ CURVED_NODES = frozenset(("SiluBackward0",))
 
 @dataclass(frozen=True, slots=True)
 class _Again(Decoder):
-    """Decodes what has been decoded before: without a loss, whatever the quantizer."""
+    """Decodes a tensor that has been decoded before: without a loss, whatever the quantizer."""
 
     decoder: Decoder
 

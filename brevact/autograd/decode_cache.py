@@ -27,7 +27,7 @@ MOST_OF_WEIGHTS = 1 << 21
 
 
 class _Decoded:
-    """A decoded tensor, and what it was decoded from: codes, and weights, which are held as well."""
+    """A decoded tensor, and its sources: codes, and weights, which are held as well."""
 
     __slots__ = ("_codes", "_decoder", "_values", "_versions", "_weights")
 
@@ -42,7 +42,7 @@ class _Decoded:
         self._values, self._weights = None, ()
 
     def find(self, decoder: Any, tensors: tuple[Tensor, ...]) -> Tensor | None:
-        """Return the tensor, if it is what this decoder makes of these tensors, and nobody has changed it."""
+        """Return the tensor, if this decoder made it of these tensors, and nobody has modified any of them."""
         values = self._values
         if values is None or decoder is not self._decoder or len(tensors) != len(self._weights) + 1:
             return None
@@ -55,7 +55,7 @@ class _Decoded:
 
 
 class _Last(threading.local):
-    """What this thread has decoded last."""
+    """The tensor that this thread decoded last."""
 
     held: _Decoded | None = None
 

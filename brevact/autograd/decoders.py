@@ -1,7 +1,7 @@
-"""The way back: what gives a tensor that autograd stored back when the backward pass asks for it.
+"""Decoders: they return the saved tensor when the backward pass asks for it.
 
-A decoder for each way of keeping a tensor (as it is, packed, as a mask, in full precision until backward starts), and
-what saved-tensor hooks return to autograd, which holds the kept tensors and their decoder.
+There is a decoder for each saved form (as it is, packed, as a mask, in full precision until backward starts), and the
+object that saved-tensor hooks return to autograd, which holds the saved form.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _bytes_of(layout: Layout) -> int:
 def without_gaps(x: Tensor) -> Tensor:
     """Return ``x``, or a copy where its strides leave gaps, so that decoding allocates no more than its elements.
 
-    Expanded dimensions stay expanded: what is stored of ``x`` are its distinct elements.
+    Expanded dimensions stay expanded: the distinct elements of ``x`` are stored.
     """
     if x.is_contiguous():
         return x
@@ -173,7 +173,7 @@ def pairs_of(x: Tensor) -> Tensor:
 
 
 def complex_of(pairs: Tensor, is_conjugate: bool) -> Tensor:
-    """Return what :func:`pairs_of` was given."""
+    """Return the complex tensor of the result of :func:`pairs_of`."""
     x = torch.view_as_complex(pairs)
     return x.conj() if is_conjugate else x
 
@@ -202,15 +202,15 @@ decoder_of_pairs = one_object_each(_Pairs)
 
 
 class SavedByHook:
-    """What a pack hook returns: handles of the kept tensors, and how to get the tensor back.
+    """Result of a pack hook: handles of the saved tensors, and their decoder.
 
-    In its place, for a tensor that is kept as it is where no hooks are around the region: the tensor and its version.
+    For a tensor that is saved as it is, without hooks around the region, the hook returns the tensor and its version.
     """
 
     __slots__ = ("__weakref__", "decoder", "handles", "unpack", "versions")
 
     def fill(self, kept: Saved, outer: tuple[Callable, Callable] | None) -> None:
-        """Store what keeps the tensor, or hand it to hooks around the region."""
+        """Store the saved form of the tensor, or hand its tensors to hooks around the region."""
         tensors, self.decoder = kept
         if outer is None:
             self.handles, self.unpack = tensors, None

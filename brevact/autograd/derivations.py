@@ -1,4 +1,4 @@
-"""Derivations: the decoder of a result of what keeps the operands of an op, found again from step to step."""
+"""Derivations: the decoder of an op's result from the saved forms of its operands, cached from step to step."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def packed_in(kept: Saved, *, enters_layers: bool = True) -> set[int]:
 
 
 class Derivation(NamedTuple):
-    """How a result derives from what keeps the operands of an op, whatever their values.
+    """How the result of an op derives from the saved forms of its operands, whatever their values.
 
-    The decoder is None where the result depends on too much, and reads the operands' tensors at ``picks``, in that
-    order, or all of them. It is light where the packed sources, once they are decoded, are no larger than a few
-    results. Those at ``small`` are sources that are kept as they are, and the key in the table is made of the
-    identities of ``holds``.
+    The decoder is None where the result depends on too many tensors; it reads the operands' tensors at ``picks``, in
+    that order, or all of them. A derivation is light if the packed sources, once decoded, are no larger than a few
+    results. The sources at ``small`` are saved as they are. The key in the table consists of the identities of
+    ``holds``.
     """
 
     decoder: Derived | None
@@ -108,13 +108,13 @@ class Derivation(NamedTuple):
     holds: tuple[Any, ...] = ()
 
     def bind(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Derived] | None:
-        """Return what keeps the result, of the operands' tensors; None where it depends on too much."""
+        """Return the saved form of the result from the operands' tensors; None where the result depends on too many."""
         if self.decoder is None:
             return None
         return tensors if self.picks is None else tuple([tensors[place] for place in self.picks]), self.decoder
 
     def is_worth_it(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
-        """Return whether sources are no larger than a few results, and what is kept as it is has a bit an element."""
+        """Return whether sources are no larger than a few results, and unpacked ones take at most a bit an element."""
         if not self.small or not self.is_light or is_traced(out):
             return self.is_light
         return 8 * sum([tensors[place].nbytes for place in self.small]) <= out.numel()
@@ -130,7 +130,7 @@ _CONSTANTS = (
 
 
 class DerivationRule(NamedTuple):
-    """What is known of the function by which a tensor derives: it takes the tensors, and returns the one that is kept.
+    """The function by which a tensor derives from others, and the properties of that function.
 
     It is curved if it is not linear in each operand, pointwise if an element of the result depends on the elements at
     its place alone, and jointly linear if it is linear in all operands together: others are curved where two operands

@@ -1,7 +1,7 @@
-"""Tensors that are functions of what is stored already: they are kept as that function, at no byte of their own.
+"""Tensors that are functions of saved tensors: they are saved as that function, at no byte of their own.
 
 Behind a norm, x^ is packed once. Its output y = gamma x^ + beta, an activation act(y), its derivative act'(y) and the
-product of act(y) with a small gate follow from it, and so does what views, pads or concatenates them. The table of
+product of act(y) with a small gate follow from it, and so do their views, paddings and concatenations. The table of
 known values (``known_values``) holds such a tensor as an expression over sources: packed tensors, masks, and small
 tensors and weights as they are. An op that keeps a derived tensor for backward keeps its sources.
 
@@ -49,7 +49,7 @@ ELEMENTS_OF_SMALL = 64
 def derive_output(
     region: Keeper, input: NormInput, kept: Saved | None, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Remember that the output of a norm derives from what keeps its input, if that is packed or computed again."""
+    """Record that the output of a norm derives from its input, if that is packed or recomputed."""
     if kept is None or not region.settings.derives:
         return
     known = output_of(input.norm.alignment, kept, out, weight, bias)
@@ -73,10 +73,10 @@ def derive(
     is_dirty: bool = False,
     is_new: bool = False,
 ) -> None:
-    """Remember what an op has returned as a function of what keeps its operands, if all of them are kept.
+    """Record that ``out`` is a function of an op's operands, if all of these have a saved form.
 
-    Operands stand beside what the op itself keeps for them, None for nothing; ``is_dirty`` says that a Function is
-    about to mark ``out`` as changed, ``is_new`` that it is in memory of its own. The other arguments are those of
+    Each operand comes with the saved form that the op itself made of it, or None. ``is_dirty`` says that a Function is
+    about to mark ``out`` as modified, ``is_new`` that ``out`` has memory of its own. The other arguments are those of
     :class:`DerivationRule`.
     """
     if not region.settings.derives:
@@ -99,7 +99,7 @@ def derive(
 
 
 def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> Saved | None:
-    """Return what keeps an operand: small ones as the op keeps them, weights in a copy, since both may change."""
+    """Return the saved form of an operand; a small one is saved as it is, a weight as a copy, since both may change."""
     kept = own if own is not None and own[1] is not AS_IT_IS else region.find_kept(x)
     if kept is not None:
         return kept
@@ -111,7 +111,7 @@ def _kept_operand(region: Keeper, x: Tensor, own: Saved | None, out: Tensor) -> 
 
 
 def keep_smooth(function: TensorFunction, source: Saved, like: Tensor, *, is_pointwise: bool = True) -> Saved | None:
-    """Keep a smooth function of what :func:`keep_source` keeps, the derivative say, and report it."""
+    """Save a smooth function of a source (:func:`keep_source`), such as a derivative, and report it."""
     kept = function_of(function, (source,), like, is_curved=True, is_pointwise=is_pointwise)
     return kept if kept is None else reported(kept)
 
@@ -174,7 +174,7 @@ def _as_function(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dic
 
 
 class Kind(Enum):
-    """What is known of a function whose results are followed."""
+    """How the results of a tracked function depend on its arguments."""
 
     SUM = "an element is linear in those at its place of all tensors together"
     BILINEAR = "an element is linear in that at its place of each of two tensors, the other one given"
@@ -183,9 +183,9 @@ class Kind(Enum):
 
 
 def operands_of(region: Keeper, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Saved | None]] | None:
-    """Return what keeps the arguments of a call that is to be followed; None where too little is known of them.
+    """Return the arguments of a tracked call with their saved forms; None where a large argument has none.
 
-    It is asked before the call, which may overwrite them.
+    Ask before the call, which may overwrite its arguments.
     """
     if not tensors or not region.settings.derives:
         return None
@@ -208,7 +208,7 @@ def track_derived(
     operands: list[tuple[Tensor, Saved | None]],
     kind: Kind,
 ) -> None:
-    """Remember the result of a torch function, not one in place, as a function of what keeps its arguments.
+    """Record that the result of a torch function, not one in place, is that function of its arguments' saved forms.
 
     The operands are those of :func:`operands_of`. A result that is a view of an argument is known as that.
     """

@@ -1,4 +1,4 @@
-"""Expressions: how a derived tensor is computed of what keeps its sources, and the decoder that does it."""
+"""Expressions: how a derived tensor is computed from the saved forms of its sources, and the decoder that does it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
     Args:
         function: takes tensors and returns a new one, or a view of one; :class:`ByMask` takes a source as it is kept.
-        operands: what it takes.
+        operands: its arguments.
         only: the one source of an expression that is pointwise from there on; -1 for others.
     """
 
@@ -105,7 +105,7 @@ class Derived(Decoder):
     """Decoder of a derived tensor; its tensors are those of its sources, one after the other.
 
     Args:
-        expression: what gives the tensor back; an integer for the source itself.
+        expression: computes the tensor; an integer for the source itself.
         sources: decoders of the sources, and the number of tensors of each.
         shape: of the tensor.
         stride: of the tensor; None for one that is expanded, whose distinct elements may lie anyhow.
@@ -137,7 +137,7 @@ class Derived(Decoder):
         *,
         lasts: bool,
     ) -> Derived:
-        """Return the decoder of a tensor of the sizes of ``like`` from what keeps its sources."""
+        """Return the decoder of a tensor of the sizes of ``like`` from the saved forms of its sources."""
         numbered = tuple((decoder, len(tensors)) for tensors, decoder in sources)
         is_fused = expression.only >= 0 and numbered[0][0].decodes_through
         function = expression.as_function if is_fused else None
@@ -160,7 +160,7 @@ class Derived(Decoder):
         return max([decoder.depth for decoder, _ in self.sources], default=0)
 
     def parts(self, tensors: tuple[Tensor, ...]) -> list[Saved]:
-        """Return what keeps each source."""
+        """Return the saved form of each source."""
         parts, start = [], 0
         for decoder, count in self.sources:
             parts.append((tensors[start : start + count], decoder))
@@ -168,7 +168,7 @@ class Derived(Decoder):
         return parts
 
     def _reading(self, tensors: tuple[Tensor, ...]) -> _Reading:
-        """Return what is read for the tensor."""
+        """Return the sources of the expression, none of them decoded yet."""
         parts, early = self.parts(tensors), {n for n, (decoder, _) in enumerate(self.sources) if decoder.depth}
         if early:
             early.remove(max(early, key=lambda number: place_of(parts[number])))
@@ -195,7 +195,7 @@ class _Reading(NamedTuple):
     """Sources of an expression.
 
     Args:
-        parts: what keeps each of them.
+        parts: their saved forms.
         decoded: those that have been decoded, for others that read them.
         repeated: those that are read more than once.
         early: outputs that are computed again, of earlier blocks than the latest: no reader follows at once.
@@ -261,7 +261,7 @@ def _sum(first: tuple[Tensor, bool], second: tuple[Tensor, bool]) -> tuple[Tenso
 def _in_one_pass(expression: Call | int, parts: list[Saved], decoded: dict[int, Tensor]) -> Tensor | None:
     """Value of the output of a norm, of its sum with another source, or of both times a mask, decoded in one pass.
 
-    None for other expressions, and where that takes more than one pass; what was decoded on the way is in ``decoded``.
+    None for other expressions, and where that takes more than one pass. Tensors decoded on the way are in ``decoded``.
     """
     if isinstance(expression, int):
         return None

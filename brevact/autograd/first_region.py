@@ -1,4 +1,4 @@
-"""What a process changes before its first region that packs, and not when it imports brevact."""
+"""Changes to the process that are made before its first region that packs, and not at the import of brevact."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Outputs that are computed again in backward, and held for the readers that follow one another.
 
 An output is held under a token, an empty tensor which each reader saves, and whose storage ends with the last one.
-Where hooks around the region hand out copies of what is saved, each reader computes the output.
+Where hooks around the region hand out copies of saved tensors, each reader computes the output.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ def _hold(token: Tensor, values: Tensor, graph: Graph | None = None) -> None:
 
 
 def make_token(device: torch.device) -> Tensor:
-    """Return what an output is held under; a token that is made later is that of a later output."""
+    """Return the token under which an output is held; tokens are made in the order of their outputs."""
     token = torch.empty(0, device=device)
     token.untyped_storage().__dict__[_PLACE] = next(_places)
     return token
 
 
 def place_of(kept: Saved) -> int:
-    """Return the place, in the order of the forward pass, of the output of a layer, or of what a norm makes of it."""
+    """Return the place in the forward pass's order of a layer's output, or of that of the norm behind the layer."""
     return int(kept[0][0].untyped_storage().__dict__.get(_PLACE, -1))
 
 

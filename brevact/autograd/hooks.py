@@ -24,7 +24,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Attachment:
-    """What the hooks of one policy on one model share, by which they know each other's regions.
+    """State that the hooks of one policy on one model share, by which they know each other's regions.
 
     The root is the hook of the model itself, None where no rule matches it.
     """
@@ -45,7 +45,7 @@ class Attachment:
 
     @property
     def settings(self) -> BackwardSettings | None:
-        """What code of the model outside of its modules stores for backward; None for full precision."""
+        """Settings for the model's code outside of its modules; None for full precision."""
         return None if self.root is None else self.root.settings
 
 
@@ -140,7 +140,7 @@ class _InheritRegion(_EnterRegion):
 
     @property
     def settings(self) -> BackwardSettings | None:  # type: ignore[override]
-        """What ops inside store for backward; None for full precision."""
+        """Settings for ops inside; None for full precision."""
         return self.around.settings if self.own is None else self.own
 
     @property

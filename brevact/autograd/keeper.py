@@ -1,4 +1,4 @@
-"""What handlers ask of the region in which they run: what is an activation, and how a tensor is kept for backward."""
+"""The region as handlers see it: it says which tensors are activations, and saves tensors for backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from brevact.autograd.settings import BackwardSettings
 
 
 class TorchRunner(Protocol):
-    """Hooks that run torch's own layers, whose gradients are those of Functions of ours, and keep what these save."""
+    """Hooks that run torch's own layers, whose gradients are those of our Functions, and pack the tensors they save."""
 
     scope: Any
     """The checkpoint in which the region runs; None: in none."""
@@ -91,7 +91,7 @@ class Keeper(Protocol):
         ...
 
     def torch_runner(self, *tensors: Tensor | None) -> TorchRunner | None:
-        """Return what runs torch's own layer that saves these tensors; None where a Function must run."""
+        """Return the hooks that run torch's own layer, which saves these tensors; None where a Function must run."""
         ...
 
     def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -99,7 +99,7 @@ class Keeper(Protocol):
         ...
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
-        """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes."""
+        """Save a floating-point activation as the settings say; of a norm's input, the normalized values."""
         ...
 
     def keep_levels(self, x: Tensor, norm: NormInput) -> Saved:
@@ -107,18 +107,18 @@ class Keeper(Protocol):
         ...
 
     def find_known(self, x: Tensor) -> Saved | None:
-        """Return what ``x`` is known by, if that is as good as what the region would keep."""
+        """Return the registered saved form of ``x``, if its quality is at least that of the region's own quantizer."""
         ...
 
     def find_kept(self, x: Tensor) -> Saved | None:
-        """Return what ``x`` is known by, or what keeps it for an op that has run."""
+        """Return the registered saved form of ``x``, or the packed one that an earlier op saved."""
         ...
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
-        """Remember what a tensor is known by.
+        """Register the saved form of ``out``, which ops that save ``out`` use.
 
-        A Function is about to mark it as changed if it ``is_dirty``; it is dense, in memory of its own, if it
-        ``is_new``.
+        ``is_dirty``: an in-place Function modified ``out`` and will call ``mark_dirty``, which bumps its version once
+        more. ``is_new``: ``out`` is dense, in memory of its own.
         """
         ...
 
@@ -157,15 +157,15 @@ class EagerKeeper(Keeper, Protocol):
         ...
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
-        """Note whether what a function returned is a weight or an activation."""
+        """Note whether a function's result is a weight or an activation."""
         ...
 
     def packs_for(self, saver: FrameType) -> bool:
-        """Return whether what autograd saves below a frame is packed."""
+        """Return whether tensors that autograd saves below a frame are packed."""
         ...
 
     def keeper_of(self, name: str) -> EagerKeeper:
-        """Return what keeps the tensors of code that no mode sees, by a rule for it, while this region runs."""
+        """Return the region that packs the tensors of code that no mode sees, by a rule for that code."""
         ...
 
     def apply_to_weight(self, function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -1,13 +1,13 @@
-"""Tensors whose values are known by fewer bits: what forward quantizers return, and what derives from packed tensors.
+"""Tensors whose values are known by fewer bits: results of forward quantizers, and tensors derived from packed ones.
 
 The output of a fake quantizer is (q - z) * s with few-bit integers q; a fake-quantized weight is a function of the
-weight, which is there anyway. The table knows, for such a tensor, what gives its values back bit for bit (but for the
-sign of a zero): any op that keeps the tensor for backward keeps that instead, whatever the quantizer of its region.
-What is derived from packed tensors (``derived``) is known but for their rounding errors: it serves a region whose own
+weight, which is there anyway. The table has, for such a tensor, the saved form that gives its values back bit for bit
+(but for the sign of a zero): any op that saves the tensor saves that form, whatever the quantizer of its region. Values
+derived from packed tensors (``derived``) are known but for their rounding errors: they serve a region whose own errors
 would be no smaller.
 
-The table holds what it knows as long as the tensor's own storage lives: for codes, a fraction of that storage. It knows
-a tensor by its storage (a weak reference) and version counter, and views of it by their offset, shape and strides.
+An entry lives as long as the tensor's own storage: codes take a fraction of it. The table identifies a tensor by its
+storage (a weak reference) and version counter, and views of the tensor by their offset, shape and strides.
 Edits that the counter does not see go by ``x.data`` or NumPy: a region that hands either out forgets the tensor.
 """
 
@@ -55,7 +55,7 @@ class IntegerCodes(Decoder):
     has_spare: bool = False
 
     def encode(self, q: Tensor, zero_point: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """Return what is kept."""
+        """Return the tensors to save."""
         codes = self.layout.flatten(q)
         if self.minimum or self.step != 1:
             codes = (codes - self.minimum) / self.step if self.step != 1 else codes - self.minimum
@@ -264,7 +264,7 @@ def register(
 
     Args:
         x: any tensor; of others than those above nothing is remembered.
-        tensors: what is kept, none of it in the storage of ``x``.
+        tensors: those to save, none of them in the storage of ``x``.
         decoder: gives ``x`` back.
         scope: the checkpoint in which the region runs, None outside of one.
         is_dirty: whether a Function that has changed ``x`` in place is about to say so, which counts as a change.
@@ -301,11 +301,11 @@ def forget(x: Tensor) -> None:
 
 
 def find(x: Tensor, settings: BackwardSettings | None = None, scope: Any = None) -> Saved | None:
-    """Return what keeps ``x``, or what it views, and its decoder, if it is known.
+    """Return the registered saved form of ``x``, or of the tensor that it views; None if there is none.
 
     Not if a scale or a weight that it was computed from has changed since. The settings are those of the region that
     reads it, whose own error a derived tensor's may take the place of; None where ``x`` must be known without a loss.
-    What derives from packed tensors is known in the scope, the checkpoint, in which it was computed alone: a checkpoint
+    A tensor derived from packed ones is known only in the scope, the checkpoint, in which it was computed: a checkpoint
     that computes again finds the same as in its forward pass.
     """
     try:

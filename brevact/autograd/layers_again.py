@@ -2,12 +2,12 @@
 
 The output of a convolution or a linear layer is a function of its input, which is packed or derives from packed
 tensors, and of a weight, which is there anyway. Where an element of it costs few multiplications
-(``BackwardSettings.recompute``), what reads the output in backward reads the layer run again on the decoded input, and
-nothing is stored of it. The layer is linear, so that an unbiased input gives an unbiased output, and independent errors
+(``BackwardSettings.recompute``), readers of the output in backward run the layer again on the decoded input, and the
+output is not stored. The layer is linear, so that an unbiased input gives an unbiased output, and independent errors
 of elements have about the same size relative to all of the output behind it, though not relative to a deviation that is
-small beside the mean. The gradient of the layer's weight multiplies the input by what
-has been computed of the output, whose errors are the same: a bias of the order of their variance, as that of curved
-functions, so that the input must have as many bits (``derive_min_bits``).
+small beside the mean. The gradient of the layer's weight multiplies the input by values computed from the output,
+whose errors are those of the input: a bias of the order of their variance, as that of curved functions, so that the
+input must have as many bits (``derive_min_bits``).
 
 Several ops read one output: the norm behind the layer, the activation function, the next layer. It is computed for the
 first of them and held until the last one has run (``held_outputs``).
@@ -53,7 +53,7 @@ Layer = TensorFunction
 
 
 class WithOptions(NamedTuple):
-    """A layer of torch with what follows its bias."""
+    """A layer of torch with the arguments that follow its bias."""
 
     function: Callable[..., Tensor]
     options: tuple[Any, ...]
@@ -101,7 +101,7 @@ class LayerOutput(HeldOutput):
         return multiply_by_function(values, function, grad, overwrites=is_owned)
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
-        """Return what keeps the input."""
+        """Return the saved form of the input."""
         decoder, count = self.source
         return tensors[1 : 1 + count], decoder
 
@@ -111,7 +111,7 @@ class LayerOutput(HeldOutput):
         return not isinstance(self.layer, WithOptions) and is_contiguous(self.shape, self.stride)
 
     def rows(self, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor]:
-        """Return what computes some rows of the output."""
+        """Return a function that computes rows of the output, from the first to before the last."""
         with torch.no_grad(), _without_autocast(tensors[0].device):
             x, weight, bias = self._operands(tensors)
         rows = x.reshape(-1, x.shape[-1])
@@ -180,7 +180,7 @@ def is_output(decoder: Decoder) -> bool:
 
 
 def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int], Tensor] | None:
-    """Return what computes some rows, (start, stop) -> (stop - start, C), of the output of a linear layer.
+    """Return a function that computes rows, (start, stop) -> (stop - start, C), of the output of a linear layer.
 
     None for other decoders, and where somebody has computed the output as a whole.
     """
@@ -196,7 +196,7 @@ def rows_of(decoder: Decoder, tensors: tuple[Tensor, ...]) -> Callable[[int, int
 
 
 def serves_norms(decoder: Decoder) -> bool:
-    """Return whether norms may read what a decoder gives back in place of normalized values of their own.
+    """Return whether norms may read a decoder's tensor in place of normalized values of their own.
 
     That is without a loss, or has the relative error of the input of a layer; the norm keeps its exact statistics.
     """

@@ -1,4 +1,4 @@
-"""Functions of libraries that somebody has looked at: what they save may be packed without a rule."""
+"""Functions of libraries that somebody has looked at: their saved tensors may be packed without a rule."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from brevact.autograd.settings import BackwardSettings
 
 
 class Gradient(enum.Enum):
-    """How the gradient of a Function depends on what it saves."""
+    """How the gradient of a Function depends on its saved tensors."""
 
     LINEAR = "linear in each tensor that is saved, or as the norm's that a region packs, with its bias of Var/N"
     BOUNDED = "quadratic in a result between 0 and 1: a bias of one copy's variance, as softmax has"
     SMOOTH = "a smooth curve of the input, which is saved: the bias Var f'' / 2 of what derives from a packed tensor"
 
     def may_pack(self, settings: BackwardSettings) -> bool:
-        """Return whether what the Function saves may be packed: a curve's input from ``derive_min_bits`` on."""
+        """Return whether the Function's saved tensors may be packed: a curve's input from ``derive_min_bits`` on."""
         return self is not Gradient.SMOOTH or settings.derives_curved or settings.is_lossless
 
 

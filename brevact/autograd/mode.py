@@ -181,7 +181,7 @@ def _track(
 ) -> None:
     """Remember the result of a call that moves elements, takes means, or is linear, as a function of its arguments.
 
-    Where it may overwrite an argument, ``operands`` says what kept them before the call.
+    If the call may overwrite an argument, ``operands`` are the saved forms of its arguments from before the call.
     """
     if type(result) is not Tensor:
         return

@@ -1,4 +1,4 @@
-"""Ops that move the elements of forward-quantized tensors without changing them: what they return is known, too.
+"""Ops that move the elements of forward-quantized tensors without changing them: their results are known, too.
 
 Concatenation, padding, copies in another order, repetition: the kept codes of the sources, and the op itself run again
 when backward asks, give the values back, at no byte more. Maximum pooling returns fewer elements than it reads: their
@@ -23,10 +23,10 @@ from brevact.quantizers import Layout, pack_codes, unpack_codes
 
 @dataclass(frozen=True, slots=True)
 class _Moved(Decoder):
-    """Decoder of what an op returned that moved known tensors.
+    """Decoder of the result of an op that moved known tensors.
 
     In the leaves of its arguments, whose structure is ``spec``, an index stands in place of each tensor that is
-    decoded. Its sources are, for each of those, the end of what keeps it among the kept tensors, and its decoder.
+    decoded. Its sources are, for each of those, the end of its tensors among the saved ones, and its decoder.
     """
 
     func: Callable[..., Tensor]
@@ -58,7 +58,7 @@ class _Source(NamedTuple):
 
 
 def track_moved_codes(func: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-    """Remember what gives the result of one of ops that move elements back, if its arguments are known tensors.
+    """Register how the result of an op that moves elements is decoded, if the op's arguments are known tensors.
 
     A result that is a view of an argument is known already.
     """
@@ -101,7 +101,7 @@ def track_pooled_codes(input: Tensor, index: Tensor, out: Tensor, rank: int) -> 
 
 
 def _codes_of(tensors: tuple[Tensor, ...], decoder: Any) -> tuple[Tensor, known_values.IntegerCodes] | None:
-    """Return the codes of a known tensor in its shape, and the decoder of what it was made of, if that are codes."""
+    """Return the codes of a known tensor in its shape, and the decoder of the codes; None for one without codes."""
     if isinstance(decoder, known_values.IntegerCodes):
         flat = unpack_codes(tensors[0], decoder.bit_width, decoder.layout.numel)
         return decoder.layout.restore(flat), decoder

@@ -1,4 +1,4 @@
-"""Decoders of what norms read and return: of packed normalized values, and of affine functions of them."""
+"""Decoders of the inputs and outputs of norms: packed normalized values, and affine functions of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def aligned(
 
 
 class Unpacked(Decoder):
-    """Of an input that is kept without a loss; the tensors are what keeps it, and so many statistics."""
+    """Decoder of a norm's input that is saved without a loss; its last tensors are the norm's statistics."""
 
     __slots__ = ("_decoder", "statistics")
     statistics: int
@@ -70,7 +70,7 @@ class Unpacked(Decoder):
         return self._decoder.decode(tensors[: -self.statistics])
 
     def without_statistics(self, tensors: tuple[Tensor, ...]) -> Saved:
-        """Return what keeps the input alone."""
+        """Return the saved form of the input alone."""
         return tensors[: -self.statistics], self._decoder
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
@@ -182,7 +182,7 @@ class PackedOnBackward(Centred):
 
 
 class OutputDecoder(Decoder):
-    """Decoder of the output of a norm, x^ * weight + bias; its tensors are what keeps x^, the weight and the bias.
+    """Decoder of the output of a norm, x^ * weight + bias; its tensors are those of x^, the weight and the bias.
 
     Where a plan packed x^, and there is a weight, the plan decodes, in fewer calls.
 

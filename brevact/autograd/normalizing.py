@@ -3,7 +3,7 @@
 A bucket may lie in several rows or channels whose scales differ by orders of magnitude; the gradient multiplies the
 error of an element by its own group's 1/sigma. Normalized values have one scale everywhere. Of the statistics, which
 the gradient needs, the inverse deviations are kept beside the codes: it reads x less its means as well as x.
-What is known without a loss, or too small to pack, is kept as other ops keep it.
+An input that is known without a loss, or too small to pack, is saved as by other ops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from brevact.quantizers import is_traced, normalize, quantize_normalized
 
 
 class Normalizer(Protocol):
-    """What is asked of a norm."""
+    """A norm as its decoders see it."""
 
     @property
     def key(self) -> Hashable | None:
@@ -57,7 +57,7 @@ class NormInput(NamedTuple):
 
     @property
     def key(self) -> Hashable | None:
-        """Key under which what is packed may be shared."""
+        """Key under which ops may share the packed values."""
         return None if self.norm.key is None else (self.norm.key, self.dtype)
 
     @property

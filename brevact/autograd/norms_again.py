@@ -1,6 +1,6 @@
 """Outputs of norms whose input is computed again in backward: affine functions of it, with the exact statistics.
 
-Of a norm with one mean and one deviation a channel, what is added is worked out in the forward pass, and functions of
+Of a norm with one mean and one deviation a channel, the summands are computed in the forward pass, and functions of
 the output are applied to some samples at a time, so that the output itself is nowhere as a whole.
 """
 
@@ -62,7 +62,7 @@ class _NormOutput(Decoder):
         return self.source[0].depth
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved:
-        """Return what keeps the input."""
+        """Return the saved form of the input."""
         decoder, count = self.source
         return tensors[:count], decoder
 
@@ -131,7 +131,7 @@ class ChannelsAgain(_NormOutput):
         return may_be_held(math.prod(self.shape), tensors[0])
 
     def _read(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input, and what is multiplied and added."""
+        """Return the input, and the factors and the summands of its channels."""
         kept, decoder = self.input_of(tensors)
         spread, shift, *weight = tensors[len(kept) :]
         with torch.no_grad():
@@ -178,7 +178,7 @@ _output, _of_channels = one_object_each(NormOutputAgain), one_object_each(Channe
 
 
 def output_again(norm: NormInput, kept: Saved, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Saved | None:
-    """Keep the output of a norm as a function of its input, which is computed again; None where that is not."""
+    """Return the output of a norm as a function of its recomputed input; None where the input is not recomputed."""
     tensors, decoder = kept
     if isinstance(decoder, Unpacked):
         tensors, decoder = decoder.without_statistics(tensors)

@@ -26,7 +26,7 @@ _BUILTIN = (
 
 
 def _stores(rows: list[Op]) -> bool:
-    """Whether a rule changes what is stored of a function: its counterpart, or hooks, may pack something."""
+    """Whether a rule changes the tensors that a function stores: its counterpart, or hooks, may pack some."""
     if all(row.stored is not None and row.stored.kept == NOTHING for row in rows if row.handler):
         if any(row.handler for row in rows):
             return False

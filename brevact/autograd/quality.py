@@ -44,7 +44,7 @@ class Quality(NamedTuple):
         return is_fine and (bool(self.quantizer.is_stochastic) or not reader.is_stochastic)
 
     def with_other(self, other: Quality) -> Quality:
-        """Return the quality of what reads two tensors."""
+        """Return the quality of a function of two tensors."""
         is_curved, cost = self.is_curved or other.is_curved, max(self.cost, other.cost)
         if self.quantizer is None or other.quantizer is None:
             return Quality(self.quantizer or other.quantizer, is_curved, cost)

@@ -24,7 +24,7 @@ _MASKED = "_brevact_masked"
 
 @dataclass(frozen=True, slots=True)
 class _Signs(Decoder):
-    """Decodes a mask to one number where it is set, and to another elsewhere, in the type of what it stands for."""
+    """Decodes a mask to one number where it is set, and to another elsewhere, in the type of the replaced tensor."""
 
     mask: Decoder
     dtype: torch.dtype
@@ -54,13 +54,13 @@ def keep_signs(mask: Tensor, dtype: torch.dtype) -> Saved:
 
 
 def stand_in(mask: Saved, dtype: torch.dtype, inside: float, outside: float = 0.0) -> Saved:
-    """Return what a mask stands for where torch takes one of two numbers for an element: inside of it, and outside."""
+    """Return the saved form of a tensor of two numbers, one inside of a mask and one outside."""
     tensors, decoder = mask
     return tensors, _signs(decoder, dtype, inside, outside)
 
 
 def offer_mask(out: Tensor, stored: SavedByHook) -> None:
-    """Let an output know what holds its mask."""
+    """Attach to an output the object that holds its mask."""
     entry = weakref.ref(stored), out._version, out.dtype, (out.shape, out.stride(), out.storage_offset())
     out.untyped_storage().__dict__[_MASKED] = entry
 

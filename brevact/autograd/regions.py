@@ -154,10 +154,10 @@ class Region(Store):
         return found
 
     def keeper_of(self, name: str) -> Region:
-        """Return what keeps the tensors of code that no mode sees, by a rule for it (``by_op``), while this one runs.
+        """Return the region that packs the tensors of code that no mode sees, by a rule for that code (``by_op``).
 
-        That is other people's code, and what checkpoints save. It is a region that nobody enters: seeds and hooks are
-        those of this one.
+        Such code is other people's Functions, and checkpoints. Nobody enters this region: its seeds and hooks are those
+        of the region that runs.
         """
         found = self._of_op(name, self.norms_only)
         found.parent, found.hooks = self, self.hooks
@@ -175,7 +175,7 @@ class Region(Store):
         return self._are_weights(tensors_in(arguments), looks_up=False)
 
     def _are_weights(self, tensors: list[Tensor], *, looks_up: bool) -> bool:
-        """Return the same of tensors.
+        """Return whether tensors are weights, apart from masks, integers and constants.
 
         Not in a lookup, where integers are indices: rows of a table that trains are activations, as an embedding's are.
         """
@@ -200,7 +200,7 @@ class Region(Store):
         return row.makes_weight or self._are_weights(tensors_of_call(args, kwargs), looks_up=row.looks_up)
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
-        """Note whether what a function returned is a weight or an activation."""
+        """Note whether a function's result is a weight or an activation."""
         if type(result) is Tensor:
             node: Any = result.grad_fn
             if node is not None:
@@ -213,7 +213,7 @@ class Region(Store):
             self.state.mark_weight(result, weight=is_weight)
 
     def packs_for(self, saver: FrameType) -> bool:
-        """Return whether what autograd saves below a frame is packed.
+        """Return whether tensors that autograd saves below a frame are packed.
 
         Not by a graph that was compiled beforehand, nor by a function of torch's that decomposes matrices.
         """

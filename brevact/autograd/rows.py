@@ -1,4 +1,4 @@
-"""What a region knows of one torch function: a lookup a call, made once of the rows of the op families."""
+"""The row of one torch function in a region: merged once from the rows of the op families, looked up at each call."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Row:
         kind: how its results derive from its arguments, None for functions whose results are not tracked here.
         overwrites: whether it may overwrite an argument of a result that is tracked, so that the region must ask before
             the call by what that argument is known.
-        must_not_round: says of a region and the arguments whether what torch's own op saves must stay as it is; None
-            where it may be packed.
+        must_not_round: says of a region and the arguments whether the tensors of torch's own op must stay as they are;
+            None where they may be packed.
         is_bit_exact: whether the counterpart's gradient, with nothing rounded, is torch's to the last bit.
         is_layer: whether the result is an activation even if only a weight went in, and it is no norm.
         is_norm: whether it is a norm, which makes a weight of a weight.
-        rounds_forward: whether some quantizers change what it returns.
+        rounds_forward: whether some quantizers change its result.
         looks_up: whether integers beside a tensor are indices.
-        is_metadata: whether a call asks for what a tensor is, or makes a plain view (``stores_nothing``).
+        is_metadata: whether a call asks for metadata of a tensor, or makes a plain view (``stores_nothing``).
         is_backward: whether it runs a backward pass.
         is_unversioned: whether the caller may change values behind the version counter.
         makes_weight: whether the result is a weight whatever went in: of no batch, added by parametrizations.
@@ -122,9 +122,9 @@ def row_of(func: Callable) -> Row:
 
 @functools.lru_cache(maxsize=1024)
 def _row_of_operator(func: Callable) -> Row:
-    """Return the row of an operator of ``torch.ops``: torch's own saves what the function of its name saves.
+    """Return the row of an operator of ``torch.ops``: torch's own saves the tensors of the function of its name.
 
-    What another library's operator saves stays as it is, unless a rule names it.
+    Tensors of another library's operator stay as they are, unless a rule names the operator.
     """
     namespace, plain = str(func).split(".")[:2]
     if namespace != "aten":

@@ -1,4 +1,4 @@
-"""What stands for an activation until backward: tensors for autograd to save, and a decoder that reads them.
+"""The saved form of an activation: tensors for autograd to save, and the decoder that reads them in backward.
 
 The decoder is a small object without tensors. Keeping the two apart lets every tensor travel through
 ``ctx.save_for_backward``: a node then frees its tensors as soon as it has run, and hooks around the region
@@ -67,7 +67,7 @@ class Decoder:
         return 0
 
     def input_of(self, tensors: tuple[Tensor, ...]) -> Saved | None:
-        """Return what keeps the input of the layer or the norm that is computed again; None for other tensors."""
+        """Return the saved form of the input of a recomputed layer or norm; None for other decoders."""
         return None
 
     @property
@@ -134,7 +134,7 @@ class PassesOn(Decoder):
         return self.decoder.described(tensors)
 
 
-#: Tensors for autograd to save, and the decoder that reads them.
+#: The saved form of a tensor: tensors for autograd to save, and the decoder that reads them.
 Saved = tuple[tuple[Tensor, ...], Decoder]
 
 

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks of a region: what reaches autograd by no Function of ours.
+"""Saved-tensor hooks of a region: they pack the tensors that torch's own ops and other code save.
 
 Torch's own convolution or batch norm, which a region runs in place of a Function (``run_torch``): its input is
 kept as a Function would keep it, its weight and statistics as they are. Of other ops, floating-point activations are
@@ -41,7 +41,7 @@ from brevact.private_names.of_torch import DisableTorchFunction, current_autogra
 
 
 class SavedTensorHooks(HookStack):
-    """The saved-tensor hooks of one region, inside those ``around`` it, which keep what torch's own ops save."""
+    """The saved-tensor hooks of one region, inside those ``around`` it, which pack the tensors of torch's own ops."""
 
     def __init__(self, region: EagerKeeper, around: SavedTensorHooks | None) -> None:
         is_empty = region.settings is None and CHECKPOINT not in region.by_op and not region.has_rules_for_other_code
@@ -135,7 +135,7 @@ class SavedTensorHooks(HookStack):
             self.buffers = None, None
 
     def _keep_waiting(self, norm: NormInput) -> Saved | None:
-        """Keep what torch's own norm, which has run, wants to save, and return what keeps its input.
+        """Pack the tensors that torch's own norm, which has run, saves; return the saved form of its input.
 
         The packed input comes back less its means: those are 0 then, and are not kept.
         """
@@ -155,9 +155,9 @@ class SavedTensorHooks(HookStack):
         return kept
 
     def make_weight(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function that makes a weight of weights: of what is computed again nothing is stored.
+        """Run a torch function that makes a weight of weights: a recomputed weight is not stored.
 
-        What stands for the tensors that torch stores, its result among them, is known when it has run.
+        The saved forms of the tensors that torch stores, the result among them, are known once the function has run.
         """
         collected = self._of_weights = []
         try:
@@ -191,7 +191,7 @@ class SavedTensorHooks(HookStack):
         return self._hand_on(self._keep(x, self._region, sys._getframe(1)))
 
     def _pack_of_layer(self, x: Tensor, input: Tensor, weight: Tensor | None) -> SavedByHook | tuple[Tensor, int]:
-        """Keep what torch's own layer saves, which runs in place of a Function."""
+        """Pack a tensor that torch's own layer saves, which runs in place of a Function."""
         if x is weight or (
             self.flattens and x._is_view() and (x._base is weight or (weight is not None and x._base is weight._base))
         ):
@@ -236,13 +236,13 @@ class SavedTensorHooks(HookStack):
             return self._region.keep(input)
 
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> SavedByHook | tuple[Tensor, int]:
-        """Keep what code saves that is no torch function, so that the region's mode is active here."""
+        """Pack a tensor that other code than a torch function saves: the region's mode is active here."""
         with DisableTorchFunction():
             region, unknown = self._keeper_for(x, saver)
             return self._hand_on(self._keep(x, region, saver, unknown))
 
     def _hand_on(self, kept: Saved) -> SavedByHook | tuple[Tensor, int]:
-        """Return what autograd holds in place of a tensor; hooks around the region see what is really stored."""
+        """Return the object that autograd holds for a tensor; hooks around the region see the stored tensors."""
         if kept[1] is AS_IT_IS:
             (x,) = kept[0]
             if is_tracked(x):
@@ -257,8 +257,8 @@ class SavedTensorHooks(HookStack):
         return stored
 
     def _keep_of_second_graph(self, x: Tensor) -> Saved:
-        """Keep what a backward pass saves: the codes of what it has decoded, gradients packed where that is known to be
-        harmless, and the rest as it is.
+        """Save a tensor of a backward pass: a decoded tensor as its codes, a gradient packed where that is known to be
+        harmless, others as they are.
         """
         region = self._region
         known = known_values.find(x)
@@ -319,7 +319,7 @@ class SavedTensorHooks(HookStack):
         return keep_as_it_is(x, why)
 
     def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[EagerKeeper, str]:
-        """Return what keeps a tensor that other code saves in a frame, and why it is kept as it is, or "".
+        """Return the region that packs a tensor of other code, and why the tensor is saved as it is, or "".
 
         A rule for that code decides; without one, the region packs for Functions of libraries that somebody has looked
         at (:data:`LIBRARY_FUNCTIONS`).

@@ -1,4 +1,4 @@
-"""What a region does: the quantizer, when it runs, and which tensors are too small for it."""
+"""Settings of a region: the quantizer, when it runs, and which tensors are too small for it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DEFAULT_MIN_NUMEL = 4096
 
 
 def nominal_quantizer(quantizer: Any) -> Any:
-    """Return the quantizer by which is decided what derives from what: the one for which another stands in.
+    """Return the quantizer by which derivations are decided: the one for which another stands in.
 
     Where one stores at more bits, to measure what the others do, the same tensors are to be stored.
     """

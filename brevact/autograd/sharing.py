@@ -54,15 +54,15 @@ class _WeakTensor:
 
 
 class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
-    """What keeps the tensors of one storage, and the root region that it serves, 0 for all of them.
+    """The packed forms of the tensors of one storage, each with the number of its root region, 0 for all regions.
 
-    A buffer that is filled again and again outlives most of it.
+    A buffer that is filled again and again outlives most of them.
     """
 
     sweep_at = _SWEEP_FLOOR
 
     def find(self, key: tuple[Any, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return what keeps a tensor, if a node still holds it and it serves the root region, 0 for whichever."""
+        """Return the packed form of a tensor, if a node still holds it and it serves the root region, 0 for any."""
         found = self.get(key)
         if found is None:
             return None
@@ -78,7 +78,7 @@ class _Packs(dict[tuple[Any, ...], tuple[list[_WeakTensor], Any, int]]):
         return tuple(tensors), decoder
 
     def sweep(self) -> None:
-        """Drop what nobody keeps any more."""
+        """Drop packed forms that no node holds any more."""
         for key in [key for key in list(self) if self.find(key) is None]:
             self.pop(key, None)
         self.sweep_at = max(_SWEEP_FLOOR, 2 * len(self))
@@ -111,8 +111,7 @@ class SharedPacks:
     def alternatives(
         self, x: Tensor, settings: tuple[Hashable, ...], root: int = 0
     ) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
-        """Yield what keeps ``x`` under settings with another key, if a node still holds it; what goes with it is as in
-        this one."""
+        """Yield the packed forms of ``x`` under settings whose first part is another, if a node still holds them."""
         packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
         if not packs or x.is_inference():
             return
@@ -126,7 +125,7 @@ class SharedPacks:
     def add(
         self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0
     ) -> None:
-        """Remember what keeps ``x``; not of inference tensors, which have no version.
+        """Register the packed form of ``x``; not of inference tensors, which have no version.
 
         The number is that of the root region in which random codes were drawn, 0 for codes that are not random.
         """
@@ -141,5 +140,5 @@ class SharedPacks:
 
 
 def _key_of(x: Tensor, settings: tuple[Hashable, ...]) -> tuple[Any, ...]:
-    """What tells a tensor from others in its storage, and the key of settings, and what goes with them."""
+    """Key of a tensor among those of its storage, with the key of the settings, and of the norm if there is one."""
     return (x._version, x.storage_offset(), x.shape, x.stride(), x.dtype, x.is_neg(), settings)

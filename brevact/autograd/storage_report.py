@@ -34,7 +34,7 @@ _EXACTLY = (NOT_NOISE, NEEDED, NO_FLOATS)
 
 
 def other_code(label: str, *, is_scripted_module: bool = False) -> str:
-    """Return why what code that is not torch's saves is kept as it is, and how to change that."""
+    """Return why tensors of code that is not torch's are saved as they are, and how to change that."""
     if is_scripted_module:
         return f"{OTHER_CODE}; a module that is not scripted packs it"
     return f"{OTHER_CODE}; a rule packs it: {{{label}: StochBackward4bit}}" if label else OTHER_CODE
@@ -47,7 +47,7 @@ class SavedTensor:
     Args:
         how: "packed", "mask" (one bit an element), "exact" (its values matter: indices, statistics, codes), "derived"
             (a function of what is stored already) or "full precision".
-        why: the reason, for what is neither packed nor a mask.
+        why: the reason, for a tensor that is neither packed nor a mask.
         tensor_bytes: bytes of the tensor as a plain op would store it.
         bit_width: bits of a code of what it is decoded from; 0 where there is none, or a quantizer does not say.
     """
@@ -72,7 +72,7 @@ class Recorder:
         self.withdrawn: set[int] = set()
 
     def report_op(self, func: Callable, why: str) -> None:
-        """Take note of the torch function that runs, and why it stores what nobody reports."""
+        """Take note of the torch function that runs, and why it stores tensors that nobody reports."""
         self.op = getattr(func, "__name__", str(func))
         self._why = why
         self._reported.clear()

@@ -23,7 +23,7 @@ def storage_address(x: Tensor) -> int:
 
 
 def is_tracked(x: Tensor) -> bool:
-    """Return whether the storage of ``x`` carries anything: by what it is known, or what keeps a tensor in it."""
+    """Return whether the storage of ``x`` carries saved forms: registered ones, or packed ones of tensors in it."""
     try:
         return bool(x.untyped_storage().__dict__)
     except (NotImplementedError, RuntimeError):  # no storage

@@ -73,21 +73,21 @@ def reported(kept: Saved, why: str = "") -> Saved:
 
 
 class Store(EagerKeeper):
-    """How a region keeps tensors: as what is known to give them back, packed once for all ops, or as they are."""
+    """The part of a region that saves tensors: in their registered form, packed once for all ops, or as they are."""
 
     places: Iterator[int]
     """Numbers of the tensors that a quantizer with statistics keeps."""
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
-        """Keep a floating-point activation for backward as the settings say; of a norm's input, what it normalizes.
+        """Save a floating-point activation as the settings say; of a norm's input, the normalized values.
 
-        It is packed once if it is to be shared: it outlives this op as a tensor that other ops may save too. Of the
-        input of a norm, the normalized values are packed, and its statistics kept beside. A view of a parameter,
-        learned queries that several samples share, is no activation. Complex numbers are packed as pairs of real ones.
+        With ``share``, ``x`` is packed once for all ops that save it. Of the input of a norm, the normalized values are
+        packed, and its statistics saved beside them. A view of a parameter, learned queries that several samples share,
+        is no activation. Complex numbers are packed as pairs of real ones.
 
-        Returns what is known to give ``x`` back, the codes of a forward quantizer, or, but for a norm, what ``x``
-        derives from; otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel`` elements,
-        or the settings are exact.
+        Returns the registered form of ``x`` (the codes of a forward quantizer, or, but for a norm, the tensors that
+        ``x`` derives from); otherwise the packed tensor; ``x`` itself when it has fewer than ``settings.min_numel``
+        elements, or the settings are exact.
         """
         if self.is_counted and not is_traced(x):
             with no_dispatch_modes():
@@ -178,16 +178,16 @@ class Store(EagerKeeper):
         return self.keep_weight(x) if self.is_weight(x) else self.keep(x)
 
     def keep_weight(self, x: Tensor) -> Saved:
-        """Keep a weight: as it is, or what a fake-quantized one is computed from again."""
+        """Save a weight as it is; a fake-quantized one as the recipe that recomputes it."""
         known = known_values.find(x)
         return keep_as_it_is(x, storage_report.WEIGHT) if known is None else reported(known)
 
     def find_known(self, x: Tensor) -> Saved | None:
-        """Return what ``x`` is known by, if that is as good as what the region would keep."""
+        """Return the registered saved form of ``x``, if its quality is at least that of the region's own quantizer."""
         return known_values.find(x, self.settings, self.hooks.scope)
 
     def find_kept(self, x: Tensor) -> Saved | None:
-        """Return what ``x`` is known by, or what keeps it for an op that has run."""
+        """Return the registered saved form of ``x``, or the packed one that an earlier op saved."""
         if not is_tracked(x):
             return None
         known = self.find_known(x)
@@ -196,8 +196,7 @@ class Store(EagerKeeper):
         return known
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
-        """Let ops find the normalized values of ``x``, under the key of a norm, in tensors that have been made to keep
-        them."""
+        """Share the saved form of the normalized values of ``x``, under the key of a norm, with other ops."""
         _shared.add(x, (self.settings.key, False, norm), vectors, decoder, self._root_of_codes(self.settings))
 
     def _root_of_codes(self, settings: BackwardSettings) -> int:
@@ -205,10 +204,10 @@ class Store(EagerKeeper):
         return self.seeds.number if settings.is_random else 0
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
-        """Remember what a tensor is known by.
+        """Register the saved form of ``out``, which ops that save ``out`` use.
 
-        A Function is about to mark it as changed if it ``is_dirty``; it is dense, in memory of its own, if it
-        ``is_new``.
+        ``is_dirty``: an in-place Function modified ``out`` and will call ``mark_dirty``, which bumps its version once
+        more. ``is_new``: ``out`` is dense, in memory of its own.
         """
         known_values.register(out, *kept, scope=self.hooks.scope, is_dirty=is_dirty, is_new=is_new)
 
@@ -231,7 +230,7 @@ def _report_statistics(kept: Saved) -> None:
 
 
 def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved | None:
-    """Return what keeps ``x`` packed for an op that has run outside of checkpoints, if there is one.
+    """Return the packed form of ``x`` that an earlier op, outside of checkpoints, saved; None if there is none.
 
     It may be packed for other settings, if that is as good for a reader with these. The number is that of the root
     region that reads ``x``, 0 for whichever.

@@ -177,7 +177,7 @@ class _Writer:
     def write(
         self, func: Callable, args: tuple, kwargs: dict[str, Any], result: Tensor
     ) -> tuple[tuple[Tensor, ...], Recipe] | None:
-        """Return the kept tensors and the recipe; None for views, long recipes, and what would keep more tensors."""
+        """Return the kept tensors and the recipe; None for views, and recipes that are long or save more."""
         leaves, spec = tree_flatten((args, kwargs))
         address = storage_address(result)
         for index, leaf in enumerate(leaves):
@@ -201,7 +201,7 @@ class _Writer:
                     self._count(leaf)
 
     def _source(self, x: Tensor) -> _Step | _Kept | None:
-        """Return what stands for an argument."""
+        """Return the step, or the place of a saved tensor, that gives an argument back; None if there is none."""
         known = known_values.find(x)
         if known is not None:
             return self._known(*known)
@@ -225,7 +225,7 @@ class _Writer:
         return _step_of(lambda *kept: decoder.decode(kept), *(self._keep(x) for x in tensors))
 
     def _keep(self, x: Tensor) -> _Kept:
-        """Return the place of a tensor: what one op reads twice is kept once."""
+        """Return the place of a tensor; one that an op reads twice has one place."""
         for place, known in self._kept.items():
             if storage_address(known) == storage_address(x) and _view_of(known) == _view_of(x):
                 return place

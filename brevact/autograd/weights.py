@@ -50,7 +50,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of a call: the same, faster where few are nested."""
+    """Return the tensors among the arguments of a call, faster than :func:`tensors_in` where few are nested."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -107,13 +107,13 @@ class ModelState:
 
     @staticmethod
     def mark_activation(output: Tensor) -> None:
-        """Note that what a layer returned is none, so that nobody has to walk through the graph to find out."""
+        """Note that a layer's output is no weight, so that nobody has to walk through the graph to find out."""
         node: Any = output.grad_fn
         if node is not None:
             node.metadata[WEIGHT_NUMEL] = 0
 
     def mark_weight(self, output: Any, *, weight: bool) -> None:
-        """Note whether what an op returned is a weight: on its graph node, or by its storage if it has none."""
+        """Note whether an op's result is a weight: on its graph node, or by its storage if it has none."""
         for x in tensors_in(output):
             node: Any = x.grad_fn
             if node is not None:
@@ -199,7 +199,7 @@ _watchers = _Watchers()
 
 
 def is_weight(x: Tensor, state: ModelState) -> bool:
-    """Return whether ``x`` is a weight, by what the region knows of its model."""
+    """Return whether ``x`` is a weight of the region's model."""
     if is_parameter(x):
         return True
     node = x.grad_fn
@@ -211,7 +211,7 @@ def is_weight(x: Tensor, state: ModelState) -> bool:
 def _comes_from_weights_alone(node: Any, numel: int) -> bool:
     """Walk the graph up to ops that were seen, and to leaves.
 
-    What lies between was computed out of sight (scripted code, another Function), perhaps with an activation that has
+    Nodes between were made out of sight (scripted code, another Function), perhaps with an activation that has
     no gradient: a result larger than all the weights it came from is one.
     """
     marked = node.metadata.get(WEIGHT_NUMEL)

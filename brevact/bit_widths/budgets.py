@@ -28,8 +28,11 @@ class BudgetRefusal(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """What a policy may cost: a ratio or bytes, the peak of a step in bytes, noise and squared bias in minibatch noise,
-    and the time of a step over that at full precision; what is not limited is None."""
+    """Limits of a policy; None for no limit.
+
+    They are a ratio or bytes, the peak of a step in bytes, noise and squared bias in minibatch noise, and the time of a
+    step over that at full precision.
+    """
 
     text: str
     ratio: float | None
@@ -53,7 +56,7 @@ class Budget:
         return self.peak_bytes is None or peak <= self.peak_bytes
 
     def is_met(self, saved_bytes: int, plain_bytes: int, noise: float, peak: int) -> bool:
-        """Return whether what was measured is within the budget."""
+        """Return whether measured bytes, noise and peak are within the budget."""
         is_quiet = self.noise is None or noise <= self.noise
         return saved_bytes <= self.bytes_of(plain_bytes) and is_quiet and self.allows_peak(peak)
 

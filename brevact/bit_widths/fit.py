@@ -229,7 +229,7 @@ class _Fit:
         return self._best(found)
 
     def _within_peak(self) -> dict[str, int]:
-        """Return the best widths by what is known, whose measured bytes and peak are within the budget."""
+        """Return the best widths by the known noise, whose measured bytes and peak are within the budget."""
         allowed = self._budget.peak_bytes
         if allowed is None or self._budget.noise is not None:
             return self._within_bytes()
@@ -248,7 +248,7 @@ class _Fit:
         return found[self._limit]
 
     def _within_bytes(self) -> dict[str, int]:
-        """Return the best widths by what is known, whose measured bytes are within the limit, and hardly less."""
+        """Return the best widths by the known noise, whose measured bytes are within the limit, and hardly less."""
         groups, limit = self._groups, self._limit
         for _ in range(TRIES):
             widths = self._chosen()
@@ -261,7 +261,7 @@ class _Fit:
         return widths
 
     def _chosen(self) -> dict[str, int]:
-        """Return the best widths by what is known, which is completed where they are few bits."""
+        """Return the best widths by the known noise; that of chosen small widths is measured first."""
         groups, known = self._groups, self._known
         while True:
             items = [known.options(source) for source in groups.costs]
@@ -275,7 +275,7 @@ class _Fit:
                 return widths
 
     def _measured(self, widths: Mapping[str, int]) -> FitReport:
-        """Return a report of what is measured under the policy of these widths."""
+        """Measure the policy of these widths, and return the report."""
         predicted_peak = self._groups.saved_bytes(widths) + self._more_bytes + self._above
         peak = self._peak(widths)
         with without_policy(self._model):
@@ -316,7 +316,7 @@ class _Fit:
         return report
 
     def _is_right(self, report: FitReport, widths: Mapping[str, int]) -> bool:
-        """Return whether the noise is as predicted, and within the budget; if not, take note of what differs."""
+        """Return whether the noise is as predicted, and within the budget; if not, take note of the difference."""
         known = self._known
         if not _agree(report) and self._budget.noise is None:
             known.measure_within(widths)

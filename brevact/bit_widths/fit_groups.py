@@ -1,9 +1,9 @@
-"""What `fit` gives a bit width to: each layer that packs tensors, with the layers that derive from it.
+"""Groups of layers that have one bit width in `fit`: a layer that packs tensors, with the layers that derive from it.
 
 Everything that can derive from a packed tensor does, at any width (``derive_min_bits=1``): which tensors are packed
 then hardly depends on the widths, so that bytes add up over the layers that pack. A layer that derives from several
 has the width of the coarsest, and all others, which pass tensors on or keep masks, the smallest of all: with more bits
-than what it reads, a layer would pack a tensor of its own.
+than the tensors that it reads, a layer would pack one of its own.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Groups:
     Args:
         chains: in the order of the forward pass.
         costs: bytes of each chain, by its source and its width; a layer that derives from several counts in the first.
-        fixed_bytes: what no width changes: masks, statistics, small tensors.
-        plain_bytes: what is stored at full precision.
+        fixed_bytes: bytes that no width changes: masks, statistics, small tensors.
+        plain_bytes: bytes that are stored at full precision.
         small: layers that keep tensors as they are, for they are small.
         attending: layers that compute attention.
         names: of the modules that may have a rule, one each, behind the module around it.
@@ -121,7 +121,7 @@ class Groups:
 def groups_of(
     model: nn.Module, reports: Mapping[int, MemoryReport], *, double_backward: bool = False, recompute: int = 0
 ) -> Groups:
-    """Return what a model without a policy stores, from reports of it with a width of 1 to 8 bits everywhere."""
+    """Return the groups of a model without a policy, from its reports with a width of 1 to 8 bits everywhere."""
     finest = reports[_MOST]
     chains = chains_of(finest)
     owner = {chain.source: chain.source for chain in chains}
@@ -193,5 +193,5 @@ def _depth(name: str) -> int:
 
 
 def _pattern(name: str) -> str:
-    """Return the pattern of a rule that matches this name alone, and what is inside."""
+    """Return the pattern of a rule that matches this name alone, and names inside of it."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -107,7 +107,7 @@ def _report(policy: Policy) -> Any:
 
 
 def is_met(policy: Policy, budget: Budget) -> bool:
-    """Return whether what was measured of a fitted policy is within a budget."""
+    """Return whether the measured figures of a fitted policy are within a budget."""
     report = _report(policy)
     is_quick = budget.time is None or report.time <= budget.time
     return is_quick and budget.is_met(report.saved_bytes, report.plain_bytes, report.harm, report.peak)

@@ -1,4 +1,4 @@
-"""Noise of each layer's tensors alone, by bit width: what `fit` allocates bits by.
+"""Noise of each layer's tensors alone, by bit width, by which `fit` allocates bits.
 
 Of a chain at b bits, all others at 8, two passes tell E |h - g|^2 - the same with all at 8 bits, in units of
 minibatch noise: variance and squared bias together. It follows c / (2^b - 1)^2 from 3 bits on; where fewer bits are
@@ -57,9 +57,9 @@ class ChainNoise:
             self._measured[source][bit_width] = max(self._error({source: bit_width}) - self._floor, _LEAST_NOISE)
 
     def measure_within(self, widths: Mapping[str, int]) -> None:
-        """Measure each chain beside the others at their widths: what is less with its own at 8 bits.
+        """Measure each chain beside the others at their widths: the noise less that with this chain at 8 bits.
 
-        What is known of the chain alone is forgotten.
+        The noise of the chain alone is forgotten.
         """
         whole = self._error(widths)
         for source, width in widths.items():
@@ -77,7 +77,7 @@ class ChainNoise:
 
     @property
     def rest(self) -> float:
-        """Noise of what has no width, of layers with ``act_quant=``; 0 before anything is measured."""
+        """Noise of layers without a width, those with ``act_quant=``; 0 before anything is measured."""
         if not self._has_others or not any(self._measured.values()):
             return 0.0
         return max(0.0, self._floor - sum(self.noise(source, _FINE) for source in self._measured))
@@ -87,7 +87,7 @@ class ChainNoise:
         return bit_width >= min(FIRST_WIDTH, *self._measured[source])
 
     def options(self, source: str) -> list[Option]:
-        """Return what a chain costs, in bytes, and its noise at each width."""
+        """Return the bytes of a chain, and its noise, at each width."""
         return [Option(size, self.noise(source, width), width) for width, size in self._groups.costs[source].items()]
 
     def _error(self, widths: Mapping[str, int]) -> float:

@@ -1,4 +1,4 @@
-"""Noise of layers on a part of a batch: what `fit(quick=True)` allocates bits by.
+"""Noise of layers on a part of a batch, by which `fit(quick=True)` allocates bits.
 
 Which layer adds how much noise hardly depends on the size of a batch: gradients of a mean over n samples have 1 / n of
 the variance, that of minibatches and that of quantization alike. The noise of each chain is measured as always, on the
@@ -59,11 +59,11 @@ def part_of(batch: Any, count: int) -> Any:
 def noise_on_part(
     model: nn.Module, groups: Groups, batch: Any, loss: Loss, exact: ExactGradients, on_pass: Callable[[], object]
 ) -> ChainNoise:
-    """Return what measures noise of chains alone on the smallest part of a batch that packs the same tensors.
+    """Return the noise of chains alone, to be measured on the smallest part of a batch that packs the same tensors.
 
     Args:
         model: module without a policy; it stays as it was.
-        groups: what it stores for the whole batch.
+        groups: those of the whole batch.
         batch: the first of those of the exact gradients.
         loss: takes the model and a batch, and returns a scalar.
         exact: gradients of whole batches, whose unit is that of the noise.

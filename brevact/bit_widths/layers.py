@@ -109,7 +109,7 @@ def policy_kept_on_error(model: nn.Module) -> Iterator[None]:
 class Group(NamedTuple):
     """Layers that have one width: those that pack the same tensors, or of which some derive from each other's.
 
-    The costs are the bytes of these tensors, by the widths at which layers store what they do at the largest one.
+    The costs are the bytes of these tensors, by the widths at which layers store as they do at the largest one.
     """
 
     sources: tuple[str, ...]
@@ -117,14 +117,14 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What widths are chosen from.
+    """Layers, groups and bytes from which widths are chosen.
 
     Args:
         layers: whose widths they are.
         groups: layers of one width each.
         groups_of: for each layer the numbers of groups, of whose widths it has the least: its own; of a layer that
-            packs nothing, those that it derives from, or all. With more, what it reads would not be good enough, and
-            it would pack a tensor of its own.
+            packs nothing, those that it derives from, or all. With more, these would not be good enough, and the
+            layer would pack a tensor of its own.
         uniform_bytes: bytes of all, by the width that all layers have.
     """
 
@@ -153,7 +153,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(layers: LayerWidths, run: Callable[[nn.Module], Any]) -> Plan:
-    """Measure what widths cost, by a forward pass, which ``run`` calls on a batch, for each of the eight."""
+    """Measure the bytes of widths, by a forward pass, which ``run`` calls on a batch, for each of the eight."""
     stored = {width: layers.stored(run, width) for width in BIT_WIDTHS}
     widest = stored[BIT_WIDTHS[-1]]
     group_of, read = _grouped(widest, layers.base)
@@ -188,7 +188,7 @@ def _grouped(ops: Sequence[OpMemory], names: Collection[str]) -> tuple[dict[str,
 
 
 def _ways(ops: Sequence[OpMemory], names: Collection[str]) -> Counter[tuple[str, str, str]]:
-    """How layers store what they do."""
+    """Return how often each op of some layers stores a tensor in which way."""
     return Counter((row.layer, row.op, row.how) for row in ops if row.layer in names)
 
 

@@ -82,7 +82,7 @@ class SampleNorms:
         return torch.where(known[indices], self.values[indices], mean)
 
     def begin(self, indices: Tensor) -> BatchNorms:
-        """Return what takes the gradients of a batch; they are remembered once its backward pass has run."""
+        """Return the object that collects the norms of a batch, which count once its backward pass has run."""
         self._batches.append(BatchNorms(indices))
         return self._batches[-1]
 
@@ -95,13 +95,13 @@ class SampleNorms:
                 self._batches.remove(batch)
 
     def remember(self, indices: Tensor, squares: Tensor) -> None:
-        """Mix new (N,) squared norms into those of before; what is not finite, or 0, changes nothing."""
+        """Mix new (N,) squared norms into those of before, apart from norms that are not finite, or 0."""
         old = self.values[indices]
         new = torch.where(old > 0, (1 - _NEW_SHARE) * old + _NEW_SHARE * squares, squares)
         self.values[indices] = torch.where(squares.isfinite() & (squares > 0), new, old)
 
     def reduce(self, device: torch.device) -> None:
-        """Give all ranks of a distributed run the mean of what those know that have seen a sample."""
+        """Give all ranks of a distributed run the mean norm of a sample over the ranks that have seen it."""
         parts = torch.stack((self.values, (self.values > 0).float())).to(device)
         distributed.all_reduce(parts)
         total, count = parts.cpu()

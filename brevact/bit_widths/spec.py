@@ -20,7 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class PolicySpec(PolicyText):
-    """What a text says of a policy: the policy, or the budget that it is to be fitted to.
+    """A policy as text: the policy, or the budget that it is to be fitted to.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.SiLU(), torch.nn.Linear(128, 8))

@@ -26,7 +26,7 @@ _of_classes: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDi
 
 
 def called_in(module: nn.Module) -> frozenset[str]:
-    """Return the names of what the forwards of a module and of the modules inside call.
+    """Return the names of the functions that the forwards of a module and of the modules inside call.
 
     Of a Brevitas quantizer, the activation function that it quantizes counts alone.
 
@@ -45,7 +45,7 @@ def _modules_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def called_by(module: nn.Module) -> frozenset[str]:
-    """Return the names of what the forward of a module itself calls, without the ``_`` of in-place functions.
+    """Return the names that the forward of a module itself calls, without the ``_`` of in-place functions.
 
     They are the names in the code, those of attributes and global variables too; ``matmul`` stands for ``@``.
 
@@ -64,7 +64,7 @@ def called_by(module: nn.Module) -> frozenset[str]:
 
 
 def _called(functions: Iterable[Any], owner: type, seen: set[Any]) -> set[str]:
-    """Return the names of functions, if they are torch's, or else in their code and in that of what it calls."""
+    """Return the names of torch's functions; of other functions, the names in their code and in code they call."""
     names: set[str] = set()
     for function in map(_inner, functions):
         if is_torch_function(function):
@@ -80,7 +80,7 @@ def _called(functions: Iterable[Any], owner: type, seen: set[Any]) -> set[str]:
 
 
 def _followed(function: types.FunctionType, names: set[str], owner: type) -> Iterator[Any]:
-    """Yield what a function may call by these names: functions of torch's interface, and all that are not torch's."""
+    """Yield functions that a function may call by these names: torch's public ones, and all that are not torch's."""
     found = [each for name in names if name in function.__globals__ for each in _functions(function.__globals__[name])]
     found += [method for name in names for method in _methods(owner, name)]
     found += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -91,7 +91,7 @@ def _followed(function: types.FunctionType, names: set[str], owner: type) -> Ite
 
 
 def _functions(target: Any) -> list[Any]:
-    """Return what a global name calls: itself, or the forward of an ``autograd.Function``."""
+    """Return the function that runs in a call of a global: itself, or the forward of an ``autograd.Function``."""
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         return [inspect.getattr_static(target, "forward", None)]
     return [target]
@@ -109,7 +109,7 @@ def _methods(owner: type, name: str) -> list[Any]:
 
 
 def _inner(function: Any) -> Any:
-    """Return a function without what decorates it."""
+    """Return a function without its decorators."""
     while True:
         if isinstance(function, staticmethod | classmethod | types.MethodType):
             function = function.__func__

@@ -1,4 +1,4 @@
-"""What applies where in a model: `backward_policy`."""
+"""Which quantizer applies where in a model: `backward_policy`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OWN = "its own"
 
 @dataclass(frozen=True)
 class ModulePolicy:
-    """What applies to one module.
+    """Backward quantization of one module.
 
     Args:
         module: qualified name of the module, "" for the model itself.
@@ -27,7 +27,7 @@ class ModulePolicy:
         rule: the policy's rule that matched it, as text; "its own" for a layer with ``act_quant=``; "" if none did
             and it runs as its parent does.
         source: the backward quantizer by name.
-        settings: what ops inside store; None for full precision.
+        settings: those of ops inside; None for full precision.
         ops: ops to which something else applies.
     """
 
@@ -54,7 +54,7 @@ class BackwardPolicy:
     (model)  Sequential  3        '*'   StochBackward2bit: UniformQuantizer, bit_width=2
 
     Args:
-        rows: what applies to each module, in the order of ``model.named_modules()``.
+        rows: one for each module, in the order of ``model.named_modules()``.
     """
 
     rows: tuple[ModulePolicy, ...]
@@ -107,7 +107,7 @@ def backward_policy(model: nn.Module) -> BackwardPolicy:
 
 
 def _describe(module: nn.Module, name: str, parent: ModulePolicy, rows: list[ModulePolicy]) -> None:
-    """Append the rows of a module and of what is inside it."""
+    """Append the rows of a module and of the modules inside."""
     rule, source, settings, ops = "", parent.source, parent.settings, parent.ops
     hooks = regions_of(module)
     around = None if name else inherited_region(module)

@@ -1,4 +1,4 @@
-"""Policies as readable JSON: what is written, and what of a file is accepted.
+"""Policies as readable JSON: how they are written, and which files are accepted.
 
 A file holds the package's version, rules in their order, and the layers that a fitted policy is for:
 

@@ -1,4 +1,4 @@
-"""What `fit` has found and measured."""
+"""The report of `fit`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _KINDS: dict[str, Any] = {"str": str, "int": int, "float": int | float}
 
 @dataclass(frozen=True)
 class FittedGroup:
-    """A layer that packs tensors, with what derives from it.
+    """A layer that packs tensors, with the layers that derive from it.
 
     Args:
         source: qualified name of the layer.
         readers: number of layers that derive from it.
         bit_width: of its codes; 32 for full precision.
-        saved_bytes: what they store.
+        saved_bytes: bytes that they store.
         noise: predicted noise and squared bias that they cause, in units of minibatch noise.
     """
 
@@ -32,9 +32,9 @@ class FittedGroup:
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a fitted policy stores and does to gradients, in units of the noise between minibatches.
+    """Bytes and gradient noise of a fitted policy; noise is in units of the noise between minibatches.
 
-    ``print(report)`` is a table of what each layer that packs tensors got.
+    ``print(report)`` is a table of the layers that pack tensors, with their bit widths.
 
     >>> report = FitReport("ratio=24", 2**20, 25 * 2**20, 0.045, 0.048, 0.002, 0.001, 0.001, passes=73)
     >>> report.ratio, round(report.harm, 3)
@@ -52,7 +52,7 @@ class FitReport:
         bias: measured squared bias; estimated without bias, hence maybe negative.
         bias_error: its standard error.
         passes: forward and backward passes that it took.
-        note: what was not reached, "" where all was.
+        note: the part of the budget that was not reached, "" if all was.
         groups: in the order of the forward pass.
         recompute: multiplications and additions that an element of a layer may cost to be computed again.
         time: measured time of a step, over that at full precision; 0 where it was not measured.
@@ -92,7 +92,7 @@ class FitReport:
         return self.noise + max(0.0, self.bias)
 
     def __str__(self) -> str:
-        """Return the table of layers, and what was measured of the whole."""
+        """Return the table of layers, and the figures of the whole."""
         rows = [
             (
                 group.source or "(model)",
@@ -109,7 +109,7 @@ class FitReport:
 
     @property
     def summary(self) -> str:
-        """What was asked for, what is stored and what was measured, in one line, and what was not reached."""
+        """The budget, the stored bytes and the measured noise, in one line, and the part that was not reached."""
         text = (
             f"{self.budget}: {self.saved_bytes / MIB:.2f} of {self.plain_bytes / MIB:.2f} MiB, "
             f"{self.ratio:.1f} times less; noise {self.noise:.4f} ± {self.noise_error:.4f}, "

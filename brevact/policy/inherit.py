@@ -56,7 +56,7 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 
 def required_attachment(model: nn.Module) -> Attachment:
-    """Return what :func:`attachment_of` does, or raise a ValueError with the fix."""
+    """Return the result of :func:`attachment_of`, or raise a ValueError with the fix."""
     found = attachment_of(model)
     if found is None:
         raise ValueError(

@@ -102,7 +102,7 @@ class MixSchedule:
         """Go on from a checkpoint: its plan, its step, and its probability in the model.
 
         Raises:
-            ValueError: ``state`` is not what :meth:`state_dict` returned.
+            ValueError: ``state`` is no result of :meth:`state_dict`.
             TypeError: ``state`` is no mapping.
         """
         check_state(state, (*self._plan, "done"))
@@ -150,7 +150,7 @@ def _mixtures(settings: BackwardSettings | None) -> list[MixingQuantizer]:
 
 
 def checked_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    """The plan of a schedule, or a ValueError that names what is out of range."""
+    """Return the plan of a schedule; raise a ValueError that names an argument out of range."""
     if plan["kind"] not in _KINDS:
         raise ValueError(f"kind={brief(plan['kind'])}; accepted are {', '.join(_KINDS)}")
     for name in ("steps", "stairs"):

@@ -1,4 +1,4 @@
-"""What `print(model)` says of a module with a policy: one note, of what it stores for backward."""
+"""The note in `print(model)` of a module with a policy: how the module stores tensors for backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StorageNote:
 
 
 def note_on(module: nn.Module) -> str:
-    """Return what a module stores in short, "" for one without a region of its own."""
+    """Return in short how a module stores tensors, "" for one without a region of its own."""
     regions = regions_of(module)
     if not regions:
         return ""
@@ -50,7 +50,7 @@ def note_on(module: nn.Module) -> str:
 
 
 def add_note(module: nn.Module) -> None:
-    """Let ``repr`` of a module say what it stores; one with an ``extra_repr`` of its own object keeps that."""
+    """Add a :class:`StorageNote` to ``repr`` of a module; a module whose object has an ``extra_repr`` keeps that."""
     vars(module).setdefault("extra_repr", StorageNote(module))
 
 

@@ -72,7 +72,7 @@ def is_activation_function(name: str, module: nn.Module) -> bool:
 
 
 def computes_attention(name: str, module: nn.Module) -> bool:
-    """Rule: what computes attention in its own forward: attention of torch, or a softmax and a product of matrices.
+    """Rule for modules whose own forward computes attention: torch's, or a softmax and a product of matrices.
 
     Args:
         name: qualified name of the module, not looked at.

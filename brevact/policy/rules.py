@@ -34,7 +34,7 @@ ACCEPTED_KEYS = (
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """What applies to an op inside a module, in place of what applies to the module.
+    """Backward quantization of an op inside a module, in place of that of the module.
 
     The torch functions that mean an op have one rule. Rule and backward quantizer are texts; settings are None for full
     precision.
@@ -48,10 +48,10 @@ class OpPolicy:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the rules give to a module.
+    """Backward quantization of a module by the rules.
 
     The settings are those of its region, ops with a rule of their own included, or None for full precision. The rule is
-    "" where none matches; rule and backward quantizer are texts. The ops are those that get something else.
+    "" where none matches; rule and backward quantizer are texts. The ops are those with settings of their own.
     """
 
     settings: BackwardSettings | None
@@ -106,11 +106,11 @@ def check_rules(rules: Any, argument: str) -> None:
 
 
 def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = False) -> dict[nn.Module, Assignment]:
-    """Return what each module gets; the first rule that matches a module, or names an op inside, wins.
+    """Return the assignment of each module; the first rule that matches a module, or names an op inside, wins.
 
-    Layers with a backward quantizer of their own are left out, and so is what no rule matches, but for the model where
-    there are rules for ops. Unless rules are optional, a ValueError says which one matches nothing, or nothing that the
-    rules before it leave.
+    Layers with a backward quantizer of their own are left out, and so are modules that no rule matches, but for the
+    model where there are rules for ops. Unless rules are optional, a ValueError names one that matches nothing, or
+    nothing that the rules before it leave.
     """
     of_rules, all_ops = _resolved(rules)
     of_ops = [key for key in rules if ops_of(key)]
@@ -154,7 +154,7 @@ def assignments(model: nn.Module, rules: Mapping[Any, Any], *, optional: bool = 
 
 
 def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[OpPolicy, ...]]:
-    """Return what rules for modules give, rules for ops before them included, and all rules for ops."""
+    """Return the assignments of rules for modules, rules for ops before them included, and all rules for ops."""
     of_rules: dict[Any, Assignment] = {}
     ops: dict[str, OpPolicy] = {}
     for key, source in rules.items():
@@ -167,7 +167,7 @@ def _resolved(rules: Mapping[Any, Any]) -> tuple[dict[Any, Assignment], tuple[Op
 
 
 def block_assignment(rules: Mapping[Any, Any], *, skips_modules: bool) -> Assignment:
-    """Return what a block of code gets, where nothing is known of modules: what "*" says, and rules for ops.
+    """Return the assignment of a block of code, of whose modules nothing is known: by "*", and by rules for ops.
 
     Other rules are skipped, or raise a TypeError.
     """
@@ -202,7 +202,7 @@ def matches(key: Any, name: str, module: nn.Module) -> bool:
 def ops_of(key: Any) -> tuple[str, ...]:
     """Return the names of the ops that a rule is for, of a Function or of scripted code too; none if for modules.
 
-    A torch function in which no quantizer changes what is stored raises a TypeError.
+    A torch function whose stored tensors no quantizer changes raises a TypeError.
     """
     functions = key if isinstance(key, tuple) else (key,)
     others = [other_code.name_of(func) for func in functions]
@@ -250,7 +250,7 @@ def source_text(source: Any, overrides: Mapping[str, Any] | None = None) -> str:
 
 
 def assignment_of(key: Any, source: Any) -> Assignment:
-    """Return what a rule gives to a module that it matches, rules for ops left out."""
+    """Return the assignment of a rule to a module that it matches, rules for ops left out."""
     settings = None if source is None else backward_settings_from(source, None, f"policy rule {rule_text(key)}")
     return Assignment(settings, rule_text(key), source_text(source))
 

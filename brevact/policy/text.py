@@ -20,7 +20,7 @@ _FULL_PRECISION = Policy({"": None})
 
 
 def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple[Any, Mapping[str, float]]:
-    """Return what a text names, a backward quantizer or a policy; or None and a budget, the argument of `brevact.fit`.
+    """Return the backward quantizer or the policy that a text names; or None and a budget, arguments of `brevact.fit`.
 
     An OSError says that there is no such file, a TypeError that it is no text, a ValueError that it is none of these;
     they call the text by the name of the argument.
@@ -47,7 +47,7 @@ def read_policy(text: str | os.PathLike[str], argument: str = "policy") -> tuple
 
 @dataclass(frozen=True)
 class PolicyText:
-    """What a text says of a policy; :class:`brevact.PolicySpec` has the meaning of the fields."""
+    """A parsed text of a policy; :class:`brevact.PolicySpec` has the meaning of the fields."""
 
     text: str
     source: Any
@@ -55,7 +55,7 @@ class PolicyText:
 
 
 def named_policy(policy: Any, argument: str = "policy") -> Any:
-    """Return the policy that a text names, or what was read of one, and any other policy as it is.
+    """Return the policy of a text, parsed or not; any other policy as it is.
 
     A budget raises a ValueError: it is fitted on batches, with a loss.
     """

@@ -158,7 +158,7 @@ class _Product(Saving):
 
 
 class _TracedRegion(Keeper):
-    """What the handlers ask of a region, answered from one call alone."""
+    """A region as handlers see it, for one call in a traced graph."""
 
     recompute = 0  # the compiler decides by itself what a graph computes again
 

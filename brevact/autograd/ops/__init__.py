@@ -1,4 +1,4 @@
-"""What regions know of torch functions: one file an op family, whose ``OPS`` are its rows (:class:`~.op.Op`).
+"""Rows of torch functions, which regions read: one file an op family, whose ``OPS`` are its rows (:class:`~.op.Op`).
 
 All tables follow from the rows, here. ``HANDLERS`` maps a torch function to its counterpart, which stores packed
 activations.

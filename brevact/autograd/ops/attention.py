@@ -164,9 +164,10 @@ def _remember(
     options: _Options,
     needs: tuple[bool, ...],
 ) -> Saved | None:
-    """Remember that an output can be computed again, in two multiplications a key for each element of it.
+    """Register the output as one to recompute, in two multiplications a key for each element.
 
-    Returns what keeps a token, by which the gradient finds the graph of that and attends no second time, or None.
+    Returns the saved form of a token, by which the gradient finds the output's graph and attends no second time, or
+    None.
     """
     sources = [source for source in kept if source is not None]
     depth = max(decoder.depth for _, decoder in sources)
@@ -192,7 +193,7 @@ def _named(options: _Options) -> dict[str, Any]:
 
 
 def _with_finer_scores(region: Keeper) -> Keeper:
-    """The region with a quantizer that is good enough for what is exponentiated."""
+    """Return the region with a quantizer that is good enough for scores, which are exponentiated."""
     settings, quantizer = region.settings, region.settings.quantizer
     if isinstance(quantizer, UniformQuantizer) and quantizer.bit_width >= settings.score_bit_width:
         return region

@@ -1,4 +1,4 @@
-"""What the Functions have in common: saving kept tensors, reading them, refusing a second derivative."""
+"""The base of the Functions: they save tensors in their saved forms, load them, and refuse a second derivative."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save(ctx: Any, *items: Saved | None, exact: tuple[Tensor | None, ...] = ()) 
 
 
 def load(ctx: Any) -> list[Any]:
-    """Return what :func:`save` was given: :class:`SavedValue` for kept items, exact tensors, and None for None.
+    """Return the arguments of :func:`save`: a :class:`SavedValue` for a saved form, exact tensors, and None for None.
 
     A RuntimeError says that the gradient is to be differentiated again.
     """
@@ -182,7 +182,7 @@ def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 @functools.cache
 def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the torch function that computes what one computes in place; others as they are."""
+    """Return the out-of-place variant of an in-place torch function; other functions as they are."""
     name = function.__name__
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
@@ -200,7 +200,7 @@ def may_overwrite(function: Callable[..., Tensor]) -> bool:
 
 
 def as_number(x: Any) -> Any:
-    """Return the number that torch takes of a tensor in the place of one; what is no tensor as it is."""
+    """Return the number that torch reads from a tensor in place of a number; other values as they are."""
     return x.item() if isinstance(x, Tensor) else x
 
 
@@ -213,7 +213,7 @@ class Value(NamedTuple):
 
     @staticmethod
     def of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PointFunction:
-        """Return the function that a call computes, of what follows its first argument: of numbers, as they are now."""
+        """Return a call as a function of its first argument; the other arguments are numbers, as they are now."""
         function = out_of_place(function)
         args, kwargs = tuple(map(as_number, args)), {key: as_number(value) for key, value in kwargs.items()}
         position = _inplace_position(function)

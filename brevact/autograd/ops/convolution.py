@@ -96,7 +96,7 @@ def _one_after_the_other(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a layer behind layers that are computed again: the input is there for that of the weight alone.
 
-    Both are computed for some samples at a time, since ATen copies what it reads to an order of memory of its own.
+    Both are computed for some samples at a time, since ATen copies its operands to an order of memory of its own.
     """
     shape, _, dtype = ctx.input_like
     step = samples_of_call(shape)

@@ -33,7 +33,7 @@ _ALPHA = 1.7580993408473766  # SELU's scale times its alpha, as torch has it
 
 @functools.lru_cache(maxsize=256)
 def _noise_of_kept(p: float, dtype: torch.dtype, alpha: bool = False) -> float:
-    """Return the factor that torch gives what it keeps, rounded as it is in the noise, which has the input's dtype."""
+    """Return torch's factor of kept elements, rounded as in the noise, which has the input's dtype."""
     with no_dispatch_modes():  # a selective checkpoint counts ops
         one = torch.ones((), dtype=dtype)
         return float(one.mul_(_alpha_factor(p)) if alpha else one.div_(1 - p))
@@ -98,14 +98,14 @@ def _twice(region: Keeper, input: Tensor, p: float, dropout: Callable[[Tensor], 
 
 
 class _Noise(NamedTuple):
-    """What is drawn: one number a channel or an element; and whether alpha dropout follows."""
+    """Shape of the noise, one number a channel or an element, and whether it is for alpha dropout."""
 
     of_channels: bool
     alpha: bool
 
 
 class _ComposedDropout(Saving):
-    """What torch composes of a Bernoulli draw and products."""
+    """Dropouts that torch composes of a Bernoulli draw and products."""
 
     @staticmethod
     def forward(ctx: Any, region: Keeper, input: Tensor, p: float, kind: _Noise, inplace: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses of pairs of elements: what is stored is the derivative, packed, or its sign.
+"""Losses of pairs of elements: the derivative is stored, packed, or its sign.
 
 With d = x - t for an input x and a target t, and the gradient g of the loss, divided by what a mean divides by:
 
@@ -131,13 +131,13 @@ def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
 
 
 def _divisor(reduction: Any, x: Tensor) -> int | None:
-    """Return what a reduction divides the sum of the losses by; None for one that torch refuses."""
+    """Return the divisor of a reduction; None for a reduction that torch refuses."""
     divisors = {"none": 1, "sum": 1, "mean": x.numel(), "batchmean": x.shape[0] if x.dim() else 1}
     return divisors.get(reduction) if isinstance(reduction, str) else None
 
 
 def _apply(region: Keeper, call: _Call, loss: _Loss, reduction: Any, input: Tensor, target: Tensor) -> Any:
-    """Run a loss whose derivative is stored; NotImplemented for what torch refuses, or where nothing is packed."""
+    """Run a loss whose derivative is stored; NotImplemented if torch refuses the arguments, or nothing is packed."""
     constants = () if loss.is_of_difference else (target,)
     if not _packs(region, input, target, *constants):
         return NotImplemented

@@ -43,7 +43,7 @@ _Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class _Options(NamedTuple):
-    """What a loss is told beside its tensors."""
+    """Options of a loss."""
 
     class_dim: int
     ignore_index: int
@@ -174,7 +174,7 @@ class _Probabilities(Decoder):
 
 
 def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
-    """What gives logits back that are computed again, if their probabilities may come from these."""
+    """Return the saved form of recomputed logits, if the probabilities may be computed from these; else None."""
     known = region.find_known(input) if region.settings.recompute else None
     if known is not None and known[1].depth and known[1].quality.serves(region.settings, bends=True):
         return known
@@ -182,7 +182,7 @@ def _known_logits(region: Keeper, input: Tensor) -> Saved | None:
 
 
 def _kept_probabilities(region: Keeper, input: Tensor, dim: int, dtype: torch.dtype) -> Saved:
-    """Keep the probabilities of logits: packed, or what gives the logits back, if they are computed again."""
+    """Save the probabilities of logits: packed, or as a function of the logits, if these are recomputed."""
     known = _known_logits(region, input)
     if known is not None:
         return reported((known[0], _Probabilities(known[1], dim, tuple(input.shape), dtype)))

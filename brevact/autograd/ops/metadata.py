@@ -40,5 +40,5 @@ def stores_nothing(func: Callable, args: tuple) -> bool:
 
 
 def _makes_view(index: Any) -> bool:
-    """Whether an index makes a view, which is to its tensor what its graph node says."""
+    """Whether an index makes a view, whose graph node tells its relation to the tensor."""
     return type(index) in _VIEWING or (type(index) is tuple and all(type(part) in _VIEWING for part in index))

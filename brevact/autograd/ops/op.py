@@ -1,4 +1,4 @@
-"""A row: torch functions that regions treat alike, and what is known of them."""
+"""A row: torch functions that regions treat alike, and their properties."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def everywhere(*names: str) -> tuple[Callable, ...]:
 
 
 class Saves(enum.Enum):
-    """Why hooks may pack what torch's own op saves: its gradient is known to bear a rounding error.
+    """Why hooks may pack the tensors of torch's own op: its gradient is known to bear a rounding error.
 
-    Where a torch function has no counterpart for its arguments, saved-tensor hooks could pack what it saves. They do so
+    Where a torch function has no counterpart for its arguments, saved-tensor hooks could pack its tensors. They do so
     for functions of these kinds alone, and for code that is not torch's: other people's ``autograd.Function``s,
     scripted code, operators of other libraries. A torch function of no kind stores its tensors as they are, a new one
     of a later torch too, since nobody has looked at its gradient. It may be
@@ -55,7 +55,7 @@ class Stored(NamedTuple):
 
     Args:
         op: names of the ops; those of rows that say the same of other ops are put beside them.
-        kept: what is kept for backward.
+        kept: the tensors that are saved for backward.
         gradient: whether it is exact, unbiased, or how large its bias is.
     """
 
@@ -71,16 +71,16 @@ class Op(NamedTuple):
         functions: of torch.
         handler: their counterpart, called as ``handler(region, func, *args, **kwargs)``; it returns ``NotImplemented``
             to let torch run (nothing to store, or an argument that torch should explain).
-        stored: what a reader of the documentation is told of them.
+        stored: their row in the documentation.
         twice: their counterpart where gradients are to be differentiated again, called as ``handler``: it applies no
             Function of ours. None: torch runs.
-        saves: why what torch's own op saves may be packed; None: hooks let it be.
-        must_not_round: says of the arguments of a call whether what torch's own op saves must stay as it is.
+        saves: why the tensors of torch's own op may be packed; None: hooks leave them as they are.
+        must_not_round: says of the arguments of a call whether the tensors of torch's own op must stay as they are.
         is_bit_exact: whether the counterpart's gradient, with nothing rounded, is torch's to the last bit. If not,
             torch runs where a policy is lossless.
-        is_layer: whether what they return is an activation, even if only a weight went in.
+        is_layer: whether the result is an activation, even if only a weight went in.
         is_norm: whether they are norms, which make a weight of a weight (weight standardization).
-        rounds_forward: whether some quantizers change what they return, too (``quantize_forward``).
+        rounds_forward: whether some quantizers change the result, too (``quantize_forward``).
         is_product: whether they are matrix products, whose factors may be weights or activations.
         looks_up: whether integers beside a tensor are indices.
         moves: whether they return elements of their arguments, each at least once, and constants that they are given.

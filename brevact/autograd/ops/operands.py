@@ -1,4 +1,4 @@
-"""Operands of products and attention: views of one tensor share what is packed."""
+"""Operands of products and attention: views of one tensor share its packed form."""
 
 from __future__ import annotations
 

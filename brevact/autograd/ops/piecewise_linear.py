@@ -75,7 +75,7 @@ class _PiecewiseLinear(Saving):
 class _Bounded(NamedTuple):
     """A linear function where the mask is set, elsewhere a bound: the upper one where a second mask is set.
 
-    What is not a number stays so.
+    NaN stays NaN.
     """
 
     low: float | None
@@ -190,7 +190,7 @@ def _nan_to_num(
 
 
 def _twice(rule: Callable[..., _Pieces]) -> Callable:
-    """Make the handler of a function that torch differentiates twice: a mask stands for what that saves.
+    """Make the handler of a function that torch differentiates twice: a mask stands for the tensor that torch saves.
 
     In place torch saves what it overwrites, or the output, of others than those that read the output.
     """

@@ -299,7 +299,7 @@ def _interpolate(
 
 
 def _window_sizes(dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]] | None:
-    """Kernel, stride, padding and dilation, a number a dimension each; None for what torch might refuse."""
+    """Kernel, stride, padding and dilation, a number a dimension each; None if torch might refuse them."""
     stride = kernel if stride is None or (isinstance(stride, list | tuple) and not stride) else stride
     sizes = []
     for value, least in ((kernel, 1), (stride, 1), (padding, 0), (dilation, 1)):

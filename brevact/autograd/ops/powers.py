@@ -64,7 +64,7 @@ class _Square(Saving):
 
 
 def keep_square(region: Keeper, func: Callable, input: Any, *exponent: float) -> Any:
-    """Keep what is squared by its rows: their mean may be a variance. Small tensors are torch's."""
+    """Save the input of a square by its rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
     if (input.is_leaf and not is_traced(input)) or not are_rows(input, (-1,)):
@@ -84,7 +84,7 @@ def _pow(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_steep(region: Keeper, args: tuple) -> bool:
-    """Whether a power is steeper or singular in what it saves: x^2 saves a factor of its gradient, 2x."""
+    """Whether a power is steeper or singular in the tensor that it saves: x^2 saves a factor of its gradient, 2x."""
     return not (len(args) > 1 and isinstance(args[1], int | float) and args[1] in (0, 1, 2))
 
 

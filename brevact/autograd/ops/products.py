@@ -82,7 +82,7 @@ class _Einsum(NamedTuple):
         return self._gradient(self.second, grad, self.first, a)
 
     def _gradient(self, labels: str, grad: Tensor, other_labels: str, other: Tensor) -> Tensor:
-        """Contract the gradient with the other operand; what was summed in one operand alone is broadcast."""
+        """Contract the gradient with the other operand; dimensions summed in one operand alone are broadcast."""
         found = "".join(label for label in labels if label in self.out or label in other_labels)
         result = torch.einsum(f"{self.out},{other_labels}->{found}", grad, other)
         for i, label in enumerate(labels):

@@ -1,4 +1,4 @@
-"""Recurrent layers: torch runs, and hooks pack what it saves, unless its weights could not be told from activations.
+"""Recurrent layers: torch runs, and hooks pack its tensors, unless its weights could not be told from activations.
 
 On a GPU cuDNN copies weights that are not in one storage into a flat tensor, and autocast copies them all.
 """

@@ -1,4 +1,4 @@
-"""Functions without a counterpart: what torch saves for them, hooks may pack. The rest of the table of ``Saves``."""
+"""Functions without a counterpart: hooks may pack their saved tensors. The rest of the table of ``Saves``."""
 
 from __future__ import annotations
 

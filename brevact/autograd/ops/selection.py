@@ -16,7 +16,7 @@ _MOST_OF_BLOCKS = 8
 
 
 def kth_magnitude(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return what ``torch.kthvalue(x.abs(), rank, keepdim=True)`` does, and the same one of equal elements.
+    """Return the result of ``torch.kthvalue(x.abs(), rank, keepdim=True)``, and the same one of equal elements.
 
     Args:
         x: (n,) floating-point tensor.

@@ -133,7 +133,7 @@ def batch_norm(
 
 
 class Norm:
-    """What the Functions ask of a norm by statistics of its input; weights and biases are one number a channel."""
+    """A norm by statistics of its input, as the Functions call it; weights and biases are one number a channel."""
 
     name: str
     has_mean = True

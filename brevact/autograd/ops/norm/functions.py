@@ -166,7 +166,7 @@ def _frozen_backward(
 def _run_levels(
     region: Keeper, norm: Norm, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Saved, NormInput]:
-    """Output, what keeps the normalized input, and that with its statistics: invstd is NaN where it is not finite."""
+    """Output, saved form of the normalized input, and the input's statistics: invstd is NaN where it is not finite."""
     out, mean, invstd = norm.forward(x, weight, bias)
     assert mean is not None
     invstd = mean * 0 + invstd
@@ -180,7 +180,7 @@ def _run_levels(
 def _run_frozen(
     region: Keeper, norm: Frozen, input: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Saved, NormInput, Tensor]:
-    """Output, what keeps N(x), the input with its statistics, and a zero a channel: NaN where a value is not finite."""
+    """Output, saved form of N(x), the statistics, and a zero a channel: NaN where a value is not finite."""
     out, mean, var = norm.forward(x, weight, bias)
     given = NormInput(norm, mean, var, x.dtype)
     kept = region.keep_levels(input, given)
@@ -192,7 +192,7 @@ def _run_frozen(
 def _write_affine(
     out: Tensor, norm: Norm, kept: Saved, mark: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Overwrite ``out`` with weight * N^ + bias, N^ being what is kept; ``mark`` is 0, or NaN where N(x) was none."""
+    """Overwrite ``out`` with weight * N^ + bias, N^ being packed; ``mark`` is 0, or NaN where N(x) was none."""
     levels = normalized_early(kept) + mark
     if weight is not None:
         levels.mul_(norm.alignment.align_weight(weight, levels.shape))

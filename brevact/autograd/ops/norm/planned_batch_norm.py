@@ -36,7 +36,7 @@ _OVER_CHANNELS = OverChannels()
 
 
 class _Plan(NamedTuple):
-    """What depends on the sizes of a call alone: how the input is packed, and the decoders of input and output."""
+    """Constants of the sizes of a call: how the input is packed, and the decoders of input and output."""
 
     packing: NormalizedPlan
     source: PackedDecoder
