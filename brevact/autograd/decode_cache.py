@@ -5,7 +5,8 @@ output, and the function for its input, which are both functions of what the nor
 calls to decode one take longer than the work, so that one is decoded for both. It lives until its codes are freed, or
 the next one is decoded.
 
-A weight that is computed again, and read by many ops, is held from the second time on, with a few others.
+A weight that is computed again, and read by many ops, is held from the second time on, with a few others. What codes of
+a forward quantizer stand for is held as long as these: the gates of a recurrent cell read the same state.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ MOST_HELD = 1 << 18
 
 #: Elements of all weights that are held.
 MOST_OF_WEIGHTS = 1 << 21
+
+
+_DECODED = "_brevact_decoded"  # attribute of the storage of codes, under which it carries what they stand for
 
 
 class _Decoded:
@@ -116,4 +120,16 @@ def decoded_for_many(
         if count:
             _weights.make_room(values.numel())
         _weights.of[decoder] = (count + 1, values if count else None, values._version)
+    return values
+
+
+def decoded_beside_codes(
+    decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]
+) -> Tensor:
+    """Return a decoded tensor, which must not be written to, and hold it as long as its codes, the first of tensors."""
+    carried = tensors[0].untyped_storage().__dict__
+    owner, values, version = carried.get(_DECODED, (None, None, 0))
+    if owner is not decoder or values._version != version:
+        values = decode(tensors)
+        carried[_DECODED] = decoder, values, values._version
     return values

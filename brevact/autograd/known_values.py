@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from brevact.autograd import storage_report
-from brevact.autograd.decode_cache import decoded_for_many
+from brevact.autograd.decode_cache import decoded_beside_codes, decoded_for_many, may_be_held
 from brevact.autograd.quality import Quality
 from brevact.autograd.saved import Decoder, PassesOn, Saved, one_object_each
 from brevact.autograd.settings import BackwardSettings
@@ -92,6 +92,10 @@ class IntegerCodes(Decoder):
         return self.layout.restore(q) - zero_point
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        is_held = may_be_held(self.layout.numel, tensors[0])
+        return decoded_beside_codes(self, tensors, self._decode) if is_held else self._decode(tensors)
+
+    def _decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, zero_point, scale, *mask = tensors
         found = None
         if not mask and self.step == 1 and not is_traced(packed):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 
+import brevitas.nn as qnn
 import pytest
 import torch
+from brevitas.quant import Int8ActPerTensorFloat
 from torch import nn
 from torch.nn import functional as F
 
 import brevact
-from brevact.autograd import decode_cache
-from brevact.autograd.decode_cache import MOST_HELD, decoded
+from brevact.autograd import decode_cache, known_values
+from brevact.autograd.decode_cache import MOST_HELD, decoded, decoded_beside_codes
 
 
 class _Decoder:
@@ -190,3 +192,58 @@ def test_a_tensor_that_another_is_decoded_from_ends_with_it() -> None:
         assert references[0]() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("change", ["nothing", "result", "decoder", "codes"])
+def test_what_codes_stand_for_is_held_as_long_as_these(change: str) -> None:
+    decoder, kept, others = _Decoder(), _kept(), _kept()
+    first = decoded_beside_codes(decoder, kept, decoder.decode)
+    decoded_beside_codes(decoder, others, decoder.decode)  # holds its own
+    asked = _Decoder() if change == "decoder" else decoder
+    if change == "result":
+        first.zero_()
+    elif change == "codes":
+        kept = kept[0].clone(), kept[1]
+    second = decoded_beside_codes(asked, kept, asked.decode)
+    assert (second is first) == (change == "nothing")
+    assert torch.equal(second, kept[0].float() * kept[1])
+    references = [weakref.ref(each) for each in (first, second)]
+    del first, second, kept
+    gc.collect()
+    assert not any(each() is not None for each in references)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_readers_of_what_a_forward_quantizer_returned_decode_it_once(per_row, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """As the gates of a recurrent cell do; also as views, the time steps of a sequence."""
+    torch.manual_seed(0)
+    quantizer = qnn.QuantIdentity(act_quant=Int8ActPerTensorFloat, collect_stats_steps=1)
+    with torch.no_grad():
+        for _ in range(2):
+            quantizer(torch.randn(8, 4, 32))
+    layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quantizer, self.layers = quantizer, layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.quantizer(x)
+            parts = y.unbind(1) if per_row else (y,)
+            return sum(layer(part).sum() for layer in self.layers for part in parts)
+
+    calls: list[int] = []
+    decode = known_values.decode_integers
+
+    def counted(*args) -> None:  # type: ignore[no-untyped-def]
+        calls.append(1)
+        decode(*args)
+
+    monkeypatch.setattr(known_values, "decode_integers", counted)
+    x = torch.randn(8, 4, 32)
+    expected = torch.autograd.grad(Cell()(x), list(layers.parameters()))
+    model = brevact.quantize_backward(Cell(), brevact.LosslessBackward, min_numel=0)
+    found = torch.autograd.grad(model(x), list(layers.parameters()))
+    assert len(calls) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
