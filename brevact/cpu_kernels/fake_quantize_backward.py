@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from array import array
 from typing import Any
 
 import numpy as np
@@ -289,13 +289,16 @@ def decode_integers(codes: Tensor, plan: IntegerPlan, scale: Tensor, zero_point:
     if plan.bit_width > 8 or not reads(target, plan, scale, zero_point):
         return NotImplemented
     scale, zero_point = numbers_of(scale), numbers_of(zero_point)
-    words = (ctypes.c_int64 * 28)(
-        *plan,
-        *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-        *(0, target.data_ptr(), 0, codes.data_ptr(), *[0] * 7, KINDS[target.dtype]),
+    words = array(
+        "q",
+        (
+            *plan,
+            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
+            *(0, target.data_ptr(), 0, codes.data_ptr(), *[0] * 7, KINDS[target.dtype]),
+        ),
     )
     blocks = -(-plan.numel // BLOCK)
-    share(decode_integers_blocks, (ctypes.addressof(words),), blocks, BLOCK, torch.get_num_threads())
+    share(decode_integers_blocks, words.buffer_info()[:1], blocks, BLOCK, torch.get_num_threads())
 
 
 def fake_quantize_backward(
@@ -332,14 +335,17 @@ def fake_quantize_backward(
         totals = sums if runs[1] == 1 and takes_one_thread(blocks * BLOCK, threads) else None
     levels = None if residual is None else residual_of.rows(grad.device)[0]
     width = 0 if residual is None else residual_of.bit_width
-    words = _Words(
-        *plan,
-        *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
-        *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
-        *(address(levels), 0, width, 0, KINDS[grad.dtype]),
-        *(address(terms), address(lanes), address(rest), address(parts), rows, address(totals)),
+    words = array(
+        "q",
+        (
+            *plan,
+            *(scale.data_ptr(), scale.numel(), zero_point.data_ptr(), zero_point.numel()),
+            *(grad.data_ptr(), target.data_ptr(), address(values), address(codes), address(mask), address(residual), 0),
+            *(address(levels), 0, width, 0, KINDS[grad.dtype]),
+            *(address(terms), address(lanes), address(rest), address(parts), rows, address(totals)),
+        ),
     )
-    share(fake_quantize_backward_blocks, (ctypes.addressof(words),), blocks, BLOCK, threads)
+    share(fake_quantize_backward_blocks, words.buffer_info()[:1], blocks, BLOCK, threads)
     if totals is not None:
         return
     if sums is not None and runs is not None and lanes is not None and rest is not None:
@@ -347,6 +353,3 @@ def fake_quantize_backward(
     elif sums is not None and terms is not None:
         for place in range(first, rows):
             sums[place] = terms[place].sum()
-
-
-_Words = ctypes.c_int64 * 34

@@ -79,7 +79,7 @@ def fused_activation(stock: Callable, fused: FusedActivationQuantProxy, x: Tenso
     if region is None:
         return NotImplemented
     known = known_quantizer(fused)
-    if known is not None and not takes_statistics(known.quant.scaling_impl) and is_own(known.quant.zero_point_impl):
+    if known is not None and not takes_statistics(known.scaling) and is_own(known.zero_point):
         found = known.quantize(region, x, reads_elements=False)
         if found is not NotImplemented:
             return found

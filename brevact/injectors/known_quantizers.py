@@ -189,7 +189,10 @@ class KnownQuantizer:
         self.rectifies = is_fused and type(module.activation_impl) is nn.ReLU
         self.is_known = _is_known(quant) and (not is_fused or _is_known_before(module.activation_impl, quant))
         self.reads_weight = self.is_known and _reads_weight(quant.scaling_impl)
-        self.learned = _Learned.of(quant.scaling_impl) if self.is_known else None
+        self.scaling: Any = quant.scaling_impl if self.is_known else None
+        self.zero_point: Any = quant.zero_point_impl if self.is_known else None
+        self._bit_width: Any = quant.msb_clamp_bit_width_impl if self.is_known else None
+        self.learned = _Learned.of(self.scaling) if self.is_known else None
         self._width: tuple[Tensor, int, Tensor, Integers | None] | None = None
 
     @property
@@ -206,16 +209,16 @@ class KnownQuantizer:
         if quant.observer_only or not self.tree.is_untouched():
             return NotImplemented
         with region.hooks.suspended, DisableTorchFunction():
-            width = quant.msb_clamp_bit_width_impl.bit_width
+            width = self._bit_width.bit_width
             bit_width = width if isinstance(width, Tensor) else width.value.detach()
             threshold, integers = self._of_width(bit_width)
             if integers is None:
                 return NotImplemented
-            is_zero = type(quant.zero_point_impl) is ZeroZeroPoint
-            zero_point = quant.zero_point_impl.zero_point.value.detach() if is_zero else None
+            is_zero = type(self.zero_point) is ZeroZeroPoint
+            zero_point = self.zero_point.zero_point.value.detach() if is_zero else None
             scale = None if self.learned is None else self.learned.scale(threshold)
-            if scale is None and (not reads_elements or is_independent(quant.scaling_impl)):
-                scale = quant.scaling_impl(x, threshold)
+            if scale is None and (not reads_elements or is_independent(self.scaling)):
+                scale = self.scaling(x, threshold)
         if scale is None:
             scale = self._scale_of(region, x, threshold)
         if zero_point is None:
@@ -232,7 +235,7 @@ class KnownQuantizer:
 
     def _scale_of(self, region: Any, x: Tensor, threshold: Tensor) -> Tensor:
         """Return a scale that is computed of ``x``: of statistics of a weight, which backward computes again."""
-        scaling = self.quant.scaling_impl
+        scaling = self.scaling
         if not self.reads_weight or not region.is_weight(x):
             found: Tensor = scaling(x, threshold)
             return found
@@ -249,7 +252,7 @@ class KnownQuantizer:
 
     def _zero_point_of(self, region: Any, x: Tensor, scale: Tensor, bit_width: Tensor) -> Tensor:
         """Return a zero point that learns, or one of statistics, which are those of ``x`` in the region."""
-        module: Any = self.quant.zero_point_impl
+        module = self.zero_point
         if not is_own(module):
             found: Tensor = module(x, scale, bit_width)
             return found

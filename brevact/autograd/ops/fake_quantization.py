@@ -155,7 +155,7 @@ class _FakeQuantization(Saving):
             found = _quantized(integers, rectifier is not None, values, given, residual_of, seed)
         elif values is None:
             values = unwritten
-        known_values.register(found.out, *found.codes)
+        known_values.register(found.out, *found.codes, is_new=one_pass is not None)
         kept: list[Saved | None] = [
             reported(found.codes) if (needs_scale or needs_pre_scale) and not again else None,
             None if found.residual is None else reported(found.residual),
@@ -168,7 +168,7 @@ class _FakeQuantization(Saving):
         save(ctx, *kept, exact=(scale, pre_scale, None if shares else pre_zero_point, zero_point if again else None))
         ctx.residual_of, ctx.one_pass, ctx.rectifies = residual_of, one_pass, rectifier is not None
         ctx.integers = integers if again else None
-        ctx.shapes = tuple(each.shape for each in given)
+        ctx.shapes = [each.shape for each in given]
         ctx.dtype = found.codes[1].layout.dtype
         ctx.of_quotient = ctx.dtype if one_pass is not None else torch.result_type(x, pre_scale)
         return found.out

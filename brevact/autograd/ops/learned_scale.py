@@ -1,4 +1,4 @@
-"""Learned scales of fake quantizers in one call: s = max(|v|, least) / t, without the modules that make it.
+"""Learned scales of fake quantizers in few calls: s = max(|v|, least) / t, without the modules that make it.
 
 Source: brevitas.core.scaling.ParameterScaling and ParameterFromRuntimeStatsScaling (behind the steps that collect
 statistics), whose gradient this is to the last bit: dL/dv = sgn(v) (dL/ds / t).
@@ -37,5 +37,7 @@ def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tens
         threshold: positive number without a gradient, of no dimensions.
         least: smallest magnitude; None for none.
     """
+    if value.numel() == 1 and value.is_cpu and (least is None or not abs(value.item()) < least):
+        return value.abs() / threshold  # whose gradient in C++ is the same one
     found: Tensor = _LearnedScale.record(value, threshold, least)
     return found

@@ -85,17 +85,16 @@ class OnePass(NamedTuple):
         mask = x.new_empty(packed_bytes(plan.numel, 1, DEFAULT_BLOCK), dtype=torch.uint8) if keeps_mask else None
         spec = None if residual_of is None else PackedSpec.of(residual_of, layout)
         residual = None if spec is None else spec.empty(x)
-        missing = None if plan.has_spare else x.new_zeros(1, dtype=torch.bool)
+        missing = None if plan.has_spare else x.new_zeros(1, dtype=torch.uint8)
         fake_quantize(
-            *(x, plan, *self._flat(scale, zero_point), residual_of, seed, out, values, codes, mask, residual),
-            None if missing is None else missing.view(torch.uint8),
+            *(x, plan, *self._flat(scale, zero_point), residual_of, seed, out, values, codes, mask, residual, missing)
         )
         offset = zero_point.detach().clone()
         if missing is not None and x.is_cpu:
             if missing.item():
                 return None
         elif missing is not None:  # nothing waits for a GPU: all that is decoded is NaN
-            offset.masked_fill_(missing.view(()), torch.nan)
+            offset.masked_fill_(missing.view(torch.bool).view(()), torch.nan)
         kept_codes = (codes, offset, scale.detach()), self.code_decoder
         kept_mask = None if mask is None else ((mask,), self.mask_decoder)
         kept_residual = None if residual is None or spec is None else ((residual,), decoder_of_packed(spec))
