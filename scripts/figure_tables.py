@@ -45,27 +45,29 @@ def of_small_tensors(results: Results) -> dict[str, str]:
 
 
 _EXACT = ("LosslessBackward:recompute=1024",)
+FITS_OF_RECOMPUTE = {f"fit {ratio}x": f"`fit(..., ratio={ratio}, quick=True)`" for ratio in (15, 30, 60)}
+#: Policies of recompute.csv, in the order of tables, and how they are written.
+WAYS_OF_RECOMPUTE = {
+    "checkpoint of each block": "checkpoint of each block",
+    "compiled, memory budget 0.2": "`torch.compile`, memory budget 0.2",
+    "DEFAULT": "`DEFAULT`",
+    "DitherBackward6bit:recompute=128": "6 bits, `recompute=128`",
+    "RECOMPUTE": "`RECOMPUTE`",
+    "DitherBackward8bit:recompute=1024": "8 bits, `recompute=1024`",
+    "LosslessBackward:recompute=1024": "`LosslessBackward`, `recompute=1024`",
+    **FITS_OF_RECOMPUTE,
+}
 
 
 def of_recompute(results: Results) -> dict[str, str]:
     """Of recompute.csv: bytes kept, peak and time of a step, and the error of gradients, of each model and policy."""
     last = results.last("recompute", "model", "policy")
-    words = {
-        "checkpoint of each block": "checkpoint of each block",
-        "compiled, memory budget 0.2": "`torch.compile`, memory budget 0.2",
-        "DEFAULT": "`DEFAULT`",
-        "DitherBackward6bit:recompute=128": "6 bits, `recompute=128`",
-        "RECOMPUTE": "`RECOMPUTE`",
-        "DitherBackward8bit:recompute=1024": "8 bits, `recompute=1024`",
-        "LosslessBackward:recompute=1024": "`LosslessBackward`, `recompute=1024`",
-        **{f"fit {ratio}x": f"`fit(..., ratio={ratio})`" for ratio in (15, 30, 60)},
-    }
     cells = [("model", "", "kept", "peak of a step", "time of a step", "error of the gradient")]
     for model in dict.fromkeys(model for model, _ in last):
         first = next(row for (name, _), row in last.items() if name == model)
         kept, peak = (f"{mib(str(int(first[key]) / 2**20))} MiB" for key in ("plain_bytes", "plain_peak"))
         cells.append((model, "full precision", kept, peak, "1", "0"))
-        for policy, text in words.items():
+        for policy, text in WAYS_OF_RECOMPUTE.items():
             row = last.get((model, policy))
             if row is not None:
                 kept = f"{mib(str(int(row['saved_bytes']) / 2**20))} MiB ({row['ratio']}x less)"

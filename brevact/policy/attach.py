@@ -23,7 +23,7 @@ from brevact.policy.fitted_layers import check_layers
 from brevact.policy.inherit import attachment_of, hook_of_policy, inherit_policy, is_model, required_attachment
 from brevact.policy.notes import add_note, remove_note
 from brevact.policy.overrides import of_all_rules, refuse_overrides
-from brevact.policy.presets import DEFAULT, Policy
+from brevact.policy.presets import DEFAULT, RECOMPUTE, Policy
 from brevact.policy.rules import (
     POLICY,
     Assignment,
@@ -102,7 +102,8 @@ def backward_quant(
         source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region. Or
             a :class:`Policy` whose rules are "*" and torch functions. Or a model with a policy, or one around such a
             model (``DistributedDataParallel``). Or a text that :func:`brevact.parse_policy` reads and that is no
-            budget. Left out, it is :data:`DEFAULT`, of whose rules those for modules do not count here.
+            budget. Left out, it is :data:`DEFAULT`, of whose rules, as of :data:`RECOMPUTE`'s, those for modules do
+            not count here.
         **overrides: settings that replace those of ``source``, which is one quantizer; ``double_backward=True``, for
             gradients that are differentiated again (``create_graph=True``), goes with rules, too.
 
@@ -280,7 +281,8 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     source = named_policy(source, "source")
     if isinstance(source, Policy):
         overrides = of_all_rules(source, overrides, "backward_quant(")
-        return with_overrides(block_assignment(source.rules, skips_modules=source is DEFAULT).settings, overrides)
+        ours = source is DEFAULT or source is RECOMPUTE  # of which a block of code has what holds for any model
+        return with_overrides(block_assignment(source.rules, skips_modules=ours).settings, overrides)
     if isinstance(source, nn.Module) and is_model(source):
         refuse_overrides(source, overrides, "")
         return required_attachment(source).settings

@@ -18,6 +18,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 #: Multiplications that an element of the output of a layer may take where only the cheapest layers are computed again.
 FEW = 128
+#: Multiplications that an element of the output of a layer takes at most in a layer that is cheap beside others.
+MORE = 256
+#: Multiplications that an element of the output of a layer may take where memory goes first.
+MANY = 1024
 
 #: Activation functions that are piecewise linear.
 _RECTIFIERS = frozenset(
@@ -105,24 +109,47 @@ def is_separable(name: str, module: nn.Module) -> bool:
         name: qualified name of the module, not looked at.
         module: any module.
     """
-    layers = [each for each in module.modules() if isinstance(each, (*CONVOLUTIONS, nn.Linear))]
+    layers = _layers(module)
     is_depthwise = any(isinstance(each, CONVOLUTIONS) and 1 < each.groups == each.in_channels for each in layers)
-    cheap = sum(_cost(each) <= FEW for each in layers)
-    return is_depthwise and 4 * cheap >= len(layers) and "batch_norm" in called_in(module)
+    return is_depthwise and 4 * _cheap(layers, FEW) >= len(layers) and "batch_norm" in called_in(module)
+
+
+def is_rectified_and_costly(name: str, module: nn.Module) -> bool:
+    """Rule for a model as a whole: rectified (:func:`is_rectified`), of layers that are costly to compute again.
+
+    Fewer than a third of its layers cost at most 256 multiplications an element: VGG, ResNet-18 and 34, DenseNets,
+    U-Nets.
+
+    Args:
+        name: qualified name of the module, not looked at.
+        module: any module.
+    """
+    layers = _layers(module)
+    return 3 * _cheap(layers, MORE) < max(1, len(layers)) and is_rectified(name, module)
 
 
 #: Rules for a model as a whole: they are asked of the model alone, and where one holds, no later rule counts.
-OF_MODELS = (is_separable,)
+OF_MODELS = (is_separable, is_rectified_and_costly)
 
 
-def _cost(layer: Any) -> int:
+def _layers(module: nn.Module) -> list[Any]:
+    """Return convolutions and linear layers, whatever a library derives from them."""
+    return [each for each in module.modules() if isinstance(each, (*CONVOLUTIONS, nn.Linear))]
+
+
+def _cheap(layers: list[Any], most: int) -> int:
+    """Return how many layers take at most so many multiplications an element of their output."""
+    return sum(_cost(each) <= most for each in layers)
+
+
+def _cost(layer: Any) -> float:
     """Return the multiplications that an element of the output of a layer takes, by its sizes: its weight may wait.
 
     Lazy layers do not know their inputs yet, and are taken for costly.
     """
     if isinstance(layer, nn.Linear):
-        return layer.in_features or FEW + 1
-    return layer.in_channels // layer.groups * math.prod(layer.kernel_size) or FEW + 1
+        return layer.in_features or math.inf
+    return layer.in_channels // layer.groups * math.prod(layer.kernel_size) or math.inf
 
 
 def _has_parameters(module: nn.Module) -> bool:

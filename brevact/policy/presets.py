@@ -21,7 +21,15 @@ from brevact.injectors.resolve import BackwardQuantizer
 from brevact.policy import files as policy_files
 from brevact.policy.description import quantizer_text
 from brevact.policy.fit_report import FitReport
-from brevact.policy.predicates import CONVOLUTIONS, FEW, is_norm, is_rectified, is_separable
+from brevact.policy.predicates import (
+    CONVOLUTIONS,
+    FEW,
+    MANY,
+    is_norm,
+    is_rectified,
+    is_rectified_and_costly,
+    is_separable,
+)
 from brevact.policy.rules import assignment_of, check_rules, ops_of
 from brevact.quantizers.brief import brief
 from brevact.tables import text_table
@@ -180,9 +188,16 @@ DEFAULT = Policy(
     }
 )
 
-#: For memory first: layers of up to 1024 multiplications an element are computed again, at 6 bits of what is stored.
-#: It keeps 13 to 81 times less than full precision, for longer steps.
-RECOMPUTE = Policy({"": DitherBackward6bit.let(score_bit_width=6, recompute=1024)})
+#: For memory first: layers of up to 1024 multiplications an element are computed again, and the rest is stored at 6
+#: bits; at 4 in rectified models with few cheap layers (``is_rectified_and_costly``), much of which is stored, and of
+#: which ``DEFAULT`` stores 3. The probabilities of a loss have 6 in all.
+RECOMPUTE = Policy(
+    {
+        F.cross_entropy: DitherBackward6bit.let(recompute=MANY),
+        is_rectified_and_costly: DitherBackward4bit.let(recompute=MANY),
+        "": DitherBackward6bit.let(score_bit_width=6, recompute=MANY),
+    }
+)
 
 #: For convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2.
 CONV_NET = Policy(

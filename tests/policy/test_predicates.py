@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import brevitas.nn as qnn
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.functional import relu as rectify
 
 import brevact
+from benchmarks.gpu.workloads import UNet3D
 from brevact import StochBackward2bit
 from brevact.policy.inherit import hook_of_policy
 from brevact.policy.predicates import (
@@ -19,8 +21,10 @@ from brevact.policy.predicates import (
     is_activation_function,
     is_norm,
     is_rectified,
+    is_rectified_and_costly,
     is_separable,
 )
+from brevact.reports.gradient_passes import gradients
 
 
 class LlamaRMSNorm(nn.Module):
@@ -295,6 +299,67 @@ def normalized(channels: int) -> nn.Module:
 def test_separable_networks_have_depthwise_convolutions_batch_norms_and_cheap_layers(make, expected):
     with torch.device("meta"):
         assert is_separable("", make()) is expected
+
+
+@pytest.mark.parametrize(
+    "make, expected",
+    [
+        (lambda: Conv2dReLU(64, 16), True),
+        (lambda: Conv2dReLU(16, 16), False),  # 144 multiplications an element
+        (lambda: nn.Sequential(nn.Conv3d(16, 16, 3), nn.ReLU()), True),
+        (lambda: nn.Sequential(nn.ConvTranspose3d(64, 16, 2), nn.Conv3d(64, 16, 3), nn.ReLU()), True),
+        (lambda: nn.Sequential(nn.Conv2d(64, 64, 3), nn.Conv2d(64, 256, 1), nn.ReLU()), False),  # of a bottleneck
+        (lambda: nn.Sequential(nn.Conv2d(64, 64, 1), *(nn.Conv2d(64, 64, 3) for _ in range(2)), nn.ReLU()), False),
+        (lambda: nn.Sequential(nn.Conv2d(64, 64, 1), *(nn.Conv2d(64, 64, 3) for _ in range(3)), nn.ReLU()), True),
+        (lambda: nn.Sequential(nn.Linear(257, 16), nn.ReLU()), True),
+        (lambda: nn.Sequential(nn.Linear(256, 16), nn.ReLU()), False),
+        (lambda: nn.Sequential(nn.Conv3d(16, 16, 3), nn.SiLU()), False),
+        (lambda: nn.Sequential(qnn.QuantConv2d(64, 64, 3), qnn.QuantReLU()), True),
+        (lambda: inverted(16, 64, nn.ReLU6), False),
+        (lambda: nn.Sequential(nn.LazyConv2d(16, 3), nn.ReLU()), True),
+        (lambda: nn.Conv3d(16, 16, 3), False),
+        (nn.ReLU, True),
+    ],
+)
+def test_costly_models_are_rectified_and_have_few_cheap_layers(make, expected):
+    with torch.device("meta"):
+        assert is_rectified_and_costly("", make()) is expected
+
+
+def test_recompute_stores_fewer_bytes_than_the_default_at_less_error_where_layers_are_costly():
+    torch.manual_seed(0)
+    model, x, target = UNet3D(16, 3), torch.randn(1, 1, 16, 16, 16), torch.randint(3, (16**3,))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch).flatten(0, -2), target)
+
+    def measured(policy: brevact.Policy) -> tuple[int, Tensor]:
+        ours = brevact.quantize_backward(copy.deepcopy(model), policy)
+        draws = [torch.cat([each.flatten() for each in gradients(ours, x, loss, 0, draw)]) for draw in range(4)]
+        return brevact.memory_report(ours, x, loss).saved_bytes, torch.stack(draws)
+
+    policies = (brevact.Policy({"": None}), brevact.DEFAULT, brevact.RECOMPUTE)
+    (_, exact), (bytes_of_default, default), (bytes_of_recompute, recompute) = map(measured, policies)
+    assert bytes_of_recompute < bytes_of_default
+    assert (recompute - exact).square().mean() < (default - exact).square().mean()
+
+
+@pytest.mark.parametrize(
+    "make, bits", [(lambda: UNet3D(16, 3), 4), (lambda: Conv2dReLU(16, 16), 6), (lambda: inverted(16, 64), 6)]
+)
+def test_recompute_stores_four_bits_of_rectified_models_with_costly_layers(make, bits):
+    policy = brevact.backward_policy(brevact.quantize_backward(make(), brevact.RECOMPUTE))
+    assert {row.source for row in policy.rows} == {f"DitherBackward{bits}bit"}
+
+
+@pytest.mark.parametrize("policy", [brevact.DEFAULT, brevact.RECOMPUTE, "RECOMPUTE"])
+def test_blocks_of_code_have_the_rule_of_a_preset_that_is_for_any_model(policy):
+    x = torch.randn(64, 4096, requires_grad=True)
+    with brevact.backward_quant(policy):
+        F.silu(x * 1).sum().backward()
+    assert (x.grad - torch.autograd.functional.jvp(F.silu, x.detach(), torch.ones_like(x))[1]).abs().max() < 0.5
+    with pytest.raises(TypeError, match="is_rectified_and_costly is for modules"):
+        brevact.backward_quant(brevact.Policy(dict(brevact.RECOMPUTE.rules)))
 
 
 def test_a_rule_for_models_holds_for_all_of_one_where_it_holds():
