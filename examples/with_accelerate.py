@@ -3,6 +3,7 @@
 import torch
 from accelerate import Accelerator
 
+import brevact
 from brevact.trainers import TrainingPolicy
 
 accelerator = Accelerator(cpu=True)
@@ -12,7 +13,9 @@ model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.pa
 policy = TrainingPolicy("default")
 policy.begin(accelerator.unwrap_model(model), loader, lambda model, batch: model(batch).square().mean())
 for batch in loader:
-    accelerator.backward(model(batch).square().mean())
+    with brevact.backward_quant(model):
+        loss = model(batch).square().mean()
+    accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     policy.step()

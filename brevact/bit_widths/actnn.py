@@ -36,7 +36,7 @@ class ActnnLevel:
     >>> level, x = brevact.actnn_level("L4"), torch.randn(256, 64)
     >>> loss = lambda model, batch: model(batch).square().mean()
     >>> adaptive = level.quantize(model, x, loss, samples=1000)
-    >>> with level.saving(), adaptive.batch(range(256)):
+    >>> with level.saving(), adaptive.batch(range(256)), brevact.backward_quant(model):
     ...     value = loss(model, x)
     >>> value.backward()
     >>> adaptive.step(x)

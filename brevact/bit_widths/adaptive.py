@@ -23,6 +23,7 @@ from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.memory import memory_of
+from brevact.reports.step import in_step
 from brevact.tables import text_table
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,9 @@ class Adaptive:
     >>> loss = lambda model, batch: model(batch).square().mean()
     >>> adaptive = brevact.Adaptive(model, batches[0], loss, bit_width=2.5, every=2)
     >>> for batch in batches:
-    ...     loss(model, batch).backward()
+    ...     with brevact.backward_quant(model):
+    ...         value = loss(model, batch)
+    ...     value.backward()
     ...     adaptive.step(batch)  # beside optimizer.step()
     >>> adaptive.saved_bytes <= adaptive.budget_bytes
     True
@@ -75,7 +78,7 @@ class Adaptive:
     Args:
         model: module with a policy, or without, which then gets :data:`brevact.DEFAULT`; may be wrapped in DDP.
         batch: what ``loss`` takes, like those of training: bytes are measured on it.
-        loss: takes the model and a batch, and returns a scalar.
+        loss: takes the model and a batch, and returns a scalar. It runs in the region of the model.
         ratio: how many times less a training step shall store than at full precision.
         peak_bytes: or: the most bytes that PyTorch is to allocate in a step above its start, as
             :func:`brevact.step_report` measures them, with the loss in the region of the model.
@@ -105,7 +108,7 @@ class Adaptive:
         check_numbers(ratio=ratio, bit_width=bit_width, peak_bytes=peak_bytes, every=every, samples=samples)
         check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self._loss, self._every, self._steps = loss, every, 0
+        self._loss, self._every, self._steps = in_step(loss), every, 0
         with policy_kept_on_error(self._model):
             self._start(batch, ratio, bit_width, peak_bytes, samples)
 

@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.hooks import Attachment
@@ -62,6 +63,8 @@ def watch_gradients(model: nn.Module) -> None:
         return  # full precision is meant, or parts of it are
     watch = _Watch(type(model).__name__, attachment)
     for parameter in model.parameters():
+        if is_lazy(parameter):  # a lazy module has no values yet, and takes no hook
+            continue
         if parameter.requires_grad and parameter.is_leaf and not parameter.is_inference():
             watch.handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(watch)
     vars(attachment)["watch"] = watch

@@ -32,6 +32,7 @@ from brevact.reports.isolation import Isolation
 from brevact.reports.memory import BY_DEFAULT, memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
+from brevact.reports.step import in_step
 from brevact.reports.weight_errors import layers_with_formula, weight_errors
 
 #: Ways to the rows of a report.
@@ -81,7 +82,8 @@ def gradient_report(
         model: module, with or without backward quantization.
         batches: a few of them, at least two; of one, figures are relative to the squared norm of its gradient, and
             have no standard errors. Each is what ``loss`` takes.
-        loss: takes the model and a batch, and returns a scalar that is the mean over the batch.
+        loss: takes the model and a batch, and returns a scalar that is the mean over the batch. It runs in the region
+            of the model, as a step does in ``with brevact.backward_quant(model):``.
         policy: what ``quantize_backward`` takes, in place of the policy in force; None for that one, or, in a model
             that has none, for the default.
         draws: seeds a batch for the whole, at least 2.
@@ -102,7 +104,7 @@ def gradient_report(
     check_draws(draws)
     check_draws(layer_draws, "layer_draws")
     with in_place(model):
-        return _report(model, batches, loss, policy, draws, layers, layer_draws, progress)
+        return _report(model, batches, in_step(loss), policy, draws, layers, layer_draws, progress)
 
 
 def _report(

@@ -14,6 +14,7 @@ from brevact.reports.gradient_passes import Loss
 from brevact.reports.gradients import gradient_report
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
+from brevact.reports.step import in_step
 from brevact.tables import MIB
 
 _log = logging.getLogger(__name__)
@@ -30,11 +31,11 @@ FIRST_STATE = {"steps": 0, "noise": None, "adaptive": None, "mix_schedule": None
 class Run:
     """A run of one model, as it trains, with its policy, from its beginning to its end.
 
-    Batches and a loss are what is measured; without a loss nothing is.
+    It measures batches by a loss, in the region of the model, and nothing without a loss.
     """
 
     def __init__(self, model: nn.Module, batches: list[Any], loss: Loss | None) -> None:
-        self.model, self.batches, self.loss = model, batches, loss
+        self.model, self.batches, self.loss = model, batches, None if loss is None else in_step(loss)
         self.steps = 0
         self.noise: float | None = None
         self.memory: MemoryReport | None = None

@@ -35,7 +35,9 @@ class TrainingPolicy:
     >>> policy = TrainingPolicy("default", adapt_every=2)
     >>> policy.begin(model, batches, loss)
     >>> for batch in batches:
-    ...     loss(model, batch).backward()
+    ...     with brevact.backward_quant(model):
+    ...         value = loss(model, batch)
+    ...     value.backward()
     ...     policy.step()  # beside optimizer.step()
     >>> sorted(policy.figures())
     ['brevact/bit_width', 'brevact/plain_mib', 'brevact/saved_mib']
@@ -112,7 +114,8 @@ class TrainingPolicy:
             model: the one inside of wrappers: ``accelerator.unwrap_model(model)``.
             batches: a data loader, of whose first batches copies on the model's device are taken, or a list; needed by
                 budgets, ``adapt_every`` and ``noise_every``. What is taken of an iterator is missing in it afterwards.
-            loss: takes the model and a batch, and returns a scalar; needed by the same.
+            loss: takes the model and a batch, and returns a scalar; needed by the same. It runs in the region of the
+                model, as a step does in ``with brevact.backward_quant(model):``.
             steps: of the run, for a schedule that does not say.
             prepare: what the loop does with a batch before the model gets it; left out, it is moved to its device.
 

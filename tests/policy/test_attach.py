@@ -510,3 +510,16 @@ def test_backward_quant_is_a_context_manager_and_a_decorator():
     with watch_saved() as saved, brevact.backward_quant(StochBackward2bit), brevact.backward_quant(None):
         layer(x)
     assert saved.holds(x)
+
+
+@pytest.mark.parametrize(("policy", "ratio"), [(brevact.DEFAULT, 8), (brevact.LosslessBackward, 1)])
+def test_a_lazy_model_takes_a_policy_before_its_first_batch(policy, ratio):
+    model = nn.Sequential(nn.LazyConv2d(16, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+    brevact.quantize_backward(model, policy)
+    x = torch.randn(8, 3, 16, 16)
+    with brevact.backward_quant(model):
+        model(x).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    report = brevact.memory_report(model, x)
+    assert ratio * report.saved_bytes <= report.plain_bytes
+    assert not any(row.settings for row in brevact.backward_policy(brevact.restore_backward(model)).rows)

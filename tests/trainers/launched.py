@@ -37,7 +37,9 @@ def main(folder: Path) -> None:
     accelerator.register_for_checkpointing(policy)
     for batch in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(loss(model, batch))
+            with brevact.backward_quant(model):
+                value = loss(model, batch)
+            accelerator.backward(value)
             optimizer.step()
             optimizer.zero_grad()
             if accelerator.sync_gradients:

@@ -289,10 +289,13 @@ def test_a_copy_of_a_policy_leaves_the_model_alone():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"sensitivities": [float("nan"), 1.0]}, "sensitivities has nan; accepted are finite numbers of at least 0"),
-        ({"sensitivities": [-1.0, 1.0]}, r"sensitivities has -1\.0; accepted are finite numbers"),
-        ({"bit_widths": [2.7, 2]}, r"bit_widths has 2\.7; accepted are integers"),
-        ({"bit_widths": ["a", 2]}, "bit_widths has 'a'; accepted are integers"),
+        (
+            {"sensitivities": [float("nan"), 1.0, 1.0]},
+            "sensitivities has nan; accepted are finite numbers of at least 0",
+        ),
+        ({"sensitivities": [-1.0, 1.0, 1.0]}, r"sensitivities has -1\.0; accepted are finite numbers"),
+        ({"bit_widths": [2.7, 2, 2]}, r"bit_widths has 2\.7; accepted are integers"),
+        ({"bit_widths": ["a", 2, 2]}, "bit_widths has 'a'; accepted are integers"),
         ({"steps": "a"}, "steps='a'; accepted is an integer of at least 0"),
     ],
 )
