@@ -210,9 +210,9 @@ def track_derived(
 ) -> None:
     """Record that the result of a torch function, not one in place, is that function of its arguments' saved forms.
 
-    The operands are those of :func:`operands_of`. A result that is a view of an argument is known as that.
+    The operands are those of :func:`operands_of`.
     """
-    if type(out) is not Tensor or not out.is_floating_point() or region.find_known(out) is not None:
+    if not out.is_floating_point():
         return
     for x, _ in operands:
         if x.device != out.device and x.dim():

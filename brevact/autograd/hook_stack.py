@@ -18,14 +18,14 @@ class _Suspended:
     For what a Function of ours saves, and for ops whose gradient is singular in what they save.
     """
 
-    def __init__(self, hooks: HookStack) -> None:
-        self._hooks = hooks
+    def __init__(self, pair: tuple[Callable, Callable]) -> None:
+        self._pair = pair
 
     def __enter__(self) -> None:
-        self._hooks.pop()
+        pop_hooks()
 
     def __exit__(self, *exc_info: object) -> None:
-        self._hooks.push()
+        push_hooks(*self._pair)
 
 
 class HookStack:
@@ -43,7 +43,7 @@ class HookStack:
         self._outer: tuple[Callable, Callable] | None = None
         #: What tells the checkpoint in which the hooks are from others, and from its recomputation; None: in none.
         self.scope: Any = None
-        self.suspended = _Suspended(self)
+        self.suspended = _Suspended(pair)
 
     def __enter__(self) -> None:
         around = self._around

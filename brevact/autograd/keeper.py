@@ -86,8 +86,8 @@ class Keeper(Protocol):
         """Return whether ``x`` is a weight of the model that runs in the region."""
         ...
 
-    def are_weights(self, arguments: Any) -> bool:
-        """Return whether the tensors among nested arguments are weights."""
+    def are_weights(self, *tensors: Tensor) -> bool:
+        """Return whether tensors are weights."""
         ...
 
     def torch_runner(self, *tensors: Tensor | None) -> TorchRunner | None:

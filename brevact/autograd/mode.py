@@ -179,8 +179,9 @@ def _track(
     result: Any,
     operands: list[tuple[Tensor, Saved | None]] | None,
 ) -> None:
-    """Remember the result of a call that moves elements, takes means, or is linear, as a function of its arguments.
+    """Record the result of a call that moves elements, takes means, or is linear, as a function of its arguments.
 
+    A result that is a view of a known argument is known already.
     If the call may overwrite an argument, ``operands`` are the saved forms of its arguments from before the call.
     """
     if type(result) is not Tensor:
@@ -189,20 +190,19 @@ def _track(
         tensors = tensors_of_call(args, kwargs)
         if not any(map(is_tracked, tensors)):
             return
-        if row.kind is Kind.MOVE:
-            track_moved_codes(func, args, kwargs, result)
-        if not region.settings.derives:
-            return
+    if row.kind is Kind.MOVE:
+        track_moved_codes(func, args, kwargs, result)
+    if not region.settings.derives:
+        return
+    # Of memory that is new nothing is known, unless the counterpart has recorded it; a move may return a view.
+    is_new = row.kind is not Kind.MOVE and not row.overwrites
+    if known_values.is_marked(result) if is_new else region.find_known(result) is not None:
+        return
+    if not row.overwrites:
         if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
             return
         operands = operands_of(region, tensors)
-    elif row.kind is Kind.MOVE:
-        track_moved_codes(func, args, kwargs, result)
-    if operands is None or not region.settings.derives:
-        return
-    # Of memory that is new nothing can be known; a move may return a view.
-    is_new = row.kind is not Kind.MOVE and not row.overwrites
-    if known_values.is_marked(result) if is_new else region.find_known(result) is not None:
+    if operands is None:
         return
     assert row.kind is not None  # of the rows that are tracked
     track_derived(region, out_of_place(func), args, kwargs, result, operands, row.kind)

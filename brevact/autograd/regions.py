@@ -37,7 +37,6 @@ from brevact.autograd.weights import (
     ModelState,
     is_known_activation,
     is_weight,
-    tensors_in,
     tensors_of_call,
 )
 from brevact.private_names.lookup import refuse_without
@@ -170,11 +169,7 @@ class Region(Store):
         """Return whether ``x`` is a weight of the model that runs in the region."""
         return is_weight(x, self.state)
 
-    def are_weights(self, arguments: Any) -> bool:
-        """Return whether the tensors among nested arguments are weights, apart from masks, integers and constants."""
-        return self._are_weights(tensors_in(arguments), looks_up=False)
-
-    def _are_weights(self, tensors: list[Tensor], *, looks_up: bool) -> bool:
+    def are_weights(self, *tensors: Tensor, looks_up: bool = False) -> bool:
         """Return whether tensors are weights, apart from masks, integers and constants.
 
         Not in a lookup, where integers are indices: rows of a table that trains are activations, as an embedding's are.
@@ -197,7 +192,7 @@ class Region(Store):
             return False
         if args and is_known_activation(args[0]):
             return False
-        return row.makes_weight or self._are_weights(tensors_of_call(args, kwargs), looks_up=row.looks_up)
+        return row.makes_weight or self.are_weights(*tensors_of_call(args, kwargs), looks_up=row.looks_up)
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
         """Note whether a function's result is a weight or an activation."""

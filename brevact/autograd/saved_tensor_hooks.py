@@ -217,7 +217,6 @@ class SavedTensorHooks(HookStack):
         if self.flattens:
             tensors, decoder = self._keep_input(input)
             if decoder is AS_IT_IS and storage_address(tensors[0]) == storage_address(x):
-                give_up_mask(input, self._outer)
                 return self._hand_on(((x,), AS_IT_IS))
             return self._hand_on((tensors, flattened(decoder, tuple(x.shape))))
         if self.keep_by is not None:

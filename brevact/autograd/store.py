@@ -44,7 +44,7 @@ def keep_as_it_is(x: Tensor, why: str = storage_report.NEEDED) -> Saved:
 
 def is_compact(x: Tensor) -> bool:
     """Return whether ``x`` is no view of a storage of more than twice its size, as a class token is."""
-    return is_traced(x) or x.untyped_storage().nbytes() <= 2 * x.nbytes
+    return (type(x) is not Tensor and is_traced(x)) or x.untyped_storage().nbytes() <= 2 * x.nbytes
 
 
 def compact(x: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ class Store(EagerKeeper):
         normalizes = norm is not None and not settings.is_lossless
         if x.numel() < settings.min_numel:
             return _beside(keep_small(x, settings), norm)
-        # Nothing can be found of a tensor whose storage carries nothing.
-        if share and is_tracked(x):
+        may_be_known = share and is_tracked(x)  # nothing can be found of a tensor whose storage carries nothing
+        if may_be_known:
             known = known_values.find(x, settings if settings.recompute or not normalizes else None, self.hooks.scope)
             if known is not None and (not normalizes or serves_norms(known[1])):
                 if storage_report.recorders:
@@ -136,7 +136,7 @@ class Store(EagerKeeper):
         key: tuple[Hashable, ...] | None = (settings.key, repeats)
         if norm is not None and normalizes:
             key = None if norm.key is None else (settings.key, repeats, norm.key)
-        found = _shared.find(x, key, self.seeds.number) if share and key is not None and is_tracked(x) else None
+        found = _shared.find(x, key, self.seeds.number) if may_be_known and key is not None else None
         if found is None:
             found = self._pack(x, settings, repeats, place, norm if normalizes else None)
             if share and key is not None:
@@ -190,7 +190,7 @@ class Store(EagerKeeper):
         """Return the registered saved form of ``x``, or the packed one that an earlier op saved."""
         if not is_tracked(x):
             return None
-        known = self.find_known(x)
+        known = known_values.find(x, self.settings, self.hooks.scope)
         if known is None and self.settings.derives and self.hooks.scope is None:  # where it lives until backward
             known = find_packed(x, self.settings, self.seeds.number)
         return known

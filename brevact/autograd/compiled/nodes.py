@@ -30,7 +30,7 @@ from brevact.autograd.saved import ACTIVATION_DTYPES, Saved
 from brevact.autograd.seeds import draw_anew, rank_seed
 from brevact.autograd.settings import BackwardSettings
 from brevact.autograd.store import keep_as_it_is, pack
-from brevact.autograd.weights import comes_from_layer, tensors_in
+from brevact.autograd.weights import comes_from_layer, tensors_of_call
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
     COMPILING,
@@ -82,7 +82,8 @@ def _call_in_full_precision(parameters: list[Tensor], func: Callable, args: tupl
         return result
     if not isinstance(result, Tensor) or not result.requires_grad:
         return result
-    is_weight = func in PRODUCTS and func not in LAYERS and _TracedRegion(None, parameters).are_weights((args, kwargs))
+    may_be_weight, region = func in PRODUCTS and func not in LAYERS, _TracedRegion(None, parameters)
+    is_weight = may_be_weight and region.are_weights(*tensors_of_call(args, kwargs))
     return result if is_weight else _Product.apply(result)
 
 
@@ -100,7 +101,8 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
         if region.settings.quantizer is None:
             return _call_in_full_precision(region.parameters, func, args, kwargs)
     if func in NAMES:
-        if func not in HANDLERS or (func in NORMS and region.are_weights((args, kwargs))):  # of a weight
+        is_of_weight = func in NORMS and region.are_weights(*tensors_of_call(args, kwargs))
+        if func not in HANDLERS or is_of_weight:
             result = NotImplemented
         elif not is_inplace(func, args, kwargs):
             result = run_counterpart(HANDLERS[func], region, func, args, kwargs)
@@ -117,7 +119,7 @@ def _call_in(region: _TracedRegion, func: Callable, args: tuple, kwargs: dict[st
                     region.register(result, known)
         if result is not NotImplemented:
             return result
-        if func in PRODUCTS and not region.are_weights((args, kwargs)):
+        if func in PRODUCTS and not region.are_weights(*tensors_of_call(args, kwargs)):
             return _Product.apply(func(*args, **kwargs))
     return func(*args, **kwargs)
 
@@ -187,8 +189,8 @@ class _TracedRegion(Keeper):
             return any(x is parameter for parameter in self.parameters)
         return not comes_from_layer(node)
 
-    def are_weights(self, arguments: Any) -> bool:
-        return all(self.is_weight(x) for x in tensors_in(arguments))
+    def are_weights(self, *tensors: Tensor) -> bool:
+        return all(map(self.is_weight, tensors))
 
     def torch_runner(self, *tensors: Tensor | None) -> None:
         return None  # hooks are no part of a graph

@@ -289,7 +289,7 @@ def _scaled_dot_product_attention(
         return NotImplemented
     if attn_mask is not None and not _is_mask(region, attn_mask):
         return NotImplemented
-    if max(x.numel() for x in tensors) < region.settings.min_numel or region.are_weights(tensors):
+    if max(x.numel() for x in tensors) < region.settings.min_numel or region.are_weights(*tensors):
         return NotImplemented
     if len({x.device for x in tensors}) > 1:
         return NotImplemented

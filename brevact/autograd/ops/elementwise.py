@@ -20,7 +20,7 @@ from torch import Tensor
 from brevact.autograd.derived import ELEMENTS_OF_SMALL, derive
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.ops.base import Saving, is_activation, is_complex, is_inplace, load, save
-from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, is_inverse, keep_by_rows
+from brevact.autograd.ops.norm.written_out import dims_of_inverses, dims_of_rows, is_deviation, keep_by_rows
 from brevact.autograd.ops.op import EXACT, UNBIASED, Op, Saves, Stored, everywhere
 from brevact.autograd.ops.powers import WRITTEN_OUT, keep_square
 from brevact.autograd.saved import Saved
@@ -35,14 +35,16 @@ class _Multiply(Saving):
     @staticmethod
     def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[2:4]
-        keep = _keep if is_inverse(a) or is_inverse(b) else _keep_factor
-        kept_b = keep(region, b, a) if needs_a else None
-        kept_a = keep(region, a, b) if needs_b else None
+        scales_b, scales_a = dims_of_inverses(b, a), dims_of_inverses(a, b)
+        kept_b = _keep(region, b, a, scales_b, is_scale=bool(scales_a)) if needs_a else None
+        kept_a = _keep(region, a, b, scales_a, is_scale=bool(scales_b)) if needs_b else None
         if inplace:
             kept_b, kept_a = _unaliased(kept_b, a), _unaliased(kept_a, a)
         save(ctx, kept_b, kept_a)
         ctx.shapes, ctx.dtypes, ctx.strides = (a.shape, b.shape), (a.dtype, b.dtype), (a.stride(), b.stride())
-        operands = [(x, kept or region.find_kept(x)) for x, kept in ((a, kept_a), (b, kept_b))]
+        operands = [(a, kept_a), (b, kept_b)]
+        if inplace:  # nothing is found of them once they are overwritten
+            operands = [(x, kept or region.find_kept(x)) for x, kept in operands]
         out = multiply(a, b)
         derive(
             *(region, out, torch.mul, operands),
@@ -64,19 +66,16 @@ class _Multiply(Saving):
         return None, None, *grads, None
 
 
-def _keep(region: Keeper, x: Tensor, other: Tensor) -> Saved:
-    """Keep a factor; those of a norm that is written out by rows, and the rows' inverse deviations as they are."""
-    if dims_of_inverses(other, x):
+def _keep(region: Keeper, x: Tensor, other: Tensor, dims: tuple[int, ...], *, is_scale: bool) -> Saved:
+    """Save a factor: by the rows along ``dims`` that the other one scales, or as it is, if it scales the other's rows.
+
+    Such a product is that of a norm that is written out, with the inverse deviations of its rows.
+    """
+    if is_scale:
         return keep_as_it_is(x)
-    dims = dims_of_inverses(x, other)
     if dims and not region.is_weight(x) and not (x.is_leaf and x.requires_grad):
         is_small = x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None
         return _keep_small_factor(region, x) if is_small else keep_by_rows(region, x, dims)
-    return _keep_factor(region, x, other)
-
-
-def _keep_factor(region: Keeper, x: Tensor, other: Tensor) -> Saved:
-    """Keep a factor: as it is where it is small beside one that is known, and the product derives from both."""
     if x.numel() * ELEMENTS_OF_SMALL <= other.numel() and region.find_known(other) is not None:
         return _keep_small_factor(region, x)
     return region.keep_activation(x)
@@ -111,7 +110,7 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwarg
         return NotImplemented  # there is nothing to pack
     if input.device != other.device:
         return NotImplemented
-    if not is_known_activation(input) and region.are_weights((input, other)):
+    if not is_known_activation(input) and region.are_weights(input, other):
         return NotImplemented
     if input is other and not inplace:
         square = keep_square(region, lambda x: func(x, x), input)

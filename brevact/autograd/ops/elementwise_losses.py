@@ -125,7 +125,7 @@ def _packs(region: Keeper, input: Any, target: Any, *constants: Any) -> bool:
     """Return whether the derivative of a loss is packed: there is one, by an activation, large enough."""
     if not (region.is_activation(input) and region.is_activation(target) and input.device == target.device):
         return False
-    if not requires_grad(input, target) or requires_grad(*constants) or region.are_weights((input, target)):
+    if not requires_grad(input, target) or requires_grad(*constants) or region.are_weights(input, target):
         return False
     return max(input.numel(), target.numel()) >= max(1, region.settings.min_numel)
 

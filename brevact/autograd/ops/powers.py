@@ -67,7 +67,7 @@ def keep_square(region: Keeper, func: Callable, input: Any, *exponent: float) ->
     """Save the input of a square by its rows, whose mean may be a variance. Small tensors are left to torch."""
     if not (region.packs_input(input) and input.requires_grad and input.numel() >= region.settings.min_numel):
         return NotImplemented
-    if (input.is_leaf and not is_traced(input)) or not are_rows(input, (-1,)):
+    if (input.is_leaf and not is_traced(input)) or not are_rows(input.shape, (-1,)):
         return NotImplemented
     return region.apply(_Square, func, input, *exponent)
 

@@ -138,7 +138,7 @@ def _can_pack(region: Keeper, a: Any, b: Any, added: Any = None) -> bool:
         return False
     if not requires_grad(a, b, added) or max(a.numel(), b.numel()) < region.settings.min_numel:
         return False
-    return a.device == b.device and not region.are_weights((a, b))
+    return a.device == b.device and not region.are_weights(a, b)
 
 
 def _multiply(region: Keeper, func: Callable, input: Tensor, *others: Any, **kwargs: Any) -> Any:

@@ -148,7 +148,7 @@ def _either(rule: _Rule) -> Callable:
     def handle(region: Keeper, func: Callable, input: Tensor, other: Tensor, **kwargs: Any) -> Any:
         if kwargs or not (region.is_activation(input) and region.is_activation(other)):
             return NotImplemented
-        if not requires_grad(input, other) or input.device != other.device or region.are_weights((input, other)):
+        if not requires_grad(input, other) or input.device != other.device or region.are_weights(input, other):
             return NotImplemented
         return region.apply(_Either, func, rule, input, other)
 

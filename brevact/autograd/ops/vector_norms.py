@@ -218,7 +218,7 @@ def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, e
     """Handle the 2-norm of a difference, which may be broadcast."""
     if not (region.is_activation(a) and region.is_activation(b) and requires_grad(a, b) and a.device == b.device):
         return NotImplemented
-    if a.dtype != b.dtype or region.are_weights((a, b)) or 0 in (a.dim(), b.dim()):
+    if a.dtype != b.dtype or region.are_weights(a, b) or 0 in (a.dim(), b.dim()):
         return NotImplemented
     try:
         shape = torch.broadcast_shapes(a.shape, b.shape)
@@ -267,7 +267,7 @@ def _deviation(region: Keeper, func: Callable, input: Tensor, *args: Any, **kwar
 def _cosine_similarity(region: Keeper, func: Callable, x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
     if not (region.is_activation(x1) and region.is_activation(x2) and requires_grad(x1, x2) and x1.device == x2.device):
         return NotImplemented
-    if x1.dtype != x2.dtype or region.are_weights((x1, x2)) or x1.dim() != x2.dim():
+    if x1.dtype != x2.dtype or region.are_weights(x1, x2) or x1.dim() != x2.dim():
         return NotImplemented
     if max(x1.numel(), x2.numel()) < max(1, region.settings.min_numel):
         return NotImplemented  # there is nothing to pack

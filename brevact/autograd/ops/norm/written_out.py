@@ -17,7 +17,7 @@ from torch import Tensor
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.normalizing import NormInput
 from brevact.autograd.ops.norm.alignments import OverLastDims
-from brevact.autograd.saved import Saved
+from brevact.autograd.saved import Saved, one_object_each
 
 #: Elements of the shortest rows that a scale of their own is worth.
 SHORTEST_ROW = 64
@@ -67,9 +67,9 @@ def _finite_norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0), dim=dims, keepdim=True, dtype=dtype)
 
 
-def are_rows(x: Tensor, dims: tuple[int, ...]) -> bool:
-    """Return whether rows along these dimensions are long enough for scales of their own."""
-    return x.dim() > 0 and math.prod(x.shape[dim] for dim in dims) >= SHORTEST_ROW
+def are_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    """Return whether rows of a shape, along these dimensions, are long enough for scales of their own."""
+    return len(shape) > 0 and math.prod(shape[dim] for dim in dims) >= SHORTEST_ROW
 
 
 def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
@@ -93,8 +93,13 @@ def is_deviation(x: Tensor) -> bool:
 
 def dims_of_rows(x: Tensor, factor: Tensor) -> tuple[int, ...]:
     """Dimensions, counted from the last, of the rows of ``x`` for each of which a factor has one number, if it does."""
-    if factor.dim() != x.dim():
+    return _dims_of_rows(x.shape, factor.shape)
+
+
+@one_object_each
+def _dims_of_rows(shape: torch.Size, of_factor: torch.Size) -> tuple[int, ...]:
+    if len(of_factor) != len(shape):
         return ()
-    dims = tuple(dim for dim in range(-x.dim(), 0) if factor.shape[dim] == 1 and x.shape[dim] > 1)
-    is_factor = all(factor.shape[dim] == x.shape[dim] for dim in range(-x.dim(), 0) if dim not in dims)
-    return dims if dims and is_factor and are_rows(x, dims) else ()
+    dims = tuple(dim for dim in range(-len(shape), 0) if of_factor[dim] == 1 and shape[dim] > 1)
+    is_factor = all(of_factor[dim] == shape[dim] for dim in range(-len(shape), 0) if dim not in dims)
+    return dims if dims and is_factor and are_rows(shape, dims) else ()
