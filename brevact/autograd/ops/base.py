@@ -171,24 +171,26 @@ def is_complex(x: Any) -> bool:
 
 def is_inplace(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return whether a call of a torch function overwrites its first argument."""
-    name = func.__name__
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    if name.startswith("__i") and name != "__invert__":
+    if _out_of_place_name(func) is not None:
         return True
     position = _inplace_position(func)
     return bool(kwargs.get("inplace", False) or (position is not None and position < len(args) and args[position]))
 
 
 @functools.cache
+def _out_of_place_name(func: Callable) -> str | None:
+    """Name of the out-of-place variant of a function that is in place by its name; None for other functions."""
+    name: str = func.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        return name[:-1]
+    return f"__{name[3:]}" if name.startswith("__i") and name != "__invert__" else None
+
+
+@functools.cache
 def out_of_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the out-of-place variant of an in-place torch function; other functions as they are."""
-    name = function.__name__
-    if name.endswith("_") and not name.endswith("__"):
-        name = name[:-1]
-    elif name.startswith("__i") and name != "__invert__":
-        name = f"__{name[3:]}"
-    else:
+    name = _out_of_place_name(function)
+    if name is None:
         return function
     found: Callable[..., Tensor] = next(getattr(home, name) for home in (Tensor, torch, F) if hasattr(home, name))
     return found
