@@ -103,25 +103,15 @@ def settle(values, kind, count):
 @inlined
 def shift_values(x, values, rectifies, count, scales, zero_points, kind, shifted):
     """x / s + z; of what a ReLU returns, which `values` receive if they are not x itself."""
-    if kind != FLOAT32:
-        for e in range(count):
-            v = load(x, e)
-            v = np.float32(0.0) if v < np.float32(0.0) and rectifies else v
-            store(values, e, v)
-            store(shifted, e, v / load(scales, e))
-        settle(shifted, kind, count)
-        for e in range(count):
-            store(shifted, e, load(shifted, e) + load(zero_points, e))
-        settle(shifted, kind, count)
-    elif rectifies:
-        for e in range(count):
-            v = load(x, e)
-            v = np.float32(0.0) if v < np.float32(0.0) else v
-            store(values, e, v)
-            store(shifted, e, v / load(scales, e) + load(zero_points, e))
-    else:
-        for e in range(count):
-            store(shifted, e, load(x, e) / load(scales, e) + load(zero_points, e))
+    for e in range(count):
+        v = load(x, e)
+        v = np.float32(0.0) if v < np.float32(0.0) and rectifies else v
+        store(values, e, v)
+        store(shifted, e, v / load(scales, e))
+    settle(shifted, kind, count)
+    for e in range(count):
+        store(shifted, e, load(shifted, e) + load(zero_points, e))
+    settle(shifted, kind, count)
 
 
 @inlined
@@ -151,23 +141,36 @@ def round_values(shifted, count, rounding, rounded):
 def _clip(rounded, count, lowest, highest, spare, scales, zero_points, kind, out, numbers):
     """Write (q - z) s, and numbers of codes q - lowest; return how many q are NaN."""
     missing = np.int32(0)
-    if kind != FLOAT32:
-        for e in range(count):
-            q = load(rounded, e)
-            q = highest if q > highest else q
-            q = lowest if q < lowest else q
-            store(out, e, q - load(zero_points, e))
-            missing = np.int32(missing + np.int32(q != q))
-            store(numbers, e, q - lowest if q == q else spare)
-        settle(out, kind, count)
-        for e in range(count):
-            store(out, e, load(out, e) * load(scales, e))
-        return missing
     for e in range(count):
         q = load(rounded, e)
         q = highest if q > highest else q
         q = lowest if q < lowest else q
-        store(out, e, (q - load(zero_points, e)) * load(scales, e))
+        store(out, e, q - load(zero_points, e))
+        missing = np.int32(missing + np.int32(q != q))
+        store(numbers, e, q - lowest if q == q else spare)
+    settle(out, kind, count)
+    for e in range(count):
+        store(out, e, load(out, e) * load(scales, e))
+    return missing
+
+
+@inlined
+def _all_of_nearest(
+    x, scales, zero_points, count, lowest, highest, spare, rectifies, values, shifted, rounded, out, numbers
+):
+    """All in one loop, for float32 rounded to nearest; return how many q are NaN."""
+    missing, floor = np.int32(0), np.float32(0.0) if rectifies else np.float32(np.nan)
+    for e in range(count):
+        v, s, z = load(x, e), load(scales, e), load(zero_points, e)
+        v = np.float32(0.0) if v < floor else v
+        store(values, e, v)
+        t = v / s + z
+        q = rint(t)
+        store(shifted, e, t)
+        store(rounded, e, q)
+        q = highest if q > highest else q
+        q = lowest if q < lowest else q
+        store(out, e, (q - z) * s)
         missing = np.int32(missing + np.int32(q != q))
         store(numbers, e, q - lowest if q == q else spare)
     return missing
@@ -223,6 +226,7 @@ def fake_quantize_blocks(words_at, start, stop):
     single = load(words, SCALES) == 1 and load(words, ZERO_POINTS) == 1
     fill_groups(words, SCALE, SCALES, 0, BLOCK if single else 0, scales)
     fill_groups(words, ZERO_POINT, ZERO_POINTS, 0, BLOCK if single else 0, zero_points)
+    is_fused = kind == FLOAT32 and rounding == 0
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
@@ -234,13 +238,18 @@ def fake_quantize_blocks(words_at, start, stop):
         direct = kind == FLOAT32
         out = advance(f32_at(load(words, OUT)), first) if direct else made
         values = advance(f32_at(load(words, VALUES)), first) if direct and load(words, VALUES) else spent
-        shift_values(x, values, rectifies, count, scales, zero_points, kind, shifted)
-        if load(words, VALUES) and not direct:
-            emit(spent, load(words, VALUES), kind, first, count)
-        round_values(shifted, count, rounding, rounded)
-        missing = _clip(rounded, count, lowest, highest, spare, scales, zero_points, kind, out, numbers)
-        if not direct:
-            emit(made, load(words, OUT), kind, first, count)
+        if is_fused:
+            missing = _all_of_nearest(
+                x, scales, zero_points, count, lowest, highest, spare, rectifies, values, shifted, rounded, out, numbers
+            )
+        else:
+            shift_values(x, values, rectifies, count, scales, zero_points, kind, shifted)
+            if load(words, VALUES) and not direct:
+                emit(spent, load(words, VALUES), kind, first, count)
+            round_values(shifted, count, rounding, rounded)
+            missing = _clip(rounded, count, lowest, highest, spare, scales, zero_points, kind, out, numbers)
+            if not direct:
+                emit(made, load(words, OUT), kind, first, count)
         if missing != np.int32(0) and load(words, MISSING):
             store(u8_at(load(words, MISSING)), 0, np.uint8(1))
         for e in range(count, 8 * columns):

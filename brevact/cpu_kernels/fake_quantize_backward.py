@@ -52,6 +52,7 @@ from brevact.cpu_kernels.memory import (
     inlined,
     kernel,
     load,
+    rint,
     store,
     u8_at,
     u8_scratch,
@@ -92,6 +93,26 @@ def _terms(g, clipped, q, steps, scales, count, kind, first, second):
     for e in range(count):
         store(first, e, load(g, e) * load(q, e))
         store(second, e, -load(clipped, e) * (load(steps, e) / load(scales, e)))
+
+
+@inlined
+def _all_of_nearest(g, x, scales, zero_points, count, lowest, highest, rectifies, clips, target, first, second):
+    """All in one loop, for float32 rounded to nearest, of x alone; nothing is beyond a bound that is NaN."""
+    floor = np.float32(0.0) if rectifies else np.float32(np.nan)
+    bottom = lowest if clips else np.float32(np.nan)
+    top = highest if clips else np.float32(np.nan)
+    for e in range(count):
+        v, s, z = load(x, e), load(scales, e), load(zero_points, e)
+        v = np.float32(0.0) if v < floor else v
+        step = v / s
+        r = rint(step + z)
+        through = load(g, e) * s
+        through = np.float32(0.0) if (r > top) | (r < bottom) | (v <= floor) else through
+        store(target, e, through / s)
+        r = highest if r > highest else r
+        r = lowest if r < lowest else r
+        store(first, e, load(g, e) * (r - z))
+        store(second, e, -through * (step / s))
 
 
 @inlined
@@ -162,6 +183,7 @@ def fake_quantize_backward_blocks(words_at, start, stop):
     for e in range(BLOCK):
         store(bits, e, np.uint8(1))
     blocks = (numel + BLOCK - 1) // BLOCK
+    is_fused = again and kind == FLOAT32 and rounding == 0 and load(words, KINDS_OF_TERMS) != 4
     for index in range(start, stop):
         first = index * BLOCK
         count = min(BLOCK, numel - first)
@@ -172,6 +194,15 @@ def fake_quantize_backward_blocks(words_at, start, stop):
         g, direct = stage(load(words, X), kind, first, count, staged), kind == FLOAT32
         target = advance(f32_at(load(words, OUT)), first) if direct else spent
         x = staged
+        if is_fused:
+            at = advance(f32_at(load(words, VALUES)), first)
+            _all_of_nearest(
+                *(g, at, scales, zero_points, count, lowest, highest, rectifies, clips, target),
+                *(first_terms, second_terms),
+            )
+            if wants_terms:
+                _place_terms(words, index, count, 0, first_terms, second_terms, kind, own)
+            continue
         if load(words, VALUES):
             x = stage(load(words, VALUES), kind, first, count, of_values)
         if again:
