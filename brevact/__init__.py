@@ -41,20 +41,15 @@ if TYPE_CHECKING or _find_spec("brevitas") is not None:
             "StochBackward2bit",
             "StochBackward2bit4bitMix",
             "WeibullBackward3bit",
-            "__version__",
             "actnn_level",
             "backward_policy",
             "backward_quant",
-            "distributed",
             "fit",
             "gradient_report",
             "memory_report",
-            "nn",
             "parse_policy",
-            "quant",
             "quantize_backward",
             "quantizer",
-            "quantizers",
             "restore_backward",
             "set_heap_tuning",
             "step_report",
@@ -62,7 +57,8 @@ if TYPE_CHECKING or _find_spec("brevitas") is not None:
 
         def __dir__() -> list[str]:
             """Names that completion offers; what is not among them can be imported all the same."""
-            return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+            modules = ("distributed", "nn", "quant", "quantizers")  # `import *` leaves them out: `nn` is torch's
+            return sorted({*__all__, *modules, *(name for name in globals() if name.startswith("__"))})
 else:
 
     def __getattr__(name: str) -> object:

@@ -9,6 +9,7 @@ import types
 
 import brevitas.quant
 import pytest
+import torch
 
 import brevact
 import brevact.api
@@ -48,15 +49,21 @@ def test_leaves_are_found_by_name_and_pickled_by_name(name: str):
 
 def test_package_lists_verbs_policies_and_the_leading_leaves():
     listed = {name for name in dir(brevact) if not name.startswith("__")}
-    assert listed == set(brevact.__all__) - {"__version__"}
+    modules = {name for name in listed if isinstance(getattr(brevact, name), types.ModuleType)}
+    assert modules == {"distributed", "nn", "quant", "quantizers"}
+    assert listed - modules == set(brevact.__all__)
     assert listed & set(LEAVES) == LEADING
     policies = {name for name, found in NAMES.items() if isinstance(found, brevact.Policy)}
     verbs = {name for name, found in NAMES.items() if inspect.isfunction(found)}
-    modules = {name for name in listed if isinstance(getattr(brevact, name), types.ModuleType)}
     assert {"CONV_NET", "DEFAULT", "TRANSFORMER"} <= policies <= listed
     assert {"fit", "memory_report", "quantize_backward"} <= verbs <= listed
-    assert modules == {"distributed", "nn", "quant", "quantizers"}
     assert len(listed - policies - verbs - modules - LEADING) <= 8  # classes that are written in policies
+
+
+def test_star_import_leaves_the_names_of_others_alone():
+    names = {"nn": torch.nn, "__version__": "1"}
+    exec("from brevact import *", names)
+    assert names["nn"] is torch.nn and names["__version__"] == "1" and names["fit"] is brevact.fit
 
 
 def test_every_name_of_the_interface_is_importable():
