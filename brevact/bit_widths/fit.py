@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +21,7 @@ from brevact.bit_widths.fit_groups import (
     with_quantizers,
     without_policy,
 )
-from brevact.bit_widths.fit_levels import QUIET, Levels, is_met
+from brevact.bit_widths.fit_levels import QUIET, Levels, is_enough
 from brevact.bit_widths.fit_noise import FIRST_WIDTH, ChainNoise
 from brevact.bit_widths.fit_parts import noise_on_part
 from brevact.bit_widths.fit_peaks import SLACK, TRIES, ByteLimit, peak_of_step
@@ -46,6 +46,8 @@ _ALONE, _TOGETHER, _DRAWS = 2, 4, 2
 _ROUNDS = 3
 #: Of a quick fit: batches whose gradients differ by the unit, those on which a policy is measured, and rounds.
 _QUICK_BATCHES, _QUICK_TOGETHER, _QUICK_ROUNDS = 3, 2, 2
+#: Noise and squared bias above which a quick fit has layers computed again, at the cost of another fit.
+_QUICK_QUIET = 0.1
 #: Most by which measured and predicted noise may differ, as a factor.
 _AGREE = 1.5
 
@@ -89,8 +91,8 @@ def fit(
 
     ``quick`` measures the noise of layers on an eighth of the first batch (more, where that would pack fewer tensors;
     all of a batch whose tensors differ in their first size), in G + 2 passes of it, and of at most 2 policies on two
-    batches; layers are computed again where the budget cannot be met otherwise. Bytes and peaks are measured on whole
-    batches, as always: the budget is kept as exactly.
+    batches; layers are computed again where the budget cannot be met otherwise, or, with a budget of bytes alone, where
+    noise would be above 0.1. Bytes and peaks are measured on whole batches, as always: the budget is kept as exactly.
 
     Source: ActNN, arXiv:2104.14129, section 4.3. Differs: noise is measured, not bounded, for any op; chains of derived
     tensors count as one; the budget is one of bytes.
@@ -155,18 +157,19 @@ def fit(
             exact = exact_gradients(model, batches, loss, on_pass)
             plain_peak = peak_of_step(model, batches[0], loss, packs=False)
 
+            @functools.cache
             def fit_at(recompute: int) -> Policy:
                 options = {"double_backward": double_backward, "recompute": recompute}
                 return _Fit(model, batches, loss, budget, exact, plain_peak, on_pass, options, quick).policy()
 
             if double_backward and time is None:  # the graph of a gradient needs what would be computed again
                 return fit_at(0)
+            quiet = _QUICK_QUIET if quick else QUIET
             if quick and time is None:
                 with suppress(BudgetRefusal):
-                    policy = fit_at(0)
-                    if is_met(policy, budget):
+                    if is_enough(policy := fit_at(0), budget, quiet):
                         return policy
-            return Levels(model, batches[0], loss, on_pass, quiet=math.inf if quick else QUIET).policy(fit_at, budget)
+            return Levels(model, batches[0], loss, on_pass, quiet).policy(fit_at, budget)
 
 
 def _agree(report: FitReport) -> bool:

@@ -63,7 +63,7 @@ class Levels:
             if recompute or budget.time is not None:
                 policy = self._timed(policy, recompute, predicted)
             found.append(policy)
-            if is_met(policy, budget) and (budget.noise is not None or _report(policy).harm <= self._quiet):
+            if is_enough(policy, budget, self._quiet):
                 return policy
         if not found:
             raise min(refusals, key=lambda each: each.least)
@@ -111,6 +111,11 @@ def is_met(policy: Policy, budget: Budget) -> bool:
     report = _report(policy)
     is_quick = budget.time is None or report.time <= budget.time
     return is_quick and budget.is_met(report.saved_bytes, report.plain_bytes, report.harm, report.peak)
+
+
+def is_enough(policy: Policy, budget: Budget, quiet: float) -> bool:
+    """Return whether the measured figures are within a budget, and noise, where it has none, is at most ``quiet``."""
+    return is_met(policy, budget) and (budget.noise is not None or _report(policy).harm <= quiet)
 
 
 def _everywhere(recompute: int) -> dict[str, Any]:

@@ -348,6 +348,16 @@ def test_layers_are_computed_again_where_the_budget_asks_for_it(widening):
     assert f"{timed.time:.2f} times as long (predicted: {timed.predicted_time:.2f})" in timed.summary
 
 
+def test_a_quick_fit_computes_layers_again_where_noise_would_be_large(widening):
+    model, batches = widening
+    report = brevact.fit(model, batches, loss, ratio=20, quick=True).report
+    assert report.ratio >= 20 and report.harm <= 0.01 and report.recompute >= 32
+    loud = brevact.fit(model, batches, loss, ratio=20, noise=0.5, quick=True).report  # is said to be little enough
+    assert loud.ratio >= 20 and 0.1 < loud.harm <= 0.5 and loud.recompute == 0
+    quiet = brevact.fit(model, batches, loss, ratio=12, quick=True).report
+    assert quiet.ratio >= 12 and 0.001 < quiet.harm <= 0.1 and quiet.recompute == 0  # one fit, not one a level
+
+
 def test_a_time_that_no_step_takes_is_refused(widening):
     model, batches = widening
     with pytest.raises(ValueError, match=r"time=0.01 is not possible: .*; accepted is time=.* or more"):
