@@ -7,7 +7,7 @@ the processor, by the median of pairs. The peak is of what PyTorch allocates in 
 that of the gradient of all weights, over its norm, by the root mean square of some draws; noise in units of minibatch
 noise is `benchmarks.noise`'s. Checkpoints are those of each block, at full precision; compiled is `torch.compile`
 with a budget for the bytes that it keeps for backward (`activation_memory_budget`); "fit 30x" is the policy of
-`brevact.fit(ratio=30, quick=True)`.
+`brevact.fit(ratio=30, quick=True)`, without a row where there is none.
 """
 
 from __future__ import annotations

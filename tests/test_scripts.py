@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import front_picture, way_of_a_tensor
+from scripts import front_picture, recompute_picture, way_of_a_tensor
 from scripts.check_links import broken_links, main
 from scripts.figure_results import Results
 
@@ -59,3 +59,12 @@ def test_front_picture_has_the_rows_of_each_model(tmp_path: Path):
     lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
     assert lines["one width"] == [[6, 0.5], [3, 0.25]] and lines["DEFAULT"] == [[9, 0.2]]
     assert [text.get_text() for text in panel.texts] == ["2 bits", "4 bits"]
+
+
+def test_recompute_picture_has_the_rows_of_each_model(tmp_path: Path):
+    rows = ["net,checkpoint of each block,3,0,1.4", "net,RECOMPUTE,40,0.05,1.3", "net,fit 15x,15,0.01,1.2"]
+    (tmp_path / "recompute.csv").write_text("\n".join(["model,policy,ratio,error,step", *rows, ""]))
+    (panel,) = recompute_picture.draw(Results(tmp_path)).axes
+    points = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
+    assert points["RECOMPUTE"] == [[40, 0.05]] and points["checkpoint of each block"] == [[3, recompute_picture.EXACT]]
+    assert sorted(text.get_text() for text in panel.texts) == ["1.20", "1.30", "1.40"]
