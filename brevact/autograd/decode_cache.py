@@ -5,8 +5,9 @@ output, and the function for its input, which are both functions of what the nor
 calls to decode one take longer than the work, so that one is decoded for both. It lives until its codes are freed, or
 the next one is decoded.
 
-A weight that is computed again, and read by many ops, is held from the second time on, with a few others. What codes of
-a forward quantizer stand for is held as long as these: the gates of a recurrent cell read the same state.
+A weight that is computed again, and read by many ops, is held from the second time on, with a few others. Small tensors
+that codes of a forward quantizer stand for are held for the gates of a recurrent cell, which read the same state: two
+megabytes in all, each as long as its codes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MOST_HELD = 1 << 18
 #: Elements of all weights that are held.
 MOST_OF_WEIGHTS = 1 << 21
 
-
-_DECODED = "_brevact_decoded"  # attribute of the storage of codes, under which it carries what they stand for
+#: Elements of all tensors that are held beside the codes of forward quantizers, from one clearance to the next.
+MOST_BESIDE_CODES = 1 << 19
 
 
 class _Decoded:
@@ -78,7 +79,23 @@ class _Weights(threading.local):
                 self.of[decoder] = (1, None, 0)
 
 
-_last, _weights = _Last(), _Weights()
+class _BesideCodes(threading.local):
+    """Tensors that this thread has decoded: by the storage of codes, the decoder, the tensor and its version."""
+
+    def __init__(self) -> None:
+        self.of: weakref.WeakKeyDictionary[UntypedStorage, tuple[Any, Tensor, int]] = weakref.WeakKeyDictionary()
+        self.elements = 0
+
+    def hold(self, codes: UntypedStorage, decoder: Any, values: Tensor) -> None:
+        """Hold a tensor as long as its codes; let go of all others once they and this one would be too many."""
+        self.elements += values.numel()
+        if self.elements > MOST_BESIDE_CODES:
+            self.of.clear()
+            self.elements = values.numel()
+        self.of[codes] = decoder, values, values._version
+
+
+_last, _weights, _beside_codes = _Last(), _Weights(), _BesideCodes()
 
 
 def may_be_held(numel: int, codes: Tensor) -> bool:
@@ -126,10 +143,11 @@ def decoded_for_many(
 def decoded_beside_codes(
     decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[Tensor, ...]], Tensor]
 ) -> Tensor:
-    """Return a decoded tensor, which must not be written to, and hold it as long as its codes, the first of tensors."""
-    carried = tensors[0].untyped_storage().__dict__
-    owner, values, version = carried.get(_DECODED, (None, None, 0))
-    if owner is not decoder or values._version != version:
-        values = decode(tensors)
-        carried[_DECODED] = decoder, values, values._version
+    """Return a decoded tensor, which must not be written to, and hold it beside its codes, the first of ``tensors``."""
+    codes = tensors[0].untyped_storage()
+    found = _beside_codes.of.get(codes)
+    if found is not None and found[0] is decoder and found[1]._version == found[2]:
+        return found[1]
+    values = decode(tensors)
+    _beside_codes.hold(codes, decoder, values)
     return values

@@ -23,7 +23,7 @@ from brevact.policy.rules import has_policy
 from brevact.quantizers import SampleWeights
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.memory import memory_of
-from brevact.reports.step import in_step
+from brevact.reports.step import StepLoss
 from brevact.tables import text_table
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Adaptive:
         check_numbers(ratio=ratio, bit_width=bit_width, peak_bytes=peak_bytes, every=every, samples=samples)
         check_loss(loss)
         self._model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self._loss, self._every, self._steps = in_step(loss), every, 0
+        self._loss, self._every, self._steps = StepLoss(loss), every, 0
         with policy_kept_on_error(self._model):
             self._start(batch, ratio, bit_width, peak_bytes, samples)
 

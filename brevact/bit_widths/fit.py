@@ -37,7 +37,7 @@ from brevact.reports.in_place import in_place
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
-from brevact.reports.step import in_step
+from brevact.reports.step import StepLoss
 
 _log = logging.getLogger(__name__)
 #: Batches on which each group's noise is measured, and those on which the result is, with draws of each.
@@ -150,7 +150,7 @@ def fit(
             "default"
         )
     refuse_policy(model)
-    loss = in_step(loss)
+    loss = StepLoss(loss)
     batches = batches[:_QUICK_BATCHES] if quick else batches
     with progress_bar("fit", None, progress) as on_pass:
         with in_place(model):

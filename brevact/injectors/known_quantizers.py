@@ -13,6 +13,7 @@ import operator
 import weakref
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
@@ -137,10 +138,10 @@ def are_own(hooks: tuple[Any, ...]) -> bool:
 
 
 class _Learned(NamedTuple):
-    """The modules of a learned scale, whose ops are those of ``learned_scale``, and its smallest magnitude."""
+    """The modules of a learned scale, whose ops are those of ``learned_scale``, and of its smallest magnitude."""
 
     scaling: Any
-    least: float | None
+    clamp: Any
 
     @staticmethod
     def of(scaling: Any) -> _Learned | None:
@@ -163,7 +164,7 @@ class _Learned(NamedTuple):
             return None
         if type(clamp) is Identity:
             return _Learned(scaling, None)
-        return _Learned(scaling, clamp.min_val) if type(clamp) is ScalarSignedClampMinSte else None
+        return _Learned(scaling, clamp) if type(clamp) is ScalarSignedClampMinSte else None
 
     def scale(self, threshold: Tensor) -> Tensor | None:
         """Return the scale; None where it is not learned yet, or computed otherwise."""
@@ -175,7 +176,7 @@ class _Learned(NamedTuple):
         value = scaling.value
         if threshold.dim() or threshold.requires_grad or value.dtype is not threshold.dtype:
             return None
-        return learned_scale(value, threshold, self.least)
+        return learned_scale(value, threshold, None if self.clamp is None else self.clamp.min_val)
 
 
 class KnownQuantizer:
@@ -193,7 +194,7 @@ class KnownQuantizer:
         self.zero_point: Any = quant.zero_point_impl if self.is_known else None
         self._bit_width: Any = quant.msb_clamp_bit_width_impl if self.is_known else None
         self.learned = _Learned.of(self.scaling) if self.is_known else None
-        self._width: tuple[Tensor, int, Tensor, Integers | None] | None = None
+        self._width: _Width | None = None
 
     @property
     def quant(self) -> Any:
@@ -263,12 +264,32 @@ class KnownQuantizer:
     def _of_width(self, bit_width: Tensor) -> tuple[Tensor, Integers | None]:
         """Return the threshold and the integers of a bit width, which a buffer of the module holds."""
         known = self._width
-        if known is None or known[0].data_ptr() != bit_width.data_ptr() or known[1] != bit_width._version:
+        if known is None or not known.is_of(bit_width):
             with no_dispatch_modes():  # a selective checkpoint counts ops, and would miss these when it computes again
                 threshold = self.quant.int_scaling_impl(bit_width)
                 integers = integers_of(self.quant.int_quant, bit_width)
-            known = self._width = bit_width, bit_width._version, threshold, integers
-        return known[2], known[3]
+                # what `bit_width.data` is set to leaves the version alone, and shows in the memory that NumPy reads
+                view = bit_width.detach().numpy() if bit_width.is_cpu and bit_width.dtype is torch.float32 else None
+            value = None if view is None else float(view)
+            known = self._width = _Width(bit_width, bit_width._version, view, value, threshold, integers)
+        return known.threshold, known.integers
+
+
+class _Width(NamedTuple):
+    """A bit width, its version and its value where the host can read it, and what was computed for them."""
+
+    bit_width: Tensor
+    version: int
+    view: Any
+    value: float | None
+    threshold: Tensor
+    integers: Integers | None
+
+    def is_of(self, bit_width: Tensor) -> bool:
+        """Return whether this is the same tensor, and has not changed."""
+        if self.bit_width.data_ptr() != bit_width.data_ptr() or self.version != bit_width._version:
+            return False
+        return self.view is None or float(self.view) == self.value
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, KnownQuantizer] = weakref.WeakKeyDictionary()

@@ -281,7 +281,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     source = named_policy(source, "source")
     if isinstance(source, Policy):
         overrides = of_all_rules(source, overrides, "backward_quant(")
-        ours = source is DEFAULT or source is RECOMPUTE  # of which a block of code has what holds for any model
+        ours = source in (DEFAULT, RECOMPUTE)  # of which a block of code has what holds for any model
         return with_overrides(block_assignment(source.rules, skips_modules=ours).settings, overrides)
     if isinstance(source, nn.Module) and is_model(source):
         refuse_overrides(source, overrides, "")

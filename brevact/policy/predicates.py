@@ -118,7 +118,7 @@ def is_rectified_and_costly(name: str, module: nn.Module) -> bool:
     """Rule for a model as a whole: rectified (:func:`is_rectified`), of layers that are costly to compute again.
 
     Fewer than a third of its layers cost at most 256 multiplications an element: VGG, ResNet-18 and 34, DenseNets,
-    U-Nets.
+    U-Nets. Lazy layers are taken for costly, and a model without layers that could be computed again counts, too.
 
     Args:
         name: qualified name of the module, not looked at.

@@ -32,7 +32,7 @@ from brevact.reports.isolation import Isolation
 from brevact.reports.memory import BY_DEFAULT, memory_of
 from brevact.reports.memory_table import MemoryReport
 from brevact.reports.progress import progress_bar
-from brevact.reports.step import in_step
+from brevact.reports.step import StepLoss
 from brevact.reports.weight_errors import layers_with_formula, weight_errors
 
 #: Ways to the rows of a report.
@@ -104,7 +104,7 @@ def gradient_report(
     check_draws(draws)
     check_draws(layer_draws, "layer_draws")
     with in_place(model):
-        return _report(model, batches, in_step(loss), policy, draws, layers, layer_draws, progress)
+        return _report(model, batches, StepLoss(loss), policy, draws, layers, layer_draws, progress)
 
 
 def _report(

@@ -25,7 +25,7 @@ from brevact.reports.batches import arguments_of, explained, tensors_of, without
 from brevact.reports.gradient_passes import Loss, check_loss
 from brevact.reports.in_place import in_place, uncompiled
 from brevact.reports.memory_table import LayerMemory, MemoryReport, OpMemory
-from brevact.reports.step import device_of, in_step, peak_of, step_of
+from brevact.reports.step import StepLoss, device_of, peak_of, step_of
 
 __all__ = ["LayerMemory", "MemoryReport", "OpMemory", "memory_report"]
 #: Notes of a report.
@@ -94,7 +94,7 @@ def memory_report(
     if loss is not None:
         check_loss(loss)
         batch = without_surroundings(batch)
-        found = memory_of(model, lambda measured: in_step(loss)(measured, batch), batch)
+        found = memory_of(model, lambda measured: StepLoss(loss)(measured, batch), batch)
         return _with_peaks(found, model, batch, loss)
     args, kwargs = arguments = without_surroundings(arguments_of(model, batch))
     with explained(batch, arguments):
@@ -109,7 +109,7 @@ def _with_peaks(report: MemoryReport, model: nn.Module, batch: Any, loss: Loss) 
             attach_policy(model)
         if not model.training:
             model.train()
-        if not _begins_backward(in_step(loss)(model, batch)):
+        if not _begins_backward(StepLoss(loss)(model, batch)):
             return report
         plain, packed = (
             peak_of(step_of(model, batch, loss, packs=packs), device_of(model, batch)) for packs in (False, True)

@@ -158,14 +158,15 @@ def step_report(
     return StepReport(tuple(seconds[False]), tuple(seconds[True]), peaks[False], peaks[True], note)
 
 
-def in_step(loss: Loss) -> Loss:
-    """Return a loss as a training step runs it: in the region of a model that has a policy."""
+@dataclass(frozen=True)
+class StepLoss:
+    """A loss as a training step runs it: in the region of a model that has a policy."""
 
-    def run(model: nn.Module, batch: Any) -> Tensor:
+    loss: Loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         with region_of_step(model):
-            return loss(model, batch)
-
-    return run
+            return self.loss(model, batch)
 
 
 def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callable[[], None]:
@@ -173,7 +174,7 @@ def step_of(model: nn.Module, batch: Any, loss: Loss, *, packs: bool) -> Callabl
 
     def run() -> None:
         with nullcontext() if packs else regions_disabled():  # in backward, too, where checkpoints run again
-            in_step(loss)(model, batch).backward()
+            StepLoss(loss)(model, batch).backward()
         model.zero_grad(set_to_none=True)
 
     return run

@@ -14,7 +14,7 @@ from brevact.reports.gradient_passes import Loss
 from brevact.reports.gradients import gradient_report
 from brevact.reports.memory import memory_of
 from brevact.reports.memory_table import MemoryReport
-from brevact.reports.step import in_step
+from brevact.reports.step import StepLoss
 from brevact.tables import MIB
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Run:
     """
 
     def __init__(self, model: nn.Module, batches: list[Any], loss: Loss | None) -> None:
-        self.model, self.batches, self.loss = model, batches, None if loss is None else in_step(loss)
+        self.model, self.batches, self.loss = model, batches, None if loss is None else StepLoss(loss)
         self.steps = 0
         self.noise: float | None = None
         self.memory: MemoryReport | None = None

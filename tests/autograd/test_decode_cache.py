@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import brevact
 from brevact.autograd import decode_cache, known_values
-from brevact.autograd.decode_cache import MOST_HELD, decoded, decoded_beside_codes
+from brevact.autograd.decode_cache import MOST_BESIDE_CODES, MOST_HELD, decoded, decoded_beside_codes
 
 
 class _Decoder:
@@ -211,6 +211,15 @@ def test_what_codes_stand_for_is_held_as_long_as_these(change: str) -> None:
     del first, second, kept
     gc.collect()
     assert not any(each() is not None for each in references)
+
+
+def test_what_codes_stand_for_is_held_up_to_a_few_megabytes() -> None:
+    decoder, numel, references, held = _Decoder(), MOST_HELD, [], []
+    codes = [(torch.zeros(numel, dtype=torch.uint8), torch.ones(numel)) for _ in range(3 * MOST_BESIDE_CODES // numel)]
+    for kept in codes:
+        references.append(weakref.ref(decoded_beside_codes(decoder, kept, decoder.decode)))
+        held.append(sum(each() is not None for each in references) * numel)
+    assert MOST_BESIDE_CODES / 2 < max(held) <= MOST_BESIDE_CODES
 
 
 @pytest.mark.parametrize("per_row", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import pickle
 import re
 from collections.abc import Callable
 
@@ -437,3 +438,10 @@ def test_parts_run_as_their_model_after_an_error():
     with pytest.raises(ValueError, match="where losses are finite"):
         Adaptive(model, images(), lambda model, batch: loss_of(model, batch) * float("inf"), bit_width=3)
     assert {name: inherited_region(module) is not None for name, module in model.named_modules()} == before
+
+
+def test_adaptive_is_pickled_with_its_model() -> None:
+    adaptive = Adaptive(net(), images(), loss_of, bit_width=3)
+    twin = pickle.loads(pickle.dumps(adaptive))
+    assert twin.bit_widths == adaptive.bit_widths
+    twin.step(images())

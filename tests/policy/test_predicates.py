@@ -352,14 +352,15 @@ def test_recompute_stores_four_bits_of_rectified_models_with_costly_layers(make,
     assert {row.source for row in policy.rows} == {f"DitherBackward{bits}bit"}
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda policy: policy])
 @pytest.mark.parametrize("policy", [brevact.DEFAULT, brevact.RECOMPUTE, "RECOMPUTE"])
-def test_blocks_of_code_have_the_rule_of_a_preset_that_is_for_any_model(policy):
+def test_blocks_of_code_have_the_rule_of_a_preset_that_is_for_any_model(policy, copied):
     x = torch.randn(64, 4096, requires_grad=True)
-    with brevact.backward_quant(policy):
+    with brevact.backward_quant(copied(policy)):
         F.silu(x * 1).sum().backward()
     assert (x.grad - torch.autograd.functional.jvp(F.silu, x.detach(), torch.ones_like(x))[1]).abs().max() < 0.5
     with pytest.raises(TypeError, match="is_rectified_and_costly is for modules"):
-        brevact.backward_quant(brevact.Policy(dict(brevact.RECOMPUTE.rules)))
+        brevact.backward_quant(brevact.Policy({is_rectified_and_costly: StochBackward2bit, "*": None}))
 
 
 def test_a_rule_for_models_holds_for_all_of_one_where_it_holds():

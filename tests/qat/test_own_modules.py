@@ -179,6 +179,37 @@ def test_learned_scales_are_those_of_brevitas_whatever_the_parameter_is(kind, va
         assert torch.equal(one.nan_to_num(7.7, 8.8, 9.9), other.nan_to_num(7.7, 8.8, 9.9))
 
 
+def _set_width(quant):
+    quant.msb_clamp_bit_width_impl.bit_width.value.data.fill_(3)
+
+
+def _write_width_by_numpy(quant):
+    quant.msb_clamp_bit_width_impl.bit_width.value.detach().numpy()[...] = 3
+
+
+def _raise_smallest_scale(quant):
+    quant.scaling_impl.clamp_scaling.clamp_min_ste.min_val = 10.0
+
+
+@pytest.mark.parametrize("change", [_set_width, _write_width_by_numpy, _raise_smallest_scale])
+def test_settings_that_change_between_steps_without_a_version_count(change):
+    found = []
+    for quantize in (False, True):
+        layer = qnn.QuantReLU(
+            act_quant=Uint8ActPerTensorFloat, bit_width=4, collect_stats_steps=1, scaling_min_val=1e-3
+        )
+        if quantize:
+            brevact.quantize_backward(layer, LosslessBackward, min_numel=0)
+        for _ in range(3):
+            before = gradients(layer, activation())
+        change(tensor_quant(layer))
+        after = gradients(layer, activation())
+        assert not torch.equal(before[0], after[0])
+        found.append([*after[:2], *after[2].values()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_quantizers_whose_tables_of_hooks_or_children_are_others_run_by_themselves():
     """As where somebody has cleared all hooks by new tables."""
     seen = []
