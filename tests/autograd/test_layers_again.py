@@ -537,6 +537,7 @@ def _perceptrons() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*blocks), torch.randn(128, 64, 64)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [_inverted_residuals, _perceptrons])
 def test_outputs_that_are_computed_again_add_nothing_to_the_peak_of_a_step(make):
     model, x = make()
@@ -578,6 +579,7 @@ def test_sums_of_residual_blocks_derive(size):
     assert many - few < with_sums
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_weights_in_16_bits_are_summed_in_float32():
     """Behind recomputed layers samples come one after the other: sums of their gradients in bfloat16 stand still."""
     torch.manual_seed(0)

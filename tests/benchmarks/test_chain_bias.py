@@ -37,6 +37,7 @@ def batches(count: int, first: int = 0) -> list[dict[str, Tensor]]:
     return [{"images": images[index], "labels": labels[index]} for index in chosen]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("act", [nn.SiLU, nn.GELU, nn.Hardswish, nn.ReLU])
 def test_the_bias_of_chains_is_below_a_hundredth_of_minibatch_noise(act):
     torch.manual_seed(0)

@@ -39,6 +39,7 @@ def smoke_results(smoke_cases, tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_main_smoke_measures_every_operation(smoke_results):
     rows = read(smoke_results / "gpu_kernels.csv")
     assert [row["operation"] for row in rows] == list(kernels.OPERATIONS)
@@ -172,6 +173,7 @@ def bytes_before_backward(training):
     return sum(size for address, size in kept.items() if address not in weights)
 
 
+@pytest.mark.exhaustive
 def test_everything_goes_on_where_it_stopped(tmp_path, capsys):
     options = ["--everything", "--smoke", "--models", "unet3d", "--variants", "plain", "DEFAULT", "--jobs", "2"]
     options += ["--parts", "kernels", "steps", "batches", "--out-dir", str(tmp_path)]
@@ -186,6 +188,7 @@ def test_everything_goes_on_where_it_stopped(tmp_path, capsys):
     assert len(read(tmp_path / "gpu_kernels.csv")) == len(kernels.OPERATIONS)
 
 
+@pytest.mark.exhaustive
 def test_tests_that_passed_are_left_out_of_the_next_call(tmp_path, capsys):
     (tmp_path / "test_some.py").write_text("def test_one():\n    pass\ndef test_two():\n    assert False\n")
     paths = (str(tmp_path / "test_some.py"),)

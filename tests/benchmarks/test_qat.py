@@ -21,6 +21,7 @@ def test_variants_compute_the_same_and_keep_less(net):
     assert kept["StochBackward2bit"] < kept["Brevitas"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("net", ["conv", "mobile", "vit"])
 def test_two_bits_keep_a_third_of_float(net):
     images = torch.randn(4, 3, 16, 16)

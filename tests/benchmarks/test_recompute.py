@@ -17,6 +17,7 @@ def rows_of(path: Path, ways: list[str]) -> dict[str, dict[str, str]]:
         return {row["policy"]: row for row in csv.DictReader(file)}
 
 
+@pytest.mark.exhaustive
 def test_it_measures_checkpoints_and_policies(tmp_path):
     ways = [recompute.CHECKPOINT, *recompute.POLICIES]
     rows = rows_of(tmp_path / "rows.csv", ways)

@@ -79,6 +79,7 @@ def train(model: nn.Module, adaptive: Adaptive, steps: range, indices: Tensor | 
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_peak_of_a_step_is_a_budget():
     model, batch = brevact.quantize_backward(net(), StochBackward4bit), images()
     most = brevact.memory_report(model, batch, loss_of).packed_peak
@@ -95,6 +96,7 @@ def test_the_peak_of_a_step_is_a_budget():
     assert looser.saved_bytes > adaptive.saved_bytes and set(looser.bit_widths.values()) == {8}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(  # every pair of two of them
     ("activation", "budget", "samples"),
     [
@@ -161,6 +163,7 @@ def test_sensitivities_are_the_noise_of_each_layer():
     assert found == pytest.approx(expected, rel=0.35)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("samples", [None, 64])
 def test_a_resumed_run_has_the_gradients_of_an_uninterrupted_one(samples: int | None):
     indices = None if samples is None else torch.randperm(64).view(4, 16)
@@ -186,6 +189,7 @@ def test_a_resumed_run_has_the_gradients_of_an_uninterrupted_one(samples: int | 
     assert resumed.bit_widths == adaptive.bit_widths
 
 
+@pytest.mark.exhaustive
 def test_a_long_run_makes_no_more_settings_than_there_are_widths():
     torch.manual_seed(0)
     model = nn.Sequential(

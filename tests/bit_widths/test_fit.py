@@ -126,6 +126,7 @@ def test_fit_keeps_its_budget_and_says_what_is_measured(model, batches, budget):
     assert sum(group.noise for group in report.groups) == pytest.approx(report.predicted)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "budget", [{"ratio": 9}, {"saved_bytes": 220_000}, {"noise": 0.02}], ids=lambda budget: next(iter(budget))
 )
@@ -179,6 +180,7 @@ def test_samples_are_those_along_which_all_tensors_can_be_cut():
     assert part["x"].shape == (2, 3) and part["y"][0].shape == (2,) and part["y"][1] == 3 and part["name"] == "a"
 
 
+@pytest.mark.exhaustive
 def test_the_measured_peak_of_a_fitted_policy_is_within_its_budget(model, batches):
     before, least = state_of(model), least_peak(model, batches)
     plain = brevact.memory_report(model, batches[0], loss).plain_peak
@@ -204,6 +206,7 @@ def least_peak(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> int:
     return int(str(caught.value).split()[-2])
 
 
+@pytest.mark.exhaustive
 def test_an_impossible_peak_names_the_nearest_possible_one(model, batches):
     least = least_peak(model, batches)
     assert brevact.fit(model, batches, loss, peak_bytes=least).report.peak == least
@@ -211,6 +214,7 @@ def test_an_impossible_peak_names_the_nearest_possible_one(model, batches):
         brevact.fit(model, batches, loss, peak_bytes=least - 1)
 
 
+@pytest.mark.exhaustive
 def test_a_peak_is_a_budget_beside_others(model, batches):
     plain = brevact.memory_report(model, batches[0], loss).plain_peak
     whole = brevact.fit(model, batches, loss, peak_bytes=plain).report
@@ -235,6 +239,7 @@ def test_bytes_follow_peaks_until_they_fit():
     assert limit.moves(95) and limit.value == 55 and limit.moves(95) and limit.value == 50
 
 
+@pytest.mark.exhaustive
 def test_fit_has_less_noise_than_one_width_at_its_bytes(model, batches):
     uniform = Policy({"": quantizer_of(3, attends=False)})
     exact = exact_gradients(model, batches, loss)
@@ -297,6 +302,7 @@ def test_fit_gives_full_precision_to_some_where_8_bits_are_too_noisy(model, batc
     assert FULL_PRECISION in widths and report.harm < 1e-6
 
 
+@pytest.mark.exhaustive
 def test_a_fitted_policy_is_saved_with_its_report_and_refuses_other_models(model, batches, tmp_path):
     path = tmp_path / "policy.json"
     policy = brevact.fit(model, batches, loss, ratio=8)
@@ -319,6 +325,7 @@ def apply_each(*policies: Policy) -> list[nn.Module]:
     return [brevact.quantize_backward(Net(), policy) for policy in policies]
 
 
+@pytest.mark.exhaustive
 def test_an_impossible_budget_names_the_nearest_possible_one(model, batches):
     with pytest.raises(ValueError, match="ratio=1000 is not possible") as caught:
         brevact.fit(model, batches, loss, ratio=1000)
@@ -336,6 +343,7 @@ def widening() -> tuple[nn.Module, list]:
     return model, [(torch.randn(256, 32), torch.randint(5, (256,))) for _ in range(3)]
 
 
+@pytest.mark.exhaustive
 def test_layers_are_computed_again_where_the_budget_asks_for_it(widening):
     model, batches = widening
     both = brevact.fit(model, batches, loss, ratio=30, noise=0.01).report
@@ -348,6 +356,7 @@ def test_layers_are_computed_again_where_the_budget_asks_for_it(widening):
     assert f"{timed.time:.2f} times as long (predicted: {timed.predicted_time:.2f})" in timed.summary
 
 
+@pytest.mark.exhaustive
 def test_a_quick_fit_computes_layers_again_where_noise_would_be_large(widening):
     model, batches = widening
     report = brevact.fit(model, batches, loss, ratio=20, quick=True).report
@@ -364,6 +373,7 @@ def test_a_time_that_no_step_takes_is_refused(widening):
         brevact.fit(model, batches, loss, noise=0.1, time=0.01)
 
 
+@pytest.mark.exhaustive
 def test_a_policy_that_computes_again_is_saved(widening, tmp_path):
     model, batches = widening
     policy = brevact.fit(model, batches, loss, ratio=30, noise=0.01)
@@ -480,6 +490,7 @@ def test_report_writes_what_was_not_reached():
     assert FitReport.from_plain(report.to_plain() | {"groups": []}) == report
 
 
+@pytest.mark.exhaustive
 def test_fit_says_where_noises_do_not_add_up():
     torch.manual_seed(0)
     kinds = (lambda: nn.Linear(64, 64), lambda: nn.LayerNorm(64), nn.SiLU)

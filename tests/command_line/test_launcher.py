@@ -47,6 +47,7 @@ def test_two_dashes_may_stand_before_the_program(script):
     assert "PROGRAM: got none" in launched("--allocator", "none", "--").stderr
 
 
+@pytest.mark.exhaustive
 @linux
 def test_options_of_python_are_the_programs(tmp_path):
     path = tmp_path / "program.py"
@@ -90,6 +91,7 @@ print("trains", sys.argv[1:], sys.flags.optimize)
 """
 
 
+@pytest.mark.exhaustive
 @linux
 def test_a_program_restarts_itself_with_mimalloc_once_where_it_is_there_and_nobody_has_decided(tmp_path):
     library = tmp_path / "libmimalloc.so"  # any library of this name stands for it
@@ -109,6 +111,7 @@ def test_a_program_restarts_itself_with_mimalloc_once_where_it_is_there_and_nobo
     assert run(str(library), MALLOC_TRIM_THRESHOLD_="65536") == ["3 ", trains]
 
 
+@pytest.mark.exhaustive
 @linux
 @pytest.mark.parametrize("name", ALLOCATORS)
 def test_an_allocator_that_is_here_runs_programs(name, script):

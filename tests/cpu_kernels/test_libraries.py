@@ -75,6 +75,7 @@ def test_kernel_is_compiled_again_where_its_file_is_damaged(folder: Path):
     assert path.stem.endswith(libraries.hash_of(path.read_bytes()))
 
 
+@pytest.mark.exhaustive
 def test_kernel_runs_where_no_folder_is_writable(folder: Path, monkeypatch: pytest.MonkeyPatch):
     (folder / "file").write_text("no folder")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder / "file"))
@@ -171,6 +172,7 @@ def test_preparing_says_why_nothing_is_compiled(folder: Path, monkeypatch: pytes
         prepare()
 
 
+@pytest.mark.exhaustive
 def test_waiting_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(processes, "PATIENCE", 0.0)
     with caplog.at_level(logging.WARNING, "brevact"):

@@ -51,6 +51,7 @@ unpack_codes(pack_codes(torch.arange(1 << 17), 17, 4096), 17, 1 << 17, 4096)
 """
 
 
+@pytest.mark.exhaustive
 def test_largest_blocks_fit_small_stacks():
     environment = {**os.environ, "OMP_STACKSIZE": "64k"}
     run = subprocess.run([sys.executable, "-c", SMALL_STACKS], env=environment, timeout=120, check=False)

@@ -145,6 +145,7 @@ assert bytes(quantizer.quantize(x, seed=1).buffer.numpy()) == expected
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
 def test_quantize_after_a_fork():
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)

@@ -235,6 +235,7 @@ def test_quantized_hook_refuses_what_is_no_bucket():
         hook(None, torch.zeros(3))
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_ends_lets_what_follows_a_collective_end():
     """A thread that came back to an interpreter which has ended would abort the process."""
     code = """

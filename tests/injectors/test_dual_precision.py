@@ -46,6 +46,7 @@ def conv_norm_relu(channels: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("side", [7, 8, 14, 28, 32, 56])
 def test_compression_of_a_conv_norm_relu_block_is_that_of_the_paper(side: int):
     """Theorem 3A: 4 bytes for the inputs of conv and BN and 1 byte for ReLU's mask, over what is kept.

@@ -21,6 +21,7 @@ def train_then_eval(layer, x):
     return outputs, layer.state_dict()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("forward_quant", FORWARD_QUANTIZERS)
 def test_forward_quant_gives_the_forward_and_state_of_the_stock_layer(forward_quant):
     x = torch.randn(4, 2048)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import brevact
 
 SCRIPT = """
@@ -71,6 +73,7 @@ for quant in (Int8ActPerTensorFloat, Uint8ActPerTensorFloat):
 """
 
 
+@pytest.mark.exhaustive
 def test_layers_work_where_brevitas_scripts_its_quantizers():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -89,6 +89,7 @@ def train(model, steps=3):
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.exhaustive
 @copies
 @pytest.mark.parametrize("trained", [False, True])
 def test_copied_model_trains_identically(copied, trained):
@@ -102,6 +103,7 @@ def test_copied_model_trains_identically(copied, trained):
     assert all(torch.equal(a, b) for a, b in zip(result[1], expected[1], strict=True))
 
 
+@pytest.mark.exhaustive
 def test_saved_model_loads_in_a_process_that_imports_only_torch(tmp_path):
     torch.manual_seed(0)
     model = build_model()

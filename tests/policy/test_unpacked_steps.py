@@ -139,6 +139,7 @@ def test_models_are_copied_and_moved_as_before(copied):
     assert not train(model.double(), lambda model: model(X.double()))
 
 
+@pytest.mark.exhaustive
 def test_compiled_models_are_quiet():
     """In a process of its own, in which nothing else is compiled."""
     code = """

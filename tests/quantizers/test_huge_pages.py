@@ -36,6 +36,7 @@ for numel, expected in ((SMALLEST // 4, True), (SMALLEST // 8, False)):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise with huge pages is Linux's")
 def test_dequantize_asks_for_huge_pages_for_large_results_only():
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():

@@ -216,6 +216,7 @@ def stopped_comparison(tmp_path_factory):
     return folder
 
 
+@pytest.mark.exhaustive
 def test_main_resumes_a_comparison_with_the_quantizer_it_was_started_with(stopped_comparison, tmp_path):
     folder = shutil.copytree(stopped_comparison, tmp_path / "copy")
     assert main(["--compare", "StochBackward2bit", "--resume", str(folder)]) == 0

@@ -38,6 +38,7 @@ def values(folder):
     return {(row["variant"], row["seed"]): row["value"] for row in read_rows(folder / "runs.csv")}
 
 
+@pytest.mark.exhaustive
 def test_main_trains_pairs_and_writes_text_of_each_variant(whole_run):
     found = values(whole_run)
     for seed in "01":
@@ -49,6 +50,7 @@ def test_main_trains_pairs_and_writes_text_of_each_variant(whole_run):
     assert (whole_run / "finetune-plain.txt").read_text("utf-8").startswith("The")
 
 
+@pytest.mark.exhaustive
 def test_main_resumes_an_interrupted_run_to_the_same_result(whole_run, tmp_path):
     from transformers import LlamaForCausalLM
 
@@ -59,6 +61,7 @@ def test_main_resumes_an_interrupted_run_to_the_same_result(whole_run, tmp_path)
     assert values(tmp_path) == values(whole_run)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_main_goes_on_from_the_weights_that_another_run_saved(whole_run, tmp_path, method):
     weights = ["--weights", str(whole_run / "finetune-plain"), "--text", "python-source", "--method", method]
@@ -74,6 +77,7 @@ def test_main_lets_gpt2_write_no_more_than_its_positions(tmp_path):
     assert (tmp_path / "finetune-plain.txt").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("changes", [{}, {"bf16": True}, {"method": "lora"}, {"architecture": "gpt2"}], ids=str)
 def test_trainer_takes_the_steps_that_are_measured(changes):
     settings = replace(FineTuneSettings(**SMALL), **changes)

@@ -40,6 +40,7 @@ def test_policy_or_fit_keeps_no_more_bytes_than_named(words: str) -> None:
     assert found.name == words and 0 < report.saved_bytes <= budget
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["fit", "adaptive"])
 def test_policy_or_fit_keeps_the_peak_of_a_step(kind: str) -> None:
     torch.manual_seed(0)

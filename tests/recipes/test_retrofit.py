@@ -14,6 +14,7 @@ from recipes.models import ResNet20
 TINY = ["--dataset", "digits", "--train-size", "64", "--test-size", "32", "--epochs", "1", "--fine-tune-epochs", "1"]
 
 
+@pytest.mark.exhaustive
 def test_main_trains_retrofits_and_takes_its_own_weights(tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     common = [*TINY, "--formats", "L5", "--batch-size", "32"]

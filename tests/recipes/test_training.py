@@ -130,6 +130,7 @@ def test_trainer_computes_in_the_type_of_amp(tiny_settings, tiny_data, amp, dtyp
     assert not torch.equal(before, trainer.model.classifier.weight)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [

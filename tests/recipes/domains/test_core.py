@@ -94,6 +94,7 @@ def test_main_resumes_an_interrupted_training_to_the_same_result(whole_run, tmp_
     assert (tmp_path / "tiny-plain.png").read_text() == "4 steps"
 
 
+@pytest.mark.exhaustive
 def test_main_without_seeds_measures_alone(tmp_path, capsys):
     command = ["--variants", "plain", "--rounds", "1", "--seeds", "--out-dir", str(tmp_path)]
     assert main(command) == 0
@@ -142,6 +143,7 @@ def test_main_keeps_runs_with_other_settings_apart(whole_run, capsys):
     assert "have other settings (--epochs)" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_main_measures_at_another_size(tmp_path, capsys):
     command = ["--variants", "plain", "--rounds", "1", "--seeds", "--out-dir", str(tmp_path)]
     assert main([*command, "--measured-width", "32"]) == 0
@@ -165,6 +167,7 @@ def test_main_says_what_to_install(tmp_path, capsys):
         library("no_such_library.losses")
 
 
+@pytest.mark.exhaustive
 def test_the_largest_size_fits_and_the_next_does_not():
     settings, device = TinySettings(batch_size=256), torch.device("cpu")
     smallest = case_of(DOMAIN, settings, "plain", device).run()["peak_mib"]
@@ -176,6 +179,7 @@ def test_the_largest_size_fits_and_the_next_does_not():
     assert min(failing) == found["size"] + 512
 
 
+@pytest.mark.exhaustive
 def test_main_says_how_much_memory_the_smallest_size_takes(tmp_path, capsys):
     command = ["--rounds", "0", "--seeds", "--variants", "plain", "--memory", "20MiB", "--out-dir", str(tmp_path)]
     assert main(command) == 2

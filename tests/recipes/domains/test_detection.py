@@ -27,6 +27,7 @@ def test_main_trains_pairs_and_draws(torchvision, tmp_path, capsys):
     assert "AP50 - plain" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_main_measures_at_another_size(torchvision, tmp_path):
     command = "--image 64 --features 32 --measured-image 128 --seeds --rounds 1 --variants checkpoint DEFAULT".split()
     assert main([*command, "--out-dir", str(tmp_path)]) == 0

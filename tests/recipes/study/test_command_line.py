@@ -32,6 +32,7 @@ def test_main_lists_what_there_is_to_run(tmp_path, capsys):
     assert "24 runs: 24 to run, " in text and "6 of studies above" in text
 
 
+@pytest.mark.exhaustive
 def test_main_trains_then_tells_from_the_rows_alone(tmp_path, capsys):
     common = ["dual-precision", "--dataset", "digits", "--epochs", "2", "--train-size", "16"]
     common += ["--csv", str(tmp_path / "runs.csv"), "--out-dir", str(tmp_path)]

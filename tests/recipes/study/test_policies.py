@@ -35,6 +35,7 @@ def test_attach_fits_to_the_bytes_of_another_policy(attached):
     assert 0.9 * default < fitted <= default
 
 
+@pytest.mark.exhaustive
 def test_attach_moves_widths_at_the_bytes_of_the_policy(attached):
     trainer, batches, _ = attached("StochBackward4bit@adaptive:1")
     trainer.train_epoch(batches, 1, lambda: None)
