@@ -35,7 +35,7 @@ class Run:
     """
 
     def __init__(self, model: nn.Module, batches: list[Any], loss: Loss | None) -> None:
-        self.model, self.batches, self.loss = model, batches, None if loss is None else StepLoss(loss)
+        self.model, self.batches, self.loss = model, batches, loss
         self.steps = 0
         self.noise: float | None = None
         self.memory: MemoryReport | None = None
@@ -44,9 +44,8 @@ class Run:
 
     def measure(self) -> None:
         """Measure what a training step stores, if there is a batch to do so."""
-        loss = self.loss
-        if self.batches and loss is not None:
-            batch = self.batches[0]
+        if self.batches and self.loss is not None:
+            batch, loss = self.batches[0], StepLoss(self.loss)
             self.memory = memory_of(self.model, lambda model: loss(model, batch), batch)
             _log.info("a step stores %.1f of %.1f MiB", self.memory.saved_bytes / MIB, self.memory.plain_bytes / MIB)
 
