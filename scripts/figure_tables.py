@@ -77,7 +77,10 @@ def of_recompute(results: Results) -> dict[str, str]:
                 peak = f"{mib(str(int(row['peak']) / 2**20))} MiB"
                 cells.append(("", text, kept, peak, f"{float(row['step']):.2f}", error))
     exact = sorted((row["ratio"] for (_, policy), row in last.items() if policy in _EXACT), key=float)
-    return {"recompute": table(cells), "recompute.exact.less": f"{exact[0]} to {exact[-1]}"}
+    found = {"recompute": table(cells), "recompute.exact.less": f"{exact[0]} to {exact[-1]}"}
+    for name, policies in (("recompute.step", ("RECOMPUTE",)), ("recompute.exact.step", _EXACT)):
+        found[name] = range_text((float(row["step"]) for (_, policy), row in last.items() if policy in policies), 2)
+    return found
 
 
 def of_gpu_steps(results: Results) -> dict[str, str]:
@@ -106,12 +109,14 @@ def of_gpu_steps(results: Results) -> dict[str, str]:
             name = ""
     row = next(iter(last.values()))
     place = f"an {row['device']} with PyTorch {row['torch']} and Triton {row['triton']}, {row['time'].split()[0]}"
-    speeds = [
-        float(row["samples_s"]) / float(last[model, "plain-graph"]["samples_s"])
-        for (model, variant), row in last.items()
-        if variant == "DEFAULT-graph"
-    ]
-    found = {"gpu-steps": table(cells), "gpu.device": place, "gpu.captured": range_text(speeds, 2)}
+    found = {"gpu-steps": table(cells), "gpu.device": place}
+    for name, graph in (("gpu.eager", ""), ("gpu.captured", "-graph")):
+        speeds = (
+            float(row["samples_s"]) / float(last[model, f"plain{graph}"]["samples_s"])
+            for (model, variant), row in last.items()
+            if variant == f"DEFAULT{graph}"
+        )
+        found[name] = range_text(speeds, 2)
     plain, lossless = last["resnet18-w4a4", "plain"], last["resnet18-w4a4", "lossless"]
     found["gpu.lossless.speed"] = _times(lossless, plain, "samples_s", 2)
     return found | {"gpu.lossless.less": _times(plain, lossless, "activations_mib")}

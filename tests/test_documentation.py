@@ -65,10 +65,20 @@ def test_pages_have_snippets():
     assert len(SNIPPETS) >= 12 and any("README" in case.id for case in SNIPPETS)
 
 
+def _with_parts(page: Path) -> str:
+    """The text of a page, with the parts of other pages that the site puts into it."""
+
+    def part(found: re.Match[str]) -> str:
+        text = (ROOT / found[1]).read_text("utf-8")
+        return text.partition(f"[start:{found[2]}]")[2].partition(f"[end:{found[2]}]")[0] if found[2] else text
+
+    return re.sub(r'^--8<-- "(\S+\.md)(?::(\w+))?"$', part, page.read_text("utf-8"), flags=re.M)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_pages_lead_to_files(page):
     """The site's own check (``make docs``) sees places on pages, too."""
-    links = re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8"))
+    links = re.findall(r"\]\(([^)#\s]+)", _with_parts(page))
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
