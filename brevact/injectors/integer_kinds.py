@@ -84,7 +84,9 @@ def delays(quant: Any) -> bool:
 
 
 def _number(x: Tensor) -> float:
-    """The value of a constant, read once: reading waits for a GPU."""
+    """The value of a constant, which is read once on a GPU: reading waits there."""
+    if x.is_cpu:  # `x.data` is set without a new version
+        return float(x.item())
     storage, place = x.untyped_storage(), (x._version, x.storage_offset(), x.dtype)
     known = _widths.get(storage)
     if known is None or known[0] != place:

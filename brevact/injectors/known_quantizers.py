@@ -271,14 +271,19 @@ class KnownQuantizer:
                 # what `bit_width.data` is set to leaves the version alone, and shows in the memory that NumPy reads
                 view = bit_width.detach().numpy() if bit_width.is_cpu and bit_width.dtype is torch.float32 else None
             value = None if view is None else float(view)
-            known = self._width = _Width(bit_width, bit_width._version, view, value, threshold, integers)
+            address, version = bit_width.data_ptr(), bit_width._version
+            known = self._width = _Width(bit_width, address, version, view, value, threshold, integers)
         return known.threshold, known.integers
 
 
 class _Width(NamedTuple):
-    """A bit width, its version and its value where the host can read it, and what was computed for them."""
+    """A bit width, its version and its value where the host can read it, and what was computed for them.
+
+    The tensor keeps others from its address. ``share_memory`` moves it, and frees the memory that the view shows.
+    """
 
     bit_width: Tensor
+    address: int
     version: int
     view: Any
     value: float | None
@@ -287,7 +292,7 @@ class _Width(NamedTuple):
 
     def is_of(self, bit_width: Tensor) -> bool:
         """Return whether this is the same tensor, and has not changed."""
-        if self.bit_width.data_ptr() != bit_width.data_ptr() or self.version != bit_width._version:
+        if self.address != bit_width.data_ptr() or self.version != bit_width._version:
             return False
         return self.view is None or float(self.view) == self.value
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import brevact
 from brevact import LosslessBackward
+from brevact.injectors.known_quantizers import known_quantizer
 from tests.qat.cases import CHANNELS, activation, gradients
 
 CONSTANT = {"scaling_impl_type": "const", "scaling_init": 2.0}
@@ -203,11 +204,28 @@ def test_settings_that_change_between_steps_without_a_version_count(change):
         for _ in range(3):
             before = gradients(layer, activation())
         change(tensor_quant(layer))
-        after = gradients(layer, activation())
+        after = gradients(layer, 2 * activation())  # of which some are clipped
         assert not torch.equal(before[0], after[0])
         found.append([*after[:2], *after[2].values()])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+class _Freed:
+    def __float__(self):
+        raise AssertionError("freed memory was read")
+
+
+def test_bit_widths_that_moved_into_shared_memory_are_read_there():
+    layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4, **CONSTANT)
+    model = brevact.quantize_backward(nn.Sequential(layer), LosslessBackward, min_numel=0)
+    gradients(model, activation())
+    model.share_memory()
+    known = known_quantizer(layer.act_quant.fused_activation_quant_proxy)
+    known._width = known._width._replace(view=_Freed())
+    _set_width(tensor_quant(layer))
+    out, _, _ = gradients(model, activation())
+    assert out.unique().numel() <= 2**3
 
 
 def test_quantizers_whose_tables_of_hooks_or_children_are_others_run_by_themselves():
