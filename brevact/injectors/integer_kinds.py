@@ -55,7 +55,7 @@ def integers_of(quant: Any, bit_width: Tensor) -> Integers | None:
         return None
     if type(quant).to_int not in (IntQuant.to_int, DecoupledIntQuant.to_int):  # somebody's own way to the integers
         return None
-    if bit_width.requires_grad or bit_width.numel() != 1:
+    if bit_width.requires_grad or bit_width.numel() != 1 or bit_width.is_meta:
         return None
     width = _number(bit_width)
     if not 1 <= width <= 32 or width != int(width):

@@ -89,7 +89,7 @@ _EVERYWHERE = global_forward_pre_hooks, global_forward_hooks, global_backward_pr
 
 def statistics_of_weight(region: Any, impl: Any, weight: Tensor) -> Tensor:
     """Return statistics of a weight, whose gradient computes them again, or goes to the largest elements."""
-    if type(impl) is AbsMax and weight.dim():
+    if type(impl) is AbsMax and weight.dim() and not weight.is_meta:  # without elements none is the largest
         return largest_magnitude(region, weight, impl.stats_reduce_dim, impl.keepdim)
     return weight_statistics(region, impl, weight)
 

@@ -7,7 +7,13 @@ import brevitas.nn as qnn
 import pytest
 import torch
 from brevitas.graph.calibrate import bias_correction_mode, calibration_mode
-from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
+from brevitas.quant import (
+    Int8ActPerTensorFloat,
+    Int8WeightPerTensorFloat,
+    ShiftedUint8ActPerTensorFloat,
+    SignedTernaryActPerTensorConst,
+    Uint8ActPerTensorFloat,
+)
 from brevitas.quant_tensor import IntQuantTensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -175,3 +181,24 @@ def test_lossless_attention_is_that_of_torch():
         loss = nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
     found = torch.autograd.grad(loss, (q, k, v))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat),
+        lambda: qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, scaling_impl_type="const", scaling_init=1.0),
+        lambda: qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, scaling_impl_type="parameter", scaling_init=1.0),
+        lambda: qnn.QuantIdentity(act_quant=ShiftedUint8ActPerTensorFloat),
+        lambda: qnn.QuantIdentity(act_quant=SignedTernaryActPerTensorConst, scaling_init=1.0),
+    ],
+    ids=["collected", "constant", "learned", "shifted", "ternary"],
+)
+@pytest.mark.parametrize("policy", [LosslessBackward, StochBackward2bit])
+def test_layers_on_the_meta_device_run_as_those_of_brevitas(act, policy):
+    conv = qnn.QuantConv2d(CHANNELS, 4, 3, weight_quant=Int8WeightPerTensorFloat)
+    model = brevact.quantize_backward(nn.Sequential(act(), conv).to("meta"), policy, min_numel=0)
+    x = activation().to("meta").requires_grad_()
+    for _ in range(2):
+        model(x).sum().backward()
+    assert x.grad.is_meta and x.grad.shape == x.shape and conv.weight.grad.shape == conv.weight.shape
