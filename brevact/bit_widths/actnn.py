@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from brevact.policy.predicates import CONVOLUTIONS
 from brevact.policy.presets import Policy
 from brevact.quantizers.brief import brief
 from brevact.reports.gradient_passes import Loss
+from brevact.user_lines import warn
 
 _EXPANDABLE = "expandable_segments:True"
 
@@ -77,10 +77,9 @@ class ActnnLevel:
         """
         quantize_backward(model, self.policy)
         if self.defragments and torch.cuda.is_available() and not _is_expandable():
-            warnings.warn(
+            warn(
                 f"{self.name}: the allocator is told to join free segments before torch starts: "
-                f"PYTORCH_ALLOC_CONF={_EXPANDABLE}; without it this level is L4",
-                stacklevel=2,
+                f"PYTORCH_ALLOC_CONF={_EXPANDABLE}; without it this level is L4"
             )
         if self.bit_width is None:
             return None

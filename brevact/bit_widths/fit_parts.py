@@ -8,7 +8,6 @@ first samples of one batch.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from brevact.reports.chains import chains_of
 from brevact.reports.gradient_noise import Estimate, ExactGradients
 from brevact.reports.gradient_passes import Loss, as_it_was, gradients
 from brevact.reports.memory import memory_of
+from brevact.user_lines import warn
 
 #: Parts of a batch that are tried, the smallest first.
 _PARTS = (8, 4, 2)
@@ -81,11 +81,10 @@ def noise_on_part(
             with as_it_was(model), regions_disabled():
                 found = gradients(model, part, loss, exact.seed)
         except Exception as error:  # of any type: the code that takes whole batches alone is the caller's
-            warnings.warn(
+            warn(
                 f"fit(quick=True): on {count} of the {samples} samples of a batch the loss raised "
                 f"{type(error).__name__}: {error}\nThe noise of layers is measured on the whole batch, which takes "
-                "longer. Pass a loss that takes a part of a batch, or quick=False",
-                stacklevel=2,
+                "longer. Pass a loss that takes a part of a batch, or quick=False"
             )
             break
         on_pass()

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import functools
 import inspect
-import warnings
 from typing import Any
 
 from brevitas.nn import QuantIdentity, QuantMultiheadAttention
@@ -19,6 +18,7 @@ from brevact.injectors.injector_type import FROM_LAYER, BackwardInjectorType
 from brevact.injectors.resolve import resolve
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_brevitas import LAYERS, QuantRecurrentLayerMixin
+from brevact.user_lines import warn
 
 
 class BackwardQuantProxy(nn.Module):
@@ -146,10 +146,9 @@ def _refuse_parts_and_parameters(injector: BackwardInjectorType, layer: nn.Modul
             "would store nothing packed; pass it as act_quant= of QuantMultiheadAttention, where it covers the whole "
             "layer, or as in_proj_input_quant= and out_proj_input_quant= for the projections alone"
         )
-    warnings.warn(
+    warn(
         f"{injector.__name__} in a {type(layer).__name__} packs nothing: an identity keeps nothing for backward. Put "
-        "it into the layer that follows (act_quant= of brevitas.nn.QuantConv2d)",
-        stacklevel=3,
+        "it into the layer that follows (act_quant= of brevitas.nn.QuantConv2d)"
     )
 
 

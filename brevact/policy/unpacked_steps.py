@@ -6,7 +6,6 @@ Regions are entered by the hooks of modules. `model.forward(x)` calls none, and 
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from brevact.autograd.hooks import Attachment
 from brevact.policy.inherit import attachment_of
 from brevact.private_names.of_torch import has_compiled
+from brevact.user_lines import warn
 
 _log = logging.getLogger(__name__)
 _BLOCK = "with brevact.backward_quant(model): loss = loss_fn(model(inputs), targets)"
@@ -53,7 +53,7 @@ class _Watch:
         why = _EVAL if attachment.has_declined else _NOT_CALLED
         message = f"{self._kind} has a backward policy, and got gradients of a step that packed nothing: {why}"
         _log.warning(message)
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warn(message)
 
 
 def watch_gradients(model: nn.Module) -> None:

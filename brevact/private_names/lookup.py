@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-import warnings
 from typing import Any, NoReturn
 
 _NOTHING = object()
@@ -53,7 +52,9 @@ def find(path: str, use: str, *, fallback: Any = _NOTHING, placeholder: Any = _N
             return fallback
     message = message_for(path, use)
     missing.append((path, use, message))
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    from brevact.user_lines import warn  # where it is needed: this module is the first of the package to be imported
+
+    warn(message, RuntimeWarning)
     if placeholder is not _NOTHING:
         return placeholder
     return _StandIn(path.rpartition(".")[2], (), {"message": message})

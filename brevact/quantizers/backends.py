@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import logging
 import operator
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from brevact.heap import note_passed, tune_heap
 from brevact.private_names.of_torch import is_functional_tensor, is_functorch_tensor
+from brevact.user_lines import warn
 
 _log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -111,11 +111,10 @@ def _launchers(on_gpu: bool) -> ModuleType | None:
         found = importlib.import_module("brevact.cpu_kernels.launch")
         _log.info("CPU tensors are quantized by kernels, which Numba compiles once on a machine")
     except (ImportError, OSError, SystemError) as error:  # of a shared library that does not load, as well
-        warnings.warn(
+        warn(
             f"CPU kernels cannot be compiled here ({type(error).__name__}: {error}); plain torch quantizes CPU "
             "tensors, to the same bytes in several times the time. Check `python -c 'import numba'`",
             RuntimeWarning,
-            stacklevel=2,
         )
         return None
     tune_heap()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from brevact.trainers.arguments import check_flags, check_run, check_steps, chec
 from brevact.trainers.attached import AttachedPolicy
 from brevact.trainers.batches import device_of, first_batches, kept_random_state, moved
 from brevact.trainers.run import BATCHES, FIRST_STATE, Run
+from brevact.user_lines import warn
 
 
 class TrainingPolicy:
@@ -236,10 +236,9 @@ class TrainingPolicy:
         own = self.state_dict()
         check_values(state, own)
         if state["policy"] != own["policy"]:
-            warnings.warn(
+            warn(
                 f"the checkpoint's policy is {state['policy']!r}, that of this run {own['policy']!r}; the latter "
-                "applies, from its beginning",
-                stacklevel=2,
+                "applies, from its beginning"
             )
             return
         if self._run is None:

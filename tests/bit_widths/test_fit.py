@@ -168,8 +168,11 @@ def test_a_quick_fit_of_a_loss_that_takes_whole_batches_takes_these(model, batch
     def picky(measured: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return loss(measured, (batch[0].view(32, 3, 14, 14), batch[1]))
 
-    with pytest.warns(UserWarning, match=r"on 4 of the 32 samples of a batch the loss raised RuntimeError: shape"):
+    with pytest.warns(
+        UserWarning, match=r"on 4 of the 32 samples of a batch the loss raised RuntimeError: shape"
+    ) as found:
         assert brevact.fit(model, batches, picky, ratio=9, quick=True).report.ratio >= 9
+    assert [each.filename for each in found] == [__file__]
 
 
 def test_samples_are_those_along_which_all_tensors_can_be_cut():

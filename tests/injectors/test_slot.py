@@ -234,8 +234,9 @@ def test_slots_of_parameters_name_the_slot_that_works(layer, slot):
 
 
 def test_identity_warns_that_it_packs_nothing(saved_bytes):
-    with pytest.warns(UserWarning, match="StochBackward2bit in a QuantIdentity packs nothing"):
+    with pytest.warns(UserWarning, match="StochBackward2bit in a QuantIdentity packs nothing") as found:
         layer = qnn.QuantIdentity(act_quant=StochBackward2bit)
+    assert [each.filename for each in found] == [__file__]
     x = torch.randn(8, 1024, requires_grad=True)
     result, kept = saved_bytes(layer, x)
     assert torch.equal(result, x) and kept == 0

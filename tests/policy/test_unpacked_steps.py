@@ -41,8 +41,10 @@ def message_of(step) -> str:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         step()
-    texts = [str(each.message) for each in found if "backward policy" in str(each.message)]
+    told = [each for each in found if "backward policy" in str(each.message)]
+    texts = [str(each.message) for each in told]
     assert len(texts) <= 1
+    assert {each.filename for each in told} <= {__file__}
     return texts[0] if texts else ""
 
 

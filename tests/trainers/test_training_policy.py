@@ -96,8 +96,11 @@ def test_kept_random_state_gives_back_states_of_python_and_numpy():
 
 def test_training_policy_warns_of_a_state_of_another_policy():
     policy = TrainingPolicy("StochBackward2bit", memory=False)
-    with pytest.warns(UserWarning, match="the checkpoint's policy is 'default', that of this run 'StochBackward2bit'"):
+    with pytest.warns(
+        UserWarning, match="the checkpoint's policy is 'default', that of this run 'StochBackward2bit'"
+    ) as found:
         policy.load_state_dict(TrainingPolicy("default").state_dict())
+    assert [each.filename for each in found] == [__file__]
     with pytest.raises(ValueError, match=r"state: got the keys \['steps'\]; accepted are"):
         policy.load_state_dict({"steps": 3})
     with pytest.raises(TypeError, match="state: got None"):
