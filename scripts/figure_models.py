@@ -13,11 +13,20 @@ _CONVOLUTIONAL = ("ResNet", "ConvNeXt", "MobileNetV2", "RegNet", "EfficientNetV2
 def of_models(results: Results) -> dict[str, str]:
     """Of models.csv: bytes and gradient errors of models of three kinds."""
     columns = ("model", "parameters", "plain", "kept", "ratio", "error_8bit", "error_2bit", "along_gradient")
-    heads = ("model", "weights", "plain", "kept", "times less", "error, 8 bits", "error, 2 bits", "along g")
+    heads = (
+        "model",
+        "weights, M",
+        "plain, MiB",
+        "kept, MiB",
+        "times less",
+        "error, 8 bits",
+        "error, 2 bits",
+        "along g",
+    )
     kinds: dict[str, list[Sequence[str]]] = {kind: [heads] for kind in ("transformers", "convolutional", "image")}
     for (model,), row in results.last("models", "model").items():
         kind = "image" if model[0].islower() else "convolutional" if model in _CONVOLUTIONAL else "transformers"
-        kinds[kind].append([row[column] for column in columns])
+        kinds[kind].append([row[column].removesuffix(" MiB").removesuffix(" M") for column in columns])
     forward = ", ".join(dict.fromkeys(row["forward"] for row in results.last("models", "model").values()))
     return {"models.forward": forward} | {f"models.{kind}": table(cells) for kind, cells in kinds.items()}
 
@@ -34,11 +43,11 @@ _KEPT_BECAUSE = {
 
 def of_domain_bytes(results: Results) -> dict[str, str]:
     """Of domain_bytes.csv and domain_steps.csv: bytes and steps of models of other fields."""
-    cells = [("model", "plain", "kept", "times less", "step", "below 8 times, because")]
+    cells = [("model", "plain, MiB", "kept, MiB", "times less", "step", "below 8 times, because")]
     steps = results.last("domain_steps", "model")
     for (model,), row in results.last("domain_bytes", "model").items():
         plain, saved = int(row["plain_bytes"]), int(row["saved_bytes"])
-        mibs = (f"{value / 2**20:.2f} MiB" for value in (plain, saved))
+        mibs = (f"{value / 2**20:.2f}" for value in (plain, saved))
         step = steps[model,]["step"] if (model,) in steps else ""
         cells.append((model, *mibs, f"{plain / saved:.1f}", step, _KEPT_BECAUSE.get(model, "")))
     return {"models.domains": table(cells)}
@@ -46,9 +55,9 @@ def of_domain_bytes(results: Results) -> dict[str, str]:
 
 def of_recurrent(results: Results) -> dict[str, str]:
     """Of recurrent.csv: bytes of recurrent layers at 2 bits."""
-    cells = [("layer", "plain", "kept")]
+    cells = [("layer", "plain, MiB", "kept, MiB")]
     for (layer,), row in results.last("recurrent", "layer").items():
-        cells.append((layer, *(f"{int(row[kind]) / 2**20:.1f} MiB" for kind in ("plain_bytes", "saved_bytes"))))
+        cells.append((layer, *(f"{int(row[kind]) / 2**20:.1f}" for kind in ("plain_bytes", "saved_bytes"))))
     return {"recurrent": table(cells)}
 
 

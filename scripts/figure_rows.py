@@ -170,10 +170,10 @@ def _policies_table(found: Mapping[str, str]) -> str:
     policies |= {"`CONV_NET`": "CONV_NET", "`TRANSFORMER`": "TRANSFORMER"}
     cells = [("", "full precision", *policies)]
     for model in ("EfficientNetV2 nano", "ResNet-20", "GPT nano", "ViT nano"):
-        line = [model, f"{found[f'noise.{model}.DEFAULT.plain']} MiB"]
+        line = [model, found[f"noise.{model}.DEFAULT.plain"]]
         for policy in policies.values():
             name = f"noise.{model}.{policy}"
-            line.append(f"{found[name]}, {found[f'{name}.kept']} MiB")
+            line.append(f"{found[name]}, {found[f'{name}.kept']}")
         cells.append(tuple(line))
     return table(cells)
 

@@ -14,13 +14,13 @@ def of_adaptive(results: Results) -> dict[str, str]:
     last = results.last("adaptive", "model", "stored", "strategy", "bit_width")
     strategies = {"one width": "fixed", "by samples' ranges": "samples", "by layers": "layers"}
     strategies["by layers and samples"] = "layers and samples"
-    cells = [("stored", "mean bits", "kept", *strategies)]
+    cells = [("stored", "mean bits", "kept, MiB", *strategies)]
     for stored, words in (("own", "a tensor a layer"), ("chains", "chains")):
         for bits in ("1.5", "2", "3"):
             rows = [last.get(("ResNet-20", stored, strategy, bits)) for strategy in strategies.values()]
             noises = (f"{float(row['noise']):.4f} ± {float(row['noise_se']):.4f}" if row else "" for row in rows)
             kept = statistics.median(int(row["saved_bytes"]) for row in rows if row) / 2**20
-            cells.append((words, bits, f"{kept:.2f} MiB", *noises))
+            cells.append((words, bits, f"{kept:.2f}", *noises))
     found = {f"adaptive.{'.'.join(key)}": noise_text(row["noise"]) for key, row in last.items()}
     for kind in ("saved", "plain"):
         mibs = {key: f"{int(row[f'{kind}_bytes']) / 2**20:.1f}" for key, row in last.items()}
@@ -40,7 +40,7 @@ def of_small_tensors(results: Results) -> dict[str, str]:
     cells = [("model", *(f"{int(each):,}" for each in least))]
     for model in dict.fromkeys(model for model, _ in last):
         rows = [last[model, each] for each in least]
-        cells.append((model, *(f"{row['times_less']} times less, step {float(row['step']):.1f}" for row in rows)))
+        cells.append((model, *(f"{row['times_less']}, {float(row['step']):.1f}" for row in rows)))
     return {"small-tensors": table(cells)}
 
 
@@ -62,19 +62,19 @@ WAYS_OF_RECOMPUTE = {
 def of_recompute(results: Results) -> dict[str, str]:
     """Of recompute.csv: bytes kept, peak and time of a step, and the error of gradients, of each model and policy."""
     last = results.last("recompute", "model", "policy")
-    cells = [("model", "", "kept", "peak of a step", "time of a step", "error of the gradient")]
+    cells = [("model", "", "kept, MiB", "peak, MiB", "step", "error of the gradient")]
     for model in dict.fromkeys(model for model, _ in last):
         first = next(row for (name, _), row in last.items() if name == model)
-        kept, peak = (f"{mib(str(int(first[key]) / 2**20))} MiB" for key in ("plain_bytes", "plain_peak"))
+        kept, peak = (mib(str(int(first[key]) / 2**20)) for key in ("plain_bytes", "plain_peak"))
         cells.append((model, "full precision", kept, peak, "1", "0"))
         for policy, text in WAYS_OF_RECOMPUTE.items():
             row = last.get((model, policy))
             if row is not None:
-                kept = f"{mib(str(int(row['saved_bytes']) / 2**20))} MiB ({row['ratio']}x less)"
+                kept = f"{mib(str(int(row['saved_bytes']) / 2**20))} ({row['ratio']}x less)"
                 percent = 100 * float(row["error"])
                 error = "0" if not percent else f"{percent:.1f} %" if percent >= 0.05 else "below 0.001 %"
                 assert not 0.001 <= percent < 0.05
-                peak = f"{mib(str(int(row['peak']) / 2**20))} MiB"
+                peak = mib(str(int(row["peak"]) / 2**20))
                 cells.append(("", text, kept, peak, f"{float(row['step']):.2f}", error))
     exact = sorted((row["ratio"] for (_, policy), row in last.items() if policy in _EXACT), key=float)
     found = {"recompute": table(cells), "recompute.exact.less": f"{exact[0]} to {exact[-1]}"}
