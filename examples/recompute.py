@@ -1,4 +1,4 @@
-"""The fewest bytes: layers that are cheap are computed again in backward, the rest is stored at 6 bits."""
+"""The fewest bytes: backward recomputes cheap layers, the rest is stored at 6 bits."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Exact gradients in fewer bytes: layers that are cheap are computed again in backward, the rest is stored as it is."""
+"""Exact gradients in fewer bytes: backward recomputes cheap layers, the rest is stored unrounded."""
 
 import torch
 

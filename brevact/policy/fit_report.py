@@ -125,7 +125,7 @@ class FitReport:
             predicted = f" (predicted: {self.predicted_time:.2f})" if self.predicted_time else ""
             text += f"; a step takes {self.time:.2f} times as long{predicted}"
         if self.recompute:
-            text += f", layers of up to {self.recompute} multiplications an element are computed again"
+            text += f", layers of up to {self.recompute} multiplications an element are recomputed"
         return f"{text}\n{self.note}" if self.note else text
 
     def to_plain(self) -> dict[str, Any]:
