@@ -213,7 +213,7 @@ def _random_model(settings: FineTuneSettings) -> Any:
     width, layers, heads = SIZES[settings.size]
     common = {"vocab_size": settings.vocabulary, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)}
     if settings.architecture == "gpt2":
-        shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": settings.context}
+        shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": max(settings.context, 1024)}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **common))
     config = transformers.LlamaConfig(
         hidden_size=width,
@@ -221,7 +221,7 @@ def _random_model(settings: FineTuneSettings) -> Any:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
-        max_position_embeddings=settings.context,
+        max_position_embeddings=max(settings.context, 4096),  # --weights may take longer ones
         tie_word_embeddings=True,
         **common,
     )
@@ -240,7 +240,8 @@ def _given_model(settings: FineTuneSettings) -> Any:
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and settings.context > most:
         raise RecipeError(
-            f"--context {settings.context} is not possible: the model of --weights takes {most} tokens at most"
+            f"--context {settings.context} is not possible: the model of --weights takes {most} tokens at most; "
+            f"use --context and --measured-context of at most {most}"
         )
     return model
 

@@ -47,7 +47,7 @@ def table_rows(
         Rows with the keys `COLUMNS`. Times are medians over rounds; ratios are medians of ratios to plain training's in
         the same round. `difference` is from plain training of the same seed, `_se` a standard error of a mean.
     """
-    words = " ".join(f"{name}={value}" for name, value in asdict(settings).items())
+    words = " ".join(f"{name}={value}" for name, value in asdict(settings).items() if name != "data_dir")
     rows = []
     for variant in variants:
         row: dict[str, Any] = {**dict.fromkeys(COLUMNS, ""), "recipe": domain.name, "variant": variant}

@@ -132,6 +132,12 @@ def test_main_says_what_to_do_and_exits_with_2(tmp_path, capsys, arguments, mess
 
 
 def test_main_says_how_many_tokens_given_weights_take(whole_run, tmp_path, capsys):
-    weights = ["--weights", str(whole_run / "finetune-plain"), "--context", "32"]
+    weights = ["--weights", str(whole_run / "finetune-plain"), "--context", "4097"]
     assert main([*TINY, *weights, "--seeds", "0", "--out-dir", str(tmp_path)]) == 2
-    assert "the model of --weights takes 16 tokens at most" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "the model of --weights takes 4096 tokens at most; use --context and --measured-context of at most" in error
+
+
+def test_given_weights_take_longer_sequences_than_they_were_trained_on(whole_run):
+    settings = replace(FineTuneSettings(**SMALL), weights=str(whole_run / "finetune-plain"), context=1024, batch_size=1)
+    assert FineTuning(settings, 0, CPU).probe()["input_ids"].shape == (1, 1024)
