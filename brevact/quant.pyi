@@ -16,15 +16,15 @@ class DualPrecisionBackward4bit(_BackwardQuantizer):
     """4-bit residuals, stochastic rounding: 4.26 bits an element (maps of 56 by 56), 7.5x smaller than float32."""
 
 class LosslessBackward(_BackwardQuantizer):
-    """Pack what is exact alone: masks, and the integers of forward quantizers; all else stays at full precision.
+    """Pack only exact values, masks and the integers of forward quantizers; all else stays at full precision.
 
-    Gradients are those of the model without backward quantization. With forward quantizers of a learned scale,
-    ``residual_bit_width=2`` stores what they round away in 2 bits, unbiased, in place of their input: gradients of
-    scales get noise, all others stay as they are.
+    Gradients equal those without backward quantization, to the last bit. A forward quantizer with a learned scale saves
+    its input; with ``residual_bit_width=2`` it saves the rounding residual in 2 bits instead, unbiased: gradients of
+    scales get noise, all others stay equal.
 
-    With ``recompute=1024`` layers of up to 1,024 multiplications an element, and the norms and functions behind them,
-    are computed again in backward from the activations that are stored. Gradients are then exact but for roundings of
-    their type, no longer equal to the last bit, at a few times fewer bytes.
+    With ``recompute=1024``, backward recomputes layers of up to 1,024 multiplications an element, and the norms and
+    functions after them, from the activations that are stored. This takes a few times fewer bytes; gradients then
+    differ in the order of sums, no longer equal to the last bit.
 
     >>> import torch
     >>> LosslessBackward.backward_settings.is_exact

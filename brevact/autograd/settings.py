@@ -89,21 +89,19 @@ class BackwardSettings:
             precision, where ``of_functions`` says more.
         save_mode: see :class:`SaveMode`.
         min_numel: tensors with fewer elements are stored as they are.
-        residual_bit_width: bits an element for what a forward quantizer rounds away, and for the mask of what it
-            clips, stored where its scale is learned: 2 to 8, stochastically rounded; 32 stores its input as it is.
-        derive_min_bits: bits that a packed tensor must have for smooth functions of it to be derived from it; affine
-            and piecewise linear ones are at any width, since they are unbiased. 0 derives nothing: each op stores its
-            own tensor.
+        residual_bit_width: bits an element for the rounding residual and the clipping mask of a forward quantizer with
+            a learned scale: 2 to 8, stochastically rounded; 32 stores the quantizer's input as it is.
+        derive_min_bits: least bits of a packed tensor from which smooth functions derive; affine and piecewise linear
+            functions derive at any width, since they are unbiased. 0 derives nothing: each op stores its own tensor.
         score_bit_width: bits of query and key of attention, 2 to 8, where the quantizer has fewer.
-        recompute: multiplications and additions that an element of the output of a layer may cost for the op that reads
-            it to have it computed again in backward, from the layer's input and weight, in place of storing it; 0 has
-            no layer computed again. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs.
+        recompute: layers whose output costs at most this many multiplications an element are recomputed in backward,
+            from their input and weight, when an op with these settings reads the output, which is then not stored. 0
+            recomputes none. A 3x3 depthwise convolution costs 9, a linear layer as many as it has inputs.
         of_functions: pairs of the name of an op (``brevact.autograd.op_names``) and the settings with which it runs in
             place of these, None for full precision. For an op inside another one, the first of the two decides.
-        double_backward: whether gradients may be differentiated again (``create_graph=True``): each op is torch's own
-            then, whose saved tensors are packed by hooks where its gradient bears that, and stored as they are
-            elsewhere; nothing is computed again (``recompute``). Compiled graphs, of which torch has no second
-            derivatives, take no notice of it.
+        double_backward: whether gradients may be differentiated again (``create_graph=True``). Each op is then torch's
+            own, hooks pack its saved tensors where its gradient allows that, and nothing is recomputed
+            (``recompute``). Compiled graphs, which have no second derivatives in torch, ignore it.
 
     Raises:
         TypeError: ``quantizer`` cannot quantize, ``of_functions`` holds something else, or ``double_backward`` is no

@@ -32,27 +32,27 @@ _OLD_SHARE = 0.5
 
 
 class Adaptive:
-    """Gives the layers of a model widths of 1 to 8 bits while it trains, under a budget of bytes, by their sensitivity.
+    """Gives each layer of a model 1 to 8 bits within a budget of bytes, and moves bits while the model trains.
 
-    The sensitivity of a layer is what its rounding adds to the variance of the gradient, times (2^b - 1)^2: measured
-    as half the squared distance of two gradients of one batch, which differ in the random bits of that layer alone.
-    Widths b then minimize sum_l sensitivity_l / (2^b_l - 1)^2, bytes being within the budget. Layers that share or
-    derive from a packed tensor have one width; a chain with smooth functions has no less than `derive_min_bits`, below
-    which its members would store tensors of their own.
+    The sensitivity of a layer is the variance that its rounding adds to the gradient, times (2^b - 1)^2, measured as
+    half the squared distance of two gradients of one batch that differ only in the random bits of that layer. Widths b
+    minimize sum_l sensitivity_l / (2^b_l - 1)^2 within the budget. Layers that share or derive from a packed tensor
+    have one width; a chain with smooth functions has at least `derive_min_bits` bits, below which each layer would
+    store a tensor of its own.
 
-    A measurement costs as many forward and backward passes of a batch as there are groups of layers, and one: with 40
-    groups and ``every=1000`` 4 % of the time of training. It is taken when the object is made, and in every
-    ``every``-th step. It runs under the widths that are in force, so that it stores no more than training does, but for
-    two gradients of the weights. Making the object costs 10 forward passes beside, one at full precision and
-    eight at 1 to 8 bits: where those of a batch do not fit, give a smaller one, since the budget is a ratio.
+    A measurement takes one forward and backward pass for each group of layers, and one more: with 40 groups and
+    ``every=1000`` 4 % of the time of training. It runs when the object is made, and in every ``every``-th step, at the
+    current widths, so that it stores as much as training does, and two gradients of the weights. Making the object
+    takes 10 more forward passes, one of them at full precision: if that does not fit, give a smaller batch and a
+    budget as a ratio.
 
-    With ``samples`` each sample of a batch has a width of its own, too (`SampleQuantizer`): those whose gradients were
-    larger in the epoch before, at the outputs of the layers, have more bits; a sample that has not been seen counts as
-    the mean. The model then runs inside ``with adaptive.batch(indices)``.
+    With ``samples`` each sample of a batch also has a width of its own (`SampleQuantizer`): more bits for samples whose
+    gradients, at the outputs of the layers, were larger in the epoch before; a new sample counts as the mean. The model
+    then runs inside ``with adaptive.batch(indices)``.
 
     Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3. Differs: ActNN has a closed form of the sensitivity for each
-    kind of layer, of the nearest weight alone, at no pass; the measured one counts all weights, whatever the layers,
-    chains and functions between. Budgets are bytes, metadata and masks included.
+    kind of layer, which needs no pass and counts the nearest weight alone; the measurement counts all weights. Budgets
+    are bytes, metadata and masks included.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
@@ -68,21 +68,21 @@ class Adaptive:
     >>> adaptive.saved_bytes <= adaptive.budget_bytes
     True
 
-    A budget of the peak of a step is one of bytes, too: those whose peak is within it when the object is made.
+    ``peak_bytes`` becomes a budget of bytes when the object is made: those whose peak is within it.
 
     Layers with ``act_quant=`` of their own, quantizers other than ``StochBackward{1..8}bit``,
-    ``DitherBackward{1..8}bit`` and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep what they
-    have. In a distributed run, ranks take the mean of what each of them measures, and so agree. A graph of
-    ``torch.compile`` is made anew where widths change.
+    ``DitherBackward{1..8}bit`` and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep their
+    settings. In a distributed run, ranks average their measurements, and so agree. ``torch.compile`` compiles again
+    when widths change.
 
     Args:
-        model: module with a policy, or without, which then gets :data:`brevact.DEFAULT`; may be wrapped in DDP.
-        batch: what ``loss`` takes, like those of training: bytes are measured on it.
-        loss: takes the model and a batch, and returns a scalar. It runs in the region of the model.
-        ratio: how many times less a training step shall store than at full precision.
-        peak_bytes: or: the most bytes that PyTorch is to allocate in a step above its start, as
-            :func:`brevact.step_report` measures them, with the loss in the region of the model.
-        bit_width: or: no more than all layers take at this width, a number from 1 to 8; between integers in proportion.
+        model: module; without a policy it gets :data:`brevact.DEFAULT`. It may be wrapped in DDP.
+        batch: passed to ``loss``; like the batches of training, since bytes are measured on it.
+        loss: takes the model and a batch, and returns a scalar; called in the region of the model.
+        ratio: how many times fewer bytes a training step stores than at full precision.
+        peak_bytes: or: the most bytes that PyTorch allocates in a step above its start, as :func:`brevact.step_report`
+            measures them, with the loss in the region of the model.
+        bit_width: or: the bytes that all layers take at this width, from 1 to 8; between integers in proportion.
         every: steps from one measurement to the next.
         samples: number of samples in the data set; None for widths of layers alone.
 

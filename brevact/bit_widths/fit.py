@@ -66,33 +66,35 @@ def fit(
     quick: bool = False,
     progress: bool = True,
 ) -> Policy:
-    """Return the policy of least gradient noise within a budget: bit widths of 1 to 8, or full precision, a layer.
+    """Return the policy of least gradient noise within a budget: each layer gets 1 to 8 bits or full precision.
 
-    The unit is the step, as ``with brevact.backward_quant(model):`` runs it: the loss is packed, too, at a width of its
+    The budget is that of a step in ``with brevact.backward_quant(model):``: the loss is packed, too, at a width of its
     own, and its bytes and noise count.
 
-    Layers that pack tensors get widths, and all that can derive from these derives. The noise of each of them is
-    measured alone; bytes go where they lower it most (:func:`brevact.bit_widths.allocation.allocate`). The result is
-    measured, and corrected until bytes fit, and noise is what was predicted within a factor of 1.5; ``policy.report``
-    says what is reached. Noise and squared bias are in units of the noise between minibatches, and count together.
+    ``fit`` measures the noise of each layer that packs tensors, and spends bytes where they lower noise most
+    (:func:`brevact.bit_widths.allocation.allocate`); other tensors derive where they can. It measures the resulting
+    policy, and corrects it until the bytes fit and the noise is within a factor of 1.5 of the prediction.
+    ``policy.report`` has the result. Noise and squared bias are in units of the noise between minibatches, and are
+    added.
 
     The peak of a step is the most bytes that PyTorch allocates above the step's start, on the device of the batch, as
-    :func:`brevact.step_report` measures it. It is measured for each choice of widths, and what it is above the kept
-    bytes (gradients, decoded tensors, workspaces) is taken off the bytes of the next choice, until the peak fits.
+    :func:`brevact.step_report` measures it. ``fit`` measures the peak of each choice of widths, and takes the peak's
+    excess over the kept bytes (gradients, decoded tensors, workspaces) off the bytes of the next choice, until the peak
+    fits.
 
-    Layers are computed again (``recompute=``) where that is needed for the bytes, for the noise, or, with a budget of
-    bytes alone, for noise below 0.01: the policy is fitted at one level after the other, of up to 1024 multiplications
-    an element. With ``time`` it is fitted at the highest level whose steps take no longer, whatever that is.
+    Layers are recomputed (``recompute=``) where the bytes or the noise need that, and with a budget of bytes alone
+    until noise is below 0.01: ``fit`` tries one level after the other, up to 1024 multiplications an element. With
+    ``time`` it takes the highest level whose steps take no longer.
 
     Cost, of B batches and G layers that pack tensors (in EfficientNetV2 nano 24): B + 1 + 2 (G + 1) passes, two more
     for each layer that is to have 1 or 2 bits, 10 for each of at most 3 policies that are measured, 4 for the peaks at
     full precision and at 1 bit, and some 20 forward passes for bytes; with a budget of the peak up to 16 more. All this
-    once for each level at which layers are computed again.
+    once for each level of recomputation.
 
     ``quick`` measures the noise of layers on an eighth of the first batch (more, where that would pack fewer tensors;
     all of a batch whose tensors differ in their first size), in G + 2 passes of it, and of at most 2 policies on two
-    batches; layers are computed again where the budget cannot be met otherwise, or, with a budget of bytes alone, where
-    noise would be above 0.1. Bytes and peaks are measured on whole batches, as always: the budget is kept as exactly.
+    batches; layers are recomputed where the budget cannot be met otherwise, or, with a budget of bytes alone, where
+    noise would be above 0.1. Bytes and peaks are measured on whole batches all the same.
 
     Source: ActNN, arXiv:2104.14129, section 4.3. Differs: noise is measured, not bounded, for any op; chains of derived
     tensors count as one; the budget is one of bytes.
@@ -107,29 +109,29 @@ def fit(
     >>> model = brevact.quantize_backward(model, policy)
 
     Args:
-        model: module without a policy; layers with ``act_quant=`` keep theirs. It runs, and is afterwards as it was.
-        batches: at least 2, of the size that it trains with: the more, the better is the unit known. Noise is measured
-            on the first 4.
+        model: module without a policy; layers with ``act_quant=`` keep theirs. It is as before afterwards.
+        batches: at least 2, of the size of training; more batches give a more exact unit. Noise is measured on the
+            first 4.
         loss: takes the model and a batch, and returns a scalar. It runs in the region of the model.
-        ratio: how many times less is to be stored.
-        saved_bytes: bytes to be stored for a batch like the first, at most.
-        peak_bytes: peak of a step with a batch like the first, at most; also beside one of the others.
-        noise: noise and squared bias, together, in units of minibatch noise, at most; also beside a budget of bytes.
-        time: seconds of a step over those at full precision, at most; beside another budget.
+        ratio: how many times fewer bytes to store than plain PyTorch.
+        saved_bytes: most bytes to store for a batch like the first.
+        peak_bytes: highest peak of a step with a batch like the first, in bytes; alone or beside another budget.
+        noise: highest sum of noise and squared bias, in units of minibatch noise; alone or beside a budget of bytes.
+        time: longest step, as a multiple of a plain step; beside another budget.
         double_backward: whether the loss differentiates gradients again (``create_graph=True``), which the policy then
             allows.
         quick: whether the noise of layers is measured on a part of a batch, and of the policy on two batches.
-        progress: whether a bar appears where it takes longer than some seconds, if tqdm is installed.
+        progress: whether a bar appears after some seconds, where tqdm is installed.
 
     Returns:
-        A policy for this model, to be saved with ``policy.save``; its ``report`` says what was reached.
+        A policy for this model; ``policy.save`` writes it, ``policy.report`` has the bytes and the noise reached.
 
     Raises:
         TypeError: ``model`` is no module, ``batches`` no list, a budget no number, ``double_backward`` or ``quick`` no
             bool, or the loss no tensor.
-        ValueError: there is no budget, or one of time alone, or it is impossible; the nearest possible one is named. Or
-            there are fewer than two batches, the loss is no scalar or not the same twice, no parameter trains, or the
-            model has a policy.
+        ValueError: there is no budget, or only ``time``, or it is impossible (the error names the nearest possible
+            one); there are fewer than two batches; the loss is no scalar, or differs between two runs; no parameter
+            trains; or the model has a policy.
     """
     check_model(model, "fit(model, batches, loss, ratio=24)", batches)
     check_batches(batches, "fit(model, batches, loss, ratio=24)")

@@ -79,7 +79,7 @@ class PolicySpec(PolicyText):
 
 
 def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
-    """Return what a text says of a policy; it runs no code of whoever wrote the text, or the file that it names.
+    """Return the policy, or the budget, that a text names; neither the text nor a file that it names can run code.
 
     >>> import brevact
     >>> brevact.parse_policy("default").source is brevact.DEFAULT
@@ -91,19 +91,22 @@ def parse_policy(text: str | os.PathLike[str]) -> PolicySpec:
     ({'saved_bytes': 536870912}, {'noise': 0.05})
 
     Args:
-        text: "default", "recompute", "conv_net" or "transformer"; "none", full precision; a backward quantizer by name,
-            with settings behind a colon; a budget: "24x", that many times less than full precision, "512MiB" (B, KiB,
-            MiB, GiB), "peak=2GiB", of a step, "noise=0.05", in units of the noise between minibatches, or several of
-            these and the time of a step, "60x noise=0.002 time=1.15"; or the path of a file that ``Policy.save`` wrote,
-            which ends in ".json".
+        text: one of the following.
+
+            - A policy: "default", "recompute", "conv_net", "transformer", or "none" for full precision.
+            - A backward quantizer by name, with settings after a colon.
+            - A budget: "24x" (times fewer bytes than full precision), "512MiB" (B, KiB, MiB, GiB), "peak=2GiB" (of a
+              step), "noise=0.05" (in units of the noise between minibatches), or several of these and the time of a
+              step, "60x noise=0.002 time=1.15".
+            - The path of a file that ``Policy.save`` wrote, ending in ".json".
 
     Returns:
-        The policy, or the budget that one is to be fitted to.
+        The policy, or the budget that a policy is to be fitted to.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file cannot be read.
         TypeError: ``text`` is neither text nor a path.
-        ValueError: it is none of these, or a setting is not known or out of range.
+        ValueError: ``text`` is none of these, or a setting is unknown or out of range.
     """
     source, budget = read_policy(text)
     return PolicySpec(os.fsdecode(text).strip(), source, budget)

@@ -78,11 +78,10 @@ def quantized_hook(
 class QuantizedHook:
     """Packs, gathers, decodes and averages gradients; see :func:`quantized_hook`, which makes it.
 
-    What it remembers belongs to parameters, not to buckets, which DistributedDataParallel forms anew after the first
-    step. A parameter whose gradient is zero throughout, such as one that the loss does not reach, keeps what it owes
-    for later. So does one whose averaged gradient holds NaN or an infinity, of which most formats make NaN on all
-    ranks: a ``GradScaler`` skips such a step. Under a ``GradScaler`` gradients, and what is owed of them, are in units
-    of its scale.
+    Rounding errors that are fed back belong to parameters, not to buckets, which DistributedDataParallel forms anew
+    after the first step. A parameter keeps its errors for a later step if its gradient is zero throughout, as when the
+    loss does not reach it, or if its averaged gradient holds NaN or an infinity (most formats make NaN of both on all
+    ranks, and a ``GradScaler`` skips the step). Under a ``GradScaler``, gradients and errors are in units of its scale.
 
     Args:
         quantizer: packs gradients.

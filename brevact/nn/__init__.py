@@ -1,4 +1,4 @@
-"""Layers with a backward slot: Brevitas' layers with weights, and PyTorch's normalizations, activations and pools."""
+"""Layers that take a backward quantizer (``act_quant=``): Brevitas' layers, norms, pools, activation functions."""
 
 from brevact.nn.float_layers import (
     ELU,

@@ -1,4 +1,4 @@
-"""Brevitas' layers with weights, each with a backward slot: ``act_quant=``, and its settings with the prefix ``act_``.
+"""Brevitas' layers with weights, each with ``act_quant=``, and its settings with the prefix ``act_``.
 
 Each class is the Brevitas class of the same name in everything else: arguments, forward, ``state_dict`` keys, export.
 
@@ -21,39 +21,39 @@ from brevact.private_names.of_brevitas import QuantRecurrentLayerMixin
 
 
 class QuantConv1d(BackwardSlot, qnn.QuantConv1d):
-    """``brevitas.nn.QuantConv1d`` with a backward slot."""
+    """``brevitas.nn.QuantConv1d`` with a backward quantizer (``act_quant=``)."""
 
 
 class QuantConv2d(BackwardSlot, qnn.QuantConv2d):
-    """``brevitas.nn.QuantConv2d`` with a backward slot."""
+    """``brevitas.nn.QuantConv2d`` with a backward quantizer (``act_quant=``)."""
 
 
 class QuantConv3d(BackwardSlot, qnn.QuantConv3d):
-    """``brevitas.nn.QuantConv3d`` with a backward slot."""
+    """``brevitas.nn.QuantConv3d`` with a backward quantizer (``act_quant=``)."""
 
 
 class QuantConvTranspose1d(BackwardSlot, qnn.QuantConvTranspose1d):
-    """``brevitas.nn.QuantConvTranspose1d`` with a backward slot."""
+    """``brevitas.nn.QuantConvTranspose1d`` with a backward quantizer (``act_quant=``)."""
 
 
 class QuantConvTranspose2d(BackwardSlot, qnn.QuantConvTranspose2d):
-    """``brevitas.nn.QuantConvTranspose2d`` with a backward slot."""
+    """``brevitas.nn.QuantConvTranspose2d`` with a backward quantizer (``act_quant=``)."""
 
 
 class QuantConvTranspose3d(BackwardSlot, qnn.QuantConvTranspose3d):
-    """``brevitas.nn.QuantConvTranspose3d`` with a backward slot."""
+    """``brevitas.nn.QuantConvTranspose3d`` with a backward quantizer (``act_quant=``)."""
 
 
 class QuantLinear(BackwardSlot, qnn.QuantLinear):
-    """``brevitas.nn.QuantLinear`` with a backward slot."""
+    """``brevitas.nn.QuantLinear`` with a backward quantizer (``act_quant=``)."""
 
 
 class QuantEmbedding(BackwardSlot, qnn.QuantEmbedding):
-    """``brevitas.nn.QuantEmbedding`` with a backward slot; it stores indices, which are packed without loss."""
+    """``brevitas.nn.QuantEmbedding`` with ``act_quant=``, which packs the indices without loss."""
 
 
 class QuantScaleBias(BackwardSlot, qnn.QuantScaleBias):
-    """``brevitas.nn.QuantScaleBias`` with a backward slot; ``bias=False`` works too, where Brevitas' own raises."""
+    """``brevitas.nn.QuantScaleBias`` with ``act_quant=``; ``bias=False`` works, too, where Brevitas' own raises."""
 
     def inner_forward_impl(
         self, input: Tensor | QuantTensor, quant_weight: Tensor | QuantTensor, quant_bias: Tensor | QuantTensor | None
@@ -65,15 +65,15 @@ class QuantScaleBias(BackwardSlot, qnn.QuantScaleBias):
 
 
 class BatchNorm1dToQuantScaleBias(BackwardSlot, qnn.BatchNorm1dToQuantScaleBias):
-    """``brevitas.nn.BatchNorm1dToQuantScaleBias`` with a backward slot."""
+    """``brevitas.nn.BatchNorm1dToQuantScaleBias`` with a backward quantizer (``act_quant=``)."""
 
 
 class BatchNorm2dToQuantScaleBias(BackwardSlot, qnn.BatchNorm2dToQuantScaleBias):
-    """``brevitas.nn.BatchNorm2dToQuantScaleBias`` with a backward slot."""
+    """``brevitas.nn.BatchNorm2dToQuantScaleBias`` with a backward quantizer (``act_quant=``)."""
 
 
 class QuantMultiheadAttention(BackwardSlot, qnn.QuantMultiheadAttention):
-    """``brevitas.nn.QuantMultiheadAttention`` with a backward slot that covers projections, softmax and products."""
+    """``brevitas.nn.QuantMultiheadAttention`` with ``act_quant=``, which covers projections, softmax and products."""
 
     inner_prefixes: ClassVar[tuple[str, ...]] = ("in_proj_", "out_proj_")
 
@@ -89,8 +89,8 @@ class _PicklableCells:
 
 
 class QuantRNN(_PicklableCells, BackwardSlot, qnn.QuantRNN):
-    """``brevitas.nn.QuantRNN`` with a backward slot that covers all of its layers and steps."""
+    """``brevitas.nn.QuantRNN`` with ``act_quant=``, which covers all of its layers and steps."""
 
 
 class QuantLSTM(_PicklableCells, BackwardSlot, qnn.QuantLSTM):
-    """``brevitas.nn.QuantLSTM`` with a backward slot that covers all of its layers and steps."""
+    """``brevitas.nn.QuantLSTM`` with ``act_quant=``, which covers all of its layers and steps."""

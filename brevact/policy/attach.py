@@ -69,10 +69,10 @@ def quantizer(source: BackwardQuantizer, **overrides: Any) -> ActivationQuantize
 def backward_quant(
     source: BackwardQuantizer | Policy | nn.Module | str | os.PathLike[str] | None = DEFAULT, **overrides: Any
 ) -> region:
-    """Return a region: code inside stores packed activations for backward; the forward pass is unchanged.
+    """Return a region: a block of code that saves packed activations for backward; the forward pass is unchanged.
 
-    With a model that has a policy, the block is a training step: its modules run by their rules, and the loss and
-    other functions outside of them by what the rules say of the model itself (``"*"``, ``""`` or rules for functions).
+    With a model that has a policy, the block is a training step: modules run by their rules; the loss and other
+    functions outside of modules run by the rules of the model as a whole (``"*"``, ``""`` and rules for functions).
 
     >>> import torch, torch.nn as nn, torch.nn.functional as F, brevact
     >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)))
@@ -81,39 +81,39 @@ def backward_quant(
     ...     loss = F.cross_entropy(model(images), labels)
     >>> loss.backward()
 
-    Without a model it is code by itself:
+    Without a model, name a quantizer or a policy:
 
     >>> x, weight = torch.rand(64, 64), torch.rand(64, 64, requires_grad=True)
     >>> with brevact.backward_quant(brevact.StochBackward2bit):
     ...     loss = (x @ weight).relu().sum()
     >>> loss.backward()
-    >>> with brevact.backward_quant():  # what brevact.DEFAULT says
+    >>> with brevact.backward_quant():  # the policy brevact.DEFAULT
     ...     loss = (x @ weight).relu().sum()
 
-    An activation quantizer of Brevitas quantizes each tensor by statistics of its own, like a new one: in a block
-    nothing tells tensors apart from one run to the next.
+    An activation quantizer of Brevitas quantizes each tensor by that tensor's statistics alone, since nothing
+    identifies a tensor of a block from one run to the next.
 
-    A block packs whatever mode modules are in, those in eval mode included, unless gradients are off.
+    A block packs even in modules in eval mode, unless gradients are off.
 
-    In code that ``torch.compile(fullgraph=True)`` traces, make the region where it is entered: Dynamo knows no context
-    manager that was made before.
+    In code that ``torch.compile(fullgraph=True)`` traces, call this function in the ``with`` statement: Dynamo cannot
+    trace a context manager that was made before.
 
     Args:
-        source: backward quantizer, such as ``StochBackward2bit``; None keeps full precision inside another region. Or
-            a :class:`Policy` whose rules are "*" and torch functions. Or a model with a policy, or one around such a
-            model (``DistributedDataParallel``). Or a text that :func:`brevact.parse_policy` reads and that is no
-            budget. Left out, it is :data:`DEFAULT`, of whose rules, as of :data:`RECOMPUTE`'s, those for modules do
-            not count here.
-        **overrides: settings that replace those of ``source``, which is one quantizer; ``double_backward=True``, for
-            gradients that are differentiated again (``create_graph=True``), goes with rules, too.
+        source: one of the following; :data:`DEFAULT` if left out. A model with a policy, or a wrapper of such a model
+            (``DistributedDataParallel``). A backward quantizer, such as ``StochBackward2bit``; None for full precision
+            inside another region. A :class:`Policy` whose rules are "*" and torch functions (of :data:`DEFAULT` and
+            :data:`RECOMPUTE`, rules for modules do not count here). A text that :func:`brevact.parse_policy` reads,
+            unless it is a budget.
+        **overrides: settings that replace those of ``source``, if that is one quantizer. ``double_backward=True``, for
+            gradients that are differentiated again (``create_graph=True``), works with rules, too.
 
     Returns:
-        Context manager, to be used once or often, also as a decorator.
+        A context manager and decorator that can be entered many times.
 
     Raises:
         TypeError: ``source`` is no backward quantizer and no policy for a block, or an override is not one of its
             settings.
-        OSError: there is no such file.
+        OSError: the file of a text cannot be read.
         ValueError: a value is out of range, a model has no policy, or a text names no policy, or a budget.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -154,59 +154,60 @@ def quantize_backward(
     policy: BackwardQuantizer | Mapping[Any, BackwardQuantizer | None] | Policy | str | os.PathLike[str] = DEFAULT,
     **overrides: Any,
 ) -> M:
-    """Let a whole model store packed activations for backward, in place.
+    """Make a whole model save packed activations for backward; changes the model in place.
 
-    No module is replaced: forward hooks let each module run in a region while it trains, so that weights, dtype,
-    device, eval mode, hooks, tied weights, subclasses and ``state_dict`` keys stay. Layers that have a backward
-    quantizer of their own (``act_quant=``) keep it. Scripted and traced modules inside take no hooks: they run in the
-    region of the module around them.
+    No module is replaced: by forward hooks each module runs in a region while it trains. Weights, dtype, device, eval
+    mode, other hooks, tied weights, subclasses and ``state_dict`` keys stay. Layers with a backward quantizer of their
+    own (``act_quant=``) keep it. Scripted and traced submodules take no hooks: they run in the region of the module
+    around them.
 
     >>> import torch.nn as nn, torch.nn.functional as F, brevact
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-    >>> model = brevact.quantize_backward(model)  # what brevact.DEFAULT says
+    >>> model = brevact.quantize_backward(model)  # the policy brevact.DEFAULT
     >>> model = brevact.quantize_backward(brevact.restore_backward(model), {
     ...     nn.BatchNorm2d: brevact.StochBackward4bit,
     ...     F.cross_entropy: None,  # full precision, wherever it is called
     ...     "*": brevact.StochBackward2bit,
     ... })
 
-    An activation quantizer of Brevitas quantizes for backward alone here. One that collects statistics collects them in
-    each module anew; they are copied and pickled with the model, and are not part of its ``state_dict``: a layer's
-    ``act_quant=`` keeps them there.
+    An activation quantizer of Brevitas quantizes only for backward here. If it collects statistics, each module has its
+    own; they are copied and pickled with the model, but are not in its ``state_dict``, where a layer with
+    ``act_quant=`` has them.
 
-    What builds a new model out of this one drops the hooks, silently: ``torch.fx`` and Brevitas' passes over graphs
-    (``brevitas.graph.quantize.preprocess_for_quantize``). Call it first, and this function on its result;
-    :func:`backward_policy` shows what applies. A checkpoint of the ``state_dict`` (Lightning, ``save_pretrained``) has
-    no policy either.
+    ``torch.fx`` and Brevitas' passes over graphs (``brevitas.graph.quantize.preprocess_for_quantize``) build a new
+    model without the hooks: call this function on the new model. A checkpoint of the ``state_dict`` (Lightning,
+    ``save_pretrained``) has no policy either. :func:`backward_policy` shows which quantizer applies to each module,
+    ``print(model)`` a short form.
 
-    ``print(model)`` says in short which modules store what; :func:`backward_policy` is the whole table.
-
-    A model that has run compiled keeps its graphs, whatever changes here: call ``torch.compiler.reset()`` then.
+    A compiled model keeps its graphs when its policy changes: call ``torch.compiler.reset()`` then.
 
     Args:
         model: module to change.
-        policy: one backward quantizer for all of it; or rules, a mapping to backward quantizers, None for full
-            precision. A rule is a module type or a tuple of types; a name pattern, which names a module and what is
-            inside it ("head"), with the wildcards of ``fnmatch`` ("blocks.*.norm", "*"); a torch function or a tuple of
-            functions; or a function of a module's name and the module, which returns True or False. A torch function
-            stands for all that mean the same op: ``torch.matmul`` for ``a @ b`` and ``torch.bmm``, ``F.cross_entropy``
-            for ``nn.CrossEntropyLoss``. For a call of a function in a module, the first rule wins that matches the
-            module or names the function; a module that none matches counts as its parent. Layers with ``act_quant=``
-            have no rules. Or a :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``; or a text that
-            :func:`brevact.parse_policy` reads and that is no budget: "default", "StochBackward4bit:bucket_size=256",
-            "policy.json". Left out, it is :data:`DEFAULT`.
-        **overrides: settings that replace those of the one quantizer; ``double_backward=True``, for gradients that are
-            differentiated again (``create_graph=True``), goes with rules, too.
+        policy: one of the following; :data:`DEFAULT` if left out.
+
+            - One backward quantizer for the whole model.
+            - Rules, a mapping to backward quantizers, or to None for full precision. The key of a rule is a module type
+              or a tuple of types; a name, which matches a module and its submodules ("head"), with the wildcards of
+              ``fnmatch`` ("blocks.*.norm", "*"); a torch function or a tuple of functions; or a predicate of a module's
+              name and the module. A torch function stands for all functions of the same op: ``torch.matmul`` for
+              ``a @ b`` and ``torch.bmm``, ``F.cross_entropy`` for ``nn.CrossEntropyLoss``. For each call of a torch
+              function in a module, the first rule that matches the module or the function wins; a module without a
+              match has the rule of its parent. Rules skip layers with ``act_quant=``.
+            - A :class:`Policy`, such as ``CONV_NET`` and ``TRANSFORMER``.
+            - A text that :func:`brevact.parse_policy` reads, unless it is a budget: "default",
+              "StochBackward4bit:bucket_size=256", "policy.json".
+        **overrides: settings that replace those of the one quantizer. ``double_backward=True``, for gradients that are
+            differentiated again (``create_graph=True``), works with rules, too.
 
     Returns:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module, or a scripted or traced one; a rule's key is of another kind or a torch
-            function in which no quantizer changes what is stored, its value no backward quantizer.
-        OSError: there is no such file.
-        ValueError: a rule matches nothing, or nothing that the rules before it leave; a text names no policy, or a
-            budget, which :func:`brevact.fit` takes; the model, or a part of it, already has a policy.
+        TypeError: ``model`` is no module, or a scripted or traced one; the key of a rule has another type, or is a
+            torch function that packs nothing; its value is no backward quantizer.
+        OSError: the file of a text cannot be read.
+        ValueError: a rule matches nothing, or earlier rules match all its modules; a text names no policy, or a budget,
+            which only :func:`brevact.fit` takes; the model, or a part of it, already has a policy.
     """
     attach_policy(model, policy, overrides)
     watch_gradients(model)
@@ -242,7 +243,7 @@ def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] 
 
 
 def restore_backward(model: M) -> M:
-    """Undo :func:`quantize_backward`: the model stores what it stored before. Layers with ``act_quant=`` keep theirs.
+    """Undo :func:`quantize_backward`: remove the policy and its hooks. Layers with ``act_quant=`` keep theirs.
 
     >>> import torch.nn as nn, brevact
     >>> model = brevact.quantize_backward(nn.Linear(8, 8), brevact.StochBackward2bit)

@@ -43,8 +43,8 @@ class ModulePolicy:
 class BackwardPolicy:
     """Which backward quantizer applies where in a model.
 
-    ``print(policy)`` shows a tree: a module has a line if something else applies to it than to its parent, and so has,
-    below it, an op with a rule of its own.
+    ``print(policy)`` shows a tree, with a line for each module whose quantizer differs from its parent's, and below it
+    a line for each op with a rule of its own.
 
     >>> import torch.nn as nn, brevact
     >>> model = brevact.quantize_backward(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), brevact.StochBackward2bit)

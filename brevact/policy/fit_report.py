@@ -43,24 +43,24 @@ class FitReport:
     ratio=24: 1.00 of 25.00 MiB, 25.0 times less
 
     Args:
-        budget: as it was asked for.
+        budget: the budget, as text.
         saved_bytes: measured bytes stored for backward.
         plain_bytes: measured bytes without backward quantization.
-        predicted: noise and squared bias, together, by the sum over layers, each measured alone.
+        predicted: sum of noise and squared bias over layers, each measured alone.
         noise: measured noise.
         noise_error: its standard error.
         bias: measured squared bias; estimated without bias, hence maybe negative.
         bias_error: its standard error.
         passes: forward and backward passes that it took.
-        note: the part of the budget that was not reached, "" if all was.
-        groups: in the order of the forward pass.
-        recompute: multiplications and additions that an element of a layer may cost to be computed again.
-        time: measured time of a step, over that at full precision; 0 where it was not measured.
-        predicted_time: the same, as it was predicted; 0 where the budget has no time.
-        peak: measured bytes that PyTorch allocates at most in a step, above those at its start; 0 where it was not
+        note: the part of the budget that was not reached; "" if all was.
+        groups: layers that pack, in the order of the forward pass.
+        recompute: most multiplications an element of layers that are recomputed.
+        time: measured time of a step, as a multiple of a plain step; 0 where it was not measured.
+        predicted_time: predicted ``time``; 0 where the budget has no time.
+        peak: most bytes that PyTorch allocates in a step, above those at its start, measured; 0 where it was not
             measured.
-        predicted_peak: the same, as it was predicted.
-        plain_peak: the same without backward quantization.
+        predicted_peak: predicted ``peak``.
+        plain_peak: ``peak`` without backward quantization.
     """
 
     budget: str

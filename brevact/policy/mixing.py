@@ -21,9 +21,10 @@ _DECIMALS = 3
 
 
 class MixSchedule:
-    """Sets the probability of a model's mixing quantizers, step by step; call ``step()`` once an iteration.
+    """Schedules the share of buckets at the higher width over a training; call ``step()`` once an iteration.
 
-    That is ``mix_prob`` of ``StochBackward2bit4bitMix`` and its like, ``mix_levels_prob`` of ``SignMagnitudeBackward``.
+    This share is ``mix_prob`` of ``StochBackward2bit4bitMix`` and the like, ``mix_levels_prob`` of
+    ``SignMagnitudeBackward``.
 
     With t = min(step / steps, 1): constant p = start; linear p = start + (end - start) t; cosine
     p = end + (start - end) (1 + cos(pi t)) / 2; step p = start + (end - start) floor(t * stairs) / stairs, in equal
@@ -37,7 +38,7 @@ class MixSchedule:
     >>> schedule.mix_prob
     0.75
 
-    Layers that get a mixing quantizer later follow from the next step on. Under ``torch.compile`` a new probability
+    Layers that get a mixing quantizer later follow from their next step on. Under ``torch.compile`` a new probability
     means a new graph: use "constant", or "step" with few stairs.
 
     Args:

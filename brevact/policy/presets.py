@@ -38,9 +38,9 @@ from brevact.version import __version__
 
 @dataclass(frozen=True)
 class Policy:
-    """Ordered rules for models of one kind, some of which a model may leave without a match.
+    """Ordered rules that assign backward quantizers to the parts of a model; not every rule has to match.
 
-    ``print(policy)`` is a table of the rules.
+    ``print(policy)`` shows a table of the rules, and of a fitted policy the measured bytes and noise.
 
     >>> import torch.nn as nn, torch.nn.functional as F, brevact
     >>> finer = brevact.Policy({nn.LayerNorm: brevact.StochBackward4bit, nn.RMSNorm: brevact.StochBackward4bit,
@@ -54,10 +54,11 @@ class Policy:
     cross_entropy  op    8     StochBackward8bit: UniformQuantizer, bit_width=8
 
     Args:
-        rules: mapping from module types, torch functions, name patterns or functions to backward quantizers, as
-            :func:`brevact.quantize_backward` takes it. Unlike there, a rule may match nothing; all of them may not.
-        layers: kinds of the modules that it was fitted for, by name: a model with others is refused. None for any.
-        report: what :func:`brevact.fit` measured; None for a policy that it did not make.
+        rules: mapping from module types, torch functions, names or predicates to backward quantizers, as in
+            :func:`brevact.quantize_backward`. Unlike there, single rules may match nothing, if one matches.
+        layers: types of the modules that the policy was fitted for, by name; other models raise an error. None for any
+            model.
+        report: bytes and noise that :func:`brevact.fit` measured; None for a policy that was not fitted.
 
     Raises:
         TypeError: ``rules`` is no mapping, one of its keys no rule, one of its values no backward quantizer.

@@ -8,11 +8,11 @@ from brevact.quantizers.brief import brief
 
 
 def set_heap_tuning(enabled: bool) -> bool:
-    """Let the package tune the memory of the process, as it does by default, or leave all of it alone.
+    """Turn the package's tuning of process memory on (the default) or off.
 
-    The heap is glibc's; other allocators (`LD_PRELOAD`, musl, macOS) are never touched. Call it right after the import:
-    sizes that the first training step has set stay, and PyTorch decides on large pages once, at its first tensor of
-    2 MiB.
+    Only glibc's heap is tuned, never another allocator (`LD_PRELOAD`, musl, macOS). Call this function right after the
+    import: sizes that the first training step sets stay set, and PyTorch decides on large pages once, at its first
+    tensor of 2 MiB.
 
     >>> import brevact
     >>> before = brevact.set_heap_tuning(False)
@@ -21,11 +21,10 @@ def set_heap_tuning(enabled: bool) -> bool:
 
     Args:
         enabled: False sets no sizes (`mallopt`), returns no free memory to the system (`malloc_trim`), asks for no
-            large pages for decoded tensors (`madvise`), and takes `THP_MEM_ALLOC_ENABLE` back, which the import sets
-            where it is not set.
+            large pages for decoded tensors (`madvise`), and unsets `THP_MEM_ALLOC_ENABLE` if the import has set it.
 
     Returns:
-        What was so before.
+        The former setting.
 
     Raises:
         TypeError: `enabled` is no bool.

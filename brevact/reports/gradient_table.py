@@ -49,7 +49,7 @@ class LayerNoise:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What backward quantization does to the gradients of a model.
+    """Noise and bias that backward quantization adds to the gradients of a model.
 
     >>> row = LayerNoise("norm", "BatchNorm2d", ("act", "conv"), (4,), 2**20, 0.05, 0.01, 0.001, 0.001)
     >>> print(GradientReport((row,), 0.05, 0.01, 0.001, 0.001, 2**20, 2**24, 1.0, False, 4, 8, 53))
@@ -77,7 +77,7 @@ class GradientReport:
         batches: number of batches.
         draws: seeds a batch.
         passes: forward and backward passes that the report took.
-        notes: sentences on how to read it.
+        notes: sentences on how to read the report.
     """
 
     rows: tuple[LayerNoise, ...]

@@ -51,22 +51,22 @@ def gradient_report(
     layer_draws: int = 2,
     progress: bool = True,
 ) -> GradientReport:
-    """Measure what backward quantization does to the gradients of a model, all in all and layer by layer.
+    """Measure the noise and the bias that backward quantization adds to the gradients of a model, and of each layer.
 
-    With g_b the exact gradient of batch b, all weights in one vector, h the same with backward quantization, and E the
-    mean over the seeds of random rounding:
+    With g_b the exact gradient of batch b, all weights in one vector, h_b the gradient with backward quantization, and
+    E the mean over the seeds of random rounding:
 
         noise = mean_b E |h_b - E h_b|^2 / V,    bias = mean_b |E h_b - g_b|^2 / V,    V = variance of g_b over batches
 
-    so that noise 1 is what halving the batch adds to a step. Both are estimated without bias. The row of a layer has
-    what the tensors cause that it packs, there and in the layers that derive theirs from them: with all others at 8
-    bits, whose noise is subtracted. Beside it stands the part that comes through weight gradients of linear layers and
-    convolutions, from a closed form (:mod:`brevact.weight_errors`).
+    Noise 1 doubles the variance of a step, as half the batch size does. Both estimates are unbiased. The row of a layer
+    has the noise of the tensors that the layer packs, in its own gradients and in those of layers that derive theirs
+    from them: measured with all other tensors at 8 bits, whose noise is subtracted. Its ``estimate`` is the part that
+    comes through weight gradients of linear layers and convolutions, from a closed form (:mod:`brevact.weight_errors`).
 
-    It runs the model, in training mode, with the same random numbers of torch's (dropout) in all passes of a batch.
-    For B batches and L rows, 1 + B + B draws passes give the whole, 1 + B more the estimates, and (L + 1) B
-    layer_draws more the rows. Held are the gradients of all batches. The model is afterwards as it was, bit for
-    bit: weights, buffers, gradients, policy, random generators.
+    The model runs in training mode, with the same random numbers from torch (dropout) in all passes of a batch. For B
+    batches and L rows, 1 + B + B draws passes give the whole, 1 + B more the estimates, and (L + 1) B layer_draws more
+    the rows. The gradients of all batches are held in memory. Afterwards weights, buffers, gradients, policy and random
+    generators are as before, bit for bit.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -80,22 +80,22 @@ def gradient_report(
 
     Args:
         model: module, with or without backward quantization.
-        batches: a few of them, at least two; of one, figures are relative to the squared norm of its gradient, and
-            have no standard errors. Each is what ``loss`` takes.
-        loss: takes the model and a batch, and returns a scalar that is the mean over the batch. It runs in the region
-            of the model, as a step does in ``with brevact.backward_quant(model):``.
-        policy: what ``quantize_backward`` takes, in place of the policy in force; None for that one, or, in a model
-            that has none, for the default.
+        batches: a list of a few batches, each passed to ``loss``. With a single batch, figures are relative to the
+            squared norm of its gradient, and have no standard errors.
+        loss: takes the model and a batch, and returns the mean over the batch, a scalar; called in the region of the
+            model, as in ``with brevact.backward_quant(model):``.
+        policy: replaces the model's policy during the measurement; all that ``quantize_backward`` takes. None for the
+            model's own, or :data:`DEFAULT` in a model without one.
         draws: seeds a batch for the whole, at least 2.
-        layers: "measured", with estimates; "estimated" for those alone; None for neither.
+        layers: "measured" for measured rows with estimates, "estimated" for estimates only, None for neither.
         layer_draws: seeds a batch for each row, at least 2.
-        progress: whether a bar appears when it takes longer than some seconds, where tqdm is installed.
+        progress: whether a bar appears after some seconds, where tqdm is installed.
 
     Returns:
         The report: ``print`` it, or use ``to_csv`` and ``plot``.
 
     Raises:
-        TypeError: ``model`` is no module, ``batches`` no list, ``loss`` no function, or what it returns no tensor.
+        TypeError: ``model`` is no module, ``batches`` no list, ``loss`` no function, or its result no tensor.
         ValueError: there are no batches, or too few draws; the model has no parameters that train; the loss is no
             scalar, is not finite, does not use the model, or draws random numbers of its own; the gradients of all
             batches are equal; the policy does not fit; or it is called in a region.

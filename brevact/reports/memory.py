@@ -40,15 +40,13 @@ NO_LOSS = "The loss is not in this: memory_report(model, batch, loss) measures a
 def memory_report(
     model: nn.Module, batch: Tensor | Sequence[Any] | Mapping[str, Any], loss: Loss | None = None
 ) -> MemoryReport:
-    """Measure what one training forward pass of a model stores for backward, each storage once.
+    """Measure the bytes that a training forward pass saves for backward, layer by layer, plain and packed.
 
-    Runs the model on the batch twice, as it is and with its backward quantizers switched off, and adds up the
-    storages that autograd keeps, without parameters and buffers. A model that has no backward quantizer is measured
-    as ``quantize_backward(model)`` would let it store; by the rules ``{"*": None}`` it has one, full precision. The
-    model, its gradients and random generators are afterwards as they were, bit for bit. An input that is stored as
-    it is counts by its own bytes, also where it is a slice of a larger tensor; the caller holds it anyway. What a
-    checkpointed function will compute again does not count. What ``torch.compile`` made is measured as it runs
-    without the compiler.
+    Runs the model on the batch twice, with its backward quantizers and without them, and adds up the storages that
+    autograd keeps, each once, without parameters and buffers. A model without a backward quantizer is measured as after
+    ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit.
+    An input that is stored unchanged counts by its own bytes, even if it is a slice of a larger tensor. Tensors that a
+    checkpointed function will recompute do not count. Compiled modules are measured uncompiled.
 
     >>> import torch, brevact
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
@@ -59,17 +57,16 @@ def memory_report(
     >>> print(brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(64, 64)).note)
     The model has no backward quantizer: brevact.quantize_backward(model) would store this.
 
-    A step is measured with its loss, as ``with brevact.backward_quant(model):`` runs it, in which the loss is packed,
-    too:
+    With a loss, the report is of a step in ``with brevact.backward_quant(model):``, where the loss is packed, too:
 
     >>> loss = lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
     >>> step = brevact.memory_report(model, (torch.randn(64, 64), torch.randint(64, (64,))), loss)
     >>> step.plain_bytes > report.plain_bytes
     True
 
-    Two more steps, plain and packed, run the backward pass of the loss, if that is a tensor of one element, and measure
-    the peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. These are
-    kept bytes, gradients, and tensors that are decoded or computed at one time. A model trains where its peak fits:
+    If the loss is a tensor of one element, two more steps, plain and packed, run its backward pass and measure the
+    peak: the most bytes that PyTorch allocates above the start of the step, on the device of the batch. The peak
+    consists of kept bytes, gradients, and tensors that are decoded or computed at one time:
 
     >>> batch_bytes = 64 * 64 * 4 + 64 * 8  # they are there before the step
     >>> step.plain_peak > step.plain_bytes - batch_bytes, step.packed_peak < step.plain_peak
@@ -77,9 +74,9 @@ def memory_report(
 
     Args:
         model: module, with or without backward quantization; measured in training mode.
-        batch: what the model is called with, targets left out: a tensor, a tuple or list of positional arguments, or
-            a mapping of keyword arguments. With a loss, what that takes.
-        loss: takes the model and the batch, and returns what the backward pass begins at; it runs in the region of a
+        batch: arguments of the model, without targets: a tensor, a tuple or list of positional arguments, or a mapping
+            of keyword arguments. With ``loss``, the batch that ``loss`` takes.
+        loss: takes the model and the batch, and returns the tensor whose backward pass runs; called in the region of a
             model with a policy. None for a forward pass alone.
 
     Returns:

@@ -61,10 +61,10 @@ class OpMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a model stores for backward, with and without backward quantization.
+    """The bytes that a model saves for backward, with and without backward quantization.
 
-    ``print(report)`` gives a text table by layer, and how the ops stored their tensors; ``print(report.explain())``
-    shows the latter for each layer. A storage that several ops keep counts once, for the first of them.
+    ``print(report)`` shows a table of layers and a table of ops; ``print(report.explain())`` shows the ops of each
+    layer. A storage that several ops keep counts once, for the first of them.
 
     >>> import torch, brevact
     >>> report = brevact.memory_report(torch.nn.Linear(64, 64), torch.randn(32, 64))
@@ -74,14 +74,13 @@ class MemoryReport:
     Args:
         rows: one row a layer, in the order of ``model.named_modules()``; layers that store nothing are left out.
         ops: one row a tensor that an op stores with backward quantization, in the order of the forward pass.
-        note: that the model has no backward quantizer, and what is measured in its place; or why nothing is stored at
-            all; "" otherwise.
-        would_save: whether nothing is packed yet, and ``saved_bytes`` are those that ``brevact.DEFAULT`` would store:
-            tables, files and plots then say "would store".
-        scope: what was left out of the measurement; "" for a whole step.
-        plain_peak: bytes that PyTorch allocates at most in a step without backward quantization, above those at its
+        note: says so if the model has no backward quantizer, or why nothing is stored at all; "" otherwise.
+        would_save: whether the model has no backward quantizer, so that ``saved_bytes`` are those that
+            ``brevact.DEFAULT`` would store: tables, files and plots then say "would store".
+        scope: the part of a step that was not measured; "" for a whole step.
+        plain_peak: most bytes that PyTorch allocates in a step without backward quantization, above those at its
             start; None where no backward pass was measured.
-        packed_peak: the same with it.
+        packed_peak: the same with backward quantization.
     """
 
     rows: tuple[LayerMemory, ...]

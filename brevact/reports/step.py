@@ -40,9 +40,9 @@ class StepReport:
     Args:
         plain_seconds: seconds of each measured step without backward quantization.
         packed_seconds: seconds of the steps with it that ran in turn with these.
-        plain_peak: bytes that were allocated at most in a step without it, above those at its start.
+        plain_peak: most bytes that PyTorch allocated in a step without it, above those at its start.
         packed_peak: the same with it.
-        note: that the model has no policy, and which one was measured; "" otherwise.
+        note: says so if the model has no policy, and which one was measured; "" otherwise.
     """
 
     plain_seconds: tuple[float, ...]
@@ -108,10 +108,10 @@ def step_report(
 ) -> StepReport:
     """Measure time and peak memory of a training step: forward pass, loss and backward pass, no optimizer.
 
-    Steps with the model's backward quantizers and without them run in turn, each first in every other pair, after one
-    of each that does not count. The peak is of what PyTorch allocates above the start of a step, on the device of the
-    batch, in a step of its own. A model without a policy is measured as ``quantize_backward(model)`` would let it
-    train. The model, its gradients and random generators are afterwards as they were, bit for bit.
+    After one warm-up step of each, steps with the model's backward quantizers and without them run in turn; each is
+    first in every other pair. The peak is the most bytes that PyTorch allocates above the start of a step, on the
+    device of the batch, in a step that is not timed. A model without a policy is measured as after
+    ``quantize_backward(model)``. Afterwards the model, its gradients and random generators are as before, bit for bit.
 
     >>> import torch, brevact
     >>> layers = [layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
@@ -124,8 +124,8 @@ def step_report(
 
     Args:
         model: module, with or without a policy; measured in training mode, compiled parts as they are.
-        batch: what the loss takes.
-        loss: takes the model and the batch, and returns what the backward pass begins at; it runs in the region of a
+        batch: passed to ``loss``.
+        loss: takes the model and the batch, and returns the tensor whose backward pass runs; called in the region of a
             model with a policy.
         rounds: pairs of steps that are timed, at least 2.
 

@@ -18,10 +18,10 @@ from brevact.trainers.training_policy import TrainingPolicy
 
 
 class HuggingFaceCallback(TrainerCallback, ExportableState):
-    """Lets the model of a Hugging Face ``Trainer`` store packed activations while it trains.
+    """Makes the model of a Hugging Face ``Trainer`` save packed activations while it trains.
 
-    The model gets the policy when training begins, and is as it was when it ends: ``save_model`` writes no keys of
-    brevact. Logs of the training loss have what is stored, and its noise. Checkpoints hold the state in
+    The model has the policy while it trains, and is as before afterwards: ``save_model`` writes no keys of brevact.
+    Logs of the training loss have the stored bytes, and the noise of gradients. Checkpoints hold the state in
     ``trainer_state.json``, from which ``resume_from_checkpoint`` goes on; with the arguments of the trainer's
     ``restore_callback_states_from_checkpoint`` as well, if policy and loss are texts or left out.
 

@@ -22,7 +22,7 @@ from brevact.user_lines import warn
 
 
 class TrainingPolicy:
-    """What a training run does with backward quantization, in any loop: ``begin``, ``step``, ``figures`` and ``end``.
+    """Backward quantization for a training run in any loop: ``begin``, ``step``, ``figures`` and ``end``.
 
     Its state is plain values: a checkpoint holds a fitted policy as JSON text, widths as numbers. With Accelerate,
     ``accelerator.register_for_checkpointing(policy)`` saves and resumes it.

@@ -71,7 +71,7 @@ def _strategies() -> Study:
             _strategy("7 bits, all four", policy, **together),
         ),
         tuple((case.label, baseline) for case in alone),
-        note="With label smoothing the training loss is another one: compare test accuracy there.",
+        note="With label smoothing the training loss is a different function: compare test accuracy there.",
     )
 
 
@@ -99,7 +99,7 @@ _ALL = (
     ),
     Study(
         "recompute",
-        "Does training where layers are computed again, at an eightieth of the bytes, end where full precision does?",
+        "Does training with recomputed layers, at an eightieth of the bytes, end where full precision does?",
         "this project",
         (REFERENCE, Case("RECOMPUTE", "RECOMPUTE")),
         seeds=8,
@@ -134,7 +134,7 @@ _ALL = (
     ),
     Study(
         "derived",
-        "Does it cost accuracy that tensors derive from one packed tensor a chain?",
+        "Does deriving tensors from one packed tensor a chain cost accuracy?",
         "this project",
         (
             REFERENCE,
