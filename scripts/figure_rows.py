@@ -145,10 +145,10 @@ def _noise_tables(results: Results) -> dict[str, str]:
     for row in results.last("noise", "model", "policy").values():
         models.setdefault(row["model"], []).append(row)
     for model, rows in models.items():
-        cells = [("policy", "noise", "bias²", "MiB a batch", "times less")]
+        cells = [("policy", "noise", "bias²", "times less")]
         for row in rows:
             errors = [_with_error(row[kind], row[f"{kind}_se"]) for kind in ("noise", "bias2")]
-            cells.append((f"`{row['policy']}`", *errors, f"{int(row['saved_bytes']) / 2**20:.2f}", row["ratio"]))
+            cells.append((f"`{row['policy']}`", *errors, row["ratio"]))
         first = rows[0]
         run = (
             f"Data: {first['data']}; {first['batches']} batches of {first['batch_size']}, {first['draws']} seeds each, "
@@ -194,12 +194,10 @@ def of_peaks(results: Results) -> dict[str, str]:
     """Of process_memory.csv: growth of the process at its peak, MiB."""
     rows = results.last("process_memory", "model", "allocator", "variant", "steps")
     last, four = ({key[:3]: row for key, row in rows.items() if key[3] == steps} for steps in ("2", "4"))
-    whole = {key: float(row["growth_mib"]) for key, row in last.items() if not row["error"]}
-    ways = ("plain", "checkpoint", "DEFAULT")
-    cells = [("", *(f"{allocator}: {way}" for allocator in ("glibc", "mimalloc") for way in ways))]
-    for model, words in _PEAK_MODELS.items():
-        cells.append((words, *(f"{whole[model, one, way]:,.0f}" for one in ("glibc", "mimalloc") for way in ways)))
-    return {"peak.table": table(cells), "peak.all": _peaks_table(last), "peak.models": _peaks_of_models(four)}
+    found = {
+        f"peak.{'.'.join(key)}": f"{float(row['growth_mib']):,.0f}" for key, row in last.items() if not row["error"]
+    }
+    return found | {"peak.all": _peaks_table(last), "peak.models": _peaks_of_models(four)}
 
 
 def _peaks_of_models(last: Mapping[tuple[str, ...], Row]) -> str:
