@@ -17,7 +17,7 @@ HEAD = "| op | kept for backward | gradient |\n|---|---|---|\n"
 OF_ALL_OPS = (
     Stored(
         "weights made of weights (weight standardization, weight and spectral norm, parametrizations, LoRA products)",
-        "the parameter; they are computed again: change it, also by `.data`, after the backward pass",
+        "the parameter, from which they are recomputed: change it, even by `.data`, only after the backward pass",
         EXACT,
     ),
     Stored(

@@ -32,9 +32,9 @@ class PolicySpec(PolicyText):
     >>> model = brevact.quantize_backward(model, policy)
 
     Args:
-        text: as it was given.
-        source: what ``brevact.quantize_backward`` takes; None where it is to be fitted.
-        budget: keyword arguments of ``brevact.fit``; empty where nothing is to be fitted.
+        text: the text itself.
+        source: policy for ``brevact.quantize_backward``; None if a budget is to be fitted.
+        budget: keyword arguments of ``brevact.fit``; empty if nothing is to be fitted.
     """
 
     @property

@@ -44,16 +44,16 @@ class TrainingPolicy:
     >>> policy.end()  # the model stores what it stored before
 
     Args:
-        policy: a text that :func:`brevact.parse_policy` reads, or what :func:`brevact.quantize_backward` takes; None
-            for the policy that the model has.
+        policy: a text that :func:`brevact.parse_policy` reads, or a policy as :func:`brevact.quantize_backward` takes
+            it; None for the policy that the model has.
         adapt_every: steps from one measurement of the layers' sensitivities to the next (:class:`brevact.Adaptive`):
             bits move, bytes stay; None for widths that stay.
-        mix_schedule: of the probability of quantizers that mix two widths (:class:`brevact.MixSchedule`), as text:
-            "cosine:start=0.9,end=0.1"; its ``steps`` are those of the run, if it does not say. None for none.
+        mix_schedule: schedule of quantizers that mix two widths (:class:`brevact.MixSchedule`), as text:
+            "cosine:start=0.9,end=0.1"; ``steps`` is by default that of the run. None for no schedule.
         noise_every: steps from one measurement of the gradients' noise to the next; None for none.
         memory: whether stored bytes are measured when the run begins, by two forward passes of the model.
-        quick_fit: whether a budget is fitted by ``brevact.fit(..., quick=True)``, on parts of batches; False for all of
-            ``fit``, which takes two passes and more for each layer before the first step.
+        quick_fit: whether a budget is fitted by ``brevact.fit(..., quick=True)``, on parts of batches; False for whole
+            batches, which takes two passes and more for each layer before the first step.
 
     Raises:
         OSError: ``policy`` is the path of a file that cannot be read.
@@ -106,18 +106,18 @@ class TrainingPolicy:
         steps: int | None = None,
         prepare: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Give a model the policy of the run, and measure what it stores. Random generators stay as they are.
+        """Give a model the policy of the run, and measure the stored bytes. Random generators stay as they are.
 
-        In a distributed run all processes call it; the one of rank 0 fits.
+        In a distributed run, call it in all processes; rank 0 fits.
 
         Args:
-            model: the one inside of wrappers: ``accelerator.unwrap_model(model)``.
-            batches: a data loader, of whose first batches copies on the model's device are taken, or a list; needed by
-                budgets, ``adapt_every`` and ``noise_every``. What is taken of an iterator is missing in it afterwards.
-            loss: takes the model and a batch, and returns a scalar; needed by the same. It runs in the region of the
-                model, as a step does in ``with brevact.backward_quant(model):``.
-            steps: of the run, for a schedule that does not say.
-            prepare: what the loop does with a batch before the model gets it; left out, it is moved to its device.
+            model: the model inside of wrappers: ``accelerator.unwrap_model(model)``.
+            batches: a data loader, whose first batches are copied to the model's device, or a list; needed by budgets,
+                ``adapt_every`` and ``noise_every``. An iterator loses the batches that are taken from it.
+            loss: takes the model and a batch, and returns a scalar; needed where ``batches`` are. It runs in the region
+                of the model, as in ``with brevact.backward_quant(model):``.
+            steps: number of steps of the run, for a schedule that does not name its own.
+            prepare: applied to a batch before the model gets it; by default the batch is moved to the model's device.
 
         Raises:
             TypeError: ``model`` is no module, ``batches`` no batches, or ``loss`` no function.
@@ -175,7 +175,7 @@ class TrainingPolicy:
         return found + [name for name, value in given.items() if value is not None]
 
     def step(self) -> None:
-        """Go on by one training step; call it beside ``optimizer.step()``, in all processes of a distributed run.
+        """Count one training step; call it beside ``optimizer.step()``, in all processes of a distributed run.
 
         Raises:
             ValueError: the run has not begun.
@@ -186,10 +186,10 @@ class TrainingPolicy:
             self._run.step(self._noise_every)
 
     def figures(self) -> dict[str, float]:
-        """Return what a logger shows: MiB stored, and at full precision; noise; mean bit width; mixing probability.
+        """Return figures for a logger: MiB stored, and at full precision; noise; mean bit width; mixing probability.
 
-        The noise is the last that was measured, or what was measured of a fitted policy, in units of the noise between
-        minibatches. Figures that are not known are left out.
+        The noise is the last one measured, or that of a fitted policy, in units of the noise between minibatches.
+        Unknown figures are left out.
         """
         found: dict[str, float] = {}
         if self.memory is not None:

@@ -321,7 +321,7 @@ def _can_replay(x: Tensor, backend: int) -> bool:
 
 STORED = Stored(
     "attention (`scaled_dot_product_attention`, `MultiheadAttention`)",
-    "query and key at 8 bits (`score_bit_width`; 5 in `DEFAULT`), value packed; the backward pass attends again",
+    "query and key at 8 bits (`score_bit_width`; 5 in `DEFAULT`), value packed; backward recomputes attention",
     "bias below 2 % of its norm",
 )
 OPS = (Op((F.scaled_dot_product_attention,), _scaled_dot_product_attention, STORED, is_bit_exact=False, is_layer=True),)

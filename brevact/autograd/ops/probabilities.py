@@ -166,8 +166,8 @@ def _handler(function: type[Saving], *options: Any) -> Callable:
 
 _STORED = Stored(
     "softmax",
-    "of two or three classes products of two probabilities, packed; of more the output, packed, and squares of its "
-    "errors at 1 bit; of attention, over more than 32 keys, the output, packed, shared with what reads it",
+    "with two or three classes products of two probabilities, packed; with more the output, packed, and squares of "
+    "its errors at 1 bit; in attention over more than 32 keys the output, packed, shared with its readers",
     "of classes unbiased; of attention bias Var of one packed copy",
 )
 _OF_LOGARITHMS = Stored("log-softmax", "the probabilities, packed", UNBIASED)

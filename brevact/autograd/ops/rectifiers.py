@@ -170,7 +170,7 @@ OPS = (
     Op(
         (torch.prelu, Tensor.prelu),
         _prelu,
-        Stored("PReLU", "a mask; what lies below zero, packed, where the weight trains", UNBIASED),
+        Stored("PReLU", "a mask; the negative elements, packed, where the weight trains", UNBIASED),
     ),
     Op((F.rrelu, torch.rrelu, torch.rrelu_), _rrelu, Stored("randomized ReLU", "the slopes, packed", UNBIASED)),
     Op(everywhere("abs", "absolute"), _absolute, Stored("abs", MASKS, EXACT)),

@@ -279,7 +279,7 @@ _STEEP: dict[Derivative, tuple[Callable, ...]] = {
 }
 STORED = Stored(
     "SiLU, GELU, Hardswish, Sigmoid, Tanh, Mish, ELU, GLU, Softplus, sin, sinh, erf and the like",
-    "the derivative, packed; from 4 bits on, the input in its place, from which derivative and output derive",
+    "below 4 bits the derivative, packed; from 4 bits on the input, packed, from which derivative and output derive",
     "unbiased; derived ones have the bias Var f'' / 2 of one packed copy",
 )
 _op = functools.partial(Op, stored=STORED, is_bit_exact=False)

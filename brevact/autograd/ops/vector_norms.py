@@ -295,7 +295,7 @@ _STORED = Stored(
 )
 _NORMALIZED = Stored(
     "`F.normalize`",
-    "the output, packed, shared with what reads it; the norms as they are",
+    "the output, packed, shared with its readers; the norms as they are",
     "bias Var of one packed copy",
 )
 OPS = (
