@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
@@ -39,6 +40,17 @@ class _Watch:
         self._kind, self._attachment = kind, attachment
         self.handles: dict[int, RemovableHandle] = {}
 
+    def add(self, module: nn.Module) -> None:
+        """Watch the parameters of a module, without those of modules inside; of a lazy one, after its first forward."""
+        for parameter in module.parameters(recurse=False):
+            if is_lazy(parameter):
+                self.handles[id(module)] = module.register_forward_pre_hook(_Initialized(self))
+                return
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_leaf and not parameter.is_inference():
+                if id(parameter) not in self.handles:
+                    self.handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self)
+
     def __call__(self, parameter: Tensor) -> None:
         """Look at the first gradient of a step."""
         if len(self.handles) > 1:
@@ -56,17 +68,33 @@ class _Watch:
         warn(message)
 
 
+class _Initialized:
+    """Pre-hook of a module whose parameters are lazy, and take no hooks, until torch's own pre-hook gives them values.
+
+    Copies of it do nothing: a copy of a model has no watch.
+    """
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch: _Watch | None = watch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_watch": None}
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Watch the parameters that the module has got; compiled models are not watched."""
+        if not torch.compiler.is_dynamo_compiling() and self._watch is not None:
+            self._watch.handles.pop(id(module)).remove()
+            self._watch.add(module)
+
+
 def watch_gradients(model: nn.Module) -> None:
     """Warn when parameters of a model with a policy get gradients, and no region of the policy was entered."""
     attachment = attachment_of(model)
     if attachment is None or attachment.settings is None:
         return  # full precision is meant, or parts of it are
     watch = _Watch(type(model).__name__, attachment)
-    for parameter in model.parameters():
-        if is_lazy(parameter):  # a lazy module has no values yet, and takes no hook
-            continue
-        if parameter.requires_grad and parameter.is_leaf and not parameter.is_inference():
-            watch.handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(watch)
+    for module in model.modules():
+        watch.add(module)
     vars(attachment)["watch"] = watch
 
 

@@ -72,6 +72,35 @@ def test_eval_mode_with_gradients_is_told():
     assert "eval mode" in found and "model.train()" in found
 
 
+def lazy() -> nn.Module:
+    return brevact.quantize_backward(nn.Sequential(nn.LazyLinear(8), nn.GELU(), nn.LazyLinear(4)), StochBackward4bit)
+
+
+def test_lazy_modules_are_watched_from_their_first_forward_on():
+    found = train(lazy().eval(), lambda model: model(X))
+    assert "eval mode" in found
+
+
+def test_lazy_modules_have_no_hooks_of_watches_that_have_ended():
+    models = [lazy(), lazy(), brevact.restore_backward(lazy())]
+    assert not train(models[0], lambda model: model(X))
+    assert not train(models[1], lambda model: model(X) + model(X))
+    assert not train(models[2].eval(), lambda model: model(X))
+    for model in models:
+        hooks = [each for module in model.modules() for each in module._forward_pre_hooks.values()]
+        assert not any(isinstance(each, unpacked_steps._Initialized) for each in hooks)
+        assert sum(bool(p._post_accumulate_grad_hooks) for p in model.parameters()) == (model is not models[2])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_lazy_modules_are_as_those_of_others(copied):
+    model = lazy()
+    twin = copied(model)
+    assert not train(twin.eval(), lambda model: model(X))  # copies are not watched
+    assert not any(p._post_accumulate_grad_hooks for p in twin.parameters())
+    assert "eval mode" in train(model.eval(), lambda model: model(X))
+
+
 def test_the_log_has_it_too(caplog):
     train(packed().eval(), lambda model: model(X))
     assert [record.levelname for record in caplog.records if "eval mode" in record.message] == ["WARNING"]
@@ -151,6 +180,8 @@ model = brevact.quantize_backward(nn.Sequential(nn.Linear(8, 8), nn.GELU()), bre
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
     torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(4, 8)).sum().backward()
+    lazy = brevact.quantize_backward(nn.Sequential(nn.LazyLinear(8), nn.GELU()), brevact.StochBackward4bit)
+    torch.compile(lazy, backend="aot_eager", fullgraph=True)(torch.randn(4, 8)).sum().backward()
 assert not [each for each in found if "backward policy" in str(each.message)], found
 """
     subprocess.run([sys.executable, "-c", code], check=True)
