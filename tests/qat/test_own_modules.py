@@ -211,6 +211,26 @@ def test_settings_that_change_between_steps_without_a_version_count(change):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("options", [{}, {"narrow_range": True}, {"high_percentile_q": 90.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_nan_in_what_statistics_are_collected_of_leaves_the_gradient_of_negative_elements_0(dtype, options):
+    """Behind a scale that is NaN, too."""
+    found = []
+    for quantize in (False, True):
+        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4, collect_stats_steps=9, **options).to(dtype)
+        if quantize:
+            brevact.quantize_backward(layer, LosslessBackward, min_numel=0)
+        x = activation().to(dtype)
+        x[0, 0, 0, :3] = float("nan")
+        x.requires_grad_()
+        out = layer(x)
+        out.backward(activation(1).to(dtype))
+        found.append((out.detach(), x.grad))
+    assert (found[0][1] == 0).any()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7))
+
+
 class _Freed:
     def __float__(self):
         raise AssertionError("freed memory was read")

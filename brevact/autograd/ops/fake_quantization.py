@@ -32,7 +32,7 @@ from brevact.autograd.settings import SaveMode
 from brevact.autograd.store import keep_as_it_is, pack, reported
 from brevact.integers import IntegerRounding
 from brevact.private_names.of_torch import DisableTorchFunction
-from brevact.quantizers import Layout, ResidualQuantizer, masked_fill_, pack_mask
+from brevact.quantizers import Layout, ResidualQuantizer, is_traced, masked_fill_, pack_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,10 +203,18 @@ class _FakeQuantization(Saving):
         else:
             clipped = through if mask is None else mask.multiply(through)
         found = _gradients(needs, ctx.shapes, grad, q, through, clipped, shifted, pre_scale, ctx.of_quotient)
+        if ctx.rectifies and needs[0] and _may_be_nan(pre_scale):  # 0 / NaN: a ReLU sets its gradient to 0 behind that
+            cut = torch.where(blocked, 0.0, found[0]) if mask is None else mask.multiply(found[0])
+            found = torch.where(pre_scale.isnan(), cut, found[0]), *found[1:]
         if ctx.rectifies and needs[4]:
             before = through if cut is None else torch.where(cut, 0.0, through)
             found = *found[:4], before.sum_to_size(ctx.shapes[3])
         return None, None, None, *found
+
+
+def _may_be_nan(x: Tensor) -> bool:
+    """Return whether a tensor has a NaN; nothing waits for a GPU, where any may have."""
+    return not x.is_cpu or is_traced(x) or bool(x.isnan().any())
 
 
 def _in_one_pass(

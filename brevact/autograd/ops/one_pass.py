@@ -212,6 +212,8 @@ def one_pass_for(
         return None  # torch computes in another type, or its ends are no numbers of 16 bits
     if is_traced(x) or x.is_neg() or scale.is_neg() or zero_point.is_neg():
         return None
+    if rectifies and kind.has_spare and x.is_cpu and scale.isnan().any():
+        return None  # a ReLU's gradient is 0 behind the division by NaN
     if x.is_cpu and dtype is not torch.float32 and not _is_number_of(zero_point, dtype):
         return None  # torch rounds what it adds, but not what it multiplies with
     return _one_pass(kind, rectifies, x.shape, x.stride(), dtype, scale.shape, zero_point.shape)
