@@ -120,7 +120,8 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
     if row.handler is not None:
         if not is_alive(caller):
             return func(*args, **kwargs)
-        if not is_inside and not (row.is_norm and region.makes_weight(row, args, kwargs)):
+        is_empty = args and type(args[0]) is Tensor and not args[0].numel()  # gradients have strides that torch knows
+        if not is_inside and not is_empty and not (row.is_norm and region.makes_weight(row, args, kwargs)):
             result = run_counterpart(row.handler, region, func, args, kwargs)
             if result is not NotImplemented:
                 if row.kind is not None:

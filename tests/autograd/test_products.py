@@ -237,7 +237,7 @@ def test_nan_in_a_factor_reaches_the_gradients():
 
 @pytest.mark.parametrize("shapes", [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((2, 0, 4), (4, 5)), ((0,), (0,))])
 def test_empty_factors(shapes):
-    check(torch.matmul, *shapes)
+    check(torch.matmul, *shapes, counts=False)  # torch's own run
 
 
 @pytest.mark.parametrize(

@@ -291,3 +291,28 @@ def test_a_recurrent_net_with_a_ctc_loss_has_torchs_gradients():
     expected = gradients()
     brevact.quantize_backward(model, LosslessBackward)
     assert all(are_same(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+@pytest.mark.parametrize("settings", [LOSSLESS, SMALL, PACKED[0]], ids=["lossless", "small", "packed"])
+@pytest.mark.parametrize(
+    "op", [op for op in ops.ALL if len(op.shape) == 4 and "unbatched" not in op.name], ids=lambda op: op.name
+)
+def test_strides_of_gradients_without_elements_are_torchs(op, settings):
+    """Of a batch of no images, channels last, with gradients in either order."""
+    function = op.make()
+    last = torch.channels_last
+    for order in (torch.contiguous_format, last):
+        found = []
+        for chosen in (None, settings):
+            leaf = torch.randn(0, *op.shape[1:]).contiguous(memory_format=last).requires_grad_()
+            x, seen = leaf * 1, []
+            x.register_hook(lambda grad, seen=seen: seen.append(grad.stride()))
+            with region(chosen):
+                try:
+                    out = function(x)
+                except (RuntimeError, ValueError, IndexError) as error:
+                    found.append(type(error))
+                    continue
+            out.backward(torch.zeros(out.shape).contiguous(memory_format=order) if out.dim() == 4 else out.detach())
+            found.append((out.stride(), seen))
+        assert found[0] == found[1]
