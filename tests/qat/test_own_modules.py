@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import brevitas.nn as qnn
 import pytest
@@ -132,6 +133,22 @@ def test_product_with_a_scale_has_the_gradient_of_torch(dtype, scale):
         found = x * 1 * scale
     grads = [torch.autograd.grad(y, (x, scale), activation(1).to(y.dtype)) for y in (expected, found)]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.data.mul_(2), lambda x: x.detach().numpy().__imul__(2)])
+def test_changes_between_modules_without_a_version_count_in_a_block(change):
+    found = []
+    for quantize in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, **CONSTANT), nn.Conv2d(CHANNELS, 4, 3))
+        if quantize:
+            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+        with brevact.backward_quant(model) if quantize else nullcontext():
+            x = model[0](activation().requires_grad_())
+            change(x)
+            loss = model[1](x).sum()
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 def test_quantizers_of_a_model_that_is_gone_are_freed():
