@@ -8,7 +8,12 @@ import brevitas.nn as qnn
 import pytest
 import torch
 from brevitas.core.quant import IntQuant
-from brevitas.quant import Int8ActPerTensorFloat, Int8WeightPerTensorFloat, Uint8ActPerTensorFloat
+from brevitas.quant import (
+    Int8ActPerTensorFloat,
+    Int8WeightPerTensorFloat,
+    ShiftedUint8ActPerTensorFloat,
+    Uint8ActPerTensorFloat,
+)
 from torch import nn
 
 import brevact
@@ -228,13 +233,18 @@ def test_settings_that_change_between_steps_without_a_version_count(change):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("options", [{}, {"narrow_range": True}, {"high_percentile_q": 90.0}])
+@pytest.mark.parametrize("options", [{}, {"narrow_range": True}, {"high_percentile_q": 90.0}, {"learns": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_nan_in_what_statistics_are_collected_of_leaves_the_gradient_of_negative_elements_0(dtype, options):
     """Behind a scale that is NaN, too."""
-    found = []
+    learns, found = "learns" in options, []
+    quant, options = (ShiftedUint8ActPerTensorFloat, {}) if learns else (Uint8ActPerTensorFloat, options)
     for quantize in (False, True):
-        layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, bit_width=4, collect_stats_steps=9, **options).to(dtype)
+        layer = qnn.QuantReLU(act_quant=quant, bit_width=4, collect_stats_steps=1 if learns else 9, **options).to(dtype)
+        if learns:  # the zero point, too
+            layer(activation().to(dtype))
+            layer(activation().to(dtype))
+            tensor_quant(layer).scaling_impl.value.data.fill_(float("nan"))
         if quantize:
             brevact.quantize_backward(layer, LosslessBackward, min_numel=0)
         x = activation().to(dtype)
@@ -242,7 +252,7 @@ def test_nan_in_what_statistics_are_collected_of_leaves_the_gradient_of_negative
         x.requires_grad_()
         out = layer(x)
         out.backward(activation(1).to(dtype))
-        found.append((out.detach(), x.grad))
+        found.append((out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())))
     assert (found[0][1] == 0).any()
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7))

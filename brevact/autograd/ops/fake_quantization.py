@@ -203,9 +203,11 @@ class _FakeQuantization(Saving):
         else:
             clipped = through if mask is None else mask.multiply(through)
         found = _gradients(needs, ctx.shapes, grad, q, through, clipped, shifted, pre_scale, ctx.of_quotient)
-        if ctx.rectifies and needs[0] and _may_be_nan(pre_scale):  # 0 / NaN: a ReLU sets its gradient to 0 behind that
-            cut = torch.where(blocked, 0.0, found[0]) if mask is None else mask.multiply(found[0])
-            found = torch.where(pre_scale.isnan(), cut, found[0]), *found[1:]
+        of_x = found[0]
+        if of_x is not None and ctx.rectifies and _may_be_nan(pre_scale):  # 0 / NaN, which a ReLU sets to 0
+            rectified = of_x if mask is None else mask.multiply(of_x)
+            rectified = rectified if blocked is None else torch.where(blocked, 0.0, rectified)
+            found = torch.where(pre_scale.isnan(), rectified, of_x), *found[1:]
         if ctx.rectifies and needs[4]:
             before = through if cut is None else torch.where(cut, 0.0, through)
             found = *found[:4], before.sum_to_size(ctx.shapes[3])
