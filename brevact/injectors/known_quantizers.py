@@ -269,7 +269,9 @@ class KnownQuantizer:
                 threshold = self.quant.int_scaling_impl(bit_width)
                 integers = integers_of(self.quant.int_quant, bit_width)
                 # what `bit_width.data` is set to leaves the version alone, and shows in the memory that NumPy reads
-                view = bit_width.detach().numpy() if bit_width.is_cpu and bit_width.dtype is torch.float32 else None
+                bits = bit_width.detach()
+                bits = bits.view(torch.int16) if bits.dtype is torch.bfloat16 else bits  # which NumPy does not know
+                view = bits.numpy() if bits.is_cpu else None
             value = None if view is None else float(view)
             address, version = bit_width.data_ptr(), bit_width._version
             known = self._width = _Width(bit_width, address, version, view, value, threshold, integers)
@@ -277,7 +279,7 @@ class KnownQuantizer:
 
 
 class _Width(NamedTuple):
-    """A bit width, its version and its value where the host can read it, and what was computed for them.
+    """A bit width, its version, its value (or its bits) where the host can read it, and what was computed for them.
 
     The tensor keeps others from its address. ``share_memory`` moves it, and frees the memory that the view shows.
     """

@@ -1,6 +1,7 @@
 """Forward quantizers that somebody has changed, watches, or changes between the forward and the backward pass."""
 
 import gc
+import itertools
 import weakref
 from contextlib import nullcontext
 
@@ -214,19 +215,25 @@ def _raise_smallest_scale(quant):
     quant.scaling_impl.clamp_scaling.clamp_min_ste.min_val = 10.0
 
 
-@pytest.mark.parametrize("change", [_set_width, _write_width_by_numpy, _raise_smallest_scale])
-def test_settings_that_change_between_steps_without_a_version_count(change):
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        *itertools.product((_set_width, _raise_smallest_scale), (torch.float32, torch.float64, torch.bfloat16)),
+        *itertools.product((_set_width, _write_width_by_numpy), (torch.float32, torch.float64, torch.float16)),
+    ][1:],
+)
+def test_settings_that_change_between_steps_without_a_version_count(change, dtype):
     found = []
     for quantize in (False, True):
         layer = qnn.QuantReLU(
             act_quant=Uint8ActPerTensorFloat, bit_width=4, collect_stats_steps=1, scaling_min_val=1e-3
-        )
+        ).to(dtype)
         if quantize:
             brevact.quantize_backward(layer, LosslessBackward, min_numel=0)
         for _ in range(3):
-            before = gradients(layer, activation())
+            before = gradients(layer, activation().to(dtype))
         change(tensor_quant(layer))
-        after = gradients(layer, 2 * activation())  # of which some are clipped
+        after = gradients(layer, 2 * activation().to(dtype))  # of which some are clipped
         assert not torch.equal(before[0], after[0])
         found.append([*after[:2], *after[2].values()])
     for one, other in zip(*found, strict=True):
