@@ -8,9 +8,9 @@ EfficientNetV2-S on 32x32 images over the batch size, an MLP on 1,024 rows over 
 DEFAULT and checkpoint of each block. Each case is a process of its own (`benchmarks.training_case`): kept bytes,
 growth of the resident memory to its peak, and processor time of a step.
 
-Limit: the largest batch of EfficientNetV2-S that trains within `--limit` MiB on top of what is there when the model and
-the compiled kernels are loaded, found by bisection to a sixteenth, a process a try. The kernel enforces it by
-RLIMIT_DATA, which counts writable private memory: heap and mappings, not the files of libraries.
+Limit: the largest batch of EfficientNetV2-S, or of `--models`, that trains within `--limit` MiB on top of what is there when the model and
+the compiled kernels are loaded, found by bisection to a sixteenth, a process a try. The kernel enforces it by a control
+group, as it does for a container, or else by RLIMIT_DATA (`benchmarks.training_case.MemoryLimit`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.process_memory import allocators
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.training_case import TrainingCase
+from benchmarks.workloads import MODELS
 from recipes.bisection import largest
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,10 +43,10 @@ COLUMNS = (
         "growth_mib",
         "peak_mib",
     ),
-    *("cpu_s", "step_s", "error"),
+    *("cpu_s", "step_s", "error", "limited_by"),
 )
 _SIZES = {"batch": (8, 16, 32, 64), "depth": (4, 8, 16, 32)}
-_MOST_IMAGES = 1024
+_LARGEST_BATCH = 4096
 
 
 def cases(part: str, sizes: Sequence[int], variants: Sequence[str] = VARIANTS) -> list[TrainingCase]:
@@ -70,28 +71,35 @@ def cases(part: str, sizes: Sequence[int], variants: Sequence[str] = VARIANTS) -
     ]
 
 
-def fitting_batch(variant: str, limit_mib: int, start: int, environment: dict[str, str]) -> int:
-    """The largest batch of EfficientNetV2-S whose training fits.
+def fitting_batch(model: str, variant: str, limit_mib: int, start: int, environment: dict[str, str]) -> tuple[int, str]:
+    """The largest batch whose training fits.
 
     Args:
+        model: key of `benchmarks.workloads.MODELS`.
         variant: one of `VARIANTS`.
         limit_mib: what it may take.
         start: batch size of the first trial.
         environment: variables of the processes.
 
     Returns:
-        The batch size.
+        The batch size, 0 if none fits, and what limits the processes, see `MemoryLimit`.
+
+    Raises:
+        RuntimeError: a process took more than an hour.
     """
+    kinds = set()
 
     def fits(batch_size: int) -> bool:
-        case = TrainingCase(
-            model="efficientnetv2-s", variant=variant, batch_size=batch_size, depth=1, steps=2, limit_mib=limit_mib
-        )
-        found = case.run(environment)
-        print(f"{variant}, {batch_size} images: {found.get('error', 'fits')}", flush=True)
+        depth = MODELS[model][1]
+        case = TrainingCase(model=model, variant=variant, batch_size=batch_size, depth=depth, limit_mib=limit_mib)
+        found = case.run(environment, timeout=3600.0)
+        print(f"{model}, {variant}, batch of {batch_size}: {found.get('error', 'fits')}", flush=True)
+        if "took longer" in found.get("error", ""):
+            raise RuntimeError(f"{case}: {found['error']}")
+        kinds.update({found["limited_by"]} if "limited_by" in found else ())
         return "error" not in found
 
-    return largest(fits, start, _MOST_IMAGES)
+    return largest(fits, start, _LARGEST_BATCH), ", ".join(sorted(kinds))
 
 
 def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
@@ -143,12 +151,13 @@ def _measured(options: argparse.Namespace, environment: dict[str, str]) -> list[
                 found["growth_mib"] = round(found["peak_mib"] - found["loaded_mib"], 1)
             sizes = {"model": case.model, "variant": case.variant, "batch_size": case.batch_size, "depth": case.depth}
             add(part=part, **sizes, **{name: value for name, value in found.items() if name in COLUMNS})
-        start = 16
-        for variant in options.variants if part == "limit" else ():
-            found = fitting_batch(variant, options.limit, start, environment)
-            start = 4 * found if variant == "plain" else start
-            sizes = {"model": "efficientnetv2-s", "variant": variant, "batch_size": found, "depth": 1}
-            add(part=part, **sizes, limit_mib=options.limit)
+        for model in options.models if part == "limit" else ():
+            start = 16 if MODELS[model][0] >= 16 else 2
+            for variant in options.variants:
+                found, kind = fitting_batch(model, variant, options.limit, start, environment)
+                start = 4 * found if variant == "plain" else start
+                sizes = {"model": model, "variant": variant, "batch_size": found, "depth": MODELS[model][1]}
+                add(part=part, **sizes, limit_mib=options.limit, limited_by=kind)
     return rows
 
 
@@ -161,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=int, default=400, metavar="MIB", help="of the part limit (default: %(default)s)"
     )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["efficientnetv2-s"], help="of the part limit")
     parser.add_argument("--allocator", default="glibc", help="see benchmarks.process_memory (default: %(default)s)")
     parser.add_argument("--library", action="append", default=[], metavar="PATH", help="an allocator to load")
     parser.add_argument("--csv", type=Path, default=RESULTS / "scaling.csv", help="default: %(default)s")

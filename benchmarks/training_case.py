@@ -38,7 +38,7 @@ class TrainingCase:
         batch_size: images, sequences, rows or volumes.
         depth: how deep, see `MODELS`.
         steps: forward and backward passes; the last two of at least three are timed.
-        limit_mib: most memory on top of what is there before the first step, in MiB, by RLIMIT_DATA; 0 for no limit.
+        limit_mib: most memory on top of what is there before the first step, in MiB; 0 for no limit. See `MemoryLimit`.
     """
 
     model: str
@@ -100,6 +100,42 @@ def forget_peak() -> None:
         file.write("5")
 
 
+class MemoryLimit:
+    """A limit of this process's memory: by a control group of Linux, or else by RLIMIT_DATA.
+
+    A control group counts resident pages, as the limit of a container does; the system ends a process that wants more.
+    It needs a hierarchy of version 1 in which this process may make a group (root). RLIMIT_DATA counts writable private
+    memory, free pages that were returned to the system included.
+
+    Attributes:
+        kind: "cgroup" or "RLIMIT_DATA".
+    """
+
+    def __init__(self) -> None:
+        self.kind = "RLIMIT_DATA"
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path("/proc/self/cgroup").read_text().splitlines()
+            path = next(line.split(":", 2)[2] for line in lines if line.split(":", 2)[1] == "memory")
+            group = Path("/sys/fs/cgroup/memory") / path.lstrip("/")
+            for old in group.glob("brevact-*"):
+                with contextlib.suppress(OSError):
+                    old.rmdir()  # of a process that has ended
+            self._group = group / f"brevact-{os.getpid()}"
+            self._group.mkdir()
+            (self._group / "cgroup.procs").write_text(str(os.getpid()))
+            self.kind = "cgroup"
+
+    def set(self, mib: int) -> None:
+        """Let this process take so many MiB on top of what it has now."""
+        if self.kind == "cgroup":
+            statistics = (self._group / "memory.stat").read_text().split()
+            taken = sum(int(statistics[statistics.index(name) + 1]) for name in ("total_rss", "total_shmem"))
+            (self._group / "memory.limit_in_bytes").write_text(str(taken + mib * _MIB))
+        else:
+            limit = int((status_mib("VmData") + mib) * _MIB)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
 def measure(case: TrainingCase) -> dict[str, Any]:
     """Train in this process.
 
@@ -110,8 +146,9 @@ def measure(case: TrainingCase) -> dict[str, Any]:
         `base_mib`, resident when the model is there; `loaded_mib`, once optimizer and compiled kernels are, too;
         `peak_mib`; `kept_mib`, bytes of tensors that a forward pass leaves; `cpu_s`, processor time of a step, all
         threads; `step_s`; `page_faults` of a step; `first_step_s`, from before the import of torch until the first step
-        has ended.
+        has ended; `limited_by`, the kind of the limit.
     """
+    limit = MemoryLimit() if case.limit_mib else None
     import torch
 
     packed = case.variant not in ("plain", "checkpoint")
@@ -126,9 +163,8 @@ def measure(case: TrainingCase) -> dict[str, Any]:
     optimizer = torch.optim.SGD([x for x in model.parameters() if x.requires_grad], lr=1e-3)
     forget_peak()
     loaded = status_mib("VmRSS")
-    if case.limit_mib:
-        limit = int((status_mib("VmData") + case.limit_mib) * _MIB)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    if limit is not None:
+        limit.set(case.limit_mib)
     records, first_step = [], 0.0
     for _ in range(case.steps):
         before = _clocks()
@@ -142,7 +178,8 @@ def measure(case: TrainingCase) -> dict[str, Any]:
     times = {"cpu_s": round(cpu, 3), "step_s": round(step, 3), "page_faults": faults}
     times["first_step_s"] = round(first_step, 3)
     memory = {"base_mib": base, "loaded_mib": loaded, "peak_mib": peak, "kept_mib": kept_bytes(loss) / _MIB}
-    return {**{name: round(value, 1) for name, value in memory.items()}, **times}
+    rounded = {name: round(value, 1) for name, value in memory.items()}
+    return {**rounded, **times, "limited_by": limit.kind if limit is not None else ""}
 
 
 def _policy(variant: str) -> Any:

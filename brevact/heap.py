@@ -9,12 +9,20 @@ on the CPU is about to be packed by kernels: up to 128 MiB that are free at the 
 In between, freed activations do not always serve the next ones. PyTorch asks for aligned blocks; glibc looks for a
 free block that is larger than what was asked, and hands the rest back as small pieces, which other requests take. A
 block that an activation leaves is then too small for the next one, and the heap grows. So the process is looked at
-whenever kernels have passed over 4 million elements: where more is resident than was ever in use, and 256 MiB, what is
-free inside of the heap is returned to the system (`malloc_trim`).
+whenever kernels have passed over 4 million elements: where 128 MiB more are resident than were ever in use, free blocks
+inside of the heap are returned to the system.
 
-`brevact.set_heap_tuning(False)` turns both off, and so do settings of glibc's own in the environment that concern
-these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is overridden. Other
-allocators and other systems are left alone.
+`malloc_trim` returns every free page, and each of them costs a page fault when it is used again, also where a large
+page (2 MiB) was before. So free blocks are first taken by `malloc`, the largest ones first, and returned in place
+(`madvise`): of those of more than 8 MiB only whole large pages, which one fault brings back. What is too much beyond
+that is left to `malloc_trim`.
+
+Where less than 128 MiB are left to the limit of the container, or of the machine, no more than what is left may be free
+(`brevact.room`).
+
+`brevact.set_heap_tuning(False)` turns all of that off, and so do settings of glibc's own in the environment that
+concern these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is
+overridden. Other allocators and other systems are left alone.
 """
 
 from __future__ import annotations
@@ -27,6 +35,8 @@ import os
 import platform
 from collections.abc import Mapping
 
+from brevact.room import memory_left
+
 SMALLEST_MAPPED = 32 << 20
 """Bytes from which a tensor is mapped by itself, if free memory of the heap does not hold it."""
 
@@ -36,8 +46,18 @@ MOST_KEPT = 128 << 20
 LOOKED_AFTER = 4 << 20
 """Elements of activations that kernels pack or decode between two looks at the process."""
 
-MOST_FREE = 256 << 20
+MOST_FREE = 128 << 20
 """Bytes of the heap that may be free and resident where it is larger than what was ever in use."""
+
+FEW_FREE = 16 << 20
+"""Bytes that may be free, however near the process is to its limit."""
+
+LARGE_PAGE = 2 << 20
+
+_SMALLEST_GAP = 1 << 20  # free blocks of fewer bytes are left to malloc_trim
+_SMALLEST_GAP_OF_LARGE_PAGES = 8 << 20
+_LARGEST_GAP = 1 << 30
+_DONT_NEED, _HUGE_PAGE = 4, 14  # of <sys/mman.h>
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
@@ -63,10 +83,16 @@ class _Heap:
     """
 
     def __init__(self, libc: ctypes.CDLL) -> None:
-        self._info, self._trim = libc.mallinfo2, libc.malloc_trim
-        self._info.restype = _Mallinfo
-        self._trim.argtypes, self._trim.restype = (ctypes.c_size_t,), ctypes.c_int
+        self._libc = libc
+        libc.mallinfo2.restype = _Mallinfo
+        libc.malloc_trim.argtypes, libc.malloc_trim.restype = (ctypes.c_size_t,), ctypes.c_int
+        libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+        libc.free.argtypes, libc.free.restype = (ctypes.c_void_p,), None
+        libc.sbrk.argtypes, libc.sbrk.restype = (ctypes.c_ssize_t,), ctypes.c_void_p
+        libc.malloc_usable_size.argtypes, libc.malloc_usable_size.restype = (ctypes.c_void_p,), ctypes.c_size_t
+        libc.madvise.argtypes, libc.madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
         self._page = os.sysconf("SC_PAGE_SIZE")
+        self._start = libc.sbrk(0) - libc.mallinfo2().arena  # not below the start of the heap
         self._beside = self._resident() - self._in_use()
         self._most_in_use = 0
 
@@ -77,17 +103,56 @@ class _Heap:
         return (int(resident) - int(of_files)) * self._page
 
     def _in_use(self) -> int:
-        info = self._info()
+        info = self._libc.mallinfo2()
         return info.uordblks + info.hblkhd
 
     def look(self) -> None:
-        """Return free memory to the system, if the process is larger than it was ever used for."""
-        in_use = self._in_use()
+        """Return free memory to the system, if the process is larger than it was ever used for, or nearly full."""
+        in_use, resident = self._in_use(), self._resident()
         self._most_in_use = max(self._most_in_use, in_use)
-        if self._resident() - self._beside > self._most_in_use + MOST_FREE:
-            self._trim(MOST_KEPT)
-            # What stays is of others, such as Python's objects: it is no reason to return memory again and again.
-            self._beside = max(self._beside, self._resident() - self._in_use() - MOST_KEPT)
+        free = resident - self._beside - in_use
+        if free <= FEW_FREE:
+            return
+        if free > memory_left():
+            self._trim()
+        elif self._is_too_large(resident, MOST_FREE):
+            self._return_gaps()
+            if self._is_too_large(self._resident(), MOST_FREE - FEW_FREE):  # too little was in large blocks
+                self._trim()
+
+    def _is_too_large(self, resident: int, most_free: int) -> bool:
+        return resident - self._beside > self._most_in_use + most_free
+
+    def _trim(self) -> None:
+        self._libc.malloc_trim(0)
+        # What stays is of others, such as Python's objects: it is no reason to return memory again and again.
+        self._beside = max(self._beside, self._resident() - self._in_use() - FEW_FREE)
+
+    def _return_gaps(self) -> None:
+        """Return the free blocks of the heap to the system, as whole large pages where they are large."""
+        libc, taken = self._libc, []
+        libc.mallopt(_M_MMAP_THRESHOLD, _SMALLEST_GAP)  # or the heap would grow by a block that it does not have
+        try:
+            size = _LARGEST_GAP
+            while size >= _SMALLEST_GAP:
+                if block := libc.malloc(size):
+                    if self._start <= block < libc.sbrk(0):
+                        taken.append(block)
+                        continue
+                    libc.free(block)  # mapped by itself: no free block is as large
+                size -= size // 8
+            for block in taken:
+                usable = libc.malloc_usable_size(block)
+                unit = self._page if usable <= _SMALLEST_GAP_OF_LARGE_PAGES else LARGE_PAGE
+                start, stop = -(-block // unit) * unit, (block + usable) // unit * unit
+                if start < stop:
+                    libc.madvise(start, stop - start, _DONT_NEED)
+                    if unit == LARGE_PAGE:
+                        libc.madvise(start, stop - start, _HUGE_PAGE)
+        finally:
+            for block in taken:
+                libc.free(block)
+            libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED)
 
 
 class Tuning:

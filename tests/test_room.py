@@ -1,0 +1,68 @@
+"""The memory that is left: by control groups of both versions, written as files, and by the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from brevact import room
+
+MACHINE = "MemTotal:       16000 kB\nMemFree:         1000 kB\nMemAvailable:    8000 kB\n"
+#: Lines of /proc/PID/mountinfo; the root of the second is that of a container.
+OF_VERSION_1 = "35 31 0:32 {root} {mount} rw,relatime shared:9 - cgroup cgroup rw,memory\n"
+OF_CPUS = "32 31 0:29 / {mount}/cpu rw,relatime - cgroup cgroup rw,cpu\n"
+OF_VERSION_2 = "31 23 0:28 {root} {mount} rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where control groups are mounted, on a machine that has 8,000 KiB left."""
+    (tmp_path / "meminfo").write_text(MACHINE)
+    monkeypatch.setattr(room, "MACHINE", tmp_path / "meminfo")
+    return tmp_path / "cgroup"
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+
+
+def left(monkeypatch: pytest.MonkeyPatch, memberships: str, mounts: str) -> int:
+    groups = room.groups_of(memberships, mounts)
+    monkeypatch.setattr(room, "_groups", lambda: groups)
+    return room.memory_left()
+
+
+def test_the_machine_is_the_limit_without_groups(machine, monkeypatch):
+    assert left(monkeypatch, "", "") == 8000 * 1024
+
+
+def test_a_group_of_version_1_counts_anonymous_and_shared_memory_against_the_least_limit_above_it(machine, monkeypatch):
+    statistics = "cache 900\nrss 5\ntotal_cache 900\ntotal_rss 3000\ntotal_shmem 400\nhierarchical_memory_limit 10000\n"
+    write(machine / "jobs" / "one", memory_stat=statistics)
+    mounts = OF_CPUS.format(mount=machine) + OF_VERSION_1.format(root="/", mount=machine)
+    assert left(monkeypatch, "5:cpu:/elsewhere\n4:memory:/jobs/one\n0::/\n", mounts) == 10000 - 3400
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"), [(("max", "9000"), 2000), (("5000", "12000"), 3000), (("max", "max"), None)]
+)
+def test_groups_of_version_2_count_by_the_nearest_limit(machine, monkeypatch, limits, expected):
+    write(machine / "jobs" / "one", memory_stat="anon 1500\nfile 7\nshmem 500\n", memory_max=limits[0] + "\n")
+    write(machine / "jobs", memory_stat="anon 6000\nfile 7\nshmem 1000\n", memory_max=limits[1] + "\n")
+    write(machine, memory_stat="anon 1\nshmem 1\n")  # the root of all has no limit
+    mounts = OF_VERSION_2.format(root="/", mount=machine)
+    assert left(monkeypatch, "0::/jobs/one\n", mounts) == (expected if expected is not None else 8000 * 1024)
+
+
+def test_a_container_sees_its_own_group_where_all_are_mounted(machine, monkeypatch):
+    write(machine, memory_stat="total_rss 100\ntotal_shmem 0\nhierarchical_memory_limit 1000\n")
+    mounts = OF_VERSION_1.format(root="/docker/abc", mount=machine)
+    assert left(monkeypatch, "4:memory:/docker/abc\n", mounts) == 900
+
+
+def test_files_that_say_something_else_say_nothing(machine, monkeypatch):
+    write(machine, memory_stat="rubbish\n", memory_max="many\n")
+    assert left(monkeypatch, "0::/\n", OF_VERSION_2.format(root="/", mount=machine)) == 8000 * 1024
