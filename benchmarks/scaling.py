@@ -8,9 +8,10 @@ EfficientNetV2-S on 32x32 images over the batch size, an MLP on 1,024 rows over 
 DEFAULT and checkpoint of each block. Each case is a process of its own (`benchmarks.training_case`): kept bytes,
 growth of the resident memory to its peak, and processor time of a step.
 
-Limit: the largest batch of EfficientNetV2-S, or of `--models`, that trains within `--limit` MiB on top of what is there when the model and
-the compiled kernels are loaded, found by bisection to a sixteenth, a process a try. The kernel enforces it by a control
-group, as it does for a container, or else by RLIMIT_DATA (`benchmarks.training_case.MemoryLimit`).
+Limit: the largest batch of EfficientNetV2-S, or of `--models`, that trains within `--limit` MiB on top of what is there
+when the model and the compiled kernels are loaded, found by bisection to a sixteenth, a process a try. The kernel
+enforces it by a control group, as it does for a container, or else by RLIMIT_DATA
+(`benchmarks.training_case.MemoryLimit`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,10 @@ def memory_left() -> int:
     Raises:
         OSError: nothing says so: not Linux, or no /proc.
     """
-    available = _number(MACHINE.read_text("ascii"), "MemAvailable:") << 10
+    try:
+        available = _number(MACHINE.read_text("ascii"), "MemAvailable:") << 10
+    except ValueError as error:
+        raise OSError(f"{MACHINE} has no line {error}") from None
     return min([available, *(left for group in _groups() if (left := _left_to(group)) is not None)])
 
 
@@ -27,7 +30,7 @@ def _groups() -> tuple[Path, ...]:
     """Return the folders of the control groups that limit the memory of this process, the innermost one first."""
     try:
         return groups_of(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
-    except OSError:
+    except (OSError, ValueError):
         return ()
 
 
@@ -41,13 +44,13 @@ def groups_of(memberships: str, mounts: str) -> tuple[Path, ...]:
     of_version = {}  # path in the hierarchy of version 1 or 2
     for line in memberships.splitlines():
         number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(",") or number == "0" and not controllers:
+        if "memory" in controllers.split(",") or (number == "0" and not controllers):
             of_version["cgroup" if controllers else "cgroup2"] = path
     found: list[Path] = []
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        if kind not in of_version or kind == "cgroup" and "memory" not in options.split(" ")[-1].split(","):
+        if kind not in of_version or (kind == "cgroup" and "memory" not in options.split(" ")[-1].split(",")):
             continue
         root, mounted = before.split(" ")[3:5]
         path = Path(of_version[kind])

@@ -229,7 +229,7 @@ def test_free_blocks_are_returned_beyond_the_bound_or_near_the_limit(bound: str,
     assert (are_whole, length) == ("True", str(30 << 20))
     if (bound, left) == ("10000", "10000"):
         assert float(returned) < 1
-    else:  # of 30 + 20 x 4 MiB an eighth may stay, less than 1 MiB a block, and a large page at both ends of the large one
+    else:  # of 30 + 20 x 4 MiB an eighth may stay of each, and a large page at both ends of the large one
         assert float(returned) > 110 * 7 / 8 - 4
 
 

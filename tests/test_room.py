@@ -54,13 +54,19 @@ def test_groups_of_version_2_count_by_the_nearest_limit(machine, monkeypatch, li
     write(machine / "jobs", memory_stat="anon 6000\nfile 7\nshmem 1000\n", memory_max=limits[1] + "\n")
     write(machine, memory_stat="anon 1\nshmem 1\n")  # the root of all has no limit
     mounts = OF_VERSION_2.format(root="/", mount=machine)
-    assert left(monkeypatch, "0::/jobs/one\n", mounts) == (expected if expected is not None else 8000 * 1024)
+    assert left(monkeypatch, "0::/jobs/one\n", mounts) == expected
 
 
 def test_a_container_sees_its_own_group_where_all_are_mounted(machine, monkeypatch):
     write(machine, memory_stat="total_rss 100\ntotal_shmem 0\nhierarchical_memory_limit 1000\n")
     mounts = OF_VERSION_1.format(root="/docker/abc", mount=machine)
     assert left(monkeypatch, "4:memory:/docker/abc\n", mounts) == 900
+
+
+def test_a_machine_that_does_not_say_so_is_an_error(machine, monkeypatch):
+    room.MACHINE.write_text("MemTotal:       16000 kB\n")
+    with pytest.raises(OSError, match="meminfo has no line MemAvailable:"):
+        left(monkeypatch, "", "")
 
 
 def test_files_that_say_something_else_say_nothing(machine, monkeypatch):
