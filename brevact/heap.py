@@ -53,11 +53,13 @@ FEW_FREE = 16 << 20
 """Bytes that may be free, however near the process is to its limit."""
 
 LARGE_PAGE = 2 << 20
+"""Bytes of a large page of x86-64 and of most other processors."""
+
+MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # of <sys/mman.h>
 
 _SMALLEST_GAP = 1 << 20  # free blocks of fewer bytes are left to malloc_trim
 _SMALLEST_GAP_OF_LARGE_PAGES = 8 << 20
 _LARGEST_GAP = 1 << 30
-_DONT_NEED, _HUGE_PAGE = 4, 14  # of <sys/mman.h>
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
@@ -92,7 +94,7 @@ class _Heap:
         libc.malloc_usable_size.argtypes, libc.malloc_usable_size.restype = (ctypes.c_void_p,), ctypes.c_size_t
         libc.madvise.argtypes, libc.madvise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
         self._page = os.sysconf("SC_PAGE_SIZE")
-        self._start = libc.sbrk(0) - libc.mallinfo2().arena  # not below the start of the heap
+        self._start = libc.sbrk(0) - libc.mallinfo2().arena  # other threads' heaps lie above sbrk(0)
         self._beside = self._resident() - self._in_use()
         self._most_in_use = 0
 
@@ -146,9 +148,9 @@ class _Heap:
                 unit = self._page if usable <= _SMALLEST_GAP_OF_LARGE_PAGES else LARGE_PAGE
                 start, stop = -(-block // unit) * unit, (block + usable) // unit * unit
                 if start < stop:
-                    libc.madvise(start, stop - start, _DONT_NEED)
+                    libc.madvise(start, stop - start, MADV_DONTNEED)
                     if unit == LARGE_PAGE:
-                        libc.madvise(start, stop - start, _HUGE_PAGE)
+                        libc.madvise(start, stop - start, MADV_HUGEPAGE)
         finally:
             for block in taken:
                 libc.free(block)

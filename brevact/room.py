@@ -41,7 +41,7 @@ def groups_of(memberships: str, mounts: str) -> tuple[Path, ...]:
         memberships: text of its /proc/PID/cgroup, one `hierarchy:controllers:path` a line.
         mounts: text of its /proc/PID/mountinfo.
     """
-    of_version = {}  # path in the hierarchy of version 1 or 2
+    of_version: dict[str, str] = {}  # path in the hierarchy of version 1 or 2
     for line in memberships.splitlines():
         number, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(",") or (number == "0" and not controllers):
@@ -53,8 +53,8 @@ def groups_of(memberships: str, mounts: str) -> tuple[Path, ...]:
         if kind not in of_version or (kind == "cgroup" and "memory" not in options.split(" ")[-1].split(",")):
             continue
         root, mounted = before.split(" ")[3:5]
-        path = Path(of_version[kind])
-        inside = path.relative_to(root) if path.is_relative_to(root) else Path()  # of a container that hides the rest
+        group = Path(of_version[kind])
+        inside = group.relative_to(root) if group.is_relative_to(root) else Path()  # of a container that hides the rest
         folder = Path(mounted) / inside
         found += [each for each in (folder, *folder.parents) if each.is_relative_to(mounted)]
     return tuple(found)

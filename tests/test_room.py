@@ -47,7 +47,7 @@ def test_a_group_of_version_1_counts_anonymous_and_shared_memory_against_the_lea
 
 
 @pytest.mark.parametrize(
-    ("limits", "expected"), [(("max", "9000"), 2000), (("5000", "12000"), 3000), (("max", "max"), None)]
+    ("limits", "expected"), [(("max", "9000"), 2000), (("5000", "12000"), 3000), (("max", "max"), 8000 * 1024)]
 )
 def test_groups_of_version_2_count_by_the_nearest_limit(machine, monkeypatch, limits, expected):
     write(machine / "jobs" / "one", memory_stat="anon 1500\nfile 7\nshmem 500\n", memory_max=limits[0] + "\n")

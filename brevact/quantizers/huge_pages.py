@@ -9,13 +9,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from brevact.heap import Tuning
+from brevact.heap import LARGE_PAGE, MADV_HUGEPAGE, SMALLEST_MAPPED, Tuning
 
-SMALLEST = 32 << 20
+SMALLEST = SMALLEST_MAPPED
 """Bytes from which glibc maps every allocation by itself, so that advice on it concerns no other memory."""
-
-_HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14
 
 
 @functools.cache
@@ -34,5 +31,5 @@ def prefer_huge_pages(x: Tensor) -> None:
     if nbytes < SMALLEST or not Tuning.is_on or not x.is_cpu or (madvise := _madvise()) is None:
         return
     start, stop = x.data_ptr(), x.data_ptr() + nbytes
-    first = -(-start // _HUGE_PAGE) * _HUGE_PAGE
-    madvise(first, (stop - first) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
+    first = -(-start // LARGE_PAGE) * LARGE_PAGE
+    madvise(first, (stop - first) // LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE)
