@@ -26,7 +26,7 @@ def _imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("layer", "own", "libraries"),
     [
-        ("private_names", {"brevact.private_names"}, {"numpy", "torch"}),
+        ("private_names", {"brevact.private_names", "brevact.user_lines"}, {"numpy", "torch"}),
         (
             "cpu_kernels",
             {"brevact.cpu_kernels", "brevact.geometry", "brevact.integers", "brevact.private_names"},
@@ -46,6 +46,7 @@ def _imports(path: Path) -> set[str]:
                 "brevact.heap",
                 "brevact.large_pages",
                 "brevact.private_names",
+                "brevact.user_lines",
             },
             {"torch"},
         ),
