@@ -224,14 +224,14 @@ def of_layer_noise(results: Results) -> dict[str, str]:
 
 
 def of_scaling(results: Results) -> dict[str, str]:
-    """Of scaling.csv: the largest batches within a limit, and how many times plain's."""
+    """Of scaling.csv: the largest batches within a limit, and how many times plain's `DEFAULT` takes."""
     last = results.last("scaling", "part", "model", "variant", "limit_mib")
     found = {}
     for (part, model, variant, limit), row in last.items():
         if part == "limit":
             found[f"limit.{model}.{limit}.{variant}"] = row["batch_size"]
             plain = last.get((part, model, "plain", limit))
-            if plain is not None and variant != "plain":
+            if plain is not None and variant == "DEFAULT":
                 found[f"limit.{model}.{limit}.times"] = f"{int(row['batch_size']) / int(plain['batch_size']):.1f}"
     return found
 
