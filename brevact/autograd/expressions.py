@@ -65,7 +65,7 @@ class Call(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """Return the value of a pointwise expression of one source, x."""
         assert not isinstance(self.function, ByMask)  # which is no function of one number
-        return self.function(*(operand.of(x) if isinstance(operand, Call) else x for operand in self.operands))
+        return self.function(*[operand.of(x) if isinstance(operand, Call) else x for operand in self.operands])
 
     @property
     def as_function(self) -> TensorFunction:
@@ -115,6 +115,7 @@ class Derived(Decoder):
         function: the expression as a function of its one source, if it is pointwise, and the source is decoded through
             functions.
         repeated: sources that the expression reads more than once.
+        deep: sources for which layers are computed again.
     """
 
     expression: Call
@@ -126,6 +127,7 @@ class Derived(Decoder):
     lasts: bool = field()
     function: PointFunction | None
     repeated: frozenset[int]
+    deep: frozenset[int]
 
     @staticmethod
     def of(
@@ -143,7 +145,9 @@ class Derived(Decoder):
         function = expression.as_function if is_fused else None
         read = Counter(expression.reads)
         repeated = frozenset(number for number, count in read.items() if count > 1)
-        return Derived(expression, numbered, tuple(like.shape), stride, like.dtype, quality, lasts, function, repeated)
+        deep = frozenset(number for number, (decoder, _) in enumerate(numbered) if decoder.depth)
+        shape = tuple(like.shape)
+        return Derived(expression, numbered, shape, stride, like.dtype, quality, lasts, function, repeated, deep)
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         return self._computed(tensors, None)
@@ -169,10 +173,10 @@ class Derived(Decoder):
 
     def _reading(self, tensors: tuple[Tensor, ...]) -> _Reading:
         """Return the sources of the expression, none of them decoded yet."""
-        parts, early = self.parts(tensors), {n for n, (decoder, _) in enumerate(self.sources) if decoder.depth}
+        parts, early = self.parts(tensors), self.deep
         if early:
-            early.remove(max(early, key=lambda number: place_of(parts[number])))
-        return _Reading(parts, {}, self.repeated, frozenset(early))
+            early -= {max(early, key=lambda number: place_of(parts[number]))}
+        return _Reading(parts, {}, self.repeated, early)
 
     def _computed(self, tensors: tuple[Tensor, ...], grad: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() or is_any_autocast_enabled():
@@ -210,10 +214,7 @@ class _Reading(NamedTuple):
         """Decode a source, and apply a function on the way."""
         if number in self.early:
             with not_held():
-                return self._decode(number, function)
-        return self._decode(number, function)
-
-    def _decode(self, number: int, function: PointFunction | None) -> Tensor:
+                return self._replace(early=frozenset()).decode(number, function)
         tensors, decoder = self.parts[number]
         return decoder.decode(tensors) if function is None else decoder.decode_through(tensors, function)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from brevact.autograd.transforms import NO_TRANSFORMS
@@ -12,7 +13,7 @@ from brevact.private_names.of_torch import pop_hooks, push_hooks, top_hooks
 _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
-class _Suspended:
+class _Suspended(AbstractContextManager[None]):
     """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
 
     For what a Function of ours saves, and for ops whose gradient is singular in what they save.
@@ -43,7 +44,7 @@ class HookStack:
         self._outer: tuple[Callable, Callable] | None = None
         #: What tells the checkpoint in which the hooks are from others, and from its recomputation; None: in none.
         self.scope: Any = None
-        self.suspended = _Suspended(pair)
+        self.suspended: AbstractContextManager[None] = _Suspended(pair)
 
     def __enter__(self) -> None:
         around = self._around

@@ -20,6 +20,12 @@ from brevact.autograd.settings import BackwardSettings
 class TorchRunner(Protocol):
     """Hooks that run torch's own layers, whose gradients are those of our Functions, and pack the tensors they save."""
 
+    pair: tuple[Callable[..., Any], Callable[..., Any]]
+    """The hooks that pack and unpack."""
+
+    suspended: AbstractContextManager[None]
+    """Context without the hooks, which must be the innermost ones where it is entered."""
+
     scope: Any
     """The checkpoint in which the region runs; None: in none."""
 

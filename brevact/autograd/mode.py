@@ -26,7 +26,7 @@ from brevact.autograd.other_code import label_of
 from brevact.autograd.rows import ROWS, Row, row_of
 from brevact.autograd.saved import Saved
 from brevact.autograd.saved_tensor_hooks import sizes_of
-from brevact.autograd.storages import is_tracked
+from brevact.autograd.storages import any_tracked
 from brevact.autograd.transforms import check_rounding, is_transformed
 from brevact.autograd.weights import tensors_of_call
 from brevact.private_names.of_torch import frame_callback, is_any_autocast_enabled, pop_hooks, push_hooks, top_hooks
@@ -121,13 +121,15 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
         if not is_alive(caller):
             return func(*args, **kwargs)
         is_empty = args and type(args[0]) is Tensor and not args[0].numel()  # gradients have strides that torch knows
-        if not is_inside and not is_empty and not (row.is_norm and region.makes_weight(row, args, kwargs)):
+        is_of_weights = row.is_norm and region.makes_weight(row, tensors_of_call(args, kwargs))
+        if not (is_inside or is_empty or is_of_weights):
             result = run_counterpart(row.handler, region, func, args, kwargs)
             if result is not NotImplemented:
                 if row.kind is not None:
                     _track(region, row, func, args, kwargs, result, operands)
                 return result
-    if region.makes_weight(row, args, kwargs):
+    tensors = tensors_of_call(args, kwargs)
+    if region.makes_weight(row, tensors):
         if storage_report.recorders:
             storage_report.report_op(func, storage_report.WEIGHT)
         result = region.hooks.make_weight(func, args, kwargs)
@@ -145,20 +147,20 @@ def _run_packed(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict
             result = func(*args, **kwargs)
     else:
         hooks = region.hooks
-        hooks.cast_shapes = _frozen_weight_shapes(region, args, kwargs) if is_any_autocast_enabled() else _NO_SHAPES
+        hooks.cast_shapes = _frozen_weight_shapes(region, tensors) if is_any_autocast_enabled() else _NO_SHAPES
         try:
             result = func(*args, **kwargs)
         finally:
             hooks.cast_shapes = None
     region.mark(result, is_weight=False)
     if row.kind is not None:
-        _track(region, row, func, args, kwargs, result, operands)
+        _track(region, row, func, args, kwargs, result, operands, tensors)
     return result
 
 
 def _run_unpacked(region: Any, row: Row, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function where the region packs nothing, by torch; norms may go on with rounded values there, too."""
-    makes_weight = region.makes_weight(row, args, kwargs)
+    makes_weight = region.makes_weight(row, tensors_of_call(args, kwargs))
     if region.rounds_norms and row.rounds_forward and not makes_weight:
         check_rounding()
         result = _call_norm_aside(region, row, func, args, kwargs)
@@ -179,25 +181,27 @@ def _track(
     kwargs: dict[str, Any],
     result: Any,
     operands: list[tuple[Tensor, Saved | None]] | None,
+    tensors: list[Tensor] | None = None,
 ) -> None:
     """Record the result of a call that moves elements, takes means, or is linear, as a function of its arguments.
 
-    A result that is a view of a known argument is known already.
-    If the call may overwrite an argument, ``operands`` are the saved forms of its arguments from before the call.
+    A result that is a view of a known argument is known already. ``tensors`` are the tensors among the arguments, if
+    the caller has them. If the call may overwrite an argument, ``operands`` are the saved forms of its arguments from
+    before the call.
     """
     if type(result) is not Tensor:
         return
-    if not row.overwrites:
+    # A result in new memory is known if the counterpart has recorded it; a move may return a view of a known tensor.
+    is_new = row.kind is not Kind.MOVE and not row.overwrites
+    if is_new and known_values.is_marked(result):
+        return
+    if tensors is None:
         tensors = tensors_of_call(args, kwargs)
-        if not any(map(is_tracked, tensors)):
-            return
+    if not row.overwrites and not any_tracked(tensors):
+        return
     if row.kind is Kind.MOVE:
         track_moved_codes(func, args, kwargs, result)
-    if not region.settings.derives:
-        return
-    # Of memory that is new nothing is known, unless the counterpart has recorded it; a move may return a view.
-    is_new = row.kind is not Kind.MOVE and not row.overwrites
-    if known_values.is_marked(result) if is_new else region.find_known(result) is not None:
+    if not region.settings.derives or (not is_new and region.find_known(result) is not None):
         return
     if not row.overwrites:
         if row.kind is Kind.AVERAGE and result.numel() * MOST_DECODED < tensors[0].numel():
@@ -222,7 +226,6 @@ def _call_norm_aside(region: Any, row: Row, func: Callable, args: tuple, kwargs:
     return func(*args, **kwargs)
 
 
-def _frozen_weight_shapes(region: Any, args: tuple, kwargs: dict[str, Any]) -> frozenset[tuple[int, ...]]:
+def _frozen_weight_shapes(region: Any, tensors: list[Tensor]) -> frozenset[tuple[int, ...]]:
     """Sizes of the weights without gradient among the arguments, of which autocast may save anonymous copies."""
-    tensors = tensors_of_call(args, kwargs)
     return frozenset(sizes_of(x) for x in tensors if not x.requires_grad and region.is_weight(x))

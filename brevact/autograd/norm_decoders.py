@@ -106,7 +106,7 @@ class Centred(Decoder):
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:
         packed, alignment = self.packed(tensors), self._alignment
-        invstd = alignment.align(alignment.inverse(tensors[-1]), packed.layout.shape)
+        invstd = alignment.align(alignment.inverse(tensors[-1]), packed.spec.layout.shape)
         return denormalize(packed, None, invstd, self._dtype)
 
     def with_statistics(self, tensors: tuple[Tensor, ...]) -> WithStatistics:
@@ -216,11 +216,10 @@ class OutputDecoder(Decoder):
         self._numel, self.quality, self.lasts = shape.numel(), source.quality, source.lasts
 
     def _read(self, tensors: tuple[Tensor, ...]) -> tuple[PackedActivation, Tensor | None, Tensor | None]:
-        packed = self.source.packed(tensors[: self.count])
-        affine = list(tensors[self.count :])
-        scale, shift = (
-            self.alignment.align_weight(affine.pop(0), packed.layout.shape) if there else None for there in self.has
-        )
+        packed, (has_weight, has_bias) = self.source.packed(tensors[: self.count]), self.has
+        shape = packed.spec.layout.shape
+        scale = self.alignment.align_weight(tensors[self.count], shape) if has_weight else None
+        shift = self.alignment.align_weight(tensors[-1], shape) if has_bias else None
         return packed, scale, shift
 
     def decode(self, tensors: tuple[Tensor, ...]) -> Tensor:

@@ -58,7 +58,8 @@ class NormInput(NamedTuple):
     @property
     def key(self) -> Hashable | None:
         """Key under which ops may share the packed values."""
-        return None if self.norm.key is None else (self.norm.key, self.dtype)
+        key = self.norm.key
+        return None if key is None else (key, self.dtype)
 
     @property
     def statistics(self) -> tuple[Tensor, ...]:

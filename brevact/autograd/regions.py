@@ -35,9 +35,7 @@ from brevact.autograd.transforms import is_distributed
 from brevact.autograd.weights import (
     WEIGHT_NUMEL,
     ModelState,
-    is_known_activation,
     is_weight,
-    tensors_of_call,
 )
 from brevact.private_names.lookup import refuse_without
 from brevact.private_names.of_torch import (
@@ -176,6 +174,9 @@ class Region(Store):
         """
         found = trains = indexed = False
         for x in tensors:
+            node: Any = x.grad_fn
+            if node is not None and node.metadata.get(WEIGHT_NUMEL) == 0:
+                return False
             if is_weight(x, self.state):
                 found, trains = True, trains or x.requires_grad
             elif x.requires_grad:
@@ -186,13 +187,9 @@ class Region(Store):
                 indexed = True
         return found and not (looks_up and indexed and trains)
 
-    def makes_weight(self, row: Row, args: tuple, kwargs: dict) -> bool:
-        """Return whether a function makes a weight of weights."""
-        if row.is_layer:
-            return False
-        if args and is_known_activation(args[0]):
-            return False
-        return row.makes_weight or self.are_weights(*tensors_of_call(args, kwargs), looks_up=row.looks_up)
+    def makes_weight(self, row: Row, tensors: list[Tensor]) -> bool:
+        """Return whether a function of these tensors makes a weight of weights."""
+        return not row.is_layer and (row.makes_weight or self.are_weights(*tensors, looks_up=row.looks_up))
 
     def mark(self, result: Any, *, is_weight: bool) -> None:
         """Note whether a function's result is a weight or an activation."""

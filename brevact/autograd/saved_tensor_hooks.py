@@ -195,7 +195,8 @@ class SavedTensorHooks(HookStack):
         if x is weight or (
             self.flattens and x._is_view() and (x._base is weight or (weight is not None and x._base is weight._base))
         ):
-            if self._outer is None and is_parameter_or_view(x) and not storage_report.recorders:
+            is_untouched = self._outer is None and not storage_report.recorders
+            if is_untouched and (is_parameter_or_view(x) or not is_tracked(x)):
                 return x if x.grad_fn is None else x.detach(), x._version
             return self._hand_on(self._region.keep_weight(x))
         if self.kept is not None:
@@ -231,8 +232,7 @@ class SavedTensorHooks(HookStack):
         """Keep the input of torch's own layer as a Function would."""
         if input.numel() < self._region.settings.min_numel and not input._is_view():
             return keep_small(input, self._region.settings)
-        with self.suspended:  # a quantizer may use autograd, too
-            return self._region.keep(input)
+        return self._region.keep(input)
 
     def _pack_for_other_code(self, x: Tensor, saver: FrameType) -> SavedByHook | tuple[Tensor, int]:
         """Pack a tensor that other code than a torch function saves: the region's mode is active here."""
@@ -271,8 +271,7 @@ class SavedTensorHooks(HookStack):
             return keep_as_it_is(x, storage_report.SMALL)
         if x._is_view() and x._base is not None and x._base.is_leaf and x._base.requires_grad:
             return keep_as_it_is(x, storage_report.VARIABLE)
-        with self.suspended:
-            return region.keep_activation(x)
+        return region.keep_activation(x)
 
     def _is_frozen_weight(self, x: Tensor) -> bool:
         """Whether ``x`` looks like autocast's copy of a frozen weight."""
@@ -313,8 +312,7 @@ class SavedTensorHooks(HookStack):
         elif self._is_frozen_weight(x):
             why = storage_report.WEIGHT
         else:
-            with self.suspended:  # a quantizer may use autograd, too
-                return region.keep_activation(x)
+            return region.keep_activation(x)
         return keep_as_it_is(x, why)
 
     def _keeper_for(self, x: Tensor, frame: FrameType) -> tuple[EagerKeeper, str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -98,29 +98,31 @@ class SharedPacks:
             setattr(storage, self._attribute, packs)
         return packs
 
-    def find(self, x: Tensor, settings: tuple[Hashable, ...], root: int = 0) -> tuple[tuple[Tensor, ...], Any] | None:
-        """Return the kept tensors and the decoder of ``x`` under settings with this key, if a node still holds them.
+    def find(
+        self, x: Tensor, settings: tuple[Hashable, ...], root: int = 0, also: Callable[[Any], bool] | None = None
+    ) -> tuple[tuple[Tensor, ...], Any] | None:
+        """Return the packed form of ``x``: its tensors and their decoder, if a node still holds them.
 
-        Random codes of a tensor without gradient are those of the root region with this number, from 1 on.
+        Args:
+            x: any tensor with a storage.
+            settings: key of the settings under which it was packed.
+            root: number of the root region, from 1 on, whose random codes of a tensor without gradient are found; 0 for
+                those of any.
+            also: whether a decoder will do that was made under settings whose first part is another; None: none will.
         """
         packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
         if not packs or x.is_inference():
             return None
-        return packs.find(_key_of(x, settings), 0 if x.requires_grad else root)
-
-    def alternatives(
-        self, x: Tensor, settings: tuple[Hashable, ...], root: int = 0
-    ) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
-        """Yield the packed forms of ``x`` under settings whose first part is another, if a node still holds them."""
-        packs: _Packs | None = x.untyped_storage().__dict__.get(self._attribute)
-        if not packs or x.is_inference():
-            return
-        sought = _key_of(x, settings)
+        sought, served = _key_of(x, settings), 0 if x.requires_grad else root
+        found = packs.find(sought, served)
+        if found is not None or also is None:
+            return found
         for key in list(packs):
             if key != sought and key[:-1] == sought[:-1] and key[-1][1:] == settings[1:]:
-                found = packs.find(key, 0 if x.requires_grad else root)
-                if found is not None:
-                    yield found
+                found = packs.find(key, served)
+                if found is not None and also(found[1]):
+                    return found
+        return None
 
     def add(
         self, x: Tensor, settings: tuple[Hashable, ...], tensors: tuple[Tensor, ...], decoder: Any, root: int = 0

@@ -30,6 +30,17 @@ def is_tracked(x: Tensor) -> bool:
         return False
 
 
+def any_tracked(tensors: list[Tensor]) -> bool:
+    """Return whether the storage of one of the tensors carries saved forms."""
+    try:
+        for x in tensors:
+            if x.untyped_storage().__dict__:
+                return True
+    except (NotImplementedError, RuntimeError):  # one without storage
+        return any(map(is_tracked, tensors))
+    return False
+
+
 def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Return the version counters of tensors, -1 for inference tensors, which have none."""
     try:

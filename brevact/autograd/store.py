@@ -28,7 +28,7 @@ from brevact.autograd.settings import BackwardSettings, SaveMode
 from brevact.autograd.sharing import SharedPacks
 from brevact.autograd.storages import is_tracked
 from brevact.autograd.weights import is_parameter
-from brevact.private_names.of_torch import no_dispatch_modes
+from brevact.private_names.of_torch import no_dispatch_modes, top_hooks
 from brevact.quantizers import Layout, PackedSpec, is_traced, pack_mask, quantize
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -135,12 +135,13 @@ class Store(EagerKeeper):
         repeats = settings.draws_size and self.hooks.are_in_checkpoint()
         key: tuple[Hashable, ...] | None = (settings.key, repeats)
         if norm is not None and normalizes:
-            key = None if norm.key is None else (settings.key, repeats, norm.key)
+            of_norm = norm.key
+            key = None if of_norm is None else (settings.key, repeats, of_norm)
         found = _shared.find(x, key, self.seeds.number) if may_be_known and key is not None else None
         if found is None:
             found = self._pack(x, settings, repeats, place, norm if normalizes else None)
             if share and key is not None:
-                _shared.add(x, key, *found, self._root_of_codes(settings))
+                _shared.add(x, key, *found, self.seeds.number if settings.is_random else 0)
         if storage_report.recorders:
             on_backward = settings.save_mode is SaveMode.QUANTIZE_ON_BACKWARD
             storage_report.report_saved(found, storage_report.ON_BACKWARD if on_backward else "")
@@ -158,6 +159,9 @@ class Store(EagerKeeper):
                 x.detach(), spec, self.seeds.next(x.device) if quantizer.is_stochastic else None, buffer
             )
             return (buffer,), decoder
+        if _is_grad_enabled() and top_hooks(True) == self.hooks.pair:
+            with self.hooks.suspended:  # a quantizer may use autograd, too
+                return self._pack(x, settings, repeats, place, norm)
         if settings.draws_size:
             numel = Layout.of(x).numel
             quantizer = quantizer.with_drawn_size(numel, numel if repeats else self.seeds.next_on_host())
@@ -197,11 +201,8 @@ class Store(EagerKeeper):
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
         """Share the saved form of the normalized values of ``x``, under the key of a norm, with other ops."""
-        _shared.add(x, (self.settings.key, False, norm), vectors, decoder, self._root_of_codes(self.settings))
-
-    def _root_of_codes(self, settings: BackwardSettings) -> int:
-        """Return the number of the root region that packs, or 0 if every region would store the same codes."""
-        return self.seeds.number if settings.is_random else 0
+        root = self.seeds.number if self.settings.is_random else 0
+        _shared.add(x, (self.settings.key, False, norm), vectors, decoder, root)
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
         """Register the saved form of ``out``, which ops that save ``out`` use.
@@ -237,12 +238,7 @@ def find_packed(x: Tensor, settings: BackwardSettings, root: int = 0) -> Saved |
     """
     if x.layout is not torch.strided or x.is_nested:
         return None
-    key = settings.key, False
-    found = _shared.find(x, key, root)
-    if found is not None:
-        return found
-    others = (kept for kept in _shared.alternatives(x, key, root) if kept[1].quality.serves(settings))
-    return next(others, None)
+    return _shared.find(x, (settings.key, False), root, lambda decoder: decoder.quality.serves(settings))
 
 
 def _plan_of(settings: BackwardSettings, x: Tensor) -> tuple[PackedSpec[Any], Decoder] | None:

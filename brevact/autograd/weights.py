@@ -200,11 +200,11 @@ _watchers = _Watchers()
 
 def is_weight(x: Tensor, state: ModelState) -> bool:
     """Return whether ``x`` is a weight of the region's model."""
-    if is_parameter(x):
+    if type(x) is not Tensor and is_parameter(x):
         return True
-    node = x.grad_fn
+    node: Any = x.grad_fn
     if node is not None:
-        return _comes_from_weights_alone(node, x.numel())
+        return node.metadata.get(WEIGHT_NUMEL) != 0 and _comes_from_weights_alone(node, x.numel())
     return storage_address(x) in state or (x._is_view() and isinstance(x._base, nn.Parameter))
 
 
@@ -214,8 +214,7 @@ def _comes_from_weights_alone(node: Any, numel: int) -> bool:
     Nodes between were made out of sight (scripted code, another Function), perhaps with an activation that has
     no gradient: a result larger than all the weights it came from is one.
     """
-    marked = node.metadata.get(WEIGHT_NUMEL)
-    if marked == 0 or (marked is None and (_is_layer(node.name()) or _is_own(node))):
+    if node.metadata.get(WEIGHT_NUMEL) is None and (_is_own(node) or _is_layer(node.name())):
         return False
     pending, seen = [node], set()
     largest = 0
@@ -258,14 +257,6 @@ def comes_from_layer(node: torch.autograd.graph.Node) -> bool:
         seen.add(node)
         pending.extend(parent for parent, _ in node.next_functions if parent is not None and parent not in seen)
     return False
-
-
-def is_known_activation(x: Any) -> bool:
-    """Return whether ``x`` is an activation by its graph node alone, without a walk through the graph."""
-    if type(x) is not Tensor:
-        return False
-    node: Any = x.grad_fn
-    return node is not None and (node.metadata.get(WEIGHT_NUMEL) == 0 or _is_own(node))
 
 
 def _is_own(node: torch.autograd.graph.Node) -> bool:

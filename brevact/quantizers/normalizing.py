@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from brevact.geometry import Place
+from brevact.geometry import Place, UniformPlan
 from brevact.quantizers import passes
-from brevact.quantizers.formats.uniform.quantizer import plan_of
+from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
 from brevact.quantizers.layout import Layout
 from brevact.quantizers.packed import PackedActivation, PackedSpec
 from brevact.quantizers.philox import seed_value
@@ -64,20 +64,18 @@ def quantize_normalized(
     Returns:
         The packed normalized values.
     """
-    layout = Layout.of(x)
-    if not getattr(quantizer, "has_uniform_codes", False) or x.dtype not in FUSED or not layout.is_dense or x.is_neg():
-        return quantize(quantizer, normalize(x, mean, invstd), seed)
-    values = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
-    if is_traced(x):
-        key = seed if isinstance(seed, Tensor) else None
-        buffer = torch.ops.brevact.quantize_normalized(x, mean, invstd, key, to_text(quantizer), x.stride())
-        return PackedActivation(values, buffer)
-    if type(x) is Tensor:
-        norm = groups_of(layout, mean, invstd)
-        if norm is not None:
-            buffer = values.empty(x)
-            own_seed = seed_value(seed, x.device) if quantizer.is_stochastic else None
-            passes.quantize_normalized(x, plan_of(values), own_seed, *norm, buffer)
+    if getattr(quantizer, "has_uniform_codes", False) and not x.is_neg():
+        if type(x) is Tensor:
+            found = plan_of_statistics(quantizer, Layout.of(x), invstd.shape)
+            if found is not None and invstd.dtype is not torch.float64:
+                buffer = found.spec.empty(x)
+                own_seed = seed_value(seed, x.device) if quantizer.is_stochastic else None
+                passes.quantize_normalized(x, found.plan, own_seed, *found.groups(mean, invstd), buffer)
+                return PackedActivation(found.spec, buffer)
+        elif is_traced(x) and x.dtype in FUSED and (layout := Layout.of(x)).is_dense:
+            values = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
+            key = seed if isinstance(seed, Tensor) else None
+            buffer = torch.ops.brevact.quantize_normalized(x, mean, invstd, key, to_text(quantizer), x.stride())
             return PackedActivation(values, buffer)
     return quantize(quantizer, normalize(x, mean, invstd), seed)
 
@@ -98,9 +96,9 @@ def denormalize(packed: PackedActivation, mean: Tensor | None, invstd: Tensor, d
         Tensor of the normalized one's shape and strides. NaN where the inverse deviation is; a deviation that is
         infinite, of elements that are 0 as soon as they are normalized, counts as 0.
     """
-    if is_traced(packed.buffer) and _is_fused(packed, dtype):
+    if is_traced(packed.buffer) and packed.spec.layout.dtype is torch.float32 and is_uniform(packed, dtype):
         return torch.ops.brevact.denormalize(packed.buffer, mean, invstd, *packed.spec.op_arguments[:3], dtype)
-    return decode_affine(packed, reciprocal_of(invstd.to(packed.layout.dtype)), mean, dtype)
+    return decode_affine(packed, reciprocal_of(invstd.to(packed.spec.layout.dtype)), mean, dtype)
 
 
 def reciprocal_of(invstd: Tensor) -> Tensor:
@@ -164,29 +162,23 @@ def decode_in_one_pass(
     Returns:
         Tensor of the packed one's shape and memory order; None for formats, types and orders that no kernel takes.
     """
-    layout, buffer = packed.layout, packed.buffer
-    if scale is None or type(buffer) is not Tensor or not _is_fused(packed, dtype):
+    spec, buffer = packed.spec, packed.buffer
+    if scale is None or type(buffer) is not Tensor or not getattr(spec.quantizer, "has_uniform_codes", False):
         return None
-    wanted = Layout.of_sizes(layout.shape, layout.stride, dtype)
-    if addend is not None and not (addend.dtype is dtype is torch.float32 and wanted.matches(addend)):
+    found = _plan_of_decoding(spec, dtype, scale.shape)
+    if found is None or scale.dtype is torch.float64:
         return None
-    norm = groups_of(layout, shift, scale)
-    if norm is None:
+    if addend is not None and not (addend.dtype is dtype is torch.float32 and found.layout.matches(addend)):
         return None
-    x = addend if addend is not None and overwrites else wanted.empty(buffer.device)
-    passes.denormalize(buffer, plan_of(packed.spec), *norm, addend, mask, x)
+    x = addend if addend is not None and overwrites else found.layout.empty(buffer.device)
+    passes.denormalize(buffer, found.plan, *found.groups(shift, scale), addend, mask, x)
     return x
 
 
 def is_uniform(packed: PackedActivation, dtype: torch.dtype) -> bool:
     """Whether kernels of the uniform format decode the tensor."""
-    has_uniform_codes = getattr(packed.quantizer, "has_uniform_codes", False)
-    return has_uniform_codes and packed.layout.dtype in FUSED and dtype in FUSED
-
-
-def _is_fused(packed: PackedActivation, dtype: torch.dtype) -> bool:
-    """Whether they map every element on the way, too: what is not rounded before."""
-    return packed.layout.dtype is torch.float32 and is_uniform(packed, dtype)
+    spec = packed.spec
+    return getattr(spec.quantizer, "has_uniform_codes", False) and spec.layout.dtype in FUSED and dtype in FUSED
 
 
 #: Types that kernels normalize on the way; of float64 the law is in float64.
@@ -199,6 +191,60 @@ class Groups(NamedTuple):
     mean: Tensor | None
     scale: Tensor
     place: Place
+
+
+class StatisticsPlan(NamedTuple):
+    """How kernels normalize tensors of one layout by statistics of one shape, pack them, and decode them.
+
+    Args:
+        spec: Of the packed normalized values, in float32.
+        plan: The same for the passes.
+        layout: Of the tensors.
+        place: Which statistics are whose.
+        order: Of the dimensions of the statistics in the tensors' memory order; None where they lie in it.
+    """
+
+    spec: PackedSpec[UniformQuantizer]
+    plan: UniformPlan
+    layout: Layout
+    place: Place
+    order: tuple[int, ...] | None
+
+    def groups(self, mean: Tensor | None, scale: Tensor) -> Groups:
+        """Statistics in the tensors' memory order."""
+        first = None if mean is None else _in_order(mean, self.layout, self.order)
+        return Groups(first, _in_order(scale, self.layout, self.order), self.place)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of_statistics(quantizer: UniformQuantizer, layout: Layout, shape: tuple[int, ...]) -> StatisticsPlan | None:
+    """Plan of tensors that are normalized by statistics of a shape that broadcasts.
+
+    Args:
+        quantizer: Quantizer with uniform codes.
+        layout: Layout of the tensors.
+        shape: Of the statistics.
+
+    Returns:
+        The plan; None for float64, for tensors with gaps or without elements, and where statistics lie in an order that
+        kernels do not know.
+    """
+    found = place_of(layout, tuple(shape)) if layout.is_dense and layout.numel and layout.dtype in FUSED else None
+    if found is None:
+        return None
+    spec = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
+    return StatisticsPlan(spec, plan_of(spec), layout, *found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_of_decoding(
+    spec: PackedSpec[UniformQuantizer], dtype: torch.dtype, shape: tuple[int, ...]
+) -> StatisticsPlan | None:
+    """Plan of packed values that are decoded to this type; None for those that were rounded to a type of 16 bits."""
+    if spec.layout.dtype is not torch.float32:
+        return None
+    layout = Layout.of_sizes(spec.layout.shape, spec.layout.stride, dtype)
+    return plan_of_statistics(spec.quantizer, layout, shape)
 
 
 def groups_of(layout: Layout, mean: Tensor | None, scale: Tensor) -> Groups | None:

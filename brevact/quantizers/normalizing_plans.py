@@ -11,9 +11,9 @@ from torch import Tensor
 from brevact.geometry import Place
 from brevact.quantizers import passes
 from brevact.quantizers.backends import cpu_kernels
-from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer, plan_of
+from brevact.quantizers.formats.uniform.quantizer import UniformQuantizer
 from brevact.quantizers.layout import Layout
-from brevact.quantizers.normalizing import FUSED, place_of, reciprocal_of
+from brevact.quantizers.normalizing import plan_of_statistics, reciprocal_of
 from brevact.quantizers.packed import PackedSpec
 from brevact.quantizers.passes import UniformPlan
 
@@ -100,12 +100,9 @@ def plan_of_channels(quantizer: Any, layout: Layout) -> NormalizedPlan | None:
         The plan; None for other formats than the uniform one, for float64, for tensors with gaps or without elements,
         and where channels lie in an order that kernels do not know.
     """
-    if not getattr(quantizer, "has_uniform_codes", False) or layout.dtype not in FUSED:
+    if not getattr(quantizer, "has_uniform_codes", False) or len(layout.shape) < 2:
         return None
-    if not layout.is_dense or layout.numel == 0 or len(layout.shape) < 2:
+    found = plan_of_statistics(quantizer, layout, (1, layout.shape[1], *[1] * (len(layout.shape) - 2)))
+    if found is None or found.order is not None:
         return None
-    found = place_of(layout, (1, layout.shape[1], *[1] * (len(layout.shape) - 2)))
-    if found is None or found[1] is not None:
-        return None
-    spec = PackedSpec.of(quantizer, Layout.of_sizes(layout.shape, layout.stride, torch.float32))
-    return NormalizedPlan(spec, plan_of(spec), found[0], layout)
+    return NormalizedPlan(found.spec, found.plan, found.place, layout)

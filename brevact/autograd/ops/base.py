@@ -82,7 +82,7 @@ class Saving(torch.autograd.Function):
     """A Function that saves packed activations by :func:`save`; reading them, by :func:`load`, is not differentiable.
 
     ``record`` is ``apply`` without the support for ``torch.func`` transforms, under which no region runs. A class whose
-    forward ``returns_new`` memory says so.
+    forward ``returns_new`` memory, or its argument, says so.
     """
 
     is_brevact = True
@@ -243,12 +243,13 @@ def requires_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return one number a spatial dimension, as torch's layers accept them."""
-    if type(value) is tuple and len(value) == dims:
-        return value
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * dims if len(values) == 1 else values
+def as_tuples(dims: int, *options: int | Sequence[int]) -> list[tuple[int, ...]]:
+    """Return one number a spatial dimension for each option, as torch's layers accept them."""
+    found = []
+    for option in options:
+        values = (option,) if isinstance(option, int) else tuple(option)
+        found.append(values * dims if len(values) == 1 else values)
+    return found
 
 
 def expanded_one(x: Tensor) -> Tensor:

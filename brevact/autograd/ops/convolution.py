@@ -20,7 +20,7 @@ from torch import Tensor
 
 from brevact.autograd.keeper import Keeper
 from brevact.autograd.layers_again import WithOptions, is_large_and_recomputed, remember_output, samples_of_call
-from brevact.autograd.ops.base import SavedValue, Saving, as_tuple, load, requires_grad, save
+from brevact.autograd.ops.base import SavedValue, Saving, as_tuples, load, requires_grad, save
 from brevact.autograd.ops.op import Op, Saves, Stored, everywhere
 from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, suggest_memory_format
 
@@ -186,14 +186,15 @@ def _convolution_handler(dims: int) -> Callable:
     ) -> Any:
         if not _can_convolve(region, dims, input, weight, bias):
             return NotImplemented
-        steps, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
-        if padding == "same" and all(s == 1 for s in steps):
-            input, padding = _same_padding(input, weight, dilation)
-        elif isinstance(padding, str):
-            if padding != "valid":
+        if isinstance(padding, str):
+            steps, gaps = as_tuples(dims, stride, dilation)
+            if padding == "same" and all(s == 1 for s in steps):
+                input, padding = _same_padding(input, weight, gaps)
+            elif padding == "valid":
+                padding = 0
+            else:
                 return NotImplemented  # torch explains what is wrong
-            padding = 0
-        pads = as_tuple(padding, dims)
+        steps, pads, dilation = as_tuples(dims, stride, padding, dilation)
         geometry = steps, pads, dilation, False, [0] * dims, groups
         return _convolve(region, func, input, weight, bias, (steps, pads, dilation, groups), geometry)
 
@@ -215,7 +216,7 @@ def _transposed_handler(dims: int) -> Callable:
     ) -> Any:
         if not _can_convolve(region, dims, input, weight, bias):
             return NotImplemented
-        steps, pads, more, dilation = (as_tuple(value, dims) for value in (stride, padding, output_padding, dilation))
+        steps, pads, more, dilation = as_tuples(dims, stride, padding, output_padding, dilation)
         geometry = steps, pads, dilation, True, more, groups
         return _convolve(region, func, input, weight, bias, (steps, pads, more, groups, dilation), geometry)
 

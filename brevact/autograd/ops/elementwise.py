@@ -27,11 +27,12 @@ from brevact.autograd.saved import Saved
 from brevact.autograd.storages import storage_address
 from brevact.autograd.store import compact, keep_as_it_is
 from brevact.autograd.strides import Strides, lay_out
-from brevact.autograd.weights import is_known_activation
 from brevact.quantizers import is_traced
 
 
 class _Multiply(Saving):
+    returns_new = True
+
     @staticmethod
     def forward(ctx: Any, region: Keeper, multiply: Callable, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
         needs_a, needs_b = ctx.needs_input_grad[2:4]
@@ -110,21 +111,13 @@ def _multiply(region: Keeper, func: Callable, input: Tensor, other: Any, **kwarg
         return NotImplemented  # there is nothing to pack
     if input.device != other.device:
         return NotImplemented
-    if not is_known_activation(input) and region.are_weights(input, other):
+    if region.are_weights(input, other):
         return NotImplemented
     if input is other and not inplace:
         square = keep_square(region, lambda x: func(x, x), input)
         if square is not NotImplemented:
             return square
     return region.apply(_Multiply, func, input, other, inplace)
-
-
-def run_product(region: Keeper, multiply: Callable, x: Tensor, y: Tensor) -> Tensor | None:
-    """Run the product of two activations of one device, not in place; None where nothing would be packed."""
-    if x is y or max(x.numel(), y.numel()) < region.settings.min_numel:
-        return None
-    out: Tensor = region.apply(_Multiply, multiply, x, y, False)
-    return out
 
 
 class _Divide(Saving):

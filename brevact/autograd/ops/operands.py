@@ -34,6 +34,8 @@ def keep_operand(region: Keeper, x: Tensor) -> Saved:
     # A compiler sees a view as another tensor; variables and weights are kept as they are.
     if is_traced(x) or (x.is_leaf and x.requires_grad) or region.is_weight(x):
         return region.keep_activation(x)
+    if x.is_contiguous():
+        return region.keep(x)
     strides = x.stride()
     apart = [i for i, size in enumerate(x.shape) if size > 1 and strides[i]]
     order = list(range(x.dim()))

@@ -50,6 +50,8 @@ class _Power(Saving):
 
 
 class _Square(Saving):
+    returns_new = True
+
     @staticmethod
     def forward(ctx: Any, region: Keeper, square: Callable, input: Tensor, *exponent: float) -> Tensor:
         save(ctx, keep_by_rows(region, input, (-1,)))

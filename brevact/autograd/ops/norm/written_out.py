@@ -23,7 +23,7 @@ from brevact.autograd.saved import Saved, one_object_each
 SHORTEST_ROW = 64
 #: Norms that a row is divided by: their inverses, and those of the inverses, are normal bfloat16 numbers.
 _SMALLEST_NORM, _LARGEST_NORM = 1e-30, torch.finfo(torch.float32).max
-#: Nodes whose results are inverse deviations.
+#: Nodes whose results are inverse deviations: of roots and reciprocals, and of powers, which may be those.
 _INVERSES = ("RsqrtBackward", "ReciprocalBackward", "PowBackward")
 #: Nodes whose results are deviations or norms, ours among them; and those that add to a result, bound or convert it.
 _DEVIATIONS = (
@@ -74,13 +74,8 @@ def are_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
 
 def dims_of_inverses(x: Tensor, factor: Tensor) -> tuple[int, ...]:
     """Dimensions of the rows of ``x``, from the last, of each of which a factor is the inverse deviation; else none."""
-    return dims_of_rows(x, factor) if is_inverse(factor) else ()
-
-
-def is_inverse(x: Tensor) -> bool:
-    """Return whether a tensor is the result of a reciprocal, or of a power, which may be one."""
-    node = x.grad_fn
-    return node is not None and node.name().startswith(_INVERSES)
+    node = factor.grad_fn
+    return dims_of_rows(x, factor) if node is not None and node.name().startswith(_INVERSES) else ()
 
 
 def is_deviation(x: Tensor) -> bool:
