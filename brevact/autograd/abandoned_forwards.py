@@ -1,6 +1,6 @@
 """Forwards that an interrupt has ended: PyTorch calls no hooks when a KeyboardInterrupt leaves a forward.
 
-The regions of such forwards stay entered. Nothing is packed in what they leave behind, until the next region of the
+The regions of such forwards stay entered. Ops that run in them then pack nothing, until the next region of the
 thread clears it away. Whether a forward still runs is seen from the frames below the caller.
 """
 

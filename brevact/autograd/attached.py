@@ -1,6 +1,6 @@
 """Saved tensors on their way back where gradients are differentiated again: decoded, in their places in the graph.
 
-Autograd gives what an unpack hook returns the place in the graph of the tensor that was saved. Torch's own gradient of
+Autograd gives the result of an unpack hook the place in the graph of the saved tensor. Torch's own gradient of
 an op is a function of the saved tensor then, whose values are the decoded ones: its second derivative is torch's own
 formula on decoded values.
 

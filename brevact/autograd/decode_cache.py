@@ -1,7 +1,7 @@
 """Small tensors that were decoded, for the readers that come next.
 
 The readers of a chain follow each other in the backward pass: the layer behind an activation function asks for its
-output, and the function for its input, which are both functions of what the norm has returned. Of small tensors the
+output, and the function for its input, which are both functions of the norm's output. Of small tensors the
 calls to decode one take longer than the work, so that one is decoded for both. It lives until its codes are freed, or
 the next one is decoded.
 
@@ -117,7 +117,7 @@ def decoded(decoder: Any, tensors: tuple[Tensor, ...], decode: Callable[[tuple[T
     if found is None:
         _drop_last()  # its memory is free for the next one
         found = decode(tensors)
-        _drop_last()  # what this one was decoded from
+        _drop_last()  # the source of this one
         _last.held = _Decoded(decoder, tensors, found)
     return found
 

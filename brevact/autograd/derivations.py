@@ -17,7 +17,7 @@ from brevact.autograd.saved import Decoder, Saved
 from brevact.private_names.of_torch import TreeSpec
 from brevact.quantizers import Layout, is_traced
 
-#: Calls in an expression: what decodes costs no more than a few passes.
+#: Calls in an expression: decoding costs no more than a few passes over memory.
 MOST_CALLS = 24
 #: Elements that are decoded for one of a result: for the mean of many, and for the maximum, a code costs less.
 MOST_DECODED = 4
@@ -37,7 +37,7 @@ class _Expressions:
         #: Whether two operands read the same packed tensor.
         self.overlap = False
         self._roots: set[int] = set()  # identities of packed tensors
-        self.packed: set[int] = set()  # and of tokens of layers that are computed again, in place of what they read
+        self.packed: set[int] = set()  # a recomputed layer counts by its token, not by its sources
         #: Packed tensors that one operand alone reads.
         self.most = 0
         #: Whether each operand is a product with a tensor that is kept as it is.
@@ -171,7 +171,7 @@ def derivation(rule: DerivationRule, operands: Sequence[Saved], like: Tensor) ->
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a function, or what it holds, is made of constants: a table must keep no tensor and no module alive."""
+    """Whether a function and all that it holds are constants: a table must keep no tensor and no module alive."""
     pending, functions = [value], []
     while pending:
         value = pending.pop()

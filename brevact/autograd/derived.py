@@ -216,7 +216,7 @@ def track_derived(
         return
     for x, _ in operands:
         if x.device != out.device and x.dim():
-            return  # what is moved to another device begins a chain there
+            return  # a copy on another device begins a chain there
     if func in _INVERSIONS or kwargs.get("rounding_mode") is not None or isinstance(kwargs.get("alpha"), Tensor):
         return
     if func.__name__ in _DIVISIONS and any(kept and not kept[1].quality.is_exact for _, kept in operands[1:]):

@@ -17,7 +17,7 @@ def before_first_region(function: Callable[[], None]) -> None:
     """Run a function once in this process, before the next region that packs is entered.
 
     Args:
-        function: takes nothing; what it changes is there for the first forward in a region.
+        function: takes no arguments; its changes hold from the first forward in a region on.
     """
     waiting.append(function)
 
@@ -35,8 +35,8 @@ def when_imported(module: str, name: str, function: Callable[[], None]) -> None:
 
     Args:
         module: its path; nobody imports it for this.
-        name: what the module must have by then, so that it is not half imported, or another release.
-        function: takes nothing; what it changes is there for the first forward in that region.
+        name: attribute that the module must have by then, so that it is not half imported, or another release.
+        function: takes no arguments; its changes hold from the first forward in that region on.
     """
     waiting_for[module] = name, function
 

@@ -16,7 +16,7 @@ _CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 class _Suspended(AbstractContextManager[None]):
     """Context without a region's hooks: autograd stores tensors as they are, or as hooks around the region say.
 
-    For what a Function of ours saves, and for ops whose gradient is singular in what they save.
+    For tensors that a Function of ours saves, and for ops whose gradient is singular in the tensor that they save.
     """
 
     def __init__(self, pair: tuple[Callable, Callable]) -> None:
@@ -42,7 +42,7 @@ class HookStack:
         self.innermost: tuple[Callable, Callable] | None = pair
         self._replaced: HookStack | None = None
         self._outer: tuple[Callable, Callable] | None = None
-        #: What tells the checkpoint in which the hooks are from others, and from its recomputation; None: in none.
+        #: The pack hook of the checkpoint in which the hooks are, which tells it from others; None: in none.
         self.scope: Any = None
         self.suspended: AbstractContextManager[None] = _Suspended(pair)
 
@@ -70,7 +70,7 @@ class HookStack:
             self._replaced.push()
 
     def are_alone(self) -> bool:
-        """Return whether no hooks are around the region, which would see what is kept."""
+        """Return whether no hooks are around the region, which would see the saved tensors."""
         return self._outer is None
 
     def are_in_recomputation(self) -> bool:

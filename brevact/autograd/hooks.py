@@ -40,7 +40,7 @@ class Attachment:
         self.root: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this model and not to a copy: what has run, and who watches its gradients."""
+        """Leave out the state of this model that a copy has not: whether it has run, and who watches its gradients."""
         return {"root": self.root, "recompute": self.recompute}
 
     @property
@@ -196,10 +196,10 @@ def attach_region(
 
     Args:
         module: any module; it is changed in place.
-        settings: what its ops store for backward; None keeps full precision inside an enclosing region.
+        settings: of the tensors that its ops save for backward; None keeps full precision inside an enclosing region.
         origin: who attaches it; regions of different origins stand beside each other.
         label: texts that say where the settings come from.
-        attachment: what it shares with the other regions of a policy; None for a region that stands for itself.
+        attachment: state that it shares with the other regions of a policy; None for a region that stands for itself.
     """
     _attach(module, _EnterRegion(settings, origin, label, attachment))
 
@@ -272,7 +272,7 @@ class region(ContextDecorator):
     """Context manager and decorator: a block of code runs in a region.
 
     Args:
-        settings: what the ops inside store for backward; None keeps full precision, also inside another region.
+        settings: of the tensors that ops inside save for backward; None keeps full precision, also in another region.
         attachment: the policy of a model, if the block runs as the code of that model.
     """
 

@@ -156,7 +156,7 @@ class EagerKeeper(Keeper, Protocol):
     the forward runs and not when it is recomputed, are none of them."""
 
     by_op: dict[str, Any]
-    """What some ops store in place of ``settings``, by their names."""
+    """Settings that some ops have in place of ``settings``, by the names of the ops."""
 
     def share_normalized(self, x: Tensor, norm: Hashable, vectors: tuple[Tensor, ...], decoder: Any) -> None:
         """Let ops find the normalized values of ``x`` in tensors that have been made to keep them."""

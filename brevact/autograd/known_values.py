@@ -243,13 +243,13 @@ class View(PassesOn):
 _view = one_object_each(View)
 
 
-#: Of a tensor: version, shape, strides and dtype; what keeps it: tensors, their versions and the decoder; its quality,
+#: Of a tensor: version, shape, strides and dtype; of its saved form: tensors, their versions, the decoder, the quality
 #: and the scope.
 _Entry = tuple[
     int, torch.Size, tuple[int, ...], torch.dtype, tuple[Tensor, ...], tuple[int, ...], Decoder, Quality, Any
 ]
 
-#: Attribute of a storage under which it carries what is known of it, which so ends with it.
+#: Attribute of a storage that holds the saved form of its tensor, and is freed with the storage.
 _KNOWN = "_brevact_known"
 
 

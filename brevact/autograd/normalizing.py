@@ -42,7 +42,7 @@ class Normalizer(Protocol):
 
 
 class NormInput(NamedTuple):
-    """The input of a norm that is about to be kept, with one mean and one spread (what the norm keeps of the
+    """The input of a norm that is about to be kept, with one mean and one spread (the norm's own form of
     deviations) a group.
 
     The mean is None for norms without means, and the dtype is that in which the input is read in backward. Where it is

@@ -1,6 +1,6 @@
 """Names of ops, by which rules tell torch functions apart: functions of one name mean the same op.
 
-They have one counterpart, or one name apart from what says where they are and where they write: ``torch.matmul``,
+They have one counterpart, or one name but for prefixes and suffixes: ``torch.matmul``,
 ``Tensor.__matmul__`` and ``torch.bmm``; ``F.sigmoid``, ``torch.special.expit`` and ``Tensor.sigmoid_``.
 """
 
@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from brevact.autograd.checkpoints import CHECKPOINT
 from brevact.autograd.ops import OPS
 from brevact.autograd.ops.op import NOTHING, Op, Saves
-from brevact.autograd.other_code import operator_name
 
 _BUILTIN = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -34,7 +33,7 @@ def _stores(rows: list[Op]) -> bool:
 
 
 def _plain_name(func: Callable) -> str:
-    """The name of a function without what says that it is an operator, in place, or of ``torch.linalg``."""
+    """The name of a function without the marks of operators, of functions in place, and of ``torch.linalg``."""
     name = func.__name__
     operator = re.fullmatch(r"__[ir]?(matmul|mul|pow|(?:true)?div)__", name)
     if operator:
@@ -64,11 +63,6 @@ def _named() -> dict[Callable, str]:
 
 #: The op of each torch function of which a region stores something that a quantizer, or full precision, changes.
 OP_NAMES: dict[Callable, str] = {**_named(), checkpoint: CHECKPOINT}
-
-
-def op_name(func: Callable) -> str | None:
-    """Return the name by which rules know a function that a region's mode sees; None where no rule applies to it."""
-    return OP_NAMES.get(func) or operator_name(func)
 
 
 def is_torch_function(x: Any) -> bool:

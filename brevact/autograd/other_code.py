@@ -1,7 +1,7 @@
 """Code that is not torch's and saves tensors for its own backward pass: who it is, and by which name rules know it.
 
-Other people's ``autograd.Function``s, scripted code and operators of other libraries may compare what they save, or
-divide by it, and nobody has looked. Regions keep what they save as it is, unless a rule names them
+Other people's ``autograd.Function``s, scripted code and operators of other libraries may compare the tensors that
+they save, or divide by them, and nobody has looked. Regions save these as they are, unless a rule names them
 (``{MyFunction: StochBackward4bit}``), or :data:`brevact.autograd.library_functions.LIBRARY_FUNCTIONS` does.
 
 Operators are seen by a region's mode. A Function and scripted code are not; saved-tensor hooks find them: the Function
@@ -80,7 +80,7 @@ def as_function(key: Any) -> type[torch.autograd.Function] | None:
 
 
 def label_of(key: Any) -> str:
-    """Return what a key of :func:`name_of` is called in a rule."""
+    """Return the name in a rule for a key of :func:`name_of`."""
     function = as_function(key)
     if function is not None:
         return function.__name__
@@ -181,7 +181,7 @@ scripted_calls = _ScriptedCalls()
 
 
 def watch_forward(function: type[torch.autograd.Function]) -> None:
-    """Let a Function tell what it is about to save: the same call saves it as soon as the forward has run."""
+    """Let a Function tell which tensors it is about to save: the same call saves it as soon as the forward has run."""
     name = "forward" if function.setup_context is torch.autograd.Function.setup_context else "setup_context"
     inner = getattr(function, name)
     if hasattr(inner, "brevact_inner"):
@@ -210,7 +210,7 @@ def watch_forwards(paths: Iterable[str]) -> None:
 
 
 def find(path: str) -> Any:
-    """Return what a name of :func:`name_of` stands for; None if its module is not imported, or has no such thing."""
+    """Return the object of a name of :func:`name_of`; None if its module is not imported, or has no such object."""
     namespace, _, operator = path.partition("::")
     if operator:
         return getattr(getattr(torch.ops, namespace), operator, None)

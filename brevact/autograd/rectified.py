@@ -18,7 +18,7 @@ from brevact.autograd.decoders import AS_IT_IS, SavedByHook
 from brevact.autograd.saved import Decoder, Saved, one_object_each
 from brevact.autograd.store import keep_mask
 
-#: Attribute of the storage of an output, under which it carries what holds its mask.
+#: Attribute of the storage of an output that refers to the holder of its mask.
 _MASKED = "_brevact_masked"
 
 

@@ -2,8 +2,8 @@
 
 While a region is active, a ``TorchFunctionMode`` hands each torch function that would save activations to its
 counterpart (``brevact.autograd.ops``): a Function, or torch's own op with saved-tensor hooks that keep its input
-as a Function would. The hooks catch what is left, too: functions without a counterpart, scripted code, other people's
-``autograd.Function``s.
+as a Function would. The hooks see all other saved tensors, too: those of functions without a counterpart, of
+scripted code, and of other people's ``autograd.Function``s.
 
 Regions nest: the innermost one decides. ``region(None)`` keeps full precision inside a packing region.
 """
@@ -68,7 +68,7 @@ class Region(Store):
         attachment: Any = None,
     ) -> None:
         self.outer_settings = settings
-        #: What some ops store in place of ``settings``, by their names.
+        #: Settings that some ops have in place of ``settings``, by the names of the ops.
         self.by_op = {} if settings is None else settings.by_op
         #: Whether some of them are for code that no mode sees.
         self.has_rules_for_other_code = settings is not None and settings.has_rules_for_other_code

@@ -28,8 +28,8 @@ class Row:
         handler: its counterpart, or None.
         name: by which rules know it; None where no rule applies to it.
         kind: how its results derive from its arguments, None for functions whose results are not tracked here.
-        overwrites: whether it may overwrite an argument of a result that is tracked, so that the region must ask before
-            the call by what that argument is known.
+        overwrites: whether it may overwrite an argument of a result that is tracked, so that the region must look up
+            the saved form of that argument before the call.
         must_not_round: says of a region and the arguments whether the tensors of torch's own op must stay as they are;
             None where they may be packed.
         is_bit_exact: whether the counterpart's gradient, with nothing rounded, is torch's to the last bit.
@@ -63,7 +63,7 @@ def _always(region: EagerKeeper, args: tuple) -> bool:
     return True
 
 
-#: Of a function that no op family names: what it saves stays as it is, since nobody has looked at its gradient.
+#: Of a function that no op family names: its saved tensors stay as they are, since nobody has looked at its gradient.
 _UNKNOWN = Row(must_not_round=_always)
 
 

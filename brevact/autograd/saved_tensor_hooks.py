@@ -49,19 +49,19 @@ class SavedTensorHooks(HookStack):
         super().__init__((self._pack, unpack_attached if is_twice else unpack), around, is_empty=is_empty)
         self._region = region
         # Of frozen weights of the torch function that the region's mode runs; None where it runs none of which is known
-        # that it may be packed: then other code saves what the hooks see.
+        # that it may be packed: then other code saves the tensors that the hooks see.
         self.cast_shapes: frozenset[tuple[int, ...]] | None = None
         # Input and weight of torch's own layer that runs in place of a Function.
         self.layer: tuple[Tensor, Tensor | None] | None = None
         # Whether that layer flattens the leading dimensions of its input, and transposes its weight.
         self.flattens = False
-        # What keeps that input, where it is known before the layer runs.
+        # The saved form of that input, where it is known before the layer runs.
         self.kept: Saved | None = None
         # Whether a backward pass runs, whose gradients are to be differentiated again.
         self.is_in_backward = False
-        # What keeps the one tensor that torch's own function saves.
+        # Packs the one tensor that torch's own function saves.
         self.keep_by: Callable[[Tensor], Saved] | None = None
-        # What makes a mask of the output that torch's own function saves, for which it may stand.
+        # Makes a mask of the output that torch's own function saves; the mask is saved in its place.
         self.mask_of: Callable[[Tensor], Tensor] | None = None
         # Running statistics of torch's own norm that runs.
         self.buffers: tuple[Tensor | None, Tensor | None] = None, None
@@ -185,7 +185,7 @@ class SavedTensorHooks(HookStack):
                 with DisableTorchFunction():
                     return self._hand_on(self._keep_of_second_graph(x))
             if saves_input(frame):
-                with DisableTorchFunction():  # the region's mode is active: what runs is no torch function
+                with DisableTorchFunction():  # the region's mode is active: no torch function runs
                     return self._hand_on(self._keep_input_of_checkpoint(x, frame))
             return self._pack_for_other_code(x, frame)
         return self._hand_on(self._keep(x, self._region, sys._getframe(1)))

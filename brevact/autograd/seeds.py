@@ -4,12 +4,12 @@ Within a root region seeds follow from the state of torch's default generator, a
 the region ends, bits of that state count on of which no random number is made (``generator_state``). So
 ``torch.manual_seed`` fixes every code, no two tensors and no two steps share noise, also where nothing else is drawn
 between them, and all random numbers of the model and of the loop around it (dropout masks, the order of a data set)
-are those without backward quantization. What restores the generator's state (``fork_rng``, checkpoints, a run that
+are those without backward quantization. Code that restores the generator's state (``fork_rng``, checkpoints, a run that
 resumes) restores these bits. Without such bits, and where regions of several threads overlap, which might draw while
 the state is written, the generator passes one draw instead.
 
 The processes of a distributed run, of which each has its part of the batch, draw different noise, also where all were
-seeded alike: the rank in the default process group is mixed into each seed (rank 0 draws what a single process does).
+seeded alike: the rank in the default process group is mixed into each seed (rank 0 draws those of a single process).
 Gradients of a parameter that several ranks hold are equal on them once they are reduced, as by DDP and FSDP.
 
 While a CUDA graph is captured, seeds come from the device's default generator, which the graph advances in each replay:
@@ -21,7 +21,7 @@ does what it did there: the same seeds, and the same count. Otherwise (a reentra
 checkpoint that is gone) nothing counts on, and the regions of one backward pass are told apart, and from those of the
 forward pass, by counting them.
 
-``seeded`` measures what quantization alone does: regions then draw from a seed that is given, in turn, and the
+``seeded`` measures the effect of quantization alone: regions then draw from a seed that is given, in turn, and the
 generator does not change at all, in a forward pass or in a recomputation.
 
 Torch's modes of others do not see how seeds are drawn: a selective checkpoint, which counts the ops of a function, may
@@ -147,7 +147,7 @@ def draw_anew(device: torch.device) -> Tensor:
 
 
 def rank_seed() -> int:
-    """Return what tells this process from the others of a distributed run: a signed 64-bit integer, 0 on rank 0."""
+    """Return the number that is mixed into the seeds of this process: a signed 64-bit integer, 0 on rank 0."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0
     rank = distributed.get_rank()

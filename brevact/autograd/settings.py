@@ -21,7 +21,7 @@ from brevact.quantizers.brief import brief
 class SaveMode(str, enum.Enum):
     """When a saved activation is quantized.
 
-    ``SAVE_QUANTIZED`` quantizes in the forward pass and stores the packed codes: this is what saves memory.
+    ``SAVE_QUANTIZED`` quantizes in the forward pass and stores the packed codes, which saves memory.
     ``QUANTIZE_ON_BACKWARD`` stores full precision and quantizes when the backward pass of the op starts, with the
     seed that the forward pass drew: the gradients are those of ``SAVE_QUANTIZED`` bit for bit, so that an ablation
     separates the effect of the noise from everything else.
@@ -40,9 +40,9 @@ _keys: dict[tuple[Any, ...], int] = {}
 _keys_of_modules: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
-#: Bits of what the fake quantization of a forward quantizer rounds away, where its scale is learned.
+#: Bits of the rounding errors of a forward quantizer whose scale is learned.
 DEFAULT_RESIDUAL_BIT_WIDTH = 2
-#: Bits that a packed tensor must have for what curved functions of it derive from it.
+#: Bits that a packed tensor must have for nonlinear functions of the tensor to derive from it.
 DEFAULT_DERIVE_MIN_BITS = 4
 #: Bits of query and key of attention, whose products are exponentiated.
 DEFAULT_SCORE_BIT_WIDTH = 8
@@ -55,7 +55,7 @@ DEFAULT_MIN_NUMEL = 4096
 def nominal_quantizer(quantizer: Any) -> Any:
     """Return the quantizer by which derivations are decided: the one for which another stands in.
 
-    Where one stores at more bits, to measure what the others do, the same tensors are to be stored.
+    Where one stores at more bits, to measure the noise of the others, the same tensors are to be stored.
     """
     return getattr(quantizer, "nominal", quantizer)
 
@@ -77,7 +77,7 @@ def _has_text(quantizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class BackwardSettings:
-    """How a region stores what its ops need for backward.
+    """How a region stores the tensors that its ops need for backward.
 
     >>> from brevact.quantizers import UniformQuantizer
     >>> settings = BackwardSettings(UniformQuantizer(bit_width=4), min_numel=0)
@@ -137,19 +137,19 @@ class BackwardSettings:
     """Whether the same tensor may have other codes the next time it is packed."""
 
     is_exact: bool = field(init=False, repr=False, compare=False)
-    """Whether activations are stored as they are, and only what is exact is packed: masks, codes of the forward."""
+    """Whether activations are stored as they are, and masks and codes of forward quantizers alone are packed."""
 
     uses_fast_pack: bool = field(init=False, repr=False, compare=False)
     """Whether tensors of equal sizes are packed alike, at once, in the uniform format."""
 
     derives: bool = field(init=False, repr=False, compare=False)
-    """Whether tensors are derived from what is packed."""
+    """Whether tensors are derived from packed ones."""
 
     derives_curved: bool = field(init=False, repr=False, compare=False)
-    """Whether smooth functions of what the quantizer packs are derived, too."""
+    """Whether smooth functions of tensors that the quantizer packs are derived, too."""
 
     is_lossless: bool = field(init=False, repr=False, compare=False)
-    """Whether the quantizer gives back what it took, so that norms let it have their input, not what they normalize."""
+    """Whether decoding returns the packed tensor bit for bit, so that norms pack their input, not normalized values."""
 
     keeps_elements: bool = field(init=False, repr=False, compare=False)
     """Whether elements are stored in their own type, as sources that others are computed from."""
@@ -254,7 +254,7 @@ class BackwardSettings:
 
     @functools.cached_property
     def by_op(self) -> dict[str, BackwardSettings | None]:
-        """What applies to an op inside, by its name; to ops inside of that one, what stands before it."""
+        """Settings of an op inside, by its name; an op inside of that one has the settings that stand before."""
         found: dict[str, BackwardSettings | None] = {}
         for i, (name, settings) in enumerate(self.of_functions):
             found.setdefault(name, with_functions(settings, self.of_functions[:i]))

@@ -46,10 +46,10 @@ class SavedTensor:
 
     Args:
         how: "packed", "mask" (one bit an element), "exact" (its values matter: indices, statistics, codes), "derived"
-            (a function of what is stored already) or "full precision".
+            (a function of saved tensors) or "full precision".
         why: the reason, for a tensor that is neither packed nor a mask.
         tensor_bytes: bytes of the tensor as a plain op would store it.
-        bit_width: bits of a code of what it is decoded from; 0 where there is none, or a quantizer does not say.
+        bit_width: bits of a code of the packed tensor; 0 where there is none, or a quantizer does not say.
     """
 
     how: str
@@ -61,7 +61,7 @@ class SavedTensor:
 class Recorder:
     """Knows the torch function that runs, and how the tensors are kept that autograd is about to store.
 
-    What keeps a tensor calls ``report_saved``; hooks around the region, which see each tensor that is stored, ask.
+    Code that saves a tensor calls ``report_saved``; hooks around the region, which see each tensor that is stored, ask.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ recorders: list[Recorder] = []
 
 
 def report_op(func: Callable, why: str = NEEDED) -> None:
-    """Tell the recorder of a report, if there is one, which function runs, and why it stores what nobody reports."""
+    """Tell the recorder of a report, if there is one, which function runs, and why it saves unreported tensors."""
     if _of_thread.recorder is not None:
         _of_thread.recorder.report_op(func, why)
 
@@ -135,7 +135,7 @@ def withdraw(tensors: tuple[Tensor, ...]) -> None:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record what regions of this thread store."""
+    """Record the tensors that regions of this thread save."""
     outer, recorder = _of_thread.recorder, Recorder()
     _of_thread.recorder = recorder
     recorders.append(recorder)

@@ -52,7 +52,7 @@ def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 def referent(reference: weakref.ref[T]) -> T | None:
     """Return the tensor or storage of a weak reference, None if it has been freed.
 
-    The Python object of a tensor or storage lives as long as PyTorch keeps what it stands for; a reference to it pins
+    The Python object of a tensor or storage lives as long as PyTorch keeps its C++ object; a reference to it pins
     nothing. PyTorch's own weak references (``_weak_ref``) pin the storage's header, and a header between two freed
     tensors stops malloc from joining their memory for a larger one.
     """

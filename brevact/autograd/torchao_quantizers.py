@@ -9,8 +9,8 @@ Of float8 fake quantizers those of weights are recognised: backward runs them ag
 their values have an exponent each, and their scale, the largest absolute value, has a gradient.
 
 The functions are replaced where torchao is imported when a region that packs is entered; outside of regions that pack,
-in traced graphs and for what is not known here (scales of groups of an activation, zero points in floating point)
-torchao's own run.
+in traced graphs and for settings that are not known here (scales of groups of an activation, zero points in floating
+point) torchao's own run.
 """
 
 from __future__ import annotations

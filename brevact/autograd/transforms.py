@@ -1,9 +1,9 @@
 """Transforms of programs in which nothing is packed, or which cannot run a region at all.
 
 * ``torch.func.grad``, ``vjp``, ``jacrev``, ``hessian``: they allow no saved-tensor hooks; entering a region raises.
-* ``torch.func.vmap``, ``jvp``, forward-mode AD: what is saved has batch dimensions or tangents that codes would lose;
-  it stays as it is, and results are those of the model without backward quantization.
-* ``torch.jit.trace``: a traced program has no regions, as one that ``torch.export`` made; it stores what torch stores.
+* ``torch.func.vmap``, ``jvp``, forward-mode AD: saved tensors have batch dimensions or tangents that codes would lose;
+  they stay as they are, and results are those of the model without backward quantization.
+* ``torch.jit.trace``: a traced program has no regions, as one that ``torch.export`` made; it saves torch's tensors.
 """
 
 from __future__ import annotations

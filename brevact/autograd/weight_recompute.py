@@ -6,7 +6,7 @@ region each op on the way runs as it is, and keeps the parameter and how it was 
 of such a tensor; so does the layer. The gradients are torch's own, of the same values: bit for bit where an op returns
 the same bits for the same input.
 
-What is computed again is what depends on its arguments alone (:data:`PURE`): nothing random, nothing with a state.
+Functions are run again whose result depends on their arguments alone (:data:`PURE`): none random, none with a state.
 Changes of the parameter between the forward and the backward pass raise, as they do of a weight that torch keeps. Those
 that no version counter sees, of ``parameter.data``, are not seen here either: the weight is then that of the new value.
 """
@@ -57,7 +57,7 @@ _NAMES = (
 )  # fmt: skip
 _OPERATORS = (*("add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs matmul rmatmul pos mod rmod".split()),)
 _HOMES = (torch, Tensor, F, torch.linalg, torch.special)
-#: Functions that return what their arguments say, and change nothing.
+#: Functions whose result depends on their arguments alone, and which change nothing.
 PURE: frozenset[Callable] = frozenset(
     (
         *(getattr(home, name) for name in _NAMES for home in _HOMES if callable(getattr(home, name, None))),

@@ -20,7 +20,7 @@ from brevact.private_names.of_torch import BackwardCFunction, global_forward_pre
 
 #: Key under which a graph node whose op was seen is marked: elements of the weight it made, 0 for an activation.
 WEIGHT_NUMEL = "brevact.weight_numel"
-#: Nodes of layers, which ran where no region saw them: what they return is an activation.
+#: Nodes of layers, which ran where no region saw them: their result is an activation.
 _PRODUCT_NODES = ("AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward")
 _LAYER_NODES = (
     *("ConvolutionBackward", "EmbeddingBackward", "NativeBatchNormBackward", "CudnnBatchNormBackward"),
@@ -74,14 +74,14 @@ def is_parameter_or_view(x: Any) -> bool:
 class ModelState:
     """The weights that a root region knows by their storage.
 
-    Parameters and buffers of the modules that run, and what is computed from them without a gradient (a sign, a mask).
+    Parameters and buffers of the modules that run, and tensors computed from them without a gradient (a sign, a mask).
     Without an owner, the module that the region belongs to, modules are noticed as they run.
     """
 
     def __init__(self, owner: nn.Module | None) -> None:
         self._owner = owner
         self._modules: dict[nn.Module, None] = {}
-        self._unread: list[nn.Module] = []  # whose own hooks may still make or move what they have
+        self._unread: list[nn.Module] = []  # whose own hooks may still make or move their tensors
         self._addresses: set[int] | None = None
         self._derived: dict[int, WeakStorage] = {}
         self._sweep_at = _SWEEP_FLOOR

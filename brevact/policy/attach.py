@@ -117,7 +117,7 @@ def backward_quant(
         ValueError: a value is out of range, a model has no policy, or a text names no policy, or a budget.
     """
     if torch.compiler.is_dynamo_compiling():
-        mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # what Dynamo knows of a region
+        mode: Any = TracingMode(_text_of(source, tuple(overrides.items())))  # which Dynamo traces
         return mode
     if isinstance(source, nn.Module) and is_model(source):
         return _RegionOfModel(source, overrides)
@@ -217,7 +217,7 @@ def quantize_backward(
 
 
 def attach_policy(model: M, policy: Any = DEFAULT, overrides: Mapping[str, Any] = MappingProxyType({})) -> M:
-    """Do what :func:`quantize_backward` does without a word in the log: of a copy that is measured, say."""
+    """Attach a policy as :func:`quantize_backward` does, without a line in the log: to a copy that is measured, say."""
     check_model(model, "quantize_backward(model, policy)", policy)
     refuse_policy(model)
     if not takes_hooks(model):
@@ -282,7 +282,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
     source = named_policy(source, "source")
     if isinstance(source, Policy):
         overrides = of_all_rules(source, overrides, "backward_quant(")
-        ours = source in (DEFAULT, RECOMPUTE)  # of which a block of code has what holds for any model
+        ours = source in (DEFAULT, RECOMPUTE)  # of which a block of code has the rules for any model
         return with_overrides(block_assignment(source.rules, skips_modules=ours).settings, overrides)
     if isinstance(source, nn.Module) and is_model(source):
         refuse_overrides(source, overrides, "")
@@ -298,7 +298,7 @@ def _settings(source: Any, overrides: dict[str, Any]) -> BackwardSettings | None
 
 
 def _assignments(model: nn.Module, policy: Any, overrides: dict[str, Any]) -> dict[nn.Module, Assignment]:
-    """Return what each module gets by a policy of any kind."""
+    """Return the settings of each module by a policy of any kind."""
     if isinstance(policy, Mapping | Policy):
         overrides = of_all_rules(policy, overrides, "quantize_backward(model, ")
         if isinstance(policy, Policy):

@@ -95,7 +95,7 @@ def backward_policy(model: nn.Module) -> BackwardPolicy:
         model: module, with a policy, with layers that have a quantizer of their own, or with neither.
 
     Returns:
-        What applies where; ``print`` it.
+        The rules and where each applies; ``print`` shows them as a table.
 
     Raises:
         TypeError: ``model`` is no module.

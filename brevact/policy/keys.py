@@ -20,7 +20,7 @@ PREDICATES: dict[str, Callable[[str, nn.Module], bool]] = {
     f"brevact.policy.predicates.{each.__name__}": each
     for each in (computes_attention, is_activation_function, is_norm, is_rectified, *OF_MODELS)
 }
-#: What a rule may be for, by the name of its field.
+#: Subjects of a rule, by the name of its field.
 FIELDS = ("name", "types", "functions", "predicate")
 
 

@@ -113,7 +113,7 @@ class MixSchedule:
         self._apply()
 
     def _apply(self) -> None:
-        changed: dict[BackwardSettings, BackwardSettings | None] = {}  # what was one object stays one
+        changed: dict[BackwardSettings, BackwardSettings | None] = {}  # settings that are one object stay one
         probability = self.mix_prob
 
         def mixed(quantizer: Any) -> Any:

@@ -14,8 +14,8 @@ from brevact.autograd.settings import bits_of
 class StorageNote:
     """The ``extra_repr`` of one module, whose attribute it is: that of its class, and a note.
 
-    It reads what is in force when it is called. It refers to the module weakly, so that a model is freed as before, and
-    is copied and pickled with it.
+    It reads the policy in force when it is called. It refers to the module weakly, so that a model is freed as before,
+    and is copied and pickled with it.
     """
 
     def __init__(self, module: nn.Module) -> None:

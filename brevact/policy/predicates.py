@@ -34,7 +34,7 @@ _SMOOTH = frozenset(
 _SOFTMAXES = frozenset("gumbel_softmax softmax softmin".split())
 _ATTENTIONS = frozenset("multi_head_attention_forward scaled_dot_product_attention".split())
 _RECURRENT = frozenset("gru gru_cell lstm lstm_cell rnn_tanh rnn_tanh_cell".split())
-#: Norms, and what those that a library writes itself divide by.
+#: Norms, and the divisors of norms that a library writes itself.
 _NORMS = frozenset(
     "batch_norm group_norm instance_norm layer_norm local_response_norm native_layer_norm rms_norm rsqrt std std_mean "
     "var var_mean".split()

@@ -90,7 +90,7 @@ class Policy:
         )
 
     def __str__(self) -> str:
-        """Return a table of the rules, and what was measured of a fitted policy."""
+        """Return a table of the rules, and the measurements of a fitted policy."""
         rows = []
         for key, source in self.rules.items():
             found = assignment_of(key, source)
@@ -104,7 +104,7 @@ class Policy:
 
         Rules for names, for types of torch.nn, brevitas.nn and brevact.nn, for torch functions and for the functions of
         ``brevact.policy.predicates`` can be saved, with quantizers of brevact and brevitas.quant and their settings.
-        What a Brevitas quantizer has collected is not part of a policy.
+        Statistics that a Brevitas quantizer has collected are no part of a policy.
 
         >>> import brevact, tempfile, os
         >>> path = os.path.join(tempfile.mkdtemp(), "policy.json")
@@ -142,7 +142,7 @@ class Policy:
         return cls(*policy_files.read(text, os.fspath(path), __version__))
 
     def to_json(self) -> str:
-        """Return the text that :meth:`save` writes, for a checkpoint; it raises what :meth:`save` does.
+        """Return the text that :meth:`save` writes, for a checkpoint; it raises the errors of :meth:`save`.
 
         >>> import brevact
         >>> brevact.Policy.from_json(brevact.DEFAULT.to_json()) == brevact.DEFAULT
@@ -175,7 +175,7 @@ def _kind_of(key: Any) -> str:
 
 
 #: Where no quantizer is named. Batch-normalized networks of depthwise convolutions (``is_separable``) compute layers of
-#: up to 128 multiplications an element again, and spend what that saves on bits: 6. In other models, what others derive
+#: up to 128 multiplications an element again, and spend the saved bytes on bits: 6. In other models, what others derive
 #: from has 4 bits, which smooth functions need; 3 bits in modules that call no activation functions but piecewise
 #: linear ones (``is_rectified``), whose chains are unbiased at any width. Query and key, which are exponentiated, have
 #: 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md. Dithered rounding has half to four

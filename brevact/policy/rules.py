@@ -22,7 +22,7 @@ from brevact.quantizers.brief import brief
 
 #: Marks the regions that a policy attached, beside those of layers with a backward quantizer of their own.
 POLICY = "policy"
-#: Rules that hold in a block of code: of a model, all of it, or what no other rule matches.
+#: Rules that hold in a block of code: of a model, all of it, or the part that no other rule matches.
 OF_BLOCKS = ("*", "")
 ACCEPTED_KEYS = (
     "accepted keys are module types (nn.BatchNorm2d, or a tuple of types), torch functions (F.cross_entropy, or a "
@@ -71,7 +71,7 @@ class Assignment:
 
 
 def has_policy(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, has a policy; that of another model may hold for what both share."""
+    """Return whether a model or a part of it has a policy; that of another model may hold for shared modules."""
     return any(
         has_region(module, POLICY) or inherited_region(module) is not None
         for module in model.modules()

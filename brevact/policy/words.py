@@ -20,7 +20,7 @@ from brevact.injectors.saved_form import LEAVES
 from brevact.policy.presets import CONV_NET, DEFAULT, RECOMPUTE, TRANSFORMER, Policy
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-#: Units that budgets have, by what people write in small letters.
+#: Units of budgets, by their names in small letters.
 _MEANT = {
     **dict.fromkeys(("b", "byte", "bytes"), "B"),
     **{

@@ -1,8 +1,8 @@
 """Regions in code that Dynamo traces for `torch.compile`.
 
 Dynamo follows Python code symbolically: it runs :func:`traced_call` for each torch function, :func:`enter` and
-:func:`leave` for each module, which therefore keep to what it understands and have no state but the stack of modes. A
-function with a counterpart becomes a node of its graph (``nodes.call_in_graph``), a function without is left to the
+:func:`leave` for each module, which therefore keep to code that Dynamo traces and have no state but the stack of modes.
+A function with a counterpart becomes a node of its graph (``nodes.call_in_graph``), a function without is left to the
 compiler.
 """
 
@@ -77,8 +77,8 @@ class RegionMode(TorchFunctionMode):
 class TracingMode(RegionMode):
     """The region of a module that Dynamo inlines, or of a ``with`` block in traced code.
 
-    It has the settings of what ops inside store as text, the module whose forward runs in it, None for a ``with``
-    block, and what :class:`brevact.autograd.regions.Region` says of norms.
+    It has the settings of ops inside as text, the module whose forward runs in it, None for a ``with``
+    block, and ``norms_only`` of :class:`brevact.autograd.regions.Region`.
     """
 
     def __init__(self, text: str | None, owner: nn.Module | None = None, norms_only: bool = False) -> None:
@@ -140,7 +140,7 @@ def traced_call(mode: RegionMode, func: Callable, types: tuple[Any, ...], args: 
 
 
 def _call_higher_order(func: HigherOrderOperator, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an op that traces a function of its own, without regions: what a checkpoint recomputes is not stored."""
+    """Run an op that traces a function of its own, without regions: a checkpoint recomputes its saved tensors."""
     _inside.higher_order += 1
     result = func(*args, **kwargs)
     _inside.higher_order -= 1

@@ -1,10 +1,10 @@
 """Regions in graphs: one node for each torch function with a counterpart.
 
 Dynamo puts the nodes into its graph as they are; AOTAutograd runs them with tensors that have no values, so that the
-same handlers and Functions as without a compiler record what is stored, kernels standing as ops of
+same handlers and Functions as without a compiler record the saved tensors, kernels standing as ops of
 ``torch.ops.brevact``.
 
-What differs from a region without a compiler: seeds are drawn by the graph, on the tensor's device, anew in each run
+Differences from a region without a compiler: seeds are drawn by the graph, on the tensor's device, anew in each run
 (of a CUDA graph too); a tensor is taken for an activation if its history in the graph says so; a tensor that several
 ops save is packed once by the compiler, which sees equal ops.
 """
@@ -148,7 +148,7 @@ class _InnerMode(TorchFunctionMode):
 
 
 class _Product(Saving):
-    """Marks the product of an activation in the graph: what follows is computed from an activation."""
+    """Marks the product of an activation in the graph: results of later ops are computed from an activation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _Product(Saving):
 class _TracedRegion(Keeper):
     """A region as handlers see it, for one call in a traced graph."""
 
-    recompute = 0  # the compiler decides by itself what a graph computes again
+    recompute = 0  # the compiler decides by itself which tensors a graph computes again
 
     def __init__(self, settings: BackwardSettings | None, parameters: list[Tensor]) -> None:
         self.settings: Any = settings
@@ -209,7 +209,7 @@ class _TracedRegion(Keeper):
         return self.find_known(x)
 
     def register(self, out: Tensor, kept: Saved, *, is_dirty: bool = False, is_new: bool = False) -> None:
-        if isinstance(out, FunctionalTensor):  # what Dynamo itself runs leaves no trace
+        if isinstance(out, FunctionalTensor):  # an op that Dynamo itself runs leaves no trace
             _known[out] = out._version + is_dirty, kept
 
     def keep(self, x: Tensor, *, share: bool = True, norm: NormInput | None = None) -> Saved:
@@ -247,8 +247,8 @@ class _TracedRegion(Keeper):
         return self.settings.quantizer.with_drawn_size(numel, seed % 2**63)
 
     def _once(self, name: str, x: Tensor, share: bool, draw: Callable[[], Any]) -> Any:
-        """What is drawn in the graph: the same for a tensor that is packed again, so that both ops are one."""
-        if not share or not isinstance(x, FunctionalTensor):  # what Dynamo itself runs leaves no trace
+        """Draw in the graph: once for a tensor that is packed again, so that both ops are one."""
+        if not share or not isinstance(x, FunctionalTensor):  # an op that Dynamo itself runs leaves no trace
             return draw()
         drawn = _drawn.setdefault(x, {})
         key = name, x._version, self.settings.key
@@ -258,7 +258,7 @@ class _TracedRegion(Keeper):
 
 
 _drawn: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-#: Tensors of a graph that derive from packed ones: their versions, and what keeps them.
+#: Tensors of a graph that derive from packed ones: their versions and saved forms.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _PLACES = 1 << 20
 _places: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()

@@ -89,7 +89,7 @@ _NOT_BIT_EXACT = _functions(lambda op: not op.is_bit_exact)
 def run_counterpart(handler: Callable, region: Keeper, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a counterpart; NotImplemented for arguments that it does not have (``out=``), too few or too many.
 
-    Torch knows them, or explains what is wrong. NotImplemented, too, where a policy is lossless and torch's own
+    Torch takes them, or raises the error. NotImplemented, too, where a policy is lossless and torch's own
     gradient has other last bits, and where gradients are to be differentiated again, which Functions of ours are not.
     """
     if region.settings.leaves_ops_to_torch:

@@ -306,7 +306,7 @@ def _scaled_dot_product_attention(
 
 
 def _is_mask(region: Keeper, x: Any) -> bool:
-    """Return whether a mask is what it seems to be: torch has subclasses that stand for a causal one."""
+    """Return whether a mask has its values in memory: torch has subclasses that stand for a causal mask."""
     return region.is_activation(x) or (
         isinstance(x, Tensor) and x.dtype is torch.bool and (is_plain(x) or is_traced(x))
     )

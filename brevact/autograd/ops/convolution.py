@@ -5,7 +5,7 @@ of g. A transposed convolution is the same with the roles of x and g exchanged. 
 Source: thesis section 4.2.2; ActNN, arXiv:2104.14129, eq. 5.
 
 Torch's own backward pass reads just that, so that torch's own op runs where the weight trains, the region's hooks
-storing the packed input in the input's place. The Function is for what torch does not do: store nothing for a frozen
+storing the packed input in the input's place. The Function does the rest: store nothing for a frozen
 weight, store a weight as it is where autocast casts it, and be a part of a graph.
 """
 
@@ -46,7 +46,7 @@ def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple([x.to(dtype) if x is not None and x.dtype is not torch.float64 else x for x in tensors])
 
 
-#: What ``aten.convolution_backward`` asks: stride, padding, dilation, whether it is transposed, output padding, groups.
+#: Options of ``aten.convolution_backward``: stride, padding, dilation, transposed or not, output padding, groups.
 _Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 
 
@@ -193,7 +193,7 @@ def _convolution_handler(dims: int) -> Callable:
             elif padding == "valid":
                 padding = 0
             else:
-                return NotImplemented  # torch explains what is wrong
+                return NotImplemented  # torch raises the error
         steps, pads, dilation = as_tuples(dims, stride, padding, dilation)
         geometry = steps, pads, dilation, False, [0] * dims, groups
         return _convolve(region, func, input, weight, bias, (steps, pads, dilation, groups), geometry)

@@ -1,7 +1,7 @@
 """Dropout of elements and of channels: an exact mask of one bit for each number that is drawn.
 
-The gradient is g times the factor that torch gives what it keeps, and 0 elsewhere. Random numbers are those that torch
-draws. Alpha dropout replaces what it drops by SELU's limit and scales all by a = ((1 - p) (1 + alpha'^2 p))^(-1/2),
+The gradient is g times the factor of elements that torch keeps, and 0 elsewhere. Random numbers are those that torch
+draws. Alpha dropout replaces dropped elements by SELU's limit and scales all by a = ((1 - p) (1 + alpha'^2 p))^(-1/2),
 which keeps mean and variance. Source: Klambauer et al., arXiv:1706.02515, section "New dropout technique".
 """
 
@@ -143,7 +143,7 @@ class _ComposedDropout(Saving):
 
 
 def _drops(region: Keeper, input: Any, p: float, training: bool) -> bool:
-    """Whether some elements are dropped, and not all; otherwise nothing is stored, or torch explains what is wrong."""
+    """Whether some elements are dropped, and not all; otherwise nothing is stored, or torch raises an error."""
     return region.packs_input(input) and input.requires_grad and training and 0.0 < p < 1.0
 
 

@@ -1,6 +1,6 @@
 """Losses of pairs of elements: the derivative is stored, packed, or its sign.
 
-With d = x - t for an input x and a target t, and the gradient g of the loss, divided by what a mean divides by:
+With d = x - t for an input x and a target t, and the gradient g of the loss, over the number of elements for a mean:
 
     mse_loss             dL/dx = 2 g d
     smooth_l1_loss       dL/dx = g clamp(d / beta, -1, 1)
@@ -144,7 +144,7 @@ def _apply(region: Keeper, call: _Call, loss: _Loss, reduction: Any, input: Tens
     try:
         shape = torch.broadcast_shapes(input.shape, target.shape)
     except RuntimeError:
-        return NotImplemented  # torch explains what is wrong
+        return NotImplemented  # torch raises the error
     divisor = _divisor(reduction, input.new_empty(()).expand(shape))
     if not divisor:
         return NotImplemented

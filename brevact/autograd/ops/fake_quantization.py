@@ -1,4 +1,4 @@
-"""Fake quantization in a forward pass: few-bit integers, one bit for what was clipped, few bits of what was rounded.
+"""Fake quantization in a forward pass: few-bit integers, masks of clipped elements, few bits of each rounding error.
 
 y = clip(round(x / s + z)), out = (y - z) s, with straight-through rounding. With the output gradient g, and m = 1 where
 nothing was clipped: dL/dx = g m (in stock order: g s m / s), dL/ds = sum of g (y - z) - g s m (x / s) / s, and
@@ -6,7 +6,7 @@ x / s = y + r - z with the rounding residual r in [-1/2, 1/2]. Stored are the co
 reads ``out`` shares (``brevact.autograd.known_values``); and, where the scale is learned, m and r together, r rounded
 stochastically on fixed levels, so that dL/ds is unbiased; otherwise m in one bit. The gradients of x and z are exact.
 
-A weight is there anyway: what its fake quantization needs is computed again from it.
+A weight is there anyway: the tensors that its fake quantization needs are computed again from the weight.
 
 Source: Learned step size quantization, arXiv:1902.08153, section 2.1; Brevitas, ``brevitas.core.quant``, whose
 arithmetic and order of operations these are.
@@ -39,8 +39,8 @@ from brevact.quantizers import Layout, ResidualQuantizer, is_traced, masked_fill
 class Integers:
     """How a forward quantizer gets from x / s + z to integers: it rounds, with the identity as its gradient, and clips.
 
-    The minimum is there as a 0-d tensor and as a number, ``lowest``. The residual has the bounds of what rounding takes
-    away, x - round(x). A narrow range leaves the last code to NaN, and rounding repeats if it gives the same integers
+    The minimum is there as a 0-d tensor and as a number, ``lowest``. The residual, x - round(x), has the bounds of
+    the rounding error. A narrow range leaves the last code to NaN, and rounding repeats if it gives the same integers
     of the same numbers again. Of a deterministic ``rounding``, kernels compute all of it in one pass.
     """
 
@@ -89,7 +89,7 @@ class Integers:
         return Kind(*ends, self.rounding, self.clips_gradients, self.is_narrow)
 
     def residual_quantizer(self, bit_width: int) -> ResidualQuantizer:
-        """Return what packs residuals."""
+        """Return the quantizer of residuals."""
         low, high = self.residual
         return ResidualQuantizer(bit_width=bit_width, low=low, high=high)
 
@@ -111,7 +111,7 @@ class Rectifier(NamedTuple):
 
 
 class _FakeQuantization(Saving):
-    """Of an activation, or of what a ReLU in front returns of it: the values that are rounded.
+    """Of an activation, or of the output of a ReLU in front: the values that are rounded.
 
     Where these are kept as they are, integers and clipped elements are computed again from them.
     """
@@ -255,7 +255,7 @@ def _quantized(
     residual_of: ResidualQuantizer | None,
     seed: int | Tensor | None,
 ) -> Quantized:
-    """Quantize by ops of torch, and pack what the gradient needs; values are those behind a ReLU."""
+    """Quantize by ops of torch, and pack the tensors that the gradient needs; values are those behind a ReLU."""
     scale, zero_point, pre_scale, pre_zero_point = given
     shifted, rounded, q = integers.of(values, pre_scale, pre_zero_point)
     out = (q - zero_point) * scale
@@ -307,7 +307,7 @@ def _gradients(
 class _WeightFakeQuantization(Saving):
     """Of a weight: all is computed again in the backward pass."""
 
-    is_brevact = False  # what it returns is a weight
+    is_brevact = False  # its result is a weight
 
     @staticmethod
     def forward(ctx: Any, integers: Integers, *given: Tensor) -> Tensor:

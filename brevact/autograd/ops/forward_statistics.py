@@ -1,4 +1,4 @@
-"""Statistics that a forward quantizer takes for its scale: what they need for backward is there, or is one element."""
+"""Statistics that a forward quantizer takes for its scale: backward needs tensors that exist, or one element."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _AbsolutePercentile(Saving):
 class _LargestMagnitude(Saving):
     """Of a weight: the gradient goes to the largest magnitudes alone."""
 
-    is_brevact = False  # what it returns is computed from weights
+    is_brevact = False  # its result is computed from weights
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, dim: int | None, keepdim: bool) -> Tensor:

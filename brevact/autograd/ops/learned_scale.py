@@ -14,7 +14,7 @@ from brevact.autograd.ops.base import Saving, load, save
 
 
 class _LearnedScale(Saving):
-    is_brevact = False  # what it returns is computed from weights
+    is_brevact = False  # its result is computed from weights
     returns_new = True
 
     @staticmethod
@@ -30,7 +30,7 @@ class _LearnedScale(Saving):
 
 
 def learned_scale(value: Tensor, threshold: Tensor, least: float | None) -> Tensor:
-    """Return scales of a parameter; what autograd saves is as small as they are, and stays as it is.
+    """Return scales of a parameter; the tensors that autograd saves are as small as the scales, and stay as they are.
 
     Args:
         value: parameter.

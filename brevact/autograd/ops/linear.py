@@ -1,7 +1,7 @@
 """Fully connected layers: the input is stored packed, the weight as it is.
 
 dL/dW = g^T x^ with the decoded input x^, dL/dx = g W (exact), dL/db = sum of g over the leading dimensions. The order
-of additions and the strides are those of torch, which flattens the leading dimensions of what is contiguous.
+of additions and the strides are those of torch, which flattens the leading dimensions of contiguous tensors.
 Source: thesis section 4.2.2.
 """
 

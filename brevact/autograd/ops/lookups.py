@@ -71,7 +71,7 @@ def _take_along_dim(region: Keeper, func: Callable, input: Tensor, indices: Tens
     if dim is None or not _looks_up(region, input, indices) or input.dim() != indices.dim():
         return NotImplemented
     if not -input.dim() <= dim < input.dim():
-        return NotImplemented  # torch explains what is wrong
+        return NotImplemented  # torch raises the error
     others = [d for d in range(input.dim()) if d != dim % input.dim()]
     if any(input.shape[d] != indices.shape[d] for d in others):
         return NotImplemented  # they broadcast
@@ -175,7 +175,7 @@ def _grid_sample(
     align_corners: bool | None = None,
 ) -> Any:
     if mode not in _INTERPOLATIONS or padding_mode not in _BORDERS:
-        return NotImplemented  # torch explains what is wrong
+        return NotImplemented  # torch raises the error
 
     def call(x: Tensor, g: Tensor, *_: Any) -> Tensor:
         return func(x, g, mode, padding_mode, align_corners)
@@ -193,7 +193,7 @@ OPS = (
     Op((torch.take_along_dim, Tensor.take_along_dim), _take_along_dim, _STORED),
     Op((torch.take, Tensor.take), _take, _STORED),
     Op((torch.masked_select, Tensor.masked_select), _masked_select, Stored("masked_select", MASKS, EXACT)),
-    Op((F.pad, nn_pad), _pad, Stored("padding", NOTHING, EXACT)),  # the second one is what Dynamo sees of the first
+    Op((F.pad, nn_pad), _pad, Stored("padding", NOTHING, EXACT)),  # Dynamo sees the first one as the second
     Op((F.grid_sample,), _grid_sample, _GRID),
     Op(_GRID_SAMPLERS, _grid_sampler, _GRID),
     Op((Tensor.__getitem__, *(getattr(home, name) for name in _INDEXED for home in (torch, Tensor))), looks_up=True),

@@ -263,7 +263,7 @@ def _goes_by_rows(
 ) -> bool:
     """Whether logits are taken a chunk of rows at a time: where there are several chunks of rows without weights.
 
-    Each chunk has the least number of elements that is packed; what takes statistics, takes them of all rows.
+    Each chunk has the least number of elements that is packed; quantizers that take statistics take them of all rows.
     """
     if is_traced(input) or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():  # symbols have no len
         return False
@@ -296,7 +296,7 @@ def _handler(function: type[Saving]) -> Callable:
         if requires_grad(target, weight) or size_average is not None or reduce is not None:
             return NotImplemented
         if reduction not in _REDUCTIONS or input.device != target.device:
-            return NotImplemented  # torch explains what is wrong
+            return NotImplemented  # torch raises the error
         more = {} if label_smoothing is None else {"label_smoothing": label_smoothing}
 
         options = _Options(min(1, input.dim() - 1), ignore_index, reduction, label_smoothing or 0.0)

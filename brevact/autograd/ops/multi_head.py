@@ -1,4 +1,4 @@
-"""Multi-head attention: projections, products, softmax and dropout inside it store what they store on their own."""
+"""Multi-head attention: projections, products, softmax and dropout inside it store their tensors as outside of it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 That is for tensors on the CPU and on GPUs, copied where they lie in memory with gaps, by one scale, or by several of
 the tensor's own type or of float32, one for each index of a dimension or of some, also of all but those of the elements
-of a group, which rounding and what follows it share. What is stored, and every gradient, is that of the ops of
+of a group, which rounding and the steps behind it share. Saved bytes and gradients are those of the ops of
 ``fake_quantization``, bit for bit.
 
 The gradient of a scale, and of a zero point that learns, is a sum. On the CPU kernels add as torch does. On a GPU they
@@ -68,14 +68,14 @@ class OnePass(NamedTuple):
         seed: int | Tensor | None,
         values: Tensor | None,
     ) -> Quantized | None:
-        """Quantize, and pack what the gradient needs; None where a NaN has no code.
+        """Quantize, and pack the tensors that the gradient needs; None where a NaN has no code.
 
         Args:
-            x: what is quantized, or the input, or the output, of the ReLU in front.
+            x: tensor to quantize, or the input, or the output, of the ReLU in front.
             scale: of any shape that the plan was made for.
             zero_point: likewise.
             keeps_mask: whether to pack where elements have a gradient.
-            residual_of: packs what rounding left over; None for nothing.
+            residual_of: quantizer of rounding errors; None to store none.
             seed: of this packing.
             values: receives the ReLU's output, unless it is None.
         """
@@ -204,7 +204,7 @@ def one_pass_for(
         return None
     dtype = x.dtype
     if scale.dim() and scale.dtype is zero_point.dtype is torch.float32:
-        dtype = torch.float32  # in which torch computes, and what it returns
+        dtype = torch.float32  # in which torch computes, and which it returns
     elif dtype is torch.float32:
         if not scale.dtype is zero_point.dtype is torch.float32:
             return None
@@ -215,7 +215,7 @@ def one_pass_for(
     if rectifies and kind.has_spare and x.is_cpu and scale.isnan().any():
         return None  # a ReLU's gradient is 0 behind the division by NaN
     if x.is_cpu and dtype is not torch.float32 and not _is_number_of(zero_point, dtype):
-        return None  # torch rounds what it adds, but not what it multiplies with
+        return None  # torch rounds addends, but not factors
     return _one_pass(kind, rectifies, x.shape, x.stride(), dtype, scale.shape, zero_point.shape)
 
 
@@ -255,7 +255,7 @@ def _one_pass(
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, or have the same memory: autograd hands out what it keeps as new objects."""
+    """Whether two tensors are one, or have the same memory: autograd hands out saved tensors as new objects."""
     if one is other:
         return True
     is_alike = one.shape == other.shape and one.stride() == other.stride() and one.dtype is other.dtype

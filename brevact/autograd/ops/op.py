@@ -14,7 +14,7 @@ from brevact.autograd.keeper import Keeper
 
 _HOMES = (torch, Tensor, F, torch.special, torch.linalg, torch.fft)
 
-#: What several rows of docs/stored.md say of gradients, and of what is kept.
+#: Texts that several rows of docs/stored.md share, of gradients and of saved tensors.
 EXACT, UNBIASED = "exact", "unbiased"
 MASKS, NOTHING = "masks, 1 bit an element or a channel", "nothing"
 
@@ -34,10 +34,10 @@ class Saves(enum.Enum):
     scripted code, operators of other libraries. A torch function of no kind stores its tensors as they are, a new one
     of a later torch too, since nobody has looked at its gradient. It may be
 
-    - *singular or exponential* in what it saves (1/x of a logarithm, 1/y of a root, exp(y) of a log-sum-exp, the
-      inverse of a matrix), so that a rounding error of a fraction of the range is a different gradient and no noise;
-    - a *choice* by what it saves (which element is the largest, between which elements a grid lies);
-    - a *loss* or another reduction that is one torch function: what it composes inside, nobody sees;
+    - *singular or exponential* in the tensor that it saves (1/x of a logarithm, 1/y of a root, exp(y) of a log-sum-exp,
+      a matrix inverse), so that a rounding error, a fraction of the range, is a different gradient and no noise;
+    - a *choice* by the tensor that it saves (which element is the largest, between which elements a grid lies);
+    - a *loss* or another reduction that is one torch function: nobody sees the ops inside;
     - *attention or a norm* whose counterpart does not know the arguments: a saved log-sum of scores does not belong to
       packed queries and keys, saved statistics not to a packed input.
 
@@ -87,7 +87,7 @@ class Op(NamedTuple):
         is_sum: whether an element of the result is linear in the elements at its place of all tensors together.
         is_bilinear: whether it is linear in the element at its place of each of two tensors, the other one given.
         is_average: whether the result is made of means of elements.
-        is_metadata: whether they ask for what a tensor is, or change an integer: a region need not look at all calls.
+        is_metadata: whether they ask for sizes or a type, or change an integer: a region need not look at all calls.
         is_backward: whether they run a backward pass.
         is_unversioned: whether their caller may change values without the version counter seeing it.
     """

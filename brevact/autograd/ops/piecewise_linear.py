@@ -37,9 +37,9 @@ class _Pieces(NamedTuple):
     outside: float = 0.0
     #: The function again, of its input, a derived one perhaps that is beyond a corner, and the mask; None: of no use.
     value: TensorFunction | ByMask | None = ByMask()
-    #: Numbers that torch's own backward pass can take inside and outside of the mask for what it saves.
+    #: Numbers that torch's own backward pass can take, inside and outside of the mask, for the tensor that it saves.
     stands: tuple[float, float] = (1.0, 0.0)
-    #: What torch's backward kernel takes beside the gradient, and in which order.
+    #: Which operand torch's backward kernel takes beside the gradient, and in which order.
     reads: Literal["input", "output", "mask"] = "input"
     order: Order = Order.SAVED_FIRST
 
@@ -192,7 +192,7 @@ def _nan_to_num(
 def _twice(rule: Callable[..., _Pieces]) -> Callable:
     """Make the handler of a function that torch differentiates twice: a mask stands for the tensor that torch saves.
 
-    In place torch saves what it overwrites, or the output, of others than those that read the output.
+    In place, torch saves the tensor that it overwrites, or the output, except for functions that read the output.
     """
 
     def handle(region: Keeper, func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ def _handler(rule: Callable[..., _Pieces]) -> Callable:
         try:
             pieces = rule(*args, **kwargs)
         except TypeError:
-            return NotImplemented  # torch explains what is wrong
+            return NotImplemented  # torch raises the error
         input, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
         if not region.packs_input(input) or not input.requires_grad:
             return NotImplemented

@@ -160,7 +160,7 @@ def _max_pool(
     dims, returns_index = _MAX_POOLS[func]
     sizes = _window_sizes(dims, kernel_size, stride, padding, dilation) if _can_pool(region, input, dims) else None
     if sizes is None or (sizes[0][-1] - 1) * sizes[3][-1] >= input.shape[-1] + 2 * sizes[2][-1]:
-        return NotImplemented  # torch explains what is wrong
+        return NotImplemented  # torch raises the error
     flat = (1,) if dims == 1 else ()
     kernel, stride, dilation = (flat + sizes[i] for i in (0, 1, 3))
     padding = (0,) * len(flat) + sizes[2]
@@ -192,7 +192,7 @@ def _adaptive_windows(input: Sequence[int], output: Sequence[int]) -> _Windows:
 
 
 def _adaptive_size(output_size: Any, input: Tensor, dims: int) -> tuple[int, ...]:
-    """Sizes of the result; none where torch explains what is wrong."""
+    """Sizes of the result; none where torch raises an error."""
     sizes = (output_size,) * dims if isinstance(output_size, int) or output_size is None else tuple(output_size)
     sizes = sizes * dims if len(sizes) == 1 else sizes
     if len(sizes) != dims:

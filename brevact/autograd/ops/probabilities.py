@@ -9,7 +9,7 @@ leaves a bias, with independent errors e = p^ - p of mean 0:
     E[p^_i (g_i - sum(g p^))] - dL/dx_i = -E[e_i^2] g_i.
 
 The bias has one sign at all voxels of a segmentation, and the gradient of the last layer's bias adds it up. So softmax
-over classes stores what is unbiased, for itself alone, since g may depend on what the reader of p decodes:
+over classes stores unbiased codes, for itself alone, since g may depend on the codes that the reader of p decodes:
 
 - of two or three classes the products of two probabilities, in no more memory: dL/dx_i = sum_j p_i p_j (g_i - g_j) is
   linear in them;
@@ -155,7 +155,7 @@ def _handler(function: type[Saving], *options: Any) -> Callable:
 
     def handle(region: Keeper, func: Callable, input: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not (region.packs_input(input) and input.requires_grad and type(dim) is int):
-            return NotImplemented  # torch chooses the dimension, or explains what is wrong
+            return NotImplemented  # torch chooses the dimension, or raises the error
         if input.numel() < max(1, region.settings.min_numel):
             return NotImplemented  # there is nothing to pack
         of_size = _softmax_for(region.settings, input.shape, dim) if function is _Softmax else function

@@ -37,7 +37,7 @@ def _gradients(
 
 
 class _OfWeight(Saving):
-    is_brevact = False  # what it returns is computed from weights
+    is_brevact = False  # its result is computed from weights
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *te
     """Compute something of a weight; its gradient computes it again.
 
     ``compute`` uses no random numbers and no state of its own. The first tensor is the weight: a parameter, a view of
-    one, or what is computed from weights alone.
+    one, or a tensor computed from weights alone.
     """
     with DisableTorchFunction():
         return region.apply_to_weight(_OfWeight, compute, *tensors)
@@ -87,8 +87,8 @@ def compute_from_weight(region: EagerKeeper, compute: Callable[..., Tensor], *te
 def compute_from_quotient(region: EagerKeeper, compute: Callable[..., Tensor], x: Tensor, scale: Tensor) -> Tensor:
     """Compute something new of x / scale, which alone is kept, at full precision; its gradient computes it again.
 
-    What reads the result keeps the quotient, too. ``compute`` takes the quotient and the scale, and uses no random
-    numbers and no state of its own; the scale broadcasts to the shape of ``x``.
+    An op that reads the result keeps the quotient, too. ``compute`` takes the quotient and the scale, and uses no
+    random numbers and no state of its own; the scale broadcasts to the shape of ``x``.
     """
     with DisableTorchFunction():
         return region.apply(_OfQuotient, compute, x, scale)

@@ -86,7 +86,7 @@ def _prelu(region: Keeper, func: Callable, input: Tensor, weight: Tensor) -> Any
     if weight.requires_grad and region.settings.is_exact:
         return NotImplemented  # torch keeps the input alone: a mask would come on top
     if weight.numel() > 1 and (input.dim() < 2 or input.shape[1] != weight.numel()):
-        return NotImplemented  # torch explains what is wrong
+        return NotImplemented  # torch raises the error
     return region.apply(_PReLU, func, input, weight) if weight.dim() < 2 else NotImplemented
 
 

@@ -7,8 +7,8 @@ from types import FrameType
 
 from brevact.autograd.other_code import OPERATORS, operator_name
 
-#: Modules of torch whose functions are one op to their caller and many to a region: what they save is like what the
-#: decompositions save that they end in.
+#: Modules of torch whose functions are one op to their caller and many to a region: they save tensors
+#: like those of the decompositions that they end in.
 _ALGORITHMS = frozenset(("torch._lowrank", "torch._linalg_utils", "torch._lobpcg"))
 
 

@@ -8,7 +8,7 @@ With an index i_e for each element e of the source x, the result y and its gradi
         amax, amin                    dL/dx_e = g[i_e] [x_e = y[i_e]] / M[i_e],  M the number of those that are equal
 
 No element is needed but to be compared: torch stores source, target and result all the same. Masks of one bit an
-element say what it would find out; the gradient is torch's to the last bit.
+element tell the same; the gradient is torch's to the last bit.
 """
 
 from __future__ import annotations

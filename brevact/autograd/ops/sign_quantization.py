@@ -1,6 +1,6 @@
-"""Fake quantization to signs: -1 and 1, or -1, 0 and 1, times a scale; kept as codes, and a mask of what was clipped.
+"""Fake quantization to signs: -1 and 1, or -1, 0 and 1, times a scale; kept as codes, and a mask of clipped elements.
 
-What is stored, and which gradients are exact, is as of integers (``fake_quantization``).
+The saved tensors, and the gradients that are exact, are those of integers (``fake_quantization``).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _sign_gradients(
 class _WeightSignQuantization(Saving):
     """Of a weight: all is computed again in the backward pass."""
 
-    is_brevact = False  # what it returns is a weight
+    is_brevact = False  # its result is a weight
 
     @staticmethod
     def forward(ctx: Any, signs: Signs, x: Tensor, scale: Tensor, upper: Tensor, lower: Tensor) -> Tensor:

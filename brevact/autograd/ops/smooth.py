@@ -1,8 +1,8 @@
 """Smooth activation functions: the quantized derivative is stored, so that the gradient stays unbiased.
 
 dL/dx = g * f'(x): with E[q] = f'(x) for the stored q, E[g q] is the exact gradient. Storing a quantized x and applying
-f' to it would not be unbiased, since f' is not linear. Functions whose derivative is linear in what torch saves anyway
-(exp, square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
+f' to it would not be unbiased, since f' is not linear. Functions whose derivative is linear in the tensor that torch
+saves anyway (exp, square) need no counterpart. Source: fewbit, arXiv:2202.00441 (which fits the levels).
 
 Where the input is packed in enough bits, its own derivative and the output derive from it (``derived``): that bias,
 f''' Var / 2, is small then, and one tensor is stored in place of two or three.
@@ -162,7 +162,7 @@ def _handler(rule: Callable[..., Derivative], *, is_gentle: bool = True, order: 
         try:
             derivative = rule(*args, **kwargs)
         except TypeError:
-            return NotImplemented  # torch explains what is wrong
+            return NotImplemented  # torch raises the error
         inplace = is_inplace(func, args, kwargs)
         input, rest, kwargs = (args[0], args[1:], kwargs) if args else (kwargs.pop("input"), (), kwargs)
         if not region.packs_input(input) or not input.requires_grad:

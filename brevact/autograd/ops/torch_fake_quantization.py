@@ -1,6 +1,6 @@
 """Fake quantization by torch's own ops, as the modules of ``torch.ao`` and ``torchao`` call them.
 
-y = (clip(round(x / s) + z, q_min, q_max) - z) s. Torch keeps a mask of what was clipped, which takes a bit an element.
+y = (clip(round(x / s) + z, q_min, q_max) - z) s. Torch keeps a mask of clipped elements, which takes a bit an element.
 Whoever keeps y keeps the integers, in as many bits as their range needs (``known_values``): the gradients are torch's
 to the last bit. Source: torch.fake_quantize_per_tensor_affine.
 """

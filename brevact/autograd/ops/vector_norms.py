@@ -1,4 +1,4 @@
-"""Vector norms, deviations and what divides by them: the normalized tensor is stored packed, the norms as they are.
+"""Vector norms, deviations and quotients by them: the normalized tensor is stored packed, the norms as they are.
 
 With n = |x| along some dimensions and u = x / n (0 where n is 0, as torch has it):
 
@@ -10,11 +10,11 @@ With n = |x| along some dimensions and u = x / n (0 where n is 0, as torch has i
     normalize            y = x / max(n, eps):  dL/dx = (g - y sum(g y)) / n,  and g / eps where n < eps
 
 Each is linear in the tensors that are packed, given the norms, which are as small as the number of vectors: unbiased.
-``normalize`` alone is quadratic in its output, of which one packed copy is stored, shared with what reads the output: a
-bias of -Var(y) g, that of softmax and of RMS norm. What is packed has one scale, however different the norms are: a
+``normalize`` alone is quadratic in its output, of which one packed copy is stored, shared with readers of the output: a
+bias of -Var(y) g, that of softmax and of RMS norm. The packed tensor has one scale, however different the norms are: a
 rounding error of x itself, of the step of a bucket's largest vector, would be divided by the norm of its smallest.
 
-Along fewer than :data:`LEAST_LENGTH` elements the norms are no small tensors beside what they are norms of: torch runs,
+Along fewer than :data:`LEAST_LENGTH` elements the norms are no small tensors beside their operands: torch runs,
 at full precision. So are all other norms, whose gradients choose by elements or are singular in them.
 """
 
@@ -202,7 +202,7 @@ def _linalg_norm(
     if not of_vector and not (ord == 2 and isinstance(dim, int)):
         return NotImplemented  # another norm, or that of a matrix
     if ord == "fro" and (A.dim() != 2 if dim is None else len(dim) != 2):
-        return NotImplemented  # torch explains what is wrong
+        return NotImplemented  # torch raises the error
     return _norm_of(region, lambda x: func(x, ord, dim, keepdim), A, dim)
 
 
@@ -223,7 +223,7 @@ def _distance(region: Keeper, call: Callable, a: Any, b: Any, dim: int | None, e
     try:
         shape = torch.broadcast_shapes(a.shape, b.shape)
     except RuntimeError:
-        return NotImplemented  # torch explains what is wrong
+        return NotImplemented  # torch raises the error
     like = a.new_empty(()).expand(shape)
     group = _group(like, dim) if like.numel() >= max(1, region.settings.min_numel) else None
     return NotImplemented if group is None else region.apply(_Norm, call, group, eps, a, b)

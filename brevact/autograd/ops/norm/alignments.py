@@ -1,6 +1,6 @@
 """How the statistics and weights of norms belong to the elements of their inputs.
 
-An alignment knows sizes alone. Equal ones are equal objects, so that what decodes the input of a norm is the same from
+An alignment knows sizes alone. Equal ones are equal objects, so that the decoder of a norm's input is the same from
 one training step to the next.
 """
 

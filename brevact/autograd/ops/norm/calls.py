@@ -1,4 +1,4 @@
-"""The calls of torch's norms, read into `formulas` for `functions`; what torch should explain is left to torch."""
+"""The calls of torch's norms, read into `formulas` for `functions`; arguments that torch refuses are left to torch."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _torch_batch_norm(
     if not (isinstance(input, Tensor) and input.dim() >= 2 and _fit((input.shape[1],), weight, bias)):
         return NotImplemented
     if not (training or (running_mean is not None and running_var is not None)):
-        return NotImplemented  # torch explains what is missing
+        return NotImplemented  # torch raises the error
     for statistic in (running_mean, running_var):
         if statistic is not None and not (isinstance(statistic, Tensor) and not statistic.requires_grad):
-            return NotImplemented  # and what it does not take
+            return NotImplemented  # here, too
     if not isinstance(training, bool):
         return NotImplemented
     if not reacts(region, input, weight, bias):
@@ -241,7 +241,7 @@ _WITH_MEAN: dict[Callable, Callable] = {
     F.group_norm: _group_norm,
     torch.group_norm: _torch_group_norm,
 }
-#: Of torch's own instance norm, what it saves is laid out otherwise.
+#: Torch's own instance norm saves its input in another layout.
 _TWICE = (_batch_norm, _torch_batch_norm, _layer_norm, _group_norm, _torch_group_norm)
 OPS = (
     *(

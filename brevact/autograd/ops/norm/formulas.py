@@ -77,7 +77,7 @@ def packed_batch_norm_backward(
     eps: float,
     mask: list[bool],
 ) -> Gradients:
-    """Gradients of batch norm by the statistics of the batch, from what :func:`packed_batch_norm` has packed.
+    """Gradients of batch norm by the statistics of the batch, from the codes of :func:`packed_batch_norm`.
 
     The kernel adds the terms of sums in another order than ATen.
     """

@@ -2,10 +2,11 @@
 
 The backward pass is PyTorch's own formula on x^ / invstd, the input less its means, which it reads as well as the
 input. It reads x^ twice, so that one packed copy leaves a bias of Var[x^] g / N per element: negligible for the N of a
-feature map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: what is quantized is normalized, so that groups of
-other scales in one bucket do not add their noise to each other's gradients. Batch norm by the statistics of the batch
-packs its input by a plan where it can (`planned_batch_norm`), and its gradients are a kernel's, whatever is around the
-region. Without a plan it is torch's own op where that is possible, as convolutions are, and is given x^ / invstd.
+feature map. Source: ActNN, arXiv:2104.14129, appendix B.2. Differs: the input is normalized before it is
+quantized, so that groups of other scales in one bucket do not add their noise to each other's gradients. Batch norm by
+the statistics of the batch packs its input by a plan where it can (`planned_batch_norm`), and its gradients are a
+kernel's, whatever is around the region. Without a plan it is torch's own op where that is
+possible, as convolutions are, and is given x^ / invstd.
 
 A quantizer with ``for_normalized`` stores x^ on a fixed grid. Where a group held NaN or an infinity its invstd is NaN,
 and so are the gradients. With ``quantize_forward`` the affine step reads the stored values in place of x^, and the

@@ -1,8 +1,8 @@
 """Batch norm whose input is packed by a plan: the same bytes and gradients as by ``functions``, in fewer calls.
 
-In small feature maps the calls around the kernels take more time than the kernels. What depends on sizes alone is in a
-plan, found again in each step (:func:`find_plan`). Where something is known of the input, or a report asks, `functions`
-runs the norm by the same kernel.
+In small feature maps the calls around the kernels take more time than the kernels. Values that depend on sizes alone
+are in a plan, found again in each step (:func:`find_plan`). Where something is known of the input, or a report asks,
+`functions` runs the norm by the same kernel.
 """
 
 from __future__ import annotations
