@@ -148,7 +148,7 @@ class _BoundCall(NamedTuple):
 
 
 class _PositionalCall(NamedTuple):
-    """The same of a call whose arguments are given by position, and are tensors and constants."""
+    """A call of a torch function by position, of tensors and constants, as a function of its tensors."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]

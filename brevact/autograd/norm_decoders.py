@@ -82,9 +82,9 @@ class Unpacked(Decoder):
 
 
 class Centred(Decoder):
-    """Of normalized values that are packed, or are to be: it gives the input less its means.
+    """Decoder of a norm's input less its means, from normalized values that are packed, or are to be.
 
-    The last of its tensors are statistics, so many.
+    Its last tensors are the ``statistics`` of the norm.
     """
 
     __slots__ = ("_alignment", "_dtype", "statistics")
@@ -122,7 +122,7 @@ class Centred(Decoder):
 
 
 class PackedDecoder(Centred):
-    """Of packed normalized values; the tensors are codes and the spread."""
+    """Decoder of packed normalized values; its tensors are codes and the spread."""
 
     __slots__ = ("_spec", "quality")
     quality: Quality
@@ -152,7 +152,7 @@ class PackedDecoder(Centred):
 
 
 class PackedOnBackward(Centred):
-    """Of an input at full precision; the tensors are the input, the seed if it is one, and the statistics."""
+    """Decoder of an input at full precision; its tensors are the input, a seed on a device, and the statistics."""
 
     __slots__ = ("_quantizer", "_seed")
     lasts = False

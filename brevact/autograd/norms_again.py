@@ -103,9 +103,9 @@ class NormOutputAgain(_NormOutput):
 
 
 class ChannelsAgain(_NormOutput):
-    """Of a norm of one mean and one deviation a channel: (N, C, ...) times (C,) factors, plus (C,) numbers.
+    """Decoder of the output of a norm of channels: the (N, C, ...) input times (C,) factors, plus (C,) shifts.
 
-    Its other tensors are the inverse deviations, these numbers, and the weight if there is one.
+    Its other tensors are the inverse deviations, the shifts, and the weight if there is one.
     """
 
     __slots__ = ()

@@ -17,7 +17,7 @@ each replay draws new noise.
 
 While a backward pass runs, a region belongs to a recomputation (checkpoint), which restores the generator by itself. If
 it was a root region in the forward pass, too (a layer with a quantizer of its own in a non-reentrant checkpoint), it
-does what it did there: the same seeds, and the same count. Otherwise (a reentrant checkpoint, a region around the
+repeats the seeds and the count of that pass. Otherwise (a reentrant checkpoint, a region around the
 checkpoint that is gone) nothing counts on, and the regions of one backward pass are told apart, and from those of the
 forward pass, by counting them.
 

@@ -175,8 +175,8 @@ def _kind_of(key: Any) -> str:
 
 
 #: Where no quantizer is named. Batch-normalized networks of depthwise convolutions (``is_separable``) compute layers of
-#: up to 128 multiplications an element again, and spend the saved bytes on bits: 6. In other models, what others derive
-#: from has 4 bits, which smooth functions need; 3 bits in modules that call no activation functions but piecewise
+#: up to 128 multiplications an element again, and spend the saved bytes on bits: 6. In other models, packed
+#: tensors have 4 bits, which smooth functions need; 3 bits in modules that call no activation functions but piecewise
 #: linear ones (``is_rectified``), whose chains are unbiased at any width. Query and key, which are exponentiated, have
 #: 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md. Dithered rounding has half to four
 #: fifths of the noise of stochastic rounding, at the same bytes.

@@ -111,9 +111,9 @@ class Rectifier(NamedTuple):
 
 
 class _FakeQuantization(Saving):
-    """Of an activation, or of the output of a ReLU in front: the values that are rounded.
+    """Fake-quantize an activation, or the output of a ReLU in front, and save its integer codes.
 
-    Where these are kept as they are, integers and clipped elements are computed again from them.
+    Where the rounded values themselves are saved, backward computes integers and clipped elements from them.
     """
 
     @staticmethod
@@ -305,7 +305,7 @@ def _gradients(
 
 
 class _WeightFakeQuantization(Saving):
-    """Of a weight: all is computed again in the backward pass."""
+    """Fake-quantize a weight; backward computes integers and clipped elements again from the weight."""
 
     is_brevact = False  # its result is a weight
 

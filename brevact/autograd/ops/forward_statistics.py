@@ -38,7 +38,7 @@ class _AbsolutePercentile(Saving):
 
 
 class _LargestMagnitude(Saving):
-    """Of a weight: the gradient goes to the largest magnitudes alone."""
+    """The largest magnitudes of a weight, which alone get gradients."""
 
     is_brevact = False  # its result is computed from weights
 

@@ -1,7 +1,7 @@
 """Maxima, minima and sums that skip NaN: which elements were chosen is stored in exact masks.
 
-What torch saves are the elements themselves, which its backward pass compares again: packed ones would differ from what
-was chosen. amax, amin and max() share the gradient evenly among equal elements; maximum and minimum give each of two
+Torch saves the elements themselves, which its backward pass compares again: packed elements would differ from those
+chosen. amax, amin and max() share the gradient evenly among equal elements; maximum and minimum give each of two
 equal elements a half. The maximum along one dimension stores indices, as torch does. nansum and nanmean store which
 elements are numbers.
 """

@@ -25,7 +25,7 @@ from brevact.quantizers import Layout
 class Signs:
     """How a binary or ternary forward quantizer gets from x to the integers that the scale multiplies.
 
-    ``of`` returns the integers of x under a scale, -1 and then a step from each other, and the mask of what is not
+    ``of`` returns the integers of x under a scale, from -1 on by steps, and the mask of elements that are not
     clipped, or None. A zero stops the gradient.
     """
 
@@ -40,7 +40,7 @@ class Signs:
 
 
 class _SignQuantization(Saving):
-    """Of an activation. The scale that bounds x from above, and its negative below, get gradients of their own."""
+    """Quantize an activation to signs; its bounds, the scale and the negative of that, get gradients of their own."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ def _sign_gradients(
 
 
 class _WeightSignQuantization(Saving):
-    """Of a weight: all is computed again in the backward pass."""
+    """Quantize a weight to signs; backward computes them again from the weight."""
 
     is_brevact = False  # its result is a weight
 
