@@ -30,6 +30,30 @@ def test_conv_backward_is_the_formula_on_the_decoded_input():
     assert not torch.allclose(grads[1], exact[1], rtol=1e-3)
 
 
+@pytest.mark.parametrize("channels", [(2, 2), (1, 32)])
+@pytest.mark.parametrize("make", [nn.Conv3d, nn.ConvTranspose3d])
+def test_gradients_of_few_channels_are_those_of_all_samples_at_once(make, channels):
+    """Eight bits hold integers up to 255 where each bucket has 0 and 255, and sums of few of them have no rounding."""
+    layer = make(*channels, 3)
+    x = torch.randint(0, 256, (2, channels[0], 64, 64, 64)).float()
+    x[..., 0], x[..., 1] = 0.0, 255.0
+    with torch.no_grad():
+        layer.weight.copy_(torch.randint_like(layer.weight, -3, 4))
+    found = []
+    for chosen in (settings(bit_width=8, rounding=Rounding.NEAREST, bucket_size=64), None):
+        layer.zero_grad()
+        input = x.clone().requires_grad_()
+        with region(chosen):
+            out = layer(input)
+        grad = torch.zeros_like(out)
+        grad.view(-1)[::999] = 1.0
+        out.backward(grad)
+        found.append([input.grad, layer.weight.grad, layer.bias.grad])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        assert got.stride() == expected.stride()
+
+
 @pytest.mark.parametrize(("make", "positions"), [(nn.Conv2d, 10 * 10), (nn.ConvTranspose2d, 14 * 14)])
 def test_only_the_bias_trains(make, positions):
     layer = make(4, 4, 3)

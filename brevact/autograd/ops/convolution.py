@@ -27,6 +27,9 @@ from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, 
 #: Types in which the gradients of the pieces are summed; those of other types are summed in float32.
 _SUMMED = torch.float32, torch.float64
 
+#: Channels of a block of oneDNN, which pads fewer ones, and the elements of a padded tensor that are many.
+_BLOCK, _MANY_PADDED = 16, 1 << 23
+
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 
@@ -66,7 +69,8 @@ class _Convolution(Saving):
         kept = region.keep(input) if needs_weight else None
         save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
         ctx.geometry = geometry
-        ctx.is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
+        is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
+        ctx.goes_by_samples = is_after_recomputed or _pads_channels(region, input, weight)
         ctx.input_like = (input.shape, input.stride(), w.dtype)
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         return convolve(x, w, b)
@@ -78,7 +82,7 @@ class _Convolution(Saving):
         mask = list(ctx.needs_input_grad[3:6])
         if weight is None:  # only the bias trains
             return (None,) * 5 + (grad.sum([0, *range(2, grad.dim())]),)
-        if ctx.is_after_recomputed and mask[0] and grad.is_cpu and not is_batched(grad):
+        if ctx.goes_by_samples and mask[0] and grad.is_cpu and not is_batched(grad):
             return None, None, None, *_one_after_the_other(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
@@ -94,7 +98,7 @@ class _Convolution(Saving):
 def _one_after_the_other(
     ctx: Any, grad: Tensor, kept: SavedValue, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a layer behind layers that are computed again: the input is there for that of the weight alone.
+    """Compute gradients of the weight first, of the input then: the decoded input is there for the former alone.
 
     Both are computed for some samples at a time, since ATen copies its operands to an order of memory of its own.
     """
@@ -125,6 +129,15 @@ def _one_after_the_other(
         rest = weight, None, *ctx.geometry, [True, False, False]
         out.copy_(_convolution_backward(grad[start : start + step], out, *rest)[0])
     return grad_input, *totals
+
+
+def _pads_channels(region: Keeper, input: Tensor, weight: Tensor) -> bool:
+    """Return whether ATen's copies of several samples of a layer of few channels take far more memory than these."""
+    settings = region.settings
+    if settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu or 2 * min(weight.shape[:2]) > _BLOCK:
+        return False
+    samples, _, *positions = input.shape
+    return samples > 1 and samples * math.prod(positions) * _BLOCK >= _MANY_PADDED
 
 
 def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
@@ -159,7 +172,7 @@ def _convolve(
     if input.dim() < weight.dim():  # one sample
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
-    if region.recompute and is_large_and_recomputed(region, input):
+    if (region.recompute and is_large_and_recomputed(region, input)) or _pads_channels(region, input, weight):
         runner = None
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, *options)
