@@ -31,6 +31,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import mmap
 import os
 import platform
 from collections.abc import Mapping
@@ -62,7 +63,10 @@ _SMALLEST_GAP_OF_LARGE_PAGES = 8 << 20
 _LARGEST_GAP = 1 << 30
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+_SETTINGS = (
+    *("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"),
+    "MALLOC_PERTURB_",  # glibc writes to all of a block that it hands out: looking for gaps would fill 1 GiB
+)
 _log = logging.getLogger("brevact")
 
 
@@ -133,15 +137,18 @@ class _Heap:
     def _return_gaps(self) -> None:
         """Return the free blocks of the heap to the system, as whole large pages where they are large."""
         libc, taken = self._libc, []
-        libc.mallopt(_M_MMAP_THRESHOLD, _SMALLEST_GAP)  # or the heap would grow by a block that it does not have
+        size = min(_LARGEST_GAP, libc.mallinfo2().fordblks)
+        if not _can_map(size):  # nor could malloc, which then moves this thread to another arena for good
+            return
+        end = libc.sbrk(0)
         try:
-            size = _LARGEST_GAP
+            libc.mallopt(_M_MMAP_THRESHOLD, _SMALLEST_GAP)  # or the heap would grow by a block that it does not have
             while size >= _SMALLEST_GAP:
                 if block := libc.malloc(size):
-                    if self._start <= block < libc.sbrk(0):
+                    if self._start <= block <= end - size:  # up to its former end: it grows where no mapping is left
                         taken.append(block)
                         continue
-                    libc.free(block)  # mapped by itself: no free block is as large
+                    libc.free(block)  # mapped by itself, or grown: no free block is as large
                 size -= size // 8
             for block in taken:
                 usable = libc.malloc_usable_size(block)
@@ -152,9 +159,9 @@ class _Heap:
                     if unit == LARGE_PAGE:
                         libc.madvise(start, stop - start, MADV_HUGEPAGE)
         finally:
+            libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED)
             for block in taken:
                 libc.free(block)
-            libc.mallopt(_M_MMAP_THRESHOLD, SMALLEST_MAPPED)
 
 
 class Tuning:
@@ -217,6 +224,15 @@ def _tune() -> bool:
             *(MOST_KEPT >> 20, SMALLEST_MAPPED >> 20),
         )
     return done
+
+
+def _can_map(size: int) -> bool:
+    """Whether this process may map so many bytes: limits, a full table of mappings or strict overcommit forbid it."""
+    try:
+        mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _address(function: object) -> int | None:

@@ -7,9 +7,12 @@ holds as a cache of files is counted as left, since it gives that up first.
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 MACHINE = Path("/proc/meminfo")
+
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # how mountinfo writes spaces, tabs, line breaks and backslashes
 
 
 def memory_left() -> int:
@@ -52,7 +55,7 @@ def groups_of(memberships: str, mounts: str) -> tuple[Path, ...]:
         kind, _, options = after.split(" ", 2)
         if kind not in of_version or (kind == "cgroup" and "memory" not in options.split(" ")[-1].split(",")):
             continue
-        root, mounted = before.split(" ")[3:5]
+        root, mounted = (_ESCAPED.sub(lambda octal: chr(int(octal[1], 8)), path) for path in before.split(" ")[3:5])
         group = Path(of_version[kind])
         inside = group.relative_to(root) if group.is_relative_to(root) else Path()  # of a container that hides the rest
         folder = Path(mounted) / inside

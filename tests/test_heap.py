@@ -96,6 +96,7 @@ def test_what_cannot_be_set_is_left_alone(monkeypatch, caplog):
     [
         ({}, False),
         ({"MALLOC_TOP_PAD_": "1"}, True),
+        ({"MALLOC_PERTURB_": "7"}, True),  # each block that malloc returns is written to, however large
         ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, True),
         ({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=off"}, False),
     ],
@@ -231,6 +232,56 @@ def test_free_blocks_are_returned_beyond_the_bound_or_near_the_limit(bound: str,
         assert float(returned) < 1
     else:  # of 30 + 20 x 4 MiB an eighth may stay of each, and a large page at both ends of the large one
         assert float(returned) > 110 * 7 / 8 - 4
+
+
+#: Prints the MiB that a look returns of 320 in gaps while glibc can map no block by itself, the MiB by which the heap
+#: grows meanwhile, and whether the main thread still allocates from it.
+WITHOUT_MAPPINGS = """
+import resource, threading, torch
+from brevact import heap
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+heap.tune_heap()
+process = heap.Tuning.heap
+libc = process._libc
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # glibc has one arena until there are threads
+tensors, neighbours = [], []
+for _ in range(80):
+    tensors.append(torch.ones(4 << 20, dtype=torch.uint8))
+    neighbours.append(torch.ones(700 << 10, dtype=torch.uint8))
+tensors.clear()
+heap.MOST_FREE, heap.FEW_FREE, heap.memory_left = 50 << 20, 1 << 20, lambda: 1 << 40
+end, grown = libc.sbrk(0), [0]
+
+def malloc(size, malloc=libc.malloc):
+    block = malloc(size)
+    grown.append(libc.sbrk(0) - end)
+    return block
+
+with open("/proc/self/statm") as file:
+    limit = int(file.read().split()[0]) * 4096
+if CAUSE == "limit":
+    resource.setrlimit(resource.RLIMIT_AS, (limit + (200 << 20),) * 2)
+else:
+    resource.setrlimit(resource.RLIMIT_AS, (limit + (4 << 30),) * 2)
+    libc.mallopt(-4, 0)  # M_MMAP_MAX
+before = resident()
+libc.malloc = malloc
+process.look()
+print(before - resident(), max(grown) >> 20, process._start <= libc.malloc(200_000) < libc.sbrk(0))
+"""
+
+
+@glibc
+@pytest.mark.parametrize("cause", ["limit", "mallopt"])
+def test_gaps_are_returned_where_glibc_can_map_nothing(cause: str):
+    returned, grown, is_on_heap = run(WITHOUT_MAPPINGS.replace("CAUSE", repr(cause)))
+    assert float(returned) > 320 * 7 / 8 - 4
+    assert int(grown) <= 330  # at most once by the largest block that may be free
+    assert is_on_heap == "True"
 
 
 def test_nothing_is_returned_where_nothing_says_how_much_is_left(monkeypatch):

@@ -63,6 +63,13 @@ def test_a_container_sees_its_own_group_where_all_are_mounted(machine, monkeypat
     assert left(monkeypatch, "4:memory:/docker/abc\n", mounts) == 900
 
 
+def test_spaces_in_the_place_of_a_group_are_read(machine, monkeypatch):
+    mount = machine / "my groups"
+    write(mount / "one", memory_stat="anon 1500\nshmem 500\n", memory_max="5000\n")
+    mounts = OF_VERSION_2.format(root="/all\\040of\\040them", mount=str(mount).replace(" ", "\\040"))
+    assert left(monkeypatch, "0::/all of them/one\n", mounts) == 3000
+
+
 def test_a_machine_that_does_not_say_so_is_an_error(machine, monkeypatch):
     room.MACHINE.write_text("MemTotal:       16000 kB\n")
     with pytest.raises(OSError, match="meminfo has no line MemAvailable:"):
