@@ -9,16 +9,15 @@ on the CPU is about to be packed by kernels: up to 128 MiB that are free at the 
 In between, freed activations do not always serve the next ones. PyTorch asks for aligned blocks; glibc looks for a
 free block that is larger than what was asked, and hands the rest back as small pieces, which other requests take. A
 block that an activation leaves is then too small for the next one, and the heap grows. So the process is looked at
-whenever kernels have passed over 4 million elements: where 128 MiB more are resident than were ever in use, free blocks
-inside of the heap are returned to the system.
+whenever kernels have passed over 4 million elements: where 96 MiB more are resident than were ever in use, free blocks
+inside of the heap are returned to the system, until no more than 64 are.
 
 `malloc_trim` returns every free page, and each of them costs a page fault when it is used again, also where a large
 page (2 MiB) was before. So free blocks are first taken by `malloc`, the largest ones first, and returned in place
 (`madvise`): of those of more than 8 MiB only whole large pages, which one fault brings back. What is too much beyond
 that is left to `malloc_trim`.
 
-Where less than 128 MiB are left to the limit of the container, or of the machine, no more than what is left may be free
-(`brevact.room`).
+Near the limit of the container, or of the machine, no more may be free than what is left to it (`brevact.room`).
 
 `brevact.set_heap_tuning(False)` turns all of that off, and so do settings of glibc's own in the environment that
 concern these sizes (`MALLOC_TRIM_THRESHOLD_`, `GLIBC_TUNABLES`, ...). What a program has set by `mallopt` is
@@ -47,11 +46,14 @@ MOST_KEPT = 128 << 20
 LOOKED_AFTER = 4 << 20
 """Elements of activations that kernels pack or decode between two looks at the process."""
 
-MOST_FREE = 128 << 20
+MOST_FREE = 96 << 20
 """Bytes of the heap that may be free and resident where it is larger than what was ever in use."""
 
 FEW_FREE = 16 << 20
 """Bytes that may be free, however near the process is to its limit."""
+
+MORE_RETURNED = 32 << 20
+"""Bytes that are returned beyond those that are too many, or the next look would find too many again."""
 
 LARGE_PAGE = 2 << 20
 """Bytes of a large page of x86-64 and of most other processors."""
@@ -121,21 +123,24 @@ class _Heap:
             return
         if free > memory_left():
             self._trim()
-        elif self._is_too_large(resident, MOST_FREE):
-            self._return_gaps()
-            if self._is_too_large(self._resident(), MOST_FREE - FEW_FREE):  # too little was in large blocks
+            return
+        most = self._beside + self._most_in_use + MOST_FREE
+        if resident > most:
+            self._return_gaps(most - MORE_RETURNED)
+            if self._resident() > most - FEW_FREE:  # too little was in large blocks
                 self._trim()
-
-    def _is_too_large(self, resident: int, most_free: int) -> bool:
-        return resident - self._beside > self._most_in_use + most_free
 
     def _trim(self) -> None:
         self._libc.malloc_trim(0)
         # What stays is of others, such as Python's objects: it is no reason to return memory again and again.
         self._beside = max(self._beside, self._resident() - self._in_use() - FEW_FREE)
 
-    def _return_gaps(self) -> None:
-        """Return the free blocks of the heap to the system, as whole large pages where they are large."""
+    def _return_gaps(self, enough: int) -> None:
+        """Return free blocks of the heap to the system, the largest first, as whole large pages where they are large.
+
+        Args:
+            enough: resident bytes of the process at which no more is returned.
+        """
         libc, taken = self._libc, []
         size = min(_LARGEST_GAP, libc.mallinfo2().fordblks)
         if not _can_map(size):  # nor could malloc, which then moves this thread to another arena for good
@@ -151,6 +156,8 @@ class _Heap:
                     libc.free(block)  # mapped by itself, or grown: no free block is as large
                 size -= size // 8
             for block in taken:
+                if self._resident() <= enough:
+                    break
                 usable = libc.malloc_usable_size(block)
                 unit = self._page if usable <= _SMALLEST_GAP_OF_LARGE_PAGES else LARGE_PAGE
                 start, stop = -(-block // unit) * unit, (block + usable) // unit * unit

@@ -213,7 +213,7 @@ for _ in range(20):
     neighbours.append(torch.ones(700 << 10, dtype=torch.uint8))
 del large
 tensors.clear()
-heap.MOST_FREE, heap.FEW_FREE = (BOUND) << 20, 1 << 20
+heap.MOST_FREE, heap.MORE_RETURNED, heap.FEW_FREE = BOUND << 20, BELOW << 20, 1 << 20
 heap.memory_left = lambda: LEFT << 20
 before = resident()
 process.look()
@@ -226,12 +226,20 @@ print(returned, all(bool(each.eq(1).all()) for each in [*neighbours, again]), le
 @glibc
 @pytest.mark.parametrize(("bound", "left"), [("50", "10000"), ("10000", "60"), ("10000", "10000")])
 def test_free_blocks_are_returned_beyond_the_bound_or_near_the_limit(bound: str, left: str):
-    returned, are_whole, length = run(RETURNED.replace("BOUND", bound).replace("LEFT", left))
+    code = RETURNED.replace("BOUND", bound).replace("LEFT", left).replace("BELOW", "10000")
+    returned, are_whole, length = run(code)
     assert (are_whole, length) == ("True", str(30 << 20))
     if (bound, left) == ("10000", "10000"):
         assert float(returned) < 1
     else:  # of 30 + 20 x 4 MiB an eighth may stay of each, and a large page at both ends of the large one
         assert float(returned) > 110 * 7 / 8 - 4
+
+
+@glibc
+def test_no_more_is_returned_than_leaves_some_room_below_the_bound():
+    """Of 110 MiB that are free 40 are too many; 16 more are returned, and the rest of the last block of 4."""
+    code = RETURNED.replace("BOUND", "70").replace("LEFT", "10000").replace("BELOW", "16")
+    assert 40 + 16 - 4 < float(run(code)[0]) < 40 + 16 + 4 + 4
 
 
 #: Prints the MiB that a look returns of 320 in gaps while glibc can map no block by itself, the MiB by which the heap
