@@ -26,6 +26,7 @@ MODELS = {
     "mobilenet-w4a4": (64, 1),
     "resnet50": (8, 1),
     "unet3d": (2, 1),
+    "unet3d-6": (6, 1),
 }
 """Batch size and depth: layers of a transformer or an MLP, or blocks of EfficientNetV2-S in units of the paper's."""
 
@@ -221,5 +222,6 @@ WORKLOADS: dict[str, Callable[[int, int, bool], tuple[Any, Loss]]] = {
     "mobilenet-w4a4": _mobilenet,
     "resnet50": _resnet50,
     "unet3d": _unet3d,
+    "unet3d-6": _unet3d,
 }
 """Builders by name: batch size, depth, and whether each block is a checkpoint, to model and loss."""

@@ -225,6 +225,7 @@ _WORKLOADS = {
     "mobilenet-w4a4": "MobileNet W4A4, 64 images of 32x32",
     "resnet50": "ResNet-50, 8 images of 224x224",
     "unet3d": "3-D U-Net, 2 volumes of 96x96x96",
+    "unet3d-6": "the same, 6 volumes",
 }
 
 

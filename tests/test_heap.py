@@ -297,6 +297,7 @@ def test_nothing_is_returned_where_nothing_says_how_much_is_left(monkeypatch):
         raise OSError("no /proc")
 
     monkeypatch.setattr(heap, "memory_left", unknown)
+    monkeypatch.setattr(heap.Tuning, "is_on", True)
     monkeypatch.setattr(heap.Tuning, "passed", heap.LOOKED_AFTER)
     if heap.Tuning.heap is not None:
         monkeypatch.setattr(heap, "FEW_FREE", -(1 << 40))

@@ -159,7 +159,7 @@ class Store(EagerKeeper):
                 x.detach(), spec, self.seeds.next(x.device) if quantizer.is_stochastic else None, buffer
             )
             return (buffer,), decoder
-        if _is_grad_enabled() and top_hooks(True) == self.hooks.pair:
+        if top_hooks(True) == self.hooks.pair:
             with self.hooks.suspended:  # a quantizer may use autograd, too
                 return self._pack(x, settings, repeats, place, norm)
         if settings.draws_size:

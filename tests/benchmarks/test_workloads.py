@@ -9,7 +9,7 @@ from benchmarks.workloads import MODELS, WORKLOADS
 
 _QUICK = ("mlp", "mobilenet-w4a4")
 _LIBRARIES = {"gpt2": "transformers", "gpt2-lora": "peft", "gpt2-lora-bf16": "peft", "bert": "transformers"}
-_LIBRARIES["unet3d"] = "monai"
+_LIBRARIES |= {"unet3d": "monai", "unet3d-6": "monai"}
 
 
 @pytest.mark.parametrize(
