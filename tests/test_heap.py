@@ -54,14 +54,28 @@ def test_what_the_user_has_set_stays(environment: dict[str, str], is_on_heap: st
     assert run(**environment) == [is_on_heap] * 3
 
 
-#: Prints the MiB that stay resident when small tensors, then large ones, were made and freed.
-FREED = """
+#: What the codes below call: the resident MiB of the process, and a heap with gaps of 4 MiB between small tensors.
+PROBE = """
 import torch
-from brevact.quantizers import UniformQuantizer
+from brevact import heap
 
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096 / 2**20
+
+def gaps(count):
+    tensors, between = [], []
+    for _ in range(count):
+        tensors.append(torch.ones(4 << 20, dtype=torch.uint8))
+        between.append(torch.ones(700 << 10, dtype=torch.uint8))
+    return between
+"""
+
+#: Prints the MiB that stay resident when small tensors, then large ones, were made and freed.
+FREED = (
+    PROBE
+    + """
+from brevact.quantizers import UniformQuantizer
 
 UniformQuantizer(bit_width=4).quantize(torch.randn(512), 0)
 before = resident()
@@ -71,6 +85,7 @@ large = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(10)]
 del large
 print(resident() - before)
 """
+)
 
 
 @glibc
@@ -117,29 +132,23 @@ def test_the_call_takes_a_bool():
 
 #: Prints the MiB that are resident when activations between small blocks that live on were freed, before and after as
 #: many bytes are packed as it takes to look.
-GAPS = """
-import torch, brevact
+GAPS = (
+    PROBE
+    + """
 import brevact
-from brevact import heap
 from torch import nn
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
 
 net, x = brevact.quantize_backward(nn.Linear(512, 512), brevact.StochBackward4bit), torch.randn(2048, 512)
 net(x).sum().backward()
 brevact.set_heap_tuning(TUNED)
-start, tensors, between = resident(), [], []
-for _ in range(160):
-    tensors.append(torch.ones(4 << 20, dtype=torch.uint8))
-    between.append(torch.ones(700 << 10, dtype=torch.uint8))
-tensors.clear()
+start = resident()
+between = gaps(160)
 freed = resident() - start
 for _ in range(heap.LOOKED_AFTER // x.numel() + 1):
     net(x * 1).sum().backward()
 print(freed, resident() - start)
 """
+)
 
 
 @glibc
@@ -152,23 +161,13 @@ def test_free_memory_inside_of_the_heap_is_returned():
 
 #: Prints the MiB that looks at the process return of gaps in the heap, while 400 MiB are resident that are not of the
 #: heap: of a file, of others; there the first look may return the gaps, since it cannot know.
-BESIDE = """
-import mmap, tempfile, torch
-from brevact import heap
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
-
-def gaps():
-    tensors, between = [], []
-    for _ in range(20):
-        tensors.append(torch.ones(4 << 20, dtype=torch.uint8))
-        between.append(torch.ones(700 << 10, dtype=torch.uint8))
-    return between
+BESIDE = (
+    PROBE
+    + """
+import mmap, tempfile
 
 def returned():
-    between = gaps()
+    between = gaps(20)
     before = resident()
     heap.Tuning.heap.look()
     return before - resident()
@@ -186,6 +185,7 @@ else:
     returned()
 print(returned())
 """
+)
 
 
 @glibc
@@ -196,23 +196,14 @@ def test_memory_of_others_is_no_reason_to_return_the_heaps(of_file):
 
 #: Prints the MiB that a look returns of one large gap and of 20 small ones, while 1 MiB more than the bound is free, or
 #: while less is left to the limit than is free; and whether their neighbours keep their values, and the heap works.
-RETURNED = """
-import torch
-from brevact import heap
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
-
+RETURNED = (
+    PROBE
+    + """
 heap.tune_heap()
 process = heap.Tuning.heap
 large, neighbour = torch.ones(30 << 20, dtype=torch.uint8), torch.ones(700 << 10, dtype=torch.uint8)
-tensors, neighbours = [], [neighbour]
-for _ in range(20):
-    tensors.append(torch.ones(4 << 20, dtype=torch.uint8))
-    neighbours.append(torch.ones(700 << 10, dtype=torch.uint8))
+neighbours = [neighbour, *gaps(20)]
 del large
-tensors.clear()
 heap.MOST_FREE, heap.MORE_RETURNED, heap.FEW_FREE = BOUND << 20, BELOW << 20, 1 << 20
 heap.memory_left = lambda: LEFT << 20
 before = resident()
@@ -221,6 +212,7 @@ returned = before - resident()
 again = torch.ones(30 << 20, dtype=torch.uint8)
 print(returned, all(bool(each.eq(1).all()) for each in [*neighbours, again]), len(again))
 """
+)
 
 
 @glibc
@@ -244,23 +236,16 @@ def test_no_more_is_returned_than_leaves_some_room_below_the_bound():
 
 #: Prints the MiB that a look returns of 320 in gaps while glibc can map no block by itself, the MiB by which the heap
 #: grows meanwhile, and whether the main thread still allocates from it.
-WITHOUT_MAPPINGS = """
-import resource, threading, torch
-from brevact import heap
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
+WITHOUT_MAPPINGS = (
+    PROBE
+    + """
+import resource, threading
 
 heap.tune_heap()
 process = heap.Tuning.heap
 libc = process._libc
 threading.Thread(target=threading.Event().wait, daemon=True).start()  # glibc has one arena until there are threads
-tensors, neighbours = [], []
-for _ in range(80):
-    tensors.append(torch.ones(4 << 20, dtype=torch.uint8))
-    neighbours.append(torch.ones(700 << 10, dtype=torch.uint8))
-tensors.clear()
+neighbours = gaps(80)
 heap.MOST_FREE, heap.FEW_FREE, heap.memory_left = 50 << 20, 1 << 20, lambda: 1 << 40
 end, grown = libc.sbrk(0), [0]
 
@@ -281,6 +266,7 @@ libc.malloc = malloc
 process.look()
 print(before - resident(), max(grown) >> 20, process._start <= libc.malloc(200_000) < libc.sbrk(0))
 """
+)
 
 
 @glibc
@@ -292,15 +278,21 @@ def test_gaps_are_returned_where_glibc_can_map_nothing(cause: str):
     assert is_on_heap == "True"
 
 
-def test_nothing_is_returned_where_nothing_says_how_much_is_left(monkeypatch):
-    def unknown() -> int:
-        raise OSError("no /proc")
+#: Prints whether the heap is looked at, before and after a look that finds nothing that says how much is left.
+UNKNOWN = """
+from brevact import heap
 
-    monkeypatch.setattr(heap, "memory_left", unknown)
-    monkeypatch.setattr(heap.Tuning, "is_on", True)
-    monkeypatch.setattr(heap.Tuning, "passed", heap.LOOKED_AFTER)
-    if heap.Tuning.heap is not None:
-        monkeypatch.setattr(heap, "FEW_FREE", -(1 << 40))
-    monkeypatch.setattr(heap.Tuning, "heap", heap.Tuning.heap)
-    heap.note_passed(1)
-    assert heap.Tuning.heap is None
+def unknown():
+    raise OSError("no /proc")
+
+heap.tune_heap()
+before = heap.Tuning.heap is not None
+heap.memory_left, heap.FEW_FREE = unknown, -(1 << 40)
+heap.note_passed(heap.LOOKED_AFTER)
+print(before, heap.Tuning.heap is not None)
+"""
+
+
+@glibc
+def test_the_heap_is_left_alone_where_nothing_says_how_much_is_left():
+    assert run(UNKNOWN) == ["True", "False"]

@@ -172,7 +172,9 @@ def _convolve(
     if input.dim() < weight.dim():  # one sample
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
-    if (region.recompute and is_large_and_recomputed(region, input)) or _pads_channels(region, input, weight):
+    if runner is not None and (
+        (region.recompute and is_large_and_recomputed(region, input)) or _pads_channels(region, input, weight)
+    ):
         runner = None
     if runner is not None:
         out = runner.run_torch(func, input, weight, bias, *options)
