@@ -54,6 +54,50 @@ def test_gradients_of_few_channels_are_those_of_all_samples_at_once(make, channe
         assert got.stride() == expected.stride()
 
 
+#: Layers of few channels with the sizes of an input that is large, once padded to sixteen channels.
+FEW_CHANNELS = {
+    "3-D": (lambda: nn.Conv3d(2, 2, 3, padding=1), (1, 2, 72, 96, 96)),
+    "3-D, of channels in groups": (lambda: nn.Conv3d(4, 2, 3, padding=1, groups=2), (1, 4, 96, 96, 64)),
+    "2-D, samples": (lambda: nn.Conv2d(3, 2, 3, padding=1), (3, 3, 640, 512)),
+    "2-D, no padding": (lambda: nn.Conv2d(2, 3, (5, 1)), (1, 2, 1031, 512)),
+    "2-D, more padding than a kernel reads": (lambda: nn.Conv2d(2, 3, 3, padding=150), (1, 2, 520, 800)),
+    "2-D, dilated": (lambda: nn.Conv2d(2, 3, (3, 2), padding=(9, 1), dilation=(7, 2)), (1, 2, 1030, 512)),
+    "2-D, columns with a stride": (lambda: nn.Conv2d(2, 3, 3, stride=(1, 2), padding=1), (1, 2, 1025, 513)),
+    "2-D, rows with a stride": (lambda: nn.Conv2d(2, 3, 3, stride=2, padding=1), (2, 2, 513, 1025)),
+    "2-D, same padding of an even kernel": (lambda: nn.Conv2d(2, 3, 4, padding="same"), (1, 2, 1025, 513)),
+    "2-D, one row": (lambda: nn.Conv2d(2, 3, 1), (1, 2, 1, 600_001)),
+    "1-D": (lambda: nn.Conv1d(2, 2, 9, padding=4, bias=False), (1, 2, 700_001)),
+}
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, "channels_last"])
+@pytest.mark.parametrize("case", FEW_CHANNELS)
+def test_gradients_of_few_channels_are_those_of_all_rows_at_once(case, order):
+    """Eight bits hold integers from 0 to 255 where each bucket has both, and sums of few of them have no rounding."""
+    make, shape = FEW_CHANNELS[case]
+    layer = make()
+    if order == "channels_last":
+        order = {5: torch.channels_last_3d, 4: torch.channels_last}.get(len(shape), torch.contiguous_format)
+    x = torch.randint(0, 256, shape).float().contiguous(memory_format=order)
+    for i, value in enumerate((0.0, 255.0)):
+        x.as_strided((x.numel(),), (1,))[i::32] = value
+    with torch.no_grad():
+        layer.weight.copy_(torch.randint_like(layer.weight, -3, 4))
+    found = []
+    for chosen in (settings(bit_width=8, rounding=Rounding.NEAREST, bucket_size=64), None):
+        layer.zero_grad()
+        input = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        with region(chosen):
+            out = layer(input)
+        grad = torch.zeros_like(out)
+        grad.as_strided((grad.numel(),), (1,))[::97] = 1.0  # sums are integers below 2**24
+        out.backward(grad)
+        found.append([input.grad, *(parameter.grad for parameter in layer.parameters())])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        assert got.stride() == expected.stride()
+
+
 @pytest.mark.parametrize(("make", "positions"), [(nn.Conv2d, 10 * 10), (nn.ConvTranspose2d, 14 * 14)])
 def test_only_the_bias_trains(make, positions):
     layer = make(4, 4, 3)

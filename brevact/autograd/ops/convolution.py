@@ -11,6 +11,7 @@ weight, store a weight as it is where autocast casts it, and be a part of a grap
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,10 +28,14 @@ from brevact.private_names.of_torch import is_any_autocast_enabled, is_batched, 
 #: Types in which the gradients of the pieces are summed; those of other types are summed in float32.
 _SUMMED = torch.float32, torch.float64
 
-#: Channels of a block of oneDNN, which pads fewer ones, and the elements of a padded tensor that are many.
-_BLOCK, _MANY_PADDED = 16, 1 << 23
+#: Channels of a block of oneDNN, which pads fewer ones; elements of a padded tensor that are many, and those of a part.
+_BLOCK, _MANY_PADDED, _PADDED_OF_PART = 16, 1 << 23, 1 << 22
+
+#: A part of a sample has at least so many times the rows that its neighbours read of it.
+_HALOS = 8
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
+_pad = torch.ops.aten.constant_pad_nd.default
 
 
 def to_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -70,7 +75,8 @@ class _Convolution(Saving):
         save(ctx, kept, region.keep_weight(weight) if needs_input or needs_weight else None)
         ctx.geometry = geometry
         is_after_recomputed = bool(region.recompute and kept is not None and kept[1].depth)
-        ctx.goes_by_samples = is_after_recomputed or _pads_channels(region, input, weight)
+        ctx.pads_channels = _pads_channels(region, input, weight, geometry)
+        ctx.goes_by_parts = is_after_recomputed or ctx.pads_channels
         ctx.input_like = (input.shape, input.stride(), w.dtype)
         ctx.bias_sizes = None if bias is None else list(bias.shape)
         return convolve(x, w, b)
@@ -82,8 +88,8 @@ class _Convolution(Saving):
         mask = list(ctx.needs_input_grad[3:6])
         if weight is None:  # only the bias trains
             return (None,) * 5 + (grad.sum([0, *range(2, grad.dim())]),)
-        if ctx.goes_by_samples and mask[0] and grad.is_cpu and not is_batched(grad):
-            return None, None, None, *_one_after_the_other(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
+        if ctx.goes_by_parts and mask[0] and grad.is_cpu and not is_batched(grad):
+            return None, None, None, *_part_by_part(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
         if kept is None:  # the values do not matter for the input's gradient
             x = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
         else:
@@ -95,49 +101,96 @@ class _Convolution(Saving):
         return None, None, None, *grads
 
 
-def _one_after_the_other(
+def _part_by_part(
     ctx: Any, grad: Tensor, kept: SavedValue, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, ...]:
     """Compute gradients of the weight first, of the input then: the decoded input is there for the former alone.
 
-    Both are computed for some samples at a time, since ATen copies its operands to an order of memory of its own.
+    Both are computed for some samples at a time, since ATen copies its operands to an order of memory of its own, and
+    for some rows of a sample where its copy alone is large (`_parts`).
     """
     shape, _, dtype = ctx.input_like
     step = samples_of_call(shape)
     if weight.numel() > step * math.prod(shape[1:]):
         step = shape[0]  # sums of weights would take long
+    samples = [slice(start, start + step) for start in range(0, shape[0], step)]
+    halo, pad, without_pad = _rows_read(ctx.geometry, weight)
     totals: list[Tensor | None] = [None, None]
     if mask[1] or mask[2]:
         x = kept.decode().to(dtype)
-        for start in range(0, shape[0], step):
-            samples = slice(start, start + step)
-            arguments = grad[samples], x[samples], weight, ctx.bias_sizes, *ctx.geometry, [False, *mask[1:]]
-            for place, part in enumerate(_convolution_backward(*arguments)[1:]):
+        for part, (start, stop) in itertools.product(samples, _parts(ctx, grad.shape, halo)):
+            if stop - start == grad.shape[2]:
+                g, read, geometry = grad[part], x[part], ctx.geometry
+            else:
+                g, geometry = grad[part, :, start:stop], without_pad
+                read = _rows(x[part], start - pad, stop - pad + halo)
+            sums = _convolution_backward(g, read, weight, ctx.bias_sizes, *geometry, [False, *mask[1:]])[1:]
+            for place, sum_of_part in enumerate(sums):
                 total = totals[place]
                 if total is None:  # sums of many pieces would stand still in 16 bits
-                    totals[place] = part if part is None or dtype in _SUMMED else part.float()
+                    totals[place] = sum_of_part if sum_of_part is None or dtype in _SUMMED else sum_of_part.float()
                 else:
-                    total.add_(part)
+                    total.add_(sum_of_part)
         totals = [total if total is None else total.to(dtype) for total in totals]
         order = suggest_memory_format(x)
-        del x, arguments  # which holds a part of it
+        del x, read
     else:
         order = suggest_memory_format(grad)
     grad_input = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=order)
-    for start in range(0, shape[0], step):
-        out = grad_input[start : start + step]  # whose values do not matter either, before they are those of the result
-        rest = weight, None, *ctx.geometry, [True, False, False]
-        out.copy_(_convolution_backward(grad[start : start + step], out, *rest)[0])
+    of_input = [True, False, False]
+    for part, (start, stop) in itertools.product(samples, _parts(ctx, shape, halo)):
+        out = grad_input[part, :, start:stop]
+        if stop - start == shape[2]:  # the values of the input do not matter here, only its sizes and strides
+            out.copy_(_convolution_backward(grad[part], out, weight, None, *ctx.geometry, of_input)[0])
+        else:
+            g = _rows(grad[part], start + pad - halo, stop + pad)
+            like = (*out.shape[:2], stop - start + 2 * halo, *out.shape[3:])
+            read = torch.empty(like, dtype=dtype, device=grad.device, memory_format=order)
+            found = _convolution_backward(g, read, weight, None, *without_pad, of_input)[0]
+            out.copy_(found[:, :, halo : halo + stop - start])
     return grad_input, *totals
 
 
-def _pads_channels(region: Keeper, input: Tensor, weight: Tensor) -> bool:
-    """Return whether ATen's copies of several samples of a layer of few channels take far more memory than these."""
+def _rows_read(geometry: _Geometry, weight: Tensor) -> tuple[int, int, _Geometry]:
+    """Return how many rows beyond its own an output row reads, the rows of padding, and the geometry without these."""
+    steps, pads, dilation, *rest = geometry
+    return dilation[0] * (weight.shape[2] - 1), pads[0], (steps, [0, *pads[1:]], dilation, *rest)
+
+
+def _parts(ctx: Any, shape: Sequence[int], halo: int) -> list[tuple[int, int]]:
+    """Return first and last rows (their ends) of the parts that a sample of this shape is computed in."""
+    rows, *others = shape[2:]
+    if not (ctx.pads_channels and _has_parts(ctx.geometry)):
+        return [(0, rows)]
+    in_a_part = max(_PADDED_OF_PART // (_BLOCK * math.prod(others)), _HALOS * halo, 1)
+    count = -(-rows // in_a_part)
+    return [(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
+def _has_parts(geometry: _Geometry) -> bool:
+    """Return whether gradients can be computed for some rows at a time: each output row begins one input row later."""
+    steps, _, _, is_transposed, *_ = geometry
+    return steps[0] == 1 and not is_transposed
+
+
+def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+    """Return rows of a (N, C, rows, ...) tensor, zeros where it has none."""
+    count, rows = stop - start, x.shape[2]
+    before, after = min(max(-start, 0), count), min(max(stop - rows, 0), count)
+    inside = x[:, :, max(start, 0) : max(min(stop, rows), 0)]
+    if before or after:
+        inside = _pad(inside, [0, 0] * (x.dim() - 3) + [before, after])
+    return inside
+
+
+def _pads_channels(region: Keeper, input: Tensor, weight: Tensor, geometry: _Geometry) -> bool:
+    """Return whether ATen's copies of a layer of few channels take far more memory than its tensors."""
     settings = region.settings
-    if settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu or 2 * min(weight.shape[:2]) > _BLOCK:
+    channels = min(weight.shape[0], weight.shape[1] * geometry[-1])
+    if settings.leaves_ops_to_torch or settings.is_lossless or not input.is_cpu or 2 * channels > _BLOCK:
         return False
     samples, _, *positions = input.shape
-    return samples > 1 and samples * math.prod(positions) * _BLOCK >= _MANY_PADDED
+    return samples * math.prod(positions) * _BLOCK >= _MANY_PADDED and (samples > 1 or _has_parts(geometry))
 
 
 def _same_padding(input: Tensor, weight: Tensor, dilation: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
@@ -173,7 +226,7 @@ def _convolve(
         return _convolve(region, func, input.unsqueeze(0), weight, bias, options, geometry).squeeze(0)
     runner = region.torch_runner(input) if weight.requires_grad and input is not weight else None
     if runner is not None and (
-        (region.recompute and is_large_and_recomputed(region, input)) or _pads_channels(region, input, weight)
+        (region.recompute and is_large_and_recomputed(region, input)) or _pads_channels(region, input, weight, geometry)
     ):
         runner = None
     if runner is not None:
