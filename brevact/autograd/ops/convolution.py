@@ -153,8 +153,9 @@ def _part_by_part(
 
 def _rows_read(geometry: _Geometry, weight: Tensor) -> tuple[int, int, _Geometry]:
     """Return how many rows beyond its own an output row reads, the rows of padding, and the geometry without these."""
-    steps, pads, dilation, *rest = geometry
-    return dilation[0] * (weight.shape[2] - 1), pads[0], (steps, [0, *pads[1:]], dilation, *rest)
+    steps, pads, dilation, transposed, more, groups = geometry
+    without = steps, [0, *pads[1:]], dilation, transposed, more, groups
+    return dilation[0] * (weight.shape[2] - 1), pads[0], without
 
 
 def _parts(ctx: Any, shape: Sequence[int], halo: int) -> list[tuple[int, int]]:
