@@ -70,10 +70,19 @@ def _left_to(group: Path) -> int | None:
         if "hierarchical_memory_limit" in statistics:  # version 1
             taken = _number(statistics, "total_rss") + _number(statistics, "total_shmem")
             return _number(statistics, "hierarchical_memory_limit") - taken
-        limit = (group / "memory.max").read_text("ascii").strip()
-        return None if limit == "max" else int(limit) - _number(statistics, "anon") - _number(statistics, "shmem")
+        limits = [limit for name in ("memory.max", "memory.high") if (limit := _limit(group / name)) is not None]
+        return min(limits) - _number(statistics, "anon") - _number(statistics, "shmem") if limits else None
     except (OSError, ValueError):
         return None
+
+
+def _limit(file: Path) -> int | None:
+    """Return the number of a file of version 2, or None where it says "max" or is not there, as in old kernels."""
+    try:
+        text = file.read_text("ascii").strip()
+    except OSError:
+        return None
+    return None if text == "max" else int(text)
 
 
 def _number(lines: str, name: str) -> int:

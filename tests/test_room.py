@@ -57,6 +57,15 @@ def test_groups_of_version_2_count_by_the_nearest_limit(machine, monkeypatch, li
     assert left(monkeypatch, "0::/jobs/one\n", mounts) == expected
 
 
+@pytest.mark.parametrize(
+    ("high", "limit", "expected"),
+    [("3500", "9000", 1500), ("9000", "3500", 1500), ("3500", "max", 1500), ("max", "3500", 1500), ("7", "max", -1993)],
+)
+def test_memory_beyond_which_the_kernel_slows_a_group_down_is_a_limit(machine, monkeypatch, high, limit, expected):
+    write(machine / "one", memory_stat="anon 1500\nshmem 500\n", memory_max=f"{limit}\n", memory_high=f"{high}\n")
+    assert left(monkeypatch, "0::/one\n", OF_VERSION_2.format(root="/", mount=machine)) == expected
+
+
 def test_a_container_sees_its_own_group_where_all_are_mounted(machine, monkeypatch):
     write(machine, memory_stat="total_rss 100\ntotal_shmem 0\nhierarchical_memory_limit 1000\n")
     mounts = OF_VERSION_1.format(root="/docker/abc", mount=machine)
