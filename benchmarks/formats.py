@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import brevact
+from benchmarks.labels import place_labels
 from benchmarks.records import append_rows, check_columns, print_table
 from brevact.autograd.settings import DEFAULT_MIN_NUMEL
 from brevact.injectors.injector_type import BackwardInjectorType
@@ -206,7 +208,7 @@ def times(quantizer: Any, repeats: int) -> tuple[float, float]:
 
 
 def plot(rows: Sequence[Row]) -> Figure:
-    """Bits an element against relative error, a panel a kind of data; families of quantizers have a colour each.
+    """Bits an element against relative error, a panel a kind of data; families of quantizers have a line each.
 
     Args:
         rows: of `measure`.
@@ -214,23 +216,29 @@ def plot(rows: Sequence[Row]) -> Figure:
     Returns:
         The figure.
     """
-    figure = Figure(figsize=(13, 10), layout="constrained")
+    figure = Figure(figsize=(10, 8.6), layout="constrained")
+    FigureCanvasAgg(figure)
     kinds = list(dict.fromkeys(row["data"] for row in rows))
     families = list(dict.fromkeys(family(row["quantizer"]) for row in rows))
     panels = figure.subplots(math.ceil(len(kinds) / 2), 2, squeeze=False).flatten()
     for panel in panels[len(kinds) :]:
         panel.remove()
     for panel, data in zip(panels, kinds, strict=False):
+        labels = []
         for index, name in enumerate(families):
             mine = [row for row in rows if row["data"] == data and family(row["quantizer"]) == name]
+            mine.sort(key=lambda row: float(row["bits"]))
             bits, error = ([float(row[key]) for row in mine] for key in ("bits", "error"))
-            panel.plot(bits, error, "o", color=colormaps["tab20"](index), alpha=0.9, label=name)
-            for row, x, y in zip(mine, bits, error, strict=True):
-                short = row["quantizer"].replace("Backward", "").removeprefix(name).removesuffix("bit")
-                panel.annotate(short, (x, y), (3, 3), textcoords="offset points", fontsize=6)
+            line = "" if name.startswith("normalized") else "-"
+            panel.plot(bits, error, f"o{line}", color=colormaps["tab20"](index), markersize=4, linewidth=1, label=name)
+            if name == "normalized":
+                short = [row["quantizer"].removesuffix("Backward") for row in mine]
+                labels = list(zip(short, bits, error, strict=True))
         panel.set(title=data, xlabel="bits an element", ylabel="relative error", yscale="log")
         panel.grid(alpha=0.3)
-    panels[0].legend(fontsize=8)
+        if panel is panels[0]:
+            panel.legend(fontsize=8)
+        place_labels(panel, labels)
     return figure
 
 

@@ -36,6 +36,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from tqdm import tqdm
 
 import brevact
+from benchmarks.labels import place_labels
 from benchmarks.records import append_rows, check_columns, print_table, read_rows
 from benchmarks.trained_models import TASKS, data_name, learned, loss_of
 from brevact.reports.gradient_noise import exact_gradients, gradient_noise
@@ -187,13 +188,14 @@ def plot(rows: Sequence[Row]) -> Figure:
         The figure. What is 0 has no place on its axes and is left out.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(12, 4.2 * math.ceil(len(models) / 2)), layout="constrained")
+    figure = Figure(figsize=(10, 4.6 * math.ceil(len(models) / 2)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(math.ceil(len(models) / 2), 2, squeeze=False).flatten()
     for panel in panels[len(models) :]:
         panel.remove()
     for panel, model in zip(panels, models, strict=False):
-        for index, row in enumerate(row for row in rows if row["model"] == model):
+        labels = []
+        for row in (row for row in rows if row["model"] == model):
             noise, bias2, mib = float(row["noise"]), float(row["bias2"]), int(row["saved_bytes"]) / 2**20
             mostly_noise = noise >= bias2
             figure_of, error = (noise, row["noise_se"]) if mostly_noise else (bias2, row["bias2_se"])
@@ -203,16 +205,13 @@ def plot(rows: Sequence[Row]) -> Figure:
             if row["policy"].startswith(FIT):
                 style = {"color": "C2", "zorder": 3}
             panel.errorbar(mib, figure_of, float(error), fmt="o", markersize=5, capsize=2, **style)
-            if row["policy"].startswith(FIT):
-                continue
-            short = row["policy"].replace("Backward", "")
-            place = (4, -9 if index % 2 else 4)
-            panel.annotate(short, (mib, figure_of), place, textcoords="offset points", fontsize=7)
+            if not row["policy"].startswith(FIT):
+                labels.append((row["policy"].replace("Backward", ""), mib, figure_of))
         for begin, label, style in _LINES:
             points = _worth_it([row for row in rows if row["model"] == model and re.fullmatch(begin, row["policy"])])
             if len(points) > 1:
                 panel.plot(*zip(*points, strict=True), label=label, linewidth=1, **style)
-                panel.legend(fontsize=7)
+                panel.legend(fontsize=8)
         panel.set(title=model, xlabel="kept for backward (MiB a batch)", xscale="log", yscale="log")
         panel.margins(x=0.15)
         panel.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 3, 5, 7)))
@@ -220,6 +219,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_ylabel("noise (hollow: bias²), in minibatch noise")
         panel.grid(alpha=0.3, which="both")
+        place_labels(panel, labels)
     return figure
 
 

@@ -22,7 +22,7 @@ PICTURE = ROOT / "docs" / "front.png"
 
 def main() -> None:
     """Draw and write."""
-    draw(Results(RESULTS)).savefig(PICTURE, dpi=110)
+    draw(Results(RESULTS)).savefig(PICTURE, dpi=120)
 
 
 def draw(results: Results) -> Figure:
@@ -30,7 +30,7 @@ def draw(results: Results) -> Figure:
     models: dict[str, list[Row]] = {}
     for row in results.last("noise", "model", "policy").values():
         models.setdefault(row["model"], []).append(row)
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels: Sequence[Axes] = figure.subplots(1, len(models), squeeze=False)[0]
     for panel, (model, rows) in zip(panels, models.items(), strict=True):
@@ -49,7 +49,7 @@ def _draw_model(panel: Axes, model: str, rows: Sequence[Row]) -> None:
     for name, label, style in (("DEFAULT", "DEFAULT", "C3*"), ("fit:bytes=DEFAULT", "fit, bytes of DEFAULT", "C2D")):
         panel.plot(*points[name], style, markersize=11 if style.endswith("*") else 7, label=label)
     panel.set(title=model, xlabel="times fewer bytes", yscale="log")
-    panel.margins(x=0.25, y=0.15)
+    panel.margins(x=0.35, y=0.15)
     panel.grid(alpha=0.3, which="both")
 
 

@@ -24,7 +24,7 @@ _STYLES = ("ks", "kD", "C3*", "C0v", "C1o", "C0^", "C4P")
 
 def main() -> None:
     """Draw and write."""
-    draw(Results(RESULTS)).savefig(PICTURE, dpi=110)
+    draw(Results(RESULTS)).savefig(PICTURE, dpi=120)
 
 
 def draw(results: Results) -> Figure:
@@ -34,7 +34,7 @@ def draw(results: Results) -> Figure:
         models.setdefault(row["model"], []).append(row)
     columns = min(3, len(models))
     lines = math.ceil(len(models) / columns)
-    figure = Figure(figsize=(4.4 * columns, 3.6 * lines), layout="constrained")
+    figure = Figure(figsize=(3.5 * columns, 3.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     panels: Sequence[Axes] = figure.subplots(lines, columns, squeeze=False).flatten()
     for panel in panels[len(models) :]:
@@ -62,12 +62,12 @@ def _draw_model(panel: Axes, model: str, rows: Sequence[Row]) -> None:
         panel.plot(*zip(*(points[way] for way in fits), strict=True), "C2x:", label="brevact.fit, 15, 30 and 60 times")
     for index, way in enumerate(way for way in WAYS_OF_RECOMPUTE if way in points):
         place = (5, 5 if index % 2 else -11)
-        panel.annotate(steps[way], points[way], place, textcoords="offset points", fontsize=7)
+        panel.annotate(steps[way], points[way], place, textcoords="offset points", fontsize=8)
     panel.set(title=model, xscale="log", yscale="log")
     panel.set_xticks(ticks := (2, 5, 10, 20, 50, 100), map(str, ticks))
     panel.minorticks_off()
     panel.set_yticks(ticks := (EXACT, 0.01, 0.1, 1.0), ("none", "1 %", "10 %", "100 %"))
-    panel.set(xlim=(1.4, 130), ylim=(0.6e-3, 1.3))
+    panel.set(xlim=(1.4, 180), ylim=(0.5e-3, 1.3))
     panel.grid(alpha=0.3)
 
 

@@ -91,7 +91,7 @@ def _long(name: str, title: str, recipe: str, **changes: Any) -> Study:
 _ALL = (
     Study(
         "main",
-        "Does training by default, at a twentieth of the bytes, end where training at full precision does?",
+        "Does training by default, at a thirtieth of the bytes, end where training at full precision does?",
         "this project",
         (REFERENCE, DEFAULT),
         seeds=12,

@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from recipes.plots import save
 from recipes.study.analysis import MEASURES, Comparison, Measure, comparisons
@@ -33,8 +34,9 @@ def draw(path: Path, study: Study, rows: Mapping[Key, Row], size: Size, seeds: S
     found = [each for each in comparisons(study, rows, size, seeds) if each.against in (None, first) and each.rows]
     if not found:
         return False
-    figure = Figure(figsize=(13, 1.6 + max(3.0, 0.34 * len(found))), layout="constrained")
-    figure.suptitle(f"{study.question}\n{size.dataset}, {size.epochs} epochs, {size.train_size or 'all'} images")
+    figure = Figure(figsize=(10, 1.6 + max(3.0, 0.34 * len(found))), layout="constrained")
+    images = f"{size.train_size:,}" if size.train_size else "all"
+    figure.suptitle(f"{study.question}\n{size.dataset}, {size.epochs} epochs, {images} images", fontsize=11)
     curves, *panels = figure.subplots(1, 1 + len(MEASURES), width_ratios=(4, 3, 3))
     colors = dict(zip((case.label for case in study.cases), _colors(len(study.cases)), strict=True))
     _draw_curves(curves, found, colors)
@@ -59,9 +61,10 @@ def _draw_curves(axes: Axes, found: Sequence[Comparison], colors: Mapping[str, o
         label = each.case.label if len(runs) == 1 else f"{each.case.label} ({len(runs)})"
         width = 2.0 if each.against is None else 1.2
         axes.plot(range(1, len(means) + 1), means, color=colors[each.case.label], linewidth=width, label=label)
-    axes.set(xlabel="epoch", ylabel=f"accuracy on {PROBED} test images, mean of runs (%)")
+    axes.set(xlabel="epoch", ylabel=f"accuracy on {PROBED:,} test images (%)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8)
 
 
 def _draw_differences(axes: Axes, found: Sequence[Comparison], measure: Measure, colors: Mapping[str, object]) -> None:
@@ -72,9 +75,10 @@ def _draw_differences(axes: Axes, found: Sequence[Comparison], measure: Measure,
         style = {"color": colors[each.case.label], "capsize": 3, "markersize": 5}
         axes.errorbar(difference.mean, place, xerr=half, fmt="o" if half else "x", **style)
     axes.axvline(0, color="black", linewidth=1)
-    axes.set_yticks(range(len(found)), [each.case.label for each in found], fontsize=7)
+    axes.set_yticks(range(len(found)), [each.case.label for each in found], fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.invert_yaxis()
     against = found[0].against.label if found and found[0].against else "reference"
     unit = f" ({measure.unit.strip()})" if measure.unit else ""
-    axes.set_xlabel(f"difference in {measure.words}{unit}\nfrom {against}")
+    axes.set_xlabel(f"difference in {measure.words}{unit}\nfrom {against}", fontsize=9)
     axes.grid(alpha=0.3, axis="x")
