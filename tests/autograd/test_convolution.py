@@ -70,14 +70,8 @@ FEW_CHANNELS = {
 }
 
 
-@pytest.mark.parametrize("order", [torch.contiguous_format, "channels_last"])
-@pytest.mark.parametrize("case", FEW_CHANNELS)
-def test_gradients_of_few_channels_are_those_of_all_rows_at_once(case, order):
+def check_gradients_of_integers(layer: nn.Module, shape: tuple[int, ...], order: torch.memory_format) -> None:
     """Eight bits hold integers from 0 to 255 where each bucket has both, and sums of few of them have no rounding."""
-    make, shape = FEW_CHANNELS[case]
-    layer = make()
-    if order == "channels_last":
-        order = {5: torch.channels_last_3d, 4: torch.channels_last}.get(len(shape), torch.contiguous_format)
     x = torch.randint(0, 256, shape).float().contiguous(memory_format=order)
     for i, value in enumerate((0.0, 255.0)):
         x.as_strided((x.numel(),), (1,))[i::32] = value
@@ -95,7 +89,27 @@ def test_gradients_of_few_channels_are_those_of_all_rows_at_once(case, order):
         found.append([input.grad, *(parameter.grad for parameter in layer.parameters())])
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
-        assert got.stride() == expected.stride()
+        assert got is expected is None or got.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, "channels_last"])
+@pytest.mark.parametrize("case", FEW_CHANNELS)
+def test_gradients_of_few_channels_are_those_of_all_rows_at_once(case, order):
+    make, shape = FEW_CHANNELS[case]
+    layer = make()
+    if order == "channels_last":
+        order = {5: torch.channels_last_3d, 4: torch.channels_last}.get(len(shape), torch.contiguous_format)
+    check_gradients_of_integers(layer, shape, order)
+
+
+@pytest.mark.parametrize("trained", [("weight",), ("bias",), (), ("weight", "bias")])
+@pytest.mark.parametrize("case", ["2-D, samples", "2-D, rows with a stride", "3-D"])
+def test_layers_of_few_channels_train_in_part(case, trained):
+    make, shape = FEW_CHANNELS[case]
+    layer = make()
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name in trained)
+    check_gradients_of_integers(layer, shape, torch.contiguous_format)
 
 
 @pytest.mark.parametrize(("make", "positions"), [(nn.Conv2d, 10 * 10), (nn.ConvTranspose2d, 14 * 14)])

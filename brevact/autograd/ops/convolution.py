@@ -87,7 +87,7 @@ class _Convolution(Saving):
         shape, stride, dtype = ctx.input_like
         mask = list(ctx.needs_input_grad[3:6])
         if weight is None:  # only the bias trains
-            return (None,) * 5 + (grad.sum([0, *range(2, grad.dim())]),)
+            return (None,) * 5 + (_bias_gradient(grad),)
         if ctx.goes_by_parts and mask[0] and grad.is_cpu and not is_batched(grad):
             return None, None, None, *_part_by_part(ctx, grad.to(dtype), kept, weight.decode().to(dtype), mask)
         if kept is None:  # the values do not matter for the input's gradient
@@ -116,7 +116,7 @@ def _part_by_part(
     samples = [slice(start, start + step) for start in range(0, shape[0], step)]
     halo, pad, without_pad = _rows_read(ctx.geometry, weight)
     totals: list[Tensor | None] = [None, None]
-    if mask[1] or mask[2]:
+    if mask[1]:
         x = kept.decode().to(dtype)
         for part, (start, stop) in itertools.product(samples, _parts(ctx, grad.shape, halo)):
             if stop - start == grad.shape[2]:
@@ -136,6 +136,8 @@ def _part_by_part(
         del x, read
     else:
         order = suggest_memory_format(grad)
+        if mask[2]:
+            totals[1] = _bias_gradient(grad)
     grad_input = torch.empty(shape, dtype=dtype, device=grad.device, memory_format=order)
     of_input = [True, False, False]
     for part, (start, stop) in itertools.product(samples, _parts(ctx, shape, halo)):
@@ -149,6 +151,10 @@ def _part_by_part(
             found = _convolution_backward(g, read, weight, None, *without_pad, of_input)[0]
             out.copy_(found[:, :, halo : halo + stop - start])
     return grad_input, *totals
+
+
+def _bias_gradient(grad: Tensor) -> Tensor:
+    return grad.sum([0, *range(2, grad.dim())])
 
 
 def _rows_read(geometry: _Geometry, weight: Tensor) -> tuple[int, int, _Geometry]:
