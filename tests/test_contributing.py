@@ -53,10 +53,15 @@ def _put(tree: Path, block: str) -> str:
     return place["file"]
 
 
+def _write(tree: Path, title: str) -> list[str]:
+    """Write the code of a section, and return the files that it changes."""
+    blocks = re.findall(r"^```(?:python|markdown)\n(.*?)^```", _section(title), re.M | re.S)
+    return [_put(tree, block) for block in blocks]
+
+
 def _follow(tree: Path, title: str) -> tuple[list[str], str]:
     """Do what a section says, and return the files that it changes, and what its last command prints."""
-    blocks = re.findall(r"^```(?:python|markdown)\n(.*?)^```", _section(title), re.M | re.S)
-    files = [_put(tree, block) for block in blocks]
+    files = _write(tree, title)
     (commands,) = re.findall(r"^```sh\n(.*?)^```", _section(title), re.M | re.S)
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     said = ""
@@ -83,6 +88,16 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("title", ["Add an op", "Add a format"])
+def test_what_is_added_has_a_place(title: str, tree: Path):
+    files = _write(tree, title)
+    assert files
+    for file in files:
+        if file.endswith(".py"):
+            ast.parse((tree / file).read_text("utf-8"))
+
+
+@pytest.mark.exhaustive
 def test_an_op_that_is_added_as_the_page_says_keeps_the_laws(tree: Path):
     assert "erfcx" not in "".join(path.read_text("utf-8") for path in (ROOT / "brevact").rglob("*.py"))
     files, said = _follow(tree, "Add an op")
@@ -90,6 +105,7 @@ def test_an_op_that_is_added_as_the_page_says_keeps_the_laws(tree: Path):
     assert int(re.search(r"(\d+) passed", said)[1]) >= 15
 
 
+@pytest.mark.exhaustive
 def test_a_format_that_is_added_as_the_page_says_keeps_the_laws(tree: Path):
     files, said = _follow(tree, "Add a format")
     assert {"brevact/quant.py", "brevact/api.py", "docs/api/quantizers.md", "tests/quantizers/subjects.py"} <= set(

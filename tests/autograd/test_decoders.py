@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,15 @@ FOLDER = Path(autograd.__file__).parent
 ATTRIBUTES = {name for name in vars(Decoder) if not name.startswith("_")}
 
 
-def _classes() -> list[tuple[str, ast.ClassDef]]:
+@functools.cache
+def _nodes() -> list[tuple[str, ast.AST]]:
+    """The parts of each module's source, with the path of the module."""
     files = sorted(FOLDER.rglob("*.py"))
-    found = [(str(file.relative_to(FOLDER)), ast.parse(file.read_text())) for file in files]
-    return [(file, node) for file, tree in found for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [(str(file.relative_to(FOLDER)), node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+
+
+def _classes() -> list[tuple[str, ast.ClassDef]]:
+    return [(file, node) for file, node in _nodes() if isinstance(node, ast.ClassDef)]
 
 
 def test_what_decodes_derives_from_the_base_class():
@@ -38,9 +44,8 @@ def _describes(node: ast.ClassDef) -> bool:
 
 def test_nobody_asks_whether_a_decoder_has_an_attribute():
     calls = [
-        (file.name, ast.unparse(node))
-        for file in FOLDER.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        (file, ast.unparse(node))
+        for file, node in _nodes()
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1
         if isinstance(node.args[1], ast.Constant) and node.args[1].value in ATTRIBUTES
     ]

@@ -19,6 +19,7 @@ from tests.autograd.measuring import (
     settings,
     watch_saved,
 )
+from tests.crosses import taking_turns
 
 SIZES = {"classes": (7,), "samples": (9, 7), "maps": (2, 7, 3, 5)}
 
@@ -106,11 +107,10 @@ def test_cross_entropy_stores_codes_and_targets():
 
 
 ROWS, CLASSES = 4133, 2053  # two chunks
+TYPES, REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64), ("mean", "sum", "none")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype, reduction, autocast", taking_turns(TYPES, REDUCTIONS, [False, True]), ids=str)
 def test_logits_in_chunks_of_rows_have_torchs_loss_and_gradient(dtype, reduction, autocast):
     x, target = torch.randn(ROWS, CLASSES, dtype=dtype) * 3, torch.randint(0, CLASSES, (ROWS,))
     target[::7] = -100
@@ -158,8 +158,7 @@ def test_recomputed_logits_become_their_gradient_in_its_memory():
     assert report.packed_peak < 1.1 * (logits + logits / 4)  # the logits of a chunk, and a tenth for all else
 
 
-@pytest.mark.parametrize("ignored", [0, 3, CLASSES - 1, CLASSES + 7, -1])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignored, reduction", taking_turns([0, 3, CLASSES - 1, CLASSES + 7, -1], REDUCTIONS))
 def test_logits_in_chunks_of_rows_ignore_any_index(ignored, reduction):
     x, target = torch.randn(ROWS, CLASSES), torch.randint(0, CLASSES, (ROWS,))
     target[::7] = ignored

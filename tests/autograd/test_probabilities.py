@@ -99,7 +99,7 @@ def _assert_unbiased(function, bit_width, rounding, classes, g=None):
     assert ((grads.mean(0) - expected).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("classes", [4, 10, 100])
+@pytest.mark.parametrize("classes", [4, 10, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("rounding", [Rounding.STOCHASTIC, Rounding.DITHERED])
 @pytest.mark.parametrize("bit_width", [1, 4])
 @pytest.mark.parametrize("function", [torch.softmax, F.softmin])

@@ -109,12 +109,18 @@ WITHOUT_LLVM = "install('llvmlite', 'raise OSError(\"libllvmlite.so: cannot open
 COMPILES_NOTHING = "os.environ['NUMBA_DISABLE_JIT'] = '1'"
 
 
-def test_quantize_without_numba_gives_the_same_bytes(tmp_path: Path):
+@pytest.mark.parametrize(
+    "prepares",
+    [
+        pytest.param([WITHOUT_NUMBA], id="without numba"),
+        pytest.param([BROKEN_NUMBA, WITHOUT_LLVM, COMPILES_NOTHING], id="others", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_quantize_without_numba_gives_the_same_bytes(prepares: list[str], tmp_path: Path):
     import torch
 
     from brevact.quantizers import UniformQuantizer
 
-    prepares = WITHOUT_NUMBA, BROKEN_NUMBA, WITHOUT_LLVM, COMPILES_NOTHING
     command = [sys.executable, "-c", WITHOUT_KERNELS, str(tmp_path), *prepares]
     run = subprocess.run(command, timeout=240, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

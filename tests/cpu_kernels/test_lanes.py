@@ -12,7 +12,8 @@ from llvmlite import binding
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the features are those of x86")
-@pytest.mark.parametrize("features", ["+sse2", pytest.param("+avx2", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("features", ["+sse2", "+avx2"])
 def test_processors_with_other_permutations(features: str, tmp_path):
     if not binding.get_host_cpu_features().get(features[1:]):
         pytest.skip(f"this processor lacks {features[1:]}")

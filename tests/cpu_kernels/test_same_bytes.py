@@ -9,6 +9,7 @@ from torch import Tensor
 from brevact.cpu_kernels import launch
 from brevact.quantizers import Granularity, Layout, PackedSpec, Rounding, UniformQuantizer, passes, reference
 from brevact.quantizers.formats.uniform.quantizer import plan_of
+from tests.crosses import taking_turns
 from tests.quantizers.same_values import assert_same_values
 from tests.quantizers.subjects import takes_rounding
 
@@ -108,10 +109,10 @@ def test_quantize_bytes_for_every_dtype_and_granularity(dtype: torch.dtype, roun
                     _assert_same_bytes(quantizer, y.to(memory_format=torch.channels_last))
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("minimum_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantize_bytes_of_extreme_values(scale_dtype, minimum_dtype, dtype):
+@pytest.mark.parametrize(
+    "dtype, scale_dtype, minimum_dtype", taking_turns(DTYPES, *[(torch.float32, torch.bfloat16)] * 2), ids=str
+)
+def test_quantize_bytes_of_extreme_values(dtype, scale_dtype, minimum_dtype):
     torch.manual_seed(0)
     info = torch.finfo(dtype)
     rows = [
