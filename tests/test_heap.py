@@ -6,11 +6,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
 import brevact
 from brevact import heap
+from tests.forks import forks
 
 OURS = ("GLIBC_TUNABLES", "LD_PRELOAD")
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
@@ -32,11 +34,13 @@ print(before, is_on_heap(33), is_on_heap(20))
 """
 
 
+def environment_without_choices() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in OURS and not name.startswith("MALLOC_")}
+
+
 def run(code: str = CODE, **environment: str) -> list[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in OURS and not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**kept, **environment}, capture_output=True, text=True, check=True
-    )
+    variables = {**environment_without_choices(), **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 
@@ -54,14 +58,18 @@ def test_what_the_user_has_set_stays(environment: dict[str, str], is_on_heap: st
     assert run(**environment) == [is_on_heap] * 3
 
 
-#: What the codes below call: the resident MiB of the process, and a heap with gaps of 4 MiB between small tensors.
+#: What the codes below call: MiB of the process that are resident and of no file, and a heap with gaps of 4 MiB
+#: between small tensors.
 PROBE = """
 import torch
+import brevact
 from brevact import heap
+from brevact.quantizers import UniformQuantizer
 
 def resident():
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
+        of_all, of_files = map(int, file.read().split()[1:3])
+        return (of_all - of_files) * 4096 / 2**20
 
 def gaps(count):
     tensors, between = [], []
@@ -71,12 +79,22 @@ def gaps(count):
     return between
 """
 
-#: Prints the MiB that stay resident when small tensors, then large ones, were made and freed.
-FREED = (
-    PROBE
-    + """
-from brevact.quantizers import UniformQuantizer
 
+@pytest.fixture(scope="module")
+def probe() -> Iterator[Callable[[str], list[str]]]:
+    """Runs code in forks of a process that has run `PROBE` alone: the heap is that of a fresh process."""
+    with forks(PROBE, environment_without_choices()) as process:
+
+        def words(code: str) -> list[str]:
+            done = process.run(code)
+            assert done.returncode == 0, done.stderr
+            return done.stdout.split()
+
+        yield words
+
+
+#: Prints the MiB that stay resident when small tensors, then large ones, were made and freed.
+FREED = """
 UniformQuantizer(bit_width=4).quantize(torch.randn(512), 0)
 before = resident()
 small = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(60)]
@@ -85,12 +103,11 @@ large = [torch.ones(24 << 20, dtype=torch.uint8) for _ in range(10)]
 del large
 print(resident() - before)
 """
-)
 
 
 @glibc
-def test_no_more_than_the_bound_stays_resident():
-    (kept,) = run(FREED)
+def test_no_more_than_the_bound_stays_resident(probe):
+    (kept,) = probe(FREED)
     assert float(kept) < 128 + 24 + 1  # the end of the heap, and large pages of one tensor below it
 
 
@@ -132,10 +149,7 @@ def test_the_call_takes_a_bool():
 
 #: Prints the MiB that are resident when activations between small blocks that live on were freed, before and after as
 #: many bytes are packed as it takes to look.
-GAPS = (
-    PROBE
-    + """
-import brevact
+GAPS = """
 from torch import nn
 
 net, x = brevact.quantize_backward(nn.Linear(512, 512), brevact.StochBackward4bit), torch.randn(2048, 512)
@@ -148,22 +162,19 @@ for _ in range(heap.LOOKED_AFTER // x.numel() + 1):
     net(x * 1).sum().backward()
 print(freed, resident() - start)
 """
-)
 
 
 @glibc
-def test_free_memory_inside_of_the_heap_is_returned():
-    kept = float(run(GAPS.replace("TUNED", "True"))[1])
-    left = float(run(GAPS.replace("TUNED", "False"))[1])
+def test_free_memory_inside_of_the_heap_is_returned(probe):
+    kept = float(probe(GAPS.replace("TUNED", "True"))[1])
+    left = float(probe(GAPS.replace("TUNED", "False"))[1])
     # Of 640 MiB in the gaps. The small blocks stay, a step's tensors, and what may be free.
     assert kept < 160 * 0.7 + 4 * 6 + heap.MOST_FREE / 2**20 < 640 / 2 < left
 
 
 #: Prints the MiB that looks at the process return of gaps in the heap, while 400 MiB are resident that are not of the
 #: heap: of a file, of others; there the first look may return the gaps, since it cannot know.
-BESIDE = (
-    PROBE
-    + """
+BESIDE = """
 import mmap, tempfile
 
 def returned():
@@ -185,20 +196,17 @@ else:
     returned()
 print(returned())
 """
-)
 
 
 @glibc
 @pytest.mark.parametrize("of_file", ["True", "False"])
-def test_memory_of_others_is_no_reason_to_return_the_heaps(of_file):
-    assert float(run(BESIDE.replace("OF_FILE", of_file))[0]) < 40  # of 80 in the gaps
+def test_memory_of_others_is_no_reason_to_return_the_heaps(probe, of_file):
+    assert float(probe(BESIDE.replace("OF_FILE", of_file))[0]) < 40  # of 80 in the gaps
 
 
 #: Prints the MiB that a look returns of one large gap and of 20 small ones, while 1 MiB more than the bound is free, or
 #: while less is left to the limit than is free; and whether their neighbours keep their values, and the heap works.
-RETURNED = (
-    PROBE
-    + """
+RETURNED = """
 heap.tune_heap()
 process = heap.Tuning.heap
 large, neighbour = torch.ones(30 << 20, dtype=torch.uint8), torch.ones(700 << 10, dtype=torch.uint8)
@@ -212,14 +220,13 @@ returned = before - resident()
 again = torch.ones(30 << 20, dtype=torch.uint8)
 print(returned, all(bool(each.eq(1).all()) for each in [*neighbours, again]), len(again))
 """
-)
 
 
 @glibc
 @pytest.mark.parametrize(("bound", "left"), [("50", "10000"), ("10000", "60"), ("10000", "10000")])
-def test_free_blocks_are_returned_beyond_the_bound_or_near_the_limit(bound: str, left: str):
+def test_free_blocks_are_returned_beyond_the_bound_or_near_the_limit(probe, bound: str, left: str):
     code = RETURNED.replace("BOUND", bound).replace("LEFT", left).replace("BELOW", "10000")
-    returned, are_whole, length = run(code)
+    returned, are_whole, length = probe(code)
     assert (are_whole, length) == ("True", str(30 << 20))
     if (bound, left) == ("10000", "10000"):
         assert float(returned) < 1
@@ -228,17 +235,15 @@ def test_free_blocks_are_returned_beyond_the_bound_or_near_the_limit(bound: str,
 
 
 @glibc
-def test_no_more_is_returned_than_leaves_some_room_below_the_bound():
+def test_no_more_is_returned_than_leaves_some_room_below_the_bound(probe):
     """Of 110 MiB that are free 40 are too many; 16 more are returned, and the rest of the last block of 4."""
     code = RETURNED.replace("BOUND", "70").replace("LEFT", "10000").replace("BELOW", "16")
-    assert 40 + 16 - 4 < float(run(code)[0]) < 40 + 16 + 4 + 4
+    assert 40 + 16 - 4 < float(probe(code)[0]) < 40 + 16 + 4 + 4
 
 
 #: Prints the MiB that a look returns of 320 in gaps while glibc can map no block by itself, the MiB by which the heap
 #: grows meanwhile, and whether the main thread still allocates from it.
-WITHOUT_MAPPINGS = (
-    PROBE
-    + """
+WITHOUT_MAPPINGS = """
 import resource, threading
 
 heap.tune_heap()
@@ -266,13 +271,12 @@ libc.malloc = malloc
 process.look()
 print(before - resident(), max(grown) >> 20, process._start <= libc.malloc(200_000) < libc.sbrk(0))
 """
-)
 
 
 @glibc
 @pytest.mark.parametrize("cause", ["limit", "mallopt"])
-def test_gaps_are_returned_where_glibc_can_map_nothing(cause: str):
-    returned, grown, is_on_heap = run(WITHOUT_MAPPINGS.replace("CAUSE", repr(cause)))
+def test_gaps_are_returned_where_glibc_can_map_nothing(probe, cause: str):
+    returned, grown, is_on_heap = probe(WITHOUT_MAPPINGS.replace("CAUSE", repr(cause)))
     assert float(returned) > 320 * 7 / 8 - 4
     assert int(grown) <= 330  # at most once by the largest block that may be free
     assert is_on_heap == "True"
@@ -280,8 +284,6 @@ def test_gaps_are_returned_where_glibc_can_map_nothing(cause: str):
 
 #: Prints whether the heap is looked at, before and after a look that finds nothing that says how much is left.
 UNKNOWN = """
-from brevact import heap
-
 def unknown():
     raise OSError("no /proc")
 
@@ -294,5 +296,5 @@ print(before, heap.Tuning.heap is not None)
 
 
 @glibc
-def test_the_heap_is_left_alone_where_nothing_says_how_much_is_left():
-    assert run(UNKNOWN) == ["True", "False"]
+def test_the_heap_is_left_alone_where_nothing_says_how_much_is_left(probe):
+    assert probe(UNKNOWN) == ["True", "False"]

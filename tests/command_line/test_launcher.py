@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from brevact.command_line.launcher import ALLOCATORS, environment_of, library_of
 from brevact.command_line.main import main
+from tests.forks import Done, Forks, forks
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
 SCRIPT = "import os, sys; print(sys.argv[1:], os.environ.get('LD_PRELOAD', '')); sys.exit(int(sys.argv[1]))"
@@ -29,6 +31,19 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def process() -> Iterator[Forks]:
+    """A process that has imported the package."""
+    with forks("import runpy, sys, brevact.command_line.main") as process:
+        yield process
+
+
+def forked(process: Forks, *arguments: str) -> Done:
+    """As `launched`, in a fork of a process."""
+    argv = ["brevact", "run", *arguments]
+    return process.run(f"sys.argv = {argv}; runpy.run_module('brevact', run_name='__main__', alter_sys=True)")
+
+
 @linux
 def test_a_program_gets_its_arguments_and_gives_its_exit_status(script):
     done = launched("--allocator", "none", script, "7", "--flag", "-m")
@@ -36,15 +51,15 @@ def test_a_program_gets_its_arguments_and_gives_its_exit_status(script):
 
 
 @linux
-def test_a_module_runs_as_behind_m():
-    done = launched("--allocator", "none", "-m", "json.tool", "--help")
+def test_a_module_runs_as_behind_m(process):
+    done = forked(process, "--allocator", "none", "-m", "json.tool", "--help")
     assert done.returncode == 0 and "json.tool" in done.stdout
 
 
 @linux
-def test_two_dashes_may_stand_before_the_program(script):
-    assert launched("--allocator", "none", "--", script, "0", "--").stdout == "['0', '--'] \n"
-    assert "PROGRAM: got none" in launched("--allocator", "none", "--").stderr
+def test_two_dashes_may_stand_before_the_program(process, script):
+    assert forked(process, "--allocator", "none", "--", script, "0", "--").stdout == "['0', '--'] \n"
+    assert "PROGRAM: got none" in forked(process, "--allocator", "none", "--").stderr
 
 
 @pytest.mark.exhaustive
@@ -65,10 +80,10 @@ def test_a_path_that_ld_preload_does_not_take_is_refused(tmp_path):
 
 
 @linux
-def test_a_signal_ends_the_program(tmp_path):
+def test_a_signal_ends_the_program(process, tmp_path):
     path = tmp_path / "program.py"
     path.write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
-    assert launched("--allocator", "none", str(path)).returncode == -signal.SIGTERM
+    assert forked(process, "--allocator", "none", str(path)).returncode == -signal.SIGTERM
 
 
 @linux

@@ -1,0 +1,64 @@
+"""A process that imports once, and forks for each piece of code that is to run by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+#: Runs what is imported, then a fork for each line, whose files tell what it writes.
+_CODE = """
+import json, os, sys, tempfile
+exec(sys.argv[1])
+for line in sys.stdin:
+    files = [tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")]
+    if not (child := os.fork()):
+        for target, file in enumerate(files, 1):
+            os.dup2(file.fileno(), target)
+        exec(json.loads(line))
+        sys.exit()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    texts = [file.seek(0) or file.read() for file in files]
+    print(json.dumps([status, *texts]), flush=True)
+"""
+
+
+class Done(NamedTuple):
+    """How a fork has ended, and what it has written."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Forks:
+    """What runs code in forks of a process."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._process = process
+
+    def run(self, code: str) -> Done:
+        """Run code as a program of its own, which finds imported what the process has imported."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(code), file=self._process.stdin, flush=True)
+        return Done(*json.loads(self._process.stdout.readline()))
+
+
+@contextmanager
+def forks(imports: str, environment: Mapping[str, str] = os.environ) -> Iterator[Forks]:
+    """Start a process, and end it.
+
+    Args:
+        imports: code that it runs first; it may start no thread.
+        environment: its variables.
+    """
+    command = [sys.executable, "-c", _CODE, imports]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        yield Forks(process)
+        assert process.stdin is not None
+        process.stdin.close()
