@@ -16,6 +16,8 @@ declare_missing_ops()  # before the first import of a library that imports torch
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
+gc.disable()  # until all is collected: nearly all of what imports and collecting allocate stays
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the tests marked `gpu` where there is no CUDA device, and reports them as deselected."""
@@ -29,5 +31,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Takes what is imported and collected out of the passes of the garbage collector, which would visit all of it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
