@@ -40,6 +40,9 @@ Row = dict[str, Any]
 
 STRATEGIES = ("fixed", "samples", "layers", "layers and samples")
 STORED = {"own": {"bucket_size": 256, "derive_min_bits": 0}, "chains": {}}
+#: Names of both in the picture, as in the table of the page.
+WORDS = {"own": "a tensor a layer", "fixed": "one width", "samples": "by samples' ranges", "layers": "by layers"}
+WORDS["layers and samples"] = "by layers and samples"
 COLUMNS = (
     *("model", "data", "stored", "strategy", "bit_width", "noise", "noise_se", "bias2", "bias2_se", "saved_bytes"),
     *("plain_bytes", "batch_size", "batches", "draws", "unit_batches"),
@@ -189,8 +192,9 @@ def plot(rows: Sequence[Row], model: str) -> Figure:
             }
             widths = sorted(latest)
             values, errors = ([float(latest[width][key]) for width in widths] for key in ("noise", "noise_se"))
-            panel.errorbar(widths, values, errors, marker="o", markersize=4, capsize=2, label=strategy)
-        panel.set(title=f"{model}, {stored}", xlabel="mean bits", ylabel="noise, in minibatch noise", yscale="log")
+            panel.errorbar(widths, values, errors, marker="o", markersize=4, capsize=2, label=WORDS[strategy])
+        panel.set(title=f"{model}, {WORDS.get(stored, stored)}", xlabel="mean bits", yscale="log")
+        panel.set_ylabel("noise, in minibatch noise")
         panel.grid(alpha=0.3, which="both")
         panel.legend()
     return figure

@@ -1,4 +1,4 @@
-"""What computing layers again saves and costs: kept bytes, the peak of a step, its time and the error of gradients.
+"""What recomputing layers saves and costs: kept bytes, the peak of a step, its time and the error of gradients.
 
     python -m benchmarks.recompute --csv benchmarks/results/recompute.csv
 

@@ -46,7 +46,7 @@ DEFAULT_RESIDUAL_BIT_WIDTH = 2
 DEFAULT_DERIVE_MIN_BITS = 4
 #: Bits of query and key of attention, whose products are exponentiated.
 DEFAULT_SCORE_BIT_WIDTH = 8
-#: Multiplications and additions that an element of a layer's output may cost to be computed again; 0: none is.
+#: Multiplications and additions that an element of a layer's output may cost to be recomputed; 0: none is.
 DEFAULT_RECOMPUTE = 0
 #: Tensors with fewer elements are kept as they are: packing one costs more time than its bytes are worth.
 DEFAULT_MIN_NUMEL = 4096
@@ -192,8 +192,8 @@ class BackwardSettings:
         if isinstance(self.recompute, bool) or not isinstance(self.recompute, int) or self.recompute < 0:
             raise ValueError(
                 f"recompute={brief(self.recompute)} must be an integer of at least 0: multiplications and additions "
-                "that an element of a layer's output may cost to be computed again (0 computes no layer again, 64 "
-                f"cheap convolutions, 1024 most layers); the default is {DEFAULT_RECOMPUTE}"
+                "that an element of a layer's output may cost to be recomputed (0 recomputes no layer, 64 cheap "
+                f"convolutions, 1024 most layers); the default is {DEFAULT_RECOMPUTE}"
             )
         object.__setattr__(self, "is_exact", bool(getattr(self.quantizer, "is_exact", False)))
         object.__setattr__(self, "is_lossless", bool(getattr(self.quantizer, "is_lossless", False)))

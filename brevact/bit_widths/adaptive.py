@@ -72,7 +72,7 @@ class Adaptive:
 
     Layers with ``act_quant=`` of their own, quantizers other than ``StochBackward{1..8}bit``,
     ``DitherBackward{1..8}bit`` and ``StochBackward{2,4}bitPerSample``, and rules for torch functions keep their
-    settings. In a distributed run, ranks average their measurements, and so agree. ``torch.compile`` compiles again
+    settings. In a distributed run, ranks average their measurements, and so agree. ``torch.compile`` recompiles
     when widths change.
 
     Args:

@@ -46,7 +46,7 @@ _ALONE, _TOGETHER, _DRAWS = 2, 4, 2
 _ROUNDS = 3
 #: Of a quick fit: batches whose gradients differ by the unit, those on which a policy is measured, and rounds.
 _QUICK_BATCHES, _QUICK_TOGETHER, _QUICK_ROUNDS = 3, 2, 2
-#: Noise and squared bias above which a quick fit has layers computed again, at the cost of another fit.
+#: Noise and squared bias above which a quick fit has layers recomputed, at the cost of another fit.
 _QUICK_QUIET = 0.1
 #: Most by which measured and predicted noise may differ, as a factor.
 _AGREE = 1.5
@@ -164,7 +164,7 @@ def fit(
                 options = {"double_backward": double_backward, "recompute": recompute}
                 return _Fit(model, batches, loss, budget, exact, plain_peak, on_pass, options, quick).policy()
 
-            if double_backward and time is None:  # the graph of a gradient needs what would be computed again
+            if double_backward and time is None:  # the graph of a gradient needs what would be recomputed
                 return fit_at(0)
             quiet = _QUICK_QUIET if quick else QUIET
             if quick and time is None:

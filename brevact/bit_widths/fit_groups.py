@@ -52,7 +52,7 @@ class Groups:
         names: of the modules that may have a rule, one each, behind the module around it.
         shared: those of modules that have several names, and may run inside of several modules.
         double_backward: whether gradients may be differentiated again.
-        recompute: multiplications and additions that an element of a layer may cost to be computed again.
+        recompute: multiplications and additions that an element of a layer may cost to be recomputed.
     """
 
     chains: tuple[Chain, ...]

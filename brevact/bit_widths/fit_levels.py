@@ -1,4 +1,4 @@
-"""How much may be computed again: levels of `recompute`, of which `fit` takes the one that its budget asks for."""
+"""How much may be recomputed: levels of `recompute`, of which `fit` takes the one that its budget asks for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from brevact.reports.memory import memory_of
 _LEVELS = (0, 64, 256, 1024, 4096, 16384)
 #: The last one that is tried where nobody says what a step may take.
 _MOST_WITHOUT_TIME = 1024
-#: Noise and squared bias, in units of minibatch noise, below which nothing is computed again to lower them.
+#: Noise and squared bias, in units of minibatch noise, below which nothing is recomputed to lower them.
 QUIET = 0.01
 #: Bits at which levels are measured: time hardly depends on them.
 _BIT_WIDTH = 6
@@ -39,7 +39,7 @@ class Levels:
         batch: what the loss takes.
         loss: takes the model and a batch, and returns a scalar.
         on_pass: is told of each pass whose time is measured.
-        quiet: noise and squared bias below which nothing is computed again to lower them.
+        quiet: noise and squared bias below which nothing is recomputed to lower them.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class SaveQuantized(Fragment):
     that are smooth functions of one that is packed in at least ``derive_min_bits`` bits are derived from it; 0 derives
     nothing. Query and key of attention take at least ``score_bit_width`` bits. With ``double_backward`` gradients may
     be differentiated again (``create_graph=True``). Layers of which an element costs at most ``recompute``
-    multiplications and additions are computed again in place of storing their output.
+    multiplications and additions are recomputed in place of storing their output.
     """
 
     save_mode = SaveMode.SAVE_QUANTIZED

@@ -16,7 +16,7 @@ from brevact.policy.called_functions import called_by, called_in
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-#: Multiplications that an element of the output of a layer may take where only the cheapest layers are computed again.
+#: Multiplications that an element of the output of a layer may take where only the cheapest layers are recomputed.
 FEW = 128
 #: Multiplications that an element of the output of a layer takes at most in a layer that is cheap beside others.
 MORE = 256
@@ -115,10 +115,10 @@ def is_separable(name: str, module: nn.Module) -> bool:
 
 
 def is_rectified_and_costly(name: str, module: nn.Module) -> bool:
-    """Rule for a model as a whole: rectified (:func:`is_rectified`), of layers that are costly to compute again.
+    """Rule for a model as a whole: rectified (:func:`is_rectified`), of layers that are costly to recompute.
 
     Fewer than a third of its layers cost at most 256 multiplications an element: VGG, ResNet-18 and 34, DenseNets,
-    U-Nets. Lazy layers are taken for costly, and a model without layers that could be computed again counts, too.
+    U-Nets. Lazy layers are taken for costly, and a model without layers that could be recomputed counts, too.
 
     Args:
         name: qualified name of the module, not looked at.

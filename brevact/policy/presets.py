@@ -174,12 +174,6 @@ def _kind_of(key: Any) -> str:
     return "type" if isinstance(key, type | tuple) else "function"
 
 
-#: Where no quantizer is named. Batch-normalized networks of depthwise convolutions (``is_separable``) compute layers of
-#: up to 128 multiplications an element again, and spend the saved bytes on bits: 6. In other models, packed
-#: tensors have 4 bits, which smooth functions need; 3 bits in modules that call no activation functions but piecewise
-#: linear ones (``is_rectified``), whose chains are unbiased at any width. Query and key, which are exponentiated, have
-#: 5, and the probabilities of a loss 6. Noise and bytes of it are in docs/noise.md. Dithered rounding has half to four
-#: fifths of the noise of stochastic rounding, at the same bytes.
 DEFAULT = Policy(
     {
         is_separable: DitherBackward6bit.let(score_bit_width=6, recompute=FEW),
@@ -188,10 +182,14 @@ DEFAULT = Policy(
         "": DitherBackward4bit.let(score_bit_width=5),
     }
 )
+"""Policy of models and blocks for which none is named: 3 to 6 bits, dithered rounding.
 
-#: For memory first: layers of up to 1024 multiplications an element are computed again, and the rest is stored at 6
-#: bits; at 4 in rectified models with few cheap layers (``is_rectified_and_costly``), much of which is stored, and of
-#: which ``DEFAULT`` stores 3. The probabilities of a loss have 6 in all.
+Batch-normalized networks of depthwise convolutions (``is_separable``) recompute layers of up to 128 multiplications an
+element and store 6 bits. Other models store 3 bits in modules whose only activation functions are piecewise linear
+(``is_rectified``), whose chains are unbiased at any width, and 4 bits elsewhere, which smooth functions need. Query and
+key, which are exponentiated, have 5 or more, the probabilities of a cross-entropy 6.
+"""
+
 RECOMPUTE = Policy(
     {
         F.cross_entropy: DitherBackward6bit.let(recompute=MANY),
@@ -199,11 +197,17 @@ RECOMPUTE = Policy(
         "": DitherBackward6bit.let(score_bit_width=6, recompute=MANY),
     }
 )
+"""Policy of fewer bytes and longer steps: layers of up to 1,024 multiplications an element are recomputed.
 
-#: For convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2.
+The rest is stored at 6 bits, or at 4 in rectified models with few cheap layers (``is_rectified_and_costly``), where
+``DEFAULT`` stores 3. The probabilities of a cross-entropy have 6 in all models.
+"""
+
 CONV_NET = Policy(
     {(*CONVOLUTIONS, nn.Linear): DitherBackward3bit, is_norm: DitherBackward3bit, "*": DitherBackward2bit}
 )
+"""Policy for convolutional networks: layers with weights, and norms, at 3 bits; derivatives and the rest at 2."""
 
-#: For transformers: norms, which read the residual stream with its outliers, and the loss at 4 bits, the rest at 2.
 TRANSFORMER = Policy({is_norm: DitherBackward4bit, F.cross_entropy: DitherBackward4bit, "*": DitherBackward2bit})
+"""Policy for transformers: norms, which read the residual stream with its outliers, and losses at 4 bits, the rest at
+2."""

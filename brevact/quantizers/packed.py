@@ -149,7 +149,9 @@ def _spec_of(quantizer: Decoder, layout: Layout) -> PackedSpec[Any]:
 
 
 class PackedActivation:
-    """An activation stored as packed codes and metadata.
+    """A tensor stored as packed codes and the metadata of its groups, in one uint8 buffer.
+
+    `quantize` of a quantizer returns it; `dequantize` restores shape, strides, dtype and device.
 
     >>> import torch
     >>> from brevact.quantizers import UniformQuantizer
@@ -159,40 +161,39 @@ class PackedActivation:
     >>> packed.dequantize().shape
     torch.Size([128])
 
-    **Byte format.** The n distinct elements are taken in memory order: dense tensors are read as they lie, whatever the
-    order of their strides; repeats of expanded dimensions are not stored; a tensor with gaps is read from a dense copy.
+    **Elements** are packed in memory order. A dense tensor is read as it lies, whatever the order of its strides; an
+    expanded dimension is stored once; a tensor with gaps is read from a dense copy.
 
-    *Codes* of b bits lie in blocks of P elements, of 8 planes by W = P / 8 columns: element i * W + j of a block is
-    code i of column j. The 8 codes of a column make a little-endian integer of b bytes, code i at bits i * b and up;
-    its byte k is stored at byte k * W + j of the block's b * W bytes. The last block, of r < P elements, has
-    ceil(r / 8) columns, its missing codes 0. So codes take exactly b bits an element, but for the tail's rounding up to
-    8 elements. P is the smallest multiple of bucket_size and 8 that is at least 512, if it is at most 4096; otherwise,
-    and where groups are not buckets, 512.
+    **Codes** of b bits lie in blocks of P elements, of W = P / 8 columns. Element i * W + j of a block is code i, 0 to
+    7, of column j. The 8 codes of a column form a little-endian integer of b bytes, code i at bits i * b and up; byte k
+    of this integer is byte k * W + j of the block. The last block, of r < P elements, has ceil(r / 8) columns, padded
+    with codes 0, so that n elements take b * ceil(n / 8) bytes. P is the smallest multiple of bucket_size and 8 that
+    is at least 512, if it is at most 4096; otherwise, and where groups are not buckets, 512.
 
-    *Metadata* follow the codes in the same storage, each aligned to its type with zero bytes between: one value a
-    group, for uniform quantizers `minimum` m, then `scale` s; code q stands for m + s * q, computed in float32 and
-    clamped to the finite range of the dtype. The group of element e is e // inner % groups: bucket e // bucket_size,
-    one for the whole tensor, or the index of a dimension.
+    **Metadata** follow the codes, one value a group in each array, aligned to its dtype by zero bytes. Uniform
+    quantizers store `minimum` m, then `scale` s: code q decodes to m + s * q, computed in float32 and clamped to the
+    finite range of the tensor's dtype. Element e is in group e // inner % groups: bucket e // bucket_size, the one
+    group of a whole tensor, or its index along a dimension.
 
-    *Zeros.* An element that is exactly 0 in float32 decodes to exactly 0, whatever multiplies it. Where a uniform
-    quantizer's group has one and its minimum is negative, m = -k s for an integer k, the code of zero: s is the least
-    scale, of those that its type holds, with which levels cover the group's range on both sides of zero, and m + s * k
-    is 0 in float32. For a bfloat16 m, k and s have four significant bits each. Such a group does not shift its levels.
-    Neighbours stay unbiased. At 1 bit, of which no two levels and zero are, groups with elements of both signs keep
-    their grid, in which 0 is not a level. Other formats say how they have a level at 0; codes of what norms have
-    normalized (`NormalizedCodes`) have none.
+    **Zeros.** An element that is exactly 0 in float32 decodes to exactly 0. A group of a uniform quantizer that holds a
+    zero and a negative minimum has m = -k * s, with an integer k, the code of zero. s is the least scale of its dtype
+    with which levels cover the group's range on both sides of zero, and m + s * k is 0 in float32; with a bfloat16 m, k
+    and s have four significant bits each. Dithering does not shift the group; its other elements stay unbiased. At 1
+    bit a group with elements of both signs has no level at 0. Other formats document their level at 0;
+    `NormalizedCodes`, which norms store, have none.
 
-    *What is not finite* decodes to NaN, and leaves the range of its group to the others. A group that holds NaN or an
-    infinity beside finite elements is flagged: the sign bit of its s is set, that of 0 as well. There code 2^b - 1
-    stands for NaN, and code q below it for m + |s| * q, with a level less between the group's ends. At 1 bit, where one
-    code is left, it stands for the middle, m + |s| / 2, or for 0 where an element is 0: no two levels and a mark fit
-    one bit, so this case alone is biased, by half of the range at most, or by all of it beside zeros. NaN metadata mean
-    that all of a group decodes to NaN: nothing in it was finite. Other formats say where they keep the mark; none takes
-    a byte for it. What is finite in float32 decodes to finite values: where the range of a uniform quantizer's group is
-    2^128 - 2^122 or more, as a mask with the lowest float beside large values makes it, those beyond +-2^125 count as
-    +-2^125; so they do from 2^126 on where a level lies at zero.
+    **NaN and infinities** decode to NaN and leave the range of the group to its finite elements. A group of both kinds
+    is flagged by the sign bit of s, that of s = 0 as well. In this group code 2^b - 1 decodes to NaN and code q below
+    it to m + |s| * q, with one level fewer between the ends. At 1 bit the remaining code decodes to m + |s| / 2, or to
+    0 where an element is 0: only this case is biased, by at most half of the range, or all of it beside zeros. A group
+    without a finite element has NaN metadata and decodes to NaN. Other formats document their flag, which takes no
+    byte.
 
-    *32 bits*: `codes` are the bytes of the elements as they are, without metadata.
+    **Large ranges.** Elements that are finite in float32 decode to finite values. If the range of a uniform quantizer's
+    group is 2^128 - 2^122 or more, as a mask with the lowest float beside large values makes it, elements beyond
+    +-2^125 count as +-2^125; with a level at zero, from a range of 2^126 on.
+
+    **32 bits.** `codes` are the bytes of the elements, without metadata.
 
     Args:
         spec: Quantizer and layout.

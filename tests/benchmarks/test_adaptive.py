@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import adaptive
-from benchmarks.adaptive import COLUMNS, STORED, STRATEGIES, plot
+from benchmarks.adaptive import COLUMNS, STORED, STRATEGIES, WORDS, plot
 from benchmarks.records import read_rows
 
 
@@ -18,7 +18,7 @@ def test_plot_draws_a_line_for_each_strategy():
     panels = plot([*rows, {**rows[0], "model": "other", "noise": "9"}], "ResNet-20").axes
     assert len(panels) == len(STORED)
     for panel in panels:
-        assert [text.get_text() for text in panel.get_legend().texts] == list(STRATEGIES)
+        assert [text.get_text() for text in panel.get_legend().texts] == [WORDS[name] for name in STRATEGIES]
         assert all(list(line.get_xdata()) == [1.5, 2.0] for line in panel.lines if len(line.get_xdata()) == 2)
 
 

@@ -35,18 +35,21 @@ SPATIAL = 3
 
 @dataclass(frozen=True, kw_only=True)
 class DualPrecisionQuantizer(Quantizer):
-    """Low-frequency part in float16, residual quantized with a minimum and a scale a map.
+    """Quantizer that stores means of blocks in float16, and the residual with a minimum and a scale for each map.
 
-    A map is one sample and channel. With blocks of `block` elements along each of its axes:
-    low = float16(mean of the block), r = x - upsample(low), q = round((r - m) / s) as `UniformQuantizer` does it with
-    the map as its group; decoded as upsample(low) + (m + s * q). All arithmetic is float32. A block with an
-    element that is exactly 0 has a mean of 0, so that its zeros are zeros of the residual, which decode to 0.
+    A map is one channel of one sample. With blocks of `block` elements along each axis of a map, in float32:
+
+        low = float16(mean of the block),  r = x - upsample(low)
+        q = round((r - m) / s),  decoded as upsample(low) + (m + s * q)
+
+    m, s and q are those of `UniformQuantizer` with the map as its group. A block with an element that is exactly 0 has
+    a mean of 0: its zeros are zeros of the residual, and decode to 0.
 
     Source: DIVISION, arXiv:2208.04187, section 4 (eq. 9, 10). Differs: the residual is taken from the rounded means;
-    blocks at the border that are not full are pooled over the elements they have; minimum and scale are bfloat16,
+    blocks at the border that are not full are averaged over the elements they have; minimum and scale are bfloat16,
     because float16 overflows, and rounded outwards before codes are computed; the scale's sign is not stored. NaN and
-    infinities decode to NaN: a block that holds them has a mean of 0, which is stored as NaN, and a map with such a
-    block has a code less for all other elements, as `UniformQuantizer` does it.
+    infinities decode to NaN: a block that holds them counts as one with mean 0 and stores NaN, and the map has one
+    level fewer for all other elements, as in `UniformQuantizer`.
 
     **Maps.** A tensor of shape (N, C, *spatial) with one to three spatial axes has N * C maps; one of shape (N, F) has
     N maps along its features; a vector is one map. Expanded axes count as axes of size 1, and such axes at the end are

@@ -51,8 +51,8 @@ class ElementsQuantizer:
     """Stores the elements of a tensor in their own type, as a source that layers and functions are computed from.
 
     Other than with :class:`LosslessQuantizer`, ops of a region run as with packed tensors: norms store their normalized
-    input, and outputs that are cheap to compute again are not stored. Gradients are then exact but for roundings of
-    their type.
+    input, and outputs that are cheap to recompute are not stored. Gradients are then exact but for roundings of their
+    type.
 
     >>> import torch
     >>> x = torch.rand(8)

@@ -15,10 +15,11 @@ from brevact.quantizers.rounding import Rounding
 
 @dataclass(frozen=True, kw_only=True)
 class MixedQuantizer(MixingQuantizer):
-    """Uniform quantizer of two widths: each bucket has the higher one with a probability, independently.
+    """Uniform quantizer that stores each bucket at `mix_bit_width` with probability `mix_prob`, else at `bit_width`.
 
-    An element takes (1 - mix_prob) * bit_width + mix_prob * mix_bit_width bits on average, metadata and one bit a
-    bucket apart. See `MixingQuantizer` for what is drawn where, under `torch.compile` as well.
+    Buckets are drawn independently. An element takes (1 - mix_prob) * bit_width + mix_prob * mix_bit_width bits on
+    average; each bucket adds the metadata of `UniformQuantizer` and one bit. Graphs of `torch.compile` and CUDA graphs
+    draw the number of wider buckets once, when they are made, and in each run which buckets these are.
 
     Source: J. Li, master's thesis, Heidelberg University, 2025, section 5.7. Differs: there every element is stored at
     the higher width.

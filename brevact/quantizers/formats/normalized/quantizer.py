@@ -116,16 +116,15 @@ class NormalizedCodes(GridQuantizer):
 class NormalizedQuantizer(GridQuantizer):
     """Quantizer to fixed levels of (x - mean) / deviation, with the mean and standard deviation of each channel.
 
-    A batch, layer, group or instance norm in a region stores the codes of what it has normalized itself
-    (`for_normalized`), and no metadata. Elsewhere each channel stores float32 mean and deviation, computed from values
-    counted in 65535ths of the channel's range, so that they are the same on every device; a constant channel decodes
-    exactly. There a channel with an element that is exactly 0 stores another mean, so that a level lies at 0, the one
-    that is closest to it; and a larger deviation, as far as what was inside the grid, of the channel's range, would be
-    clipped otherwise (L2 has that need, whose levels are few). In what norms have normalized themselves there is no
-    code for 0: sign(0) is taken as +1.
+    In a region, batch, layer, group and instance norms store codes of the values that they have normalized themselves
+    (`for_normalized`), and no metadata. No level is 0 there: sign(0) is taken as +1.
 
-    A channel that holds NaN or an infinity stores its deviation with the sign bit set. There the highest level's code
-    stands for NaN, and finite values beyond the level below it take that.
+    Elsewhere each channel stores a float32 mean and deviation. They are computed from values counted in 65535ths of the
+    channel's range, which makes them equal on all devices. A constant channel decodes exactly. A channel with an
+    element that is exactly 0 stores the nearest mean for which a level lies at 0, and a larger deviation where elements
+    inside of the grid would be clipped otherwise, as happens with the few levels of L2. A channel that holds NaN or an
+    infinity stores its deviation with the sign bit set: the code of the highest level then decodes to NaN, and finite
+    values beyond the level below it take that level.
 
     Source: B. Graham, arXiv:1702.08231, table 1. Differs: the paper quantizes the forward pass as well, which
     `quantize_forward` asks for.

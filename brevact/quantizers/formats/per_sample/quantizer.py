@@ -45,20 +45,23 @@ class _Division(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuantizer(Quantizer):
-    """Uniform quantizer whose samples have widths of their own, 1 to 8 bits, and `bit_width` bits in the mean.
+    """Uniform quantizer that gives each sample of a batch a width of its own, 1 to 8 bits, `bit_width` in the mean.
 
-    Sample n, a run of memory with buckets of ranges R_nk, takes part in the noise of the gradient by
-    w_n = g_n sum_k R_nk^2 / (2^b_n - 1)^2 with g_n the squared norm of its gradient, where it is known (`weights`), 1
-    otherwise. The b_n are those that minimize the sum, under floor(bit_width * N) bits in all.
+    Widths b_n of N samples minimize the noise that they add to the gradient, under sum_n b_n <= floor(bit_width * N):
 
-    What lies in dimension 0 are samples if that dimension is the slowest in memory, of contiguous tensors and of those
-    in channels_last for example; of other tensors it is the indices of their slowest dimension. Samples of less than
-    `bucket_size` elements share a width with their neighbours. A bucket lies in one sample: it has the largest number
-    of elements up to `bucket_size` that divides it, or all of the sample.
+        sum_n g_n sum_k R_nk^2 / (2^b_n - 1)^2
 
-    Bytes: the samples of each width, in ascending order of widths, packed as a 1-D tensor by the `UniformQuantizer` of
-    that width, from the next multiple of 4 on; zeros; a uint8 width for each sample. The size follows from the layout
-    alone. On a GPU, both ways wait for the device, since the host finds widths from ranges and samples of a width.
+    R_nk are the ranges of the buckets of sample n; g_n is the squared norm of its gradient if `weights` has it, or 1.
+
+    Samples are the indices of dimension 0 if this dimension is the slowest in memory, as in contiguous tensors and in
+    channels_last; of other tensors they are the indices of the slowest dimension. Samples of fewer than `bucket_size`
+    elements share a width with their neighbours. A bucket lies in one sample: it has the largest number of elements up
+    to `bucket_size` that divides the sample, or all of the sample.
+
+    **Bytes**: the samples of each width, in ascending order of widths, packed as a 1-D tensor by the `UniformQuantizer`
+    of that width, from the next multiple of 4 on; zeros; a uint8 width for each sample. Their number follows from the
+    layout alone. On a GPU, quantizing and decoding wait for the device: the host finds widths from ranges, and the
+    samples of a width.
 
     Source: ActNN, arXiv:2104.14129, sections 4.2 and 4.3, equations 9 and 10. Differs: the widths are the best ones for
     these sensitivities (`widths_of_least_noise`), of every kind of layer. Bytes depend on the number of samples: with

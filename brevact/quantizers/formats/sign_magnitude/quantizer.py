@@ -95,15 +95,17 @@ class SignMagnitudeLevels(GridQuantizer):
 
 @dataclass(frozen=True, kw_only=True)
 class SignMagnitudeQuantizer(MixingQuantizer):
-    """Quantizer of signs and magnitudes: q = round(|a| / scale * levels), decoded as sign(a) * q / levels * scale.
+    """Quantizer to 0 and signed multiples of scale / levels, with `levels` drawn for each bucket from two numbers.
 
-    The scale of a bucket is its largest magnitude, or its L2 norm. `levels` is `mix_levels` in a fraction
-    `mix_levels_prob` of the buckets, `base_levels` in the others (see `MixedQuantizer`); `bucket=None` draws once for
-    the tensor, as the thesis' global variant does.
+    For the elements x of a bucket:
 
-    A code has 2 * levels + 1 values, and marks what is not finite: `base_levels=4`, which the thesis calls 2 bits, has
-    the nine values 0, +-1/4, ..., +-1 and takes 4 bits, and `mix_levels=16` 6. That is what is stored, and what
-    `nbytes` says.
+        q = round(|x| / scale * levels),  decoded as sign(x) * q / levels * scale
+
+    The scale is the largest magnitude, or the L2 norm (`use_max=False`). `levels` is `mix_levels` with probability
+    `mix_levels_prob`, otherwise `base_levels`; `bucket=None` draws once for the tensor, the thesis' global variant.
+
+    A code has 2 * levels + 1 values and one that marks NaN and infinities. `base_levels=4`, which the thesis calls 2
+    bits, has the nine values 0, +-1/4, ..., +-1 and takes 4 bits, `mix_levels=16` 6: `nbytes` counts these bits.
 
     Source: J. Li, master's thesis, Heidelberg University, 2025, listings 5.1, 5.2 and 5.5. Differs: there the quantized
     values are kept in full precision; magnitudes are clamped to 1 - 1e-8 (which is 1 in float32) and scales to 1e-8;

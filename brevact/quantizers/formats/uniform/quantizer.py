@@ -43,26 +43,27 @@ class Granularity(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class UniformQuantizer(Quantizer):
-    """Uniform quantizer with a minimum and a scale a group.
+    """Quantizer to 2^bit_width evenly spaced levels between the minimum and the maximum of each group of elements.
 
-    With B = 2^bit_width - 1 and the stored m = round_down(min), s = round_up((max - m) / B):
-    q = clip(round((x - m) / s), 0, B), decoded as m + s * q. All arithmetic is float32. Where an element of a group is
-    exactly 0 and its minimum is negative, m = -k s with the integer k of the least s that covers the range, so that 0
-    decodes to 0 (see `PackedActivation`).
+    In float32, with B = 2^bit_width - 1, for the elements x of a group:
 
-    Dithered rounding shifts the levels of a bucket by u * s, with one random u in [-1/2, 1/2), rounds to nearest, and
-    stores m - u * s in place of m: each error is spread evenly over (-s/2, s/2], whatever the value. It is as unbiased
-    as stochastic rounding, at half its mean variance: s^2 / 12 in place of t (1 - t) s^2 at the position t between two
-    levels, s^2 / 6 on average. The errors of a bucket depend on one number, so that those of equal values are equal. A
-    bucket in which an element is exactly 0, or many values lie on levels or are equal, such as a border, rounds
-    stochastically (`reference.spreads`); so does one of twenty others. Buckets have at most 512 elements, or a multiple
-    of 8 up to 4096, so that they lie in blocks.
+        m = round_down(min(x)),  s = round_up((max(x) - m) / B)
+        q = clip(round((x - m) / s), 0, B),  decoded as m + s * q
+
+    An element that is exactly 0 decodes to 0: if m is negative, then m = -k * s with an integer k and the least s that
+    covers the range. NaN and infinities decode to NaN. `PackedActivation` specifies both, and the bytes.
+
+    *Dithered rounding* shifts the levels of a bucket by u * s, with one random u in [-1/2, 1/2), rounds to the nearest
+    level, and stores m - u * s in place of m. The error is uniform over (-s/2, s/2] for every value: unbiased, with
+    variance s^2 / 12. Stochastic rounding has variance t (1 - t) s^2 at the position t between two levels, s^2 / 6 on
+    average. Errors of a bucket depend on one u, so equal values have equal errors. A bucket therefore rounds
+    stochastically where an element is exactly 0, or where many values are equal or lie on levels
+    (`reference.spreads`); so does one in twenty of the other buckets.
 
     Source: ActNN, arXiv:2104.14129, section 4.1; of dithered rounding, Schuchman, Dither signals and their effect on
-    quantization noise, IEEE Transactions on Communication Technology 12, 1964, with a dither that the group shares, so
-    that the decoder does not have to know it. Differs: metadata are rounded first, outwards so that nothing is
-    clipped, and codes computed from the rounded ones; NaN and infinities decode to NaN, and a group that holds them has
-    a level less for its other elements, whose range it is (see `PackedActivation`).
+    quantization noise, IEEE Transactions on Communication Technology 12, 1964. Differs: metadata are rounded first,
+    outwards so that nothing is clipped, and codes computed from the rounded ones; a group with NaN or infinities has
+    one level fewer; a bucket shares its dither, so that the decoder does not have to know it.
 
     >>> q = UniformQuantizer(bit_width=2, rounding=Rounding.NEAREST, bucket_size=4)
     >>> q.quantize(torch.tensor([0.0, 1.0, 2.0, 3.0])).dequantize()
@@ -71,7 +72,8 @@ class UniformQuantizer(Quantizer):
     Args:
         bit_width: Bits a code: 1 to 8, 12, 16 or 24; 32 stores the tensor as it is.
         rounding: Nearest, stochastic or dithered.
-        bucket_size: Elements that share a scale under `Granularity.BUCKET`; None for the whole tensor.
+        bucket_size: Consecutive elements that share a scale under `Granularity.BUCKET`; None for the whole tensor.
+            Dithered rounding takes at most 512, or a multiple of 8 up to 4096.
         granularity: Which elements share a scale and a minimum. A tensor without the dimension named is one group.
         channel_dim: Dimension whose indices are groups under `Granularity.CHANNEL`; may be negative.
         scale_dtype: Stored type of the scale, bfloat16 or float32.

@@ -24,31 +24,29 @@ _SMALLEST_WIDTH = 2.0**-100
 
 @dataclass(frozen=True, kw_only=True)
 class WeibullQuantizer(GridQuantizer):
-    """Quantizer to the levels at which stochastic rounding has least variance if a bucket's sides are Weibull.
+    """Quantizer to the 2^bit_width levels at which stochastic rounding has the least variance for Weibull magnitudes.
 
-    The magnitudes of a side (the values on one side of zero, zeros excluded) have density
-    k / s (x / s)^(k - 1) exp(-(x / s)^k): its shape k comes from E[x^2] / E[x]^2, its scale s from the mean, and the
-    levels for this shape and this largest value from a table. A bucket has 2^bit_width levels, of which its minimum and
-    maximum are two, so that nothing is clipped. By the variance that is expected, it takes one of these sets, all
-    between the minimum and the maximum:
+    The magnitudes of a bucket on one side of zero, zeros excluded, are taken to have the density
+    k / s (x / s)^(k - 1) exp(-(x / s)^k). The shape k follows from E[x^2] / E[x]^2, the scale s from the mean; a table
+    gives the levels for the shape and the largest magnitude. Minimum and maximum of the bucket are levels, so that
+    nothing is clipped. A bucket takes the set of least expected variance among
 
     - zero, and levels on both sides, dealt out in any proportion;
     - as many levels on either side, and no zero;
-    - levels above the minimum, whose distance counts as the magnitude (or below the maximum, likewise): always so where
-      a bucket has values on one side only, for example after ReLU.
+    - levels above the minimum, with the distance from it as the magnitude, or below the maximum, likewise. A bucket
+      with values on one side of zero only, as after ReLU, always takes such a set.
 
-    An element that is exactly 0 decodes to 0: where there is one between minimum and maximum, zero is a level.
+    An element that is exactly 0 decodes to 0: where one lies between minimum and maximum, zero is a level.
 
-    Stored beside the codes: float32 minimum, maximum and offset of each bucket (the offset is zero, or the end on which
-    the magnitudes stand), and bfloat16 distances from the offset of its 2^bit_width - 2 other levels. Code 0 stands for
-    the minimum, the last one for the maximum, those between for offset + distance, clamped to the two. Minimum and
-    maximum are NaN for a bucket without a finite element. In a bucket that holds NaN or an infinity beside finite
-    elements the last of the other levels is infinity, which is clamped to the maximum: there the last code stands for
-    NaN, and one level less lies between minimum and maximum.
+    **Bytes** of a bucket beside its codes: float32 minimum, maximum and offset (zero, or the end from which distances
+    count), then the bfloat16 distances of the 2^bit_width - 2 other levels from the offset. Code 0 decodes to the
+    minimum, the last code to the maximum, the others to offset + distance, clamped to these two. A bucket without a
+    finite element has NaN for minimum and maximum. In a bucket that holds NaN or an infinity beside finite elements the
+    last distance is infinity, which is clamped to the maximum; there the last code decodes to NaN.
 
     Source: TinyScript (Fu et al., ICML 2020), algorithms 1 and 2, equation 2. Differs: levels are best for the largest
     value of the bucket, not for 3 standard deviations; shapes go up to 4, not 1; the split of levels between the sides
-    is chosen, not even, and zero is left out where no element is 0 and that has less variance.
+    is chosen, not even; zero is no level where no element is 0 and that has less variance.
 
     >>> q = WeibullQuantizer(bit_width=2)
     >>> x = torch.tensor([0.0, 0.0, 0.1, 0.1, 0.2, 0.3, 0.5, 8.0])
