@@ -85,6 +85,8 @@ class ModelState:
         self._addresses: set[int] | None = None
         self._derived: dict[int, WeakStorage] = {}
         self._sweep_at = _SWEEP_FLOOR
+        #: Quantizers of Brevitas that have run in the region, and what lets their next call be found unchanged sooner.
+        self.seen_quantizers: dict[Any, Any] = {}
         if owner is None:
             _watchers.add(self)
 

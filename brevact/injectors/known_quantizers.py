@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from brevact.autograd.ops.fake_quantization import Integers, Rectifier, fake_quantize
 from brevact.autograd.ops.forward_statistics import largest_magnitude, weight_statistics
@@ -53,6 +54,8 @@ from brevact.private_names.of_brevitas import (
     StatsFromParameterZeroPoint,
     TensorClamp,
     ZeroZeroPoint,
+    _ViewCatParameterWrapper,
+    _ViewParameterWrapper,
 )
 from brevact.private_names.of_torch import (
     DisableTorchFunction,
@@ -127,9 +130,40 @@ class Tree(NamedTuple):
             return False
         if tuple(itertools.chain.from_iterable(map(dict.values, modules))) != self.children:
             return False
-        if any(map(dict.__contains__, attributes, itertools.repeat("forward"))):
+        return not self._is_overridden()
+
+    def _is_overridden(self) -> bool:
+        """Return whether a module has a forward of its own, or somebody watches all modules by hooks."""
+        if any(map(dict.__contains__, self.attributes, itertools.repeat("forward"))):
+            return True
+        return any(_EVERYWHERE) and not are_own(_EVERYWHERE)
+
+
+class Tables(NamedTuple):
+    """The tables of hooks and children that the modules of a tree have, and how many handles of hooks there have been.
+
+    Tables change in place unless somebody assigns others, and each hook that is registered then makes a handle.
+    """
+
+    handles: int
+    empty: tuple[dict[Any, Any], ...]
+    children: tuple[Any, ...]
+
+    @staticmethod
+    def of(tree: Tree) -> Tables:
+        """Read the tables of a tree that is untouched."""
+        children = tuple(map(_children_in, tree.attributes))
+        hooks = itertools.chain.from_iterable(map(_hooks_in, tree.attributes))
+        empty = tuple(each for each in itertools.chain(hooks, children) if not each)
+        return Tables(RemovableHandle.next_id, empty, tuple(each.values() for each in children if each))
+
+    def are_untouched(self, tree: Tree) -> bool:
+        """Return whether a tree is untouched still, in a third of the time that `is_untouched` takes."""
+        if self.handles != RemovableHandle.next_id or any(self.empty):
             return False
-        return not any(_EVERYWHERE) or are_own(_EVERYWHERE)
+        if tuple(itertools.chain.from_iterable(self.children)) != tree.children:
+            return False
+        return not tree._is_overridden()
 
 
 def are_own(hooks: tuple[Any, ...]) -> bool:
@@ -173,10 +207,50 @@ class _Learned(NamedTuple):
             not scaling.training or scaling.counter <= scaling.collect_stats_steps
         ):
             return None
-        value = scaling.value
-        if threshold.dim() or threshold.requires_grad or value.dtype is not threshold.dtype:
+        value = scaling._parameters.get("value")  # `__getattr__` of modules takes as long as the scale
+        if value is None or threshold.dim() or threshold.requires_grad or value.dtype is not threshold.dtype:
             return None
         return learned_scale(value, threshold, None if self.clamp is None else self.clamp.min_val)
+
+
+class _OfStatistics(NamedTuple):
+    """The modules that clamp magnitudes between statistics of a weight and its scale; the others change none."""
+
+    clamps: tuple[Any, ...]
+
+    @staticmethod
+    def of(scaling: Any) -> _OfStatistics | None:
+        """Read the modules; None for others."""
+        if type(scaling) is not StatsFromParameterScaling:
+            return None
+        impl = scaling.stats_scaling_impl
+        of_scaling, of_threshold = impl.restrict_clamp_scaling, impl.restrict_clamp_threshold
+        of_ratio = impl.restrict_clamp_scale_threshold
+        restricts = of_scaling.restrict_value_impl, of_threshold.restrict_value_impl
+        before = impl.restrict_scaling_pre, impl.restrict_threshold_pre
+        others = impl.affine_rescaling, of_ratio.restrict_value_impl, of_ratio.clamp_ste, of_threshold.clamp_ste
+        clamps = impl.clamp_scaling.clamp_min_ste, of_scaling.clamp_ste
+        for modules, kinds in (
+            (restricts, (FloatRestrictValue,)),
+            (before, (Abs,)),
+            (others, (Identity,)),
+            (clamps, (Identity, ScalarSignedClampMinSte)),
+        ):
+            if any(type(module) not in kinds for module in modules):
+                return None
+        return _OfStatistics(tuple(clamp for clamp in clamps if type(clamp) is not Identity))
+
+    def scale(self, stats: Tensor, threshold: Tensor) -> Tensor | None:
+        """Return the scale of statistics that are larger than all bounds, whose gradient is that of the modules.
+
+        None for others, and on a GPU, for which nothing waits.
+        """
+        if type(stats) is not Tensor or not stats.is_cpu or not stats.numel():
+            return None
+        if threshold.dim() or threshold.requires_grad:
+            return None
+        smallest = stats.detach().amin().item() if stats.dim() else stats.item()  # NaN if there is one
+        return stats / threshold if smallest > max((clamp.min_val for clamp in self.clamps), default=0.0) else None
 
 
 class KnownQuantizer:
@@ -192,9 +266,26 @@ class KnownQuantizer:
         self.reads_weight = self.is_known and _reads_weight(quant.scaling_impl)
         self.scaling: Any = quant.scaling_impl if self.is_known else None
         self.zero_point: Any = quant.zero_point_impl if self.is_known else None
-        self._bit_width: Any = quant.msb_clamp_bit_width_impl if self.is_known else None
+        self._bit_width: Any = _buffer_of(quant.msb_clamp_bit_width_impl, "bit_width") if self.is_known else None
+        is_zero = type(self.zero_point) is ZeroZeroPoint
+        self._zero: Any = _buffer_of(quant.zero_point_impl, "zero_point") if is_zero else None
         self.learned = _Learned.of(self.scaling) if self.is_known else None
+        self.of_statistics = _OfStatistics.of(self.scaling) if self.is_known else None
         self._width: _Width | None = None
+
+    def is_untouched(self, region: Any) -> bool:
+        """Return whether the modules are those that were read, seen by no hooks.
+
+        A forward pass that calls the quantizer again, as a recurrent layer does at each time step, finds it by tables.
+        """
+        seen = region.state.seen_quantizers
+        tables = seen.get(self)
+        if tables is not None and tables.are_untouched(self.tree):
+            return True
+        if not self.tree.is_untouched():
+            return False
+        seen[self] = Tables.of(self.tree) if self in seen else None
+        return True
 
     @property
     def quant(self) -> Any:
@@ -207,16 +298,16 @@ class KnownQuantizer:
         A scale for which the modules of a quantizer by itself read elements of ``x`` is computed in the region.
         """
         quant = self.quant
-        if quant.observer_only or not self.tree.is_untouched():
+        if quant.observer_only or not self.is_untouched(region):
             return NotImplemented
         with region.hooks.suspended, DisableTorchFunction():
-            width = self._bit_width.bit_width
-            bit_width = width if isinstance(width, Tensor) else width.value.detach()
+            module, name = self._bit_width
+            bit_width = module._buffers[name]
+            bit_width = bit_width if name == "bit_width" else bit_width.detach()
             threshold, integers = self._of_width(bit_width)
             if integers is None:
                 return NotImplemented
-            is_zero = type(self.zero_point) is ZeroZeroPoint
-            zero_point = self.zero_point.zero_point.value.detach() if is_zero else None
+            zero_point = None if self._zero is None else self._zero[0]._buffers["value"].detach()
             scale = None if self.learned is None else self.learned.scale(threshold)
             if scale is None and (not reads_elements or is_independent(self.scaling)):
                 scale = self.scaling(x, threshold)
@@ -241,15 +332,38 @@ class KnownQuantizer:
             found: Tensor = scaling(x, threshold)
             return found
         parts = scaling.parameter_list_stats
+        if parts.extra_tracked_params_list is not None:
+            return self._scale_of_several(region, threshold)
         with region.hooks.suspended, DisableTorchFunction():
             values = parts.first_tracked_param(x)
             is_small = values.numel() < region.settings.min_numel or not values.requires_grad
             stats = parts.stats.stats_impl(values) if is_small else None
         if stats is None:
             stats = statistics_of_weight(region, parts.stats.stats_impl, values)
+        return self._scale_of_statistics(region, stats, threshold)
+
+    def _scale_of_several(self, region: Any, threshold: Tensor) -> Tensor:
+        """Return a scale of statistics of several weights together, such as those of the gates of an LSTM."""
+        parts = self.scaling.parameter_list_stats
+        first, others = parts.first_tracked_param, tuple(parts.extra_tracked_params_list)
+        impl = parts.stats.stats_impl
+
+        def compute(weight: Tensor, *weights: Tensor) -> Tensor:
+            values = first.view_shape_impl(weight)
+            for other, each in zip(others, weights, strict=True):
+                values = torch.cat([other.view_shape_impl(each), values], dim=other.cat_dim)
+            found: Tensor = impl(values)
+            return found
+
+        weights = first.parameter, *(other.parameter for other in others)
+        return self._scale_of_statistics(region, weight_statistics(region, compute, *weights), threshold)
+
+    def _scale_of_statistics(self, region: Any, stats: Tensor, threshold: Tensor) -> Tensor:
+        parts = self.scaling.parameter_list_stats.stats
         with region.hooks.suspended, DisableTorchFunction():
-            found = scaling.stats_scaling_impl(stats.view(parts.stats.stats_output_shape), threshold)
-        return found
+            stats = stats.view(parts.stats_output_shape)
+            found: Tensor | None = None if self.of_statistics is None else self.of_statistics.scale(stats, threshold)
+            return self.scaling.stats_scaling_impl(stats, threshold) if found is None else found
 
     def _zero_point_of(self, region: Any, x: Tensor, scale: Tensor, bit_width: Tensor) -> Tensor:
         """Return a zero point that learns, or one of statistics, which are those of ``x`` in the region."""
@@ -310,6 +424,15 @@ def known_quantizer(module: nn.Module) -> KnownQuantizer | None:
     return found if found.is_known else None
 
 
+def _buffer_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return which module has a constant as a buffer, and of which name: this one, or one below it of that name.
+
+    A lookup in the table of buffers takes a fraction of the time of a module's `__getattr__`.
+    """
+    child = module._modules.get(name)
+    return (module, name) if child is None else (child, "value")
+
+
 def takes_statistics(scaling: Any) -> bool:
     """Return whether a scale is computed from the activation."""
     if type(scaling) is not ParameterFromRuntimeStatsScaling:
@@ -341,11 +464,24 @@ def _is_known_before(relu: nn.Module, quant: RescalingIntQuant) -> bool:
 
 
 def _reads_weight(scaling: Any) -> bool:
-    """Whether a scale comes from known statistics of one weight."""
+    """Whether a scale comes from known statistics of one weight, or of several in a row."""
     if type(scaling) is not StatsFromParameterScaling:
         return False
     parts = scaling.parameter_list_stats
-    return parts.extra_tracked_params_list is None and type(parts.stats.stats_impl) in STATISTICS_OF_WEIGHTS
+    if type(parts.stats.stats_impl) not in STATISTICS_OF_WEIGHTS:
+        return False
+    others = parts.extra_tracked_params_list
+    if others is None:
+        return True
+    first = parts.first_tracked_param
+    if type(first) is not _ViewParameterWrapper or any(type(other) is not _ViewCatParameterWrapper for other in others):
+        return False
+    return all(_is_view_of_brevitas(each.view_shape_impl) for each in (first, *others))
+
+
+def _is_view_of_brevitas(module: nn.Module) -> bool:
+    """Whether a module arranges the elements of a weight as one of Brevitas' does, the same each time."""
+    return type(module).__module__.startswith("brevitas.core.function_wrapper.")
 
 
 def _is_known(quant: Any) -> bool:

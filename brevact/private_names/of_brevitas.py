@@ -72,6 +72,7 @@ _NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "brevitas.core.stats.stats_wrapper": {FORWARD: ("_Stats",)},
+    "brevitas.core.stats.view_wrapper": {FORWARD: ("_ViewCatParameterWrapper", "_ViewParameterWrapper")},
     "brevitas.core.zero_point": {
         BACKWARD: ("ZeroZeroPoint",),
         FORWARD: (

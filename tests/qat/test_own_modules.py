@@ -309,3 +309,67 @@ def test_quantizers_whose_tables_of_hooks_or_children_are_others_run_by_themselv
     half = len(seen) // 2
     assert half == 2
     assert all(torch.equal(*pair) for pair in zip(seen[:half], seen[half:], strict=True))
+
+
+def _clear_tables_and_watch(layer, seen):
+    scaling = tensor_quant(layer).scaling_impl
+    scaling._forward_hooks = type(scaling._forward_hooks)()
+    scaling.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+
+
+def _replace_a_child(layer, seen):
+    tensor_quant(layer).int_quant.input_view_impl = _SameView()
+    tensor_quant(layer).int_quant.input_view_impl.forward = lambda x: seen.append(x.detach()) or x
+
+
+#: Changes of a layer that has run in this forward pass already, after which its modules must be seen to run.
+CHANGES = {
+    "hook": lambda layer, seen: tensor_quant(layer).int_quant.register_forward_hook(
+        lambda module, args, out: seen.append(out.detach())
+    ),
+    "hook_without_a_handle": lambda layer, seen: tensor_quant(layer).int_quant._forward_hooks.update(
+        {-1: lambda module, args, out: seen.append(out.detach())}
+    ),
+    "other_table": _clear_tables_and_watch,
+    "child": _replace_a_child,
+    "forward": lambda layer, seen: setattr(
+        tensor_quant(layer).int_quant.input_view_impl, "forward", lambda x: seen.append(x.detach()) or x
+    ),
+}
+
+
+class _TimeSteps(nn.Module):
+    """Calls a layer five times, and changes it before the fourth."""
+
+    def __init__(self, change, seen):
+        super().__init__()
+        self.layer = qnn.QuantReLU(act_quant=Uint8ActPerTensorFloat, collect_stats_steps=1)
+        with torch.no_grad():
+            for _ in range(3):
+                self.layer(activation())
+        self.change, self.seen = change, seen
+
+    def forward(self, x):
+        total = 0.0
+        for step in range(5):
+            if step == 3:
+                self.change(self.layer, self.seen)
+            total = total + self.layer(x * (step + 1))
+        return total
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_quantizer_that_changes_between_two_calls_of_a_forward_pass_runs_by_itself(change):
+    seen, found = [], []
+    for quantize in (False, True):
+        torch.manual_seed(0)
+        model = _TimeSteps(CHANGES[change], seen)
+        if quantize:
+            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+        found.append(gradients(model, activation()))
+    half = len(seen) // 2
+    assert half == 2
+    assert all(torch.equal(*pair) for pair in zip(seen[:half], seen[half:], strict=True))
+    (out, grad, grads), (packed_out, packed_grad, packed_grads) = found
+    assert torch.equal(out, packed_out) and torch.equal(grad, packed_grad)
+    assert all(torch.equal(grads[name], packed_grads[name]) for name in grads)

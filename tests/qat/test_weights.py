@@ -4,6 +4,7 @@ import gc
 import brevitas.nn as qnn
 import pytest
 import torch
+from brevitas.quant import Int8WeightPerChannelFloat, Int8WeightPerTensorFloat
 from torch import nn
 
 import brevact
@@ -137,3 +138,37 @@ def test_weights_that_are_held_are_no_more_than_a_few():
         held.make_room(size)
         held.of[decoder] = (2, torch.empty(size, device="meta"), 0)
         assert sum(x.numel() for _, x, _ in held.of.values() if x is not None) <= decode_cache.MOST_OF_WEIGHTS
+
+
+def test_statistics_of_the_weights_of_several_gates_save_no_copies_of_them():
+    model = qnn.QuantLSTM(32, 32, batch_first=True)
+    brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        model(torch.randn(2, 1, 32))
+    weights = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    others = {x.untyped_storage().data_ptr(): x.nbytes for x in saved}
+    assert (
+        sum(nbytes for address, nbytes in others.items() if address not in weights) < 4 * 4 * 32 * 32
+    )  # of four gates
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_quant", [Int8WeightPerTensorFloat, Int8WeightPerChannelFloat])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-11, 1e-10, float("nan"), float("inf"), 3.0])
+def test_scales_of_weights_at_the_bound_of_magnitudes_are_those_of_brevitas(weight_quant, value, dtype):
+    results = []
+    for quantize in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(qnn.QuantConv2d(3, 8, 3, weight_quant=weight_quant, bias=False)).to(dtype)
+        with torch.no_grad():
+            rows = slice(0, 2) if weight_quant is Int8WeightPerChannelFloat else slice(None)
+            model[0].weight[rows] = value
+        if quantize:
+            brevact.quantize_backward(model, LosslessBackward, min_numel=0)
+        x = torch.randn(2, 3, 6, 6).to(dtype).requires_grad_()
+        out = model(x)
+        grads = torch.autograd.grad(out, (x, model[0].weight), torch.randn(out.shape).to(dtype))
+        results.append((out.detach(), *grads))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one.nan_to_num(7.7), other.nan_to_num(7.7))

@@ -73,13 +73,13 @@ def largest_magnitude(region: EagerKeeper, weight: Tensor, dim: int | None, keep
         return region.apply_to_weight(_LargestMagnitude, weight, dim, keepdim)
 
 
-def weight_statistics(region: EagerKeeper, compute: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
-    """Statistics of a weight; their gradient computes them again.
+def weight_statistics(region: EagerKeeper, compute: Callable[..., Tensor], *weights: Tensor) -> Tensor:
+    """Statistics of a weight, or of several together; their gradient computes them again.
 
     ``compute`` returns them, without random numbers and without a state of its own.
     """
     storage_report.report_op(weight_statistics)
-    return compute_from_weight(region, compute, weight)
+    return compute_from_weight(region, compute, *weights)
 
 
 def absolute_percentile(
