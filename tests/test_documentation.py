@@ -51,10 +51,14 @@ def test_tutorial_runs_on_digits(tmp_path: Path):
     assert 0 < noise[0] < noise[1]
 
 
-def test_first_steps_are_a_notebook_that_runs(tmp_path: Path):
+def test_first_steps_are_a_notebook():
     notebook = FIRST_STEPS.with_suffix(".ipynb").read_text("utf-8")
     assert notebook == as_ipynb(FIRST_STEPS.read_text("utf-8"))  # python -m scripts.notebook, see there
-    outputs = run_codes(cells_of_ipynb(notebook), tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_first_steps_run(tmp_path: Path):
+    outputs = run_codes(cells_of_ipynb(FIRST_STEPS.with_suffix(".ipynb").read_text("utf-8")), tmp_path)
     assert "same outputs: True" in outputs[2] and [bool(output) for output in outputs] == [False, *[True] * 5]
     assert {path.name for path in tmp_path.iterdir()} == {"memory.png"}
     noise = [float(value) for value in re.findall(r"noise (\d\.\d+)", outputs[3])]

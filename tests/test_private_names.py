@@ -240,8 +240,8 @@ def _assert_clear(removed: list[str], found: dict[str, str], warned: list[str]) 
     assert set(found.values()) == {"works"} or any("Install a version" in warning for warning in warned), removed
 
 
-#: Names that are missing together; each by itself is in the exhaustive tier.
-QUICK = [
+#: Names that are missing together; these lists, and each name by itself, are in the exhaustive tier.
+TOGETHER = [
     ["torch._C._autograd._push_saved_tensors_default_hooks", "brevitas.core.quant.IntQuant"],
     ["torch.Tensor._version", "brevitas.proxy.quant_proxy.QuantProxyFromInjector"],
     [
@@ -253,11 +253,16 @@ QUICK = [
 
 def test_a_missing_name_is_refused_or_replaced():
     names = list(_sought())
-    whole, without_all, *others = _outcomes([], names, *QUICK)
+    whole, without_all, some = _outcomes([], names, TOGETHER[0])
     assert set(whole[0].values()) == {"works"} and not any("Install a version" in warning for warning in whole[1])
     _assert_clear(names, *without_all)
     assert without_all[0]["linear"] != "works"
-    for removed, (found, warned) in zip(QUICK, others, strict=True):
+    _assert_clear(TOGETHER[0], *some)
+
+
+@pytest.mark.exhaustive
+def test_names_that_are_missing_together_are_refused_or_replaced():
+    for removed, (found, warned) in zip(TOGETHER, _outcomes(*TOGETHER), strict=True):
         _assert_clear(removed, found, warned)
 
 

@@ -25,9 +25,10 @@ from brevact.reports.memory import memory_of
 Batch = tuple[Tensor, Tensor]
 
 
-def images(size: int = 16, seed: int = 0) -> Batch:
+def images(size: int = 16, seed: int = 0, pixels: int = 8) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, 3, 16, 16, generator=generator), torch.randint(10, (size,), generator=generator)
+    shape = size, 3, pixels, pixels
+    return torch.randn(shape, generator=generator), torch.randint(10, (size,), generator=generator)
 
 
 class Residual(nn.Module):
@@ -131,10 +132,10 @@ def test_the_budget_is_that_of_the_ratio_or_of_the_uniform_width():
 
 
 def test_adaptive_widths_have_less_noise_than_a_uniform_width():
-    batches = [images(seed=seed) for seed in range(3)]
+    batches = [images(seed=seed, pixels=16) for seed in range(3)]
     trained = net()
     for step in range(30):
-        loss = loss_of(trained, images(seed=step))
+        loss = loss_of(trained, images(seed=step, pixels=16))
         torch.autograd.backward(loss)
         with torch.no_grad():
             for p in trained.parameters():
