@@ -102,7 +102,7 @@ _ALL = (
         "Does training with recomputed layers, at an eightieth of the bytes, end where full precision does?",
         "this project",
         (REFERENCE, Case("RECOMPUTE", "RECOMPUTE")),
-        seeds=8,
+        seeds=12,
         size=Size(),
     ),
     Study(
